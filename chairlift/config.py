@@ -15,7 +15,7 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from chairlift.errors import ConfigError
 from chairlift.rerankers import RERANKERS
@@ -24,6 +24,7 @@ from chairlift.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS
 
 __all__ = [
     "BUNDLED_MODEL",
+    "ONE_STATE",
     "CacheConfig",
     "CacheGroup",
     "EngineConfig",
@@ -36,6 +37,8 @@ __all__ = [
     "server_fields",
 ]
 
+ONE_STATE: Final = 1 << 30
+"""Span of a block of recurrent states that is never complete: a request has one block for as long as it runs."""
 BUNDLED_MODEL = "bundled"
 """Name of the small model that comes with the package."""
 
@@ -67,6 +70,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "kv_cache_memory_bytes": (1, 2**50),
     "gpu_memory_utilization": (0.01, 1),
     "num_kv_blocks": (2, 2**31),
+    "state_snapshot_interval": (1, ONE_STATE - 1),
     "swap_space_bytes": (0, 2**50),
     "max_num_seqs": (1, 2**16),
     "max_num_batched_tokens": (1, 2**24),
@@ -179,6 +183,9 @@ class CacheConfig:
     """Exact number of blocks per cache group, instead of a size in bytes."""
     enable_prefix_caching: bool = True
     """Share the KV of equal beginnings of prompts between requests."""
+    state_snapshot_interval: int | None = None
+    """Tokens between two snapshots of a recurrent model's state that the prefix cache keeps: a multiple of block_size.
+    None: such that snapshots take no more memory than K and V (1,024 for models without K and V)."""
     prefix_offload: bool = False
     """Save evicted blocks of the prefix cache in the swap space, as far as preempted requests leave room."""
     swap_space_bytes: int | None = None
@@ -303,12 +310,15 @@ class SchedulerConfig:
         """Settings of speculative decoding; None if it is off. Raises ConfigError."""
         return SpeculativeConfig.parse(self.speculative_config) if self.speculative_config else None
 
-    def takes_drafts(self, num_lookahead_steps: int) -> bool:
-        """Whether steps can have drafts: none is scheduled before the one before it has landed.
-        ``num_lookahead_steps`` is what the executor is best given; above 0 it keeps the newest tokens for itself.
-        Raises ConfigError for a bad ``speculative_config``."""
+    def takes_drafts(self, num_lookahead_steps: int, has_states: bool = False) -> bool:
+        """Whether steps can have drafts. A step with drafts is not scheduled before the previous one has landed, and a
+        rejected draft must not have changed a recurrent state.
+
+        ``num_lookahead_steps`` is the executor's preference; above 0 it keeps the newest tokens for itself.
+        ``has_states``: whether the model has recurrent states. Raises ConfigError for a bad ``speculative_config``.
+        """
         ahead = num_lookahead_steps or (self.speculation is None and self.num_lookahead_steps)
-        return not ahead
+        return not ahead and not has_states
 
     @property
     def most_running(self) -> int:
@@ -366,6 +376,7 @@ class EngineConfig:
                 scheduler.preemption_mode == "swap" and not swaps,
                 "there is nowhere to swap to, and all is recomputed; raise swap_space_bytes",
             ),
+            "state_snapshot_interval": (not self.cache.enable_prefix_caching, "it needs enable_prefix_caching"),
             "swap_directory": (not swaps and not (offloads and self.cache.prefix_offload), "nothing is swapped"),
             "prefix_offload": (not offloads, "it needs enable_prefix_caching, and swap space"),
         }
@@ -482,7 +493,7 @@ class ServerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that keep the same positions, and so share block tables."""
+    """Layers that keep the same positions, or recurrent states of the same positions."""
 
     num_blocks: int
     """Blocks in the group's pool, the null block included."""
@@ -490,6 +501,9 @@ class CacheGroup:
     """None keeps every position (``full``); W keeps the last W (``window(W)``)."""
     num_host_blocks: int = 0
     """Blocks in host memory that can hold the KV of preempted requests."""
+    state_span: int | None = None
+    """Positions per block in a group of recurrent states, of which a block holds one: a multiple of the block size, or
+    :data:`ONE_STATE`. None: the group holds K and V."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from chairlift.config import BUNDLED_MODEL, EngineConfig
+from chairlift.config import BUNDLED_MODEL, CacheGroup, EngineConfig
 from chairlift.engine.info import EngineInfo
 from chairlift.errors import ConfigError, RequestError
 from chairlift.executor.executor import Executor
@@ -35,6 +35,7 @@ __all__ = [
     "fingerprint",
     "load_executor",
     "model_directory",
+    "pool_tokens",
     "read_tokenizer",
     "threads_of",
 ]
@@ -122,7 +123,7 @@ class LoadedExecutor:
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
             capacity_tokens=capacity_tokens,
-            pool_tokens=min(group.num_blocks - 1 for group in groups) * size,
+            pool_tokens=pool_tokens(groups, size, self.max_model_len),
             block_size=size,
             num_blocks=sum(group.num_blocks - 1 for group in groups),
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -148,11 +149,19 @@ class LoadedExecutor:
 
     def _speculation(self, config: EngineConfig) -> dict[str, Any]:
         """What :class:`EngineInfo` says about drafts."""
-        verifies = config.scheduler.takes_drafts(self.executor.num_lookahead_steps)
+        has_states = any(group.state_span is not None for group in self.executor.cache_groups)
+        verifies = config.scheduler.takes_drafts(self.executor.num_lookahead_steps, has_states)
         asked = config.scheduler.speculation if verifies else None
         said = {} if asked is None else {"speculative_method": asked.method}
         most = 0 if asked is None else asked.num_speculative_tokens
         return {**said, "num_speculative_tokens": most, "takes_predictions": verifies}
+
+
+def pool_tokens(groups: Sequence[CacheGroup], block_size: int, max_model_len: int) -> int:
+    """Positions that fit into every cache group; with states only, as many as the longest texts have that fit."""
+    tokens = [(group.num_blocks - 1) * block_size for group in groups if group.state_span is None]
+    states = [(group.num_blocks - 1) * min(group.state_span, max_model_len) for group in groups if group.state_span]
+    return min(tokens or states)
 
 
 def read_tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer:
@@ -178,8 +187,9 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
 
     from chairlift.executor.kv_tensors import check_fits, plan_kv_cache
     from chairlift.executor.local import LocalExecutor
-    from chairlift.executor.select import choose_dtype, make_runner
+    from chairlift.executor.select import choose_dtype, make_runner, refuse_for_states
     from chairlift.loading_draft import load_draft_model
+    from chairlift.models.context import LayerState
     from chairlift.models.model_files import read_network
 
     model_dir = model_directory(config)
@@ -196,6 +206,8 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     device = find_device(config.model.device)
     dtype = choose_dtype(network, config.model.dtype, device)
     model, kernels = _load_weights(config, model_dir, network, dtype, device, progress)
+    recurrent = any(isinstance(layer, LayerState) for layer in model.kv_cache_spec())
+    refuse_for_states(config, recurrent)
     drafting = load_draft_model(config, model_dir, network, dtype, kernels, progress)
     scheduler, memory = config.scheduler, config.cache.kv_cache_memory_bytes
     plan = plan_kv_cache(
@@ -208,6 +220,9 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         swap_bytes=config.cache.swap_space_bytes,
         swap_directory=config.cache.swap_directory,
         most_tokens=scheduler.max_num_seqs * max_model_len,
+        rows=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+        caching=config.cache.enable_prefix_caching,
+        snapshot_interval=config.cache.state_snapshot_interval,
     )
     check_fits(plan, device)
     rows, most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens

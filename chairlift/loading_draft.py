@@ -16,6 +16,7 @@ from chairlift.executor.local import ModelRunner
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.select import choose_format, why_not_native
 from chairlift.models.causal_lm import CausalLM
+from chairlift.models.context import LayerState
 from chairlift.models.fallback.config import TransformersConfig
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.loader import Progress, load_model, resolve_model_dir
@@ -76,6 +77,8 @@ def load_draft_model(
     length = min(config.model.max_model_len or small.max_model_len, small.max_model_len)
     small = small.for_length(length)
     model = load_model(small_dir, small, dtype, "cpu", progress, weight_format=choose_format(kernels, None))
+    if any(isinstance(layer, LayerState) for layer in model.kv_cache_spec()):
+        raise ConfigError(f"{_SETTING} {asked.model!r:.200} has recurrent states, which cannot go back; use another")
     return LoadedDraftModel(model, length)
 
 

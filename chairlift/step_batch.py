@@ -52,7 +52,8 @@ class StepBatch:
     block_tables: _Int32
     """[G, N, M] block ids. Entries past the end of the sequence or behind its window are meaningless."""
     slot_mapping: npt.NDArray[np.int64]
-    """[G, T] place of each token's KV: ``block * block_size + offset``."""
+    """[G, T]: ``block * block_size + offset``, the place of each token's KV. In a group of recurrent states it is the
+    block that holds the state after its newest token."""
     slots: _Int32 = dataclasses.field(default_factory=_none)
     """[N] InputBatch row of each row."""
     tokens: _Int32 = dataclasses.field(default_factory=_none)

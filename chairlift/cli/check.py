@@ -148,6 +148,7 @@ def _count(llm: LLM, network: ModelConfig | TransformersConfig) -> tuple[int, in
     import torch
 
     from chairlift.models.causal_lm import CausalLM
+    from chairlift.models.context import LayerCache
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.loader import resolve_dtype
 
@@ -162,7 +163,8 @@ def _count(llm: LLM, network: ModelConfig | TransformersConfig) -> tuple[int, in
     model.tie_weights()
     dtype, kept_as = resolve_dtype(network, llm.info.dtype), llm.config.cache.kv_cache_dtype
     kept_dtype = dtype if kept_as == "auto" else getattr(torch, kept_as)
-    sizes = [sum(layer.token_bytes(each) for layer in model.kv_cache_spec()) for each in (dtype, kept_dtype)]
+    caches = [layer for layer in model.kv_cache_spec() if isinstance(layer, LayerCache)]  # the others keep states
+    sizes = [sum(layer.token_bytes(each) for layer in caches) for each in (dtype, kept_dtype)]
     return sum(parameter.numel() for parameter in model.parameters()), sizes[0], sizes[1]
 
 

@@ -219,7 +219,8 @@ class EngineCore(EngineClient):
         self.kv = kv or _kv_cache(executor, config, cache or CacheConfig(), cache_secret)
         self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
         self.answer_lengths = AnswerLengths()
-        drafting = executor.num_lookahead_steps, self.grammars, getattr(executor, "drafter", None)
+        has_states = any(group.state_span is not None for group in executor.cache_groups)
+        drafting = executor.num_lookahead_steps, has_states, self.grammars, getattr(executor, "drafter", None)
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=config.max_num_seqs,
@@ -547,7 +548,7 @@ class EngineCore(EngineClient):
             self.governor.window.saw(out, result, end - max(start, self._landed_at), end)
         if result.sampled and self.costs.wants(out):
             # With look-ahead a step is scheduled early, but begins only when the step before has ended.
-            self.costs.observe(record.features, end - max(start, self._landed_at), len(out.swap_out) + len(out.swap_in))
+            self.costs.observe(record.features, end - max(start, self._landed_at), self.costs.num_copied(out))
         was_busy = out.num_decodes > 0 or len(out.chunks) > len(out.joined)
         if was_busy and not out.swap_out and not out.swap_in:
             self.costs.passed(record.features, end - max(start, self._landed_at), end - self._landed_at)

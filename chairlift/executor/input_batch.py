@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +38,21 @@ class InputBatch:
     must be expected: placeholders, which no token id is, stand in their places until they come.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, num_groups: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int,
+        state_spans: Sequence[int | None] = (),
+    ) -> None:
+        """``state_spans``: per cache group :attr:`CacheGroup.state_span`; empty where no group has states."""
         self.block_size = block_size
+        spans = list(state_spans) or [None] * num_groups
+        self._spans = np.array([span or block_size for span in spans], dtype=np.int32)[:, None]
+        # Places of a block: one per position in groups of K and V, one in all where a block holds a state.
+        self._places = np.array([1 if span else block_size for span in spans], dtype=np.int32)[:, None]
+        self._advances = np.array([0 if span else 1 for span in spans], dtype=np.int64)[:, None]
         self.num_slots = num_slots
         max_blocks = -(-max_model_len // block_size)
         # np.zeros takes pages only when they are touched, so rows cost what they use.
@@ -132,16 +146,17 @@ class InputBatch:
 
     def _advance(self, step: StepBatch, out: SchedulerOutput) -> StepBatch:
         """What :meth:`_flatten` returns where exactly the rows of ``step`` decode again, from it alone, in place."""
-        for array in (step.positions, step.seq_lens, step.slot_mapping):
+        for array in (step.positions, step.seq_lens):
             array += 1
+        step.slot_mapping += self._advances
         begin = np.flatnonzero(step.positions % self.block_size == 0)
         if len(begin):  # rows that begin a block
-            blocks = step.positions[begin] // self.block_size
+            blocks = step.positions[begin] // self._spans
             if blocks.max() >= step.block_tables.shape[2]:
                 step = dataclasses.replace(step, block_tables=self._tables(step.slots, step.seq_lens))
             numbers = self.block_tables[self._groups, step.slots[begin], blocks]
             step.block_tables[self._groups, begin, blocks] = numbers
-            step.slot_mapping[:, begin] = numbers.astype(np.int64) * self.block_size
+            step.slot_mapping[:, begin] = numbers.astype(np.int64) * self._places
         step.token_ids[:] = self.tokens[step.slots, step.positions]
         step.swap_out, step.copies, step.swap_in = out.swap_out, out.copies, out.swap_in
         return step
@@ -200,8 +215,9 @@ class InputBatch:
         return self.block_tables[self._groups, slots, :width]
 
     def _slot_mapping(self, slots: _Int32, positions: _Int32) -> npt.NDArray[np.int64]:
-        blocks, offsets = positions // self.block_size, positions % self.block_size
-        return self.block_tables[self._groups, slots, blocks].astype(np.int64) * self.block_size + offsets
+        blocks, offsets = positions // self._spans, positions % self._places
+        found: npt.NDArray[np.int64] = self.block_tables[self._groups, slots, blocks].astype(np.int64)
+        return found * self._places + offsets
 
 
 def _known(token_ids: list[int]) -> _Int32:

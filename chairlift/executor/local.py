@@ -79,7 +79,8 @@ class LocalExecutor:
         self.drafter = drafter
         """A small model that drafts; see ``speculative_config``."""
         self._runner = runner
-        self._input = InputBatch(num_slots, max_model_len, block_size, len(runner.cache_groups))
+        spans = [group.state_span for group in runner.cache_groups]
+        self._input = InputBatch(num_slots, max_model_len, block_size, len(spans), spans)
 
     def execute(self, out: SchedulerOutput) -> tuple[Any, StepBatch]:
         batch = self._input.apply(out)

@@ -40,6 +40,7 @@ class TorchModelRunner:
         self._model = model
         self._device = device
         self._layer_groups = plan.layer_groups
+        self._state_spans = [group.state_span for group in plan.groups]
         spec = model.kv_cache_spec()
         self._kv_caches = make_kv_caches(spec, plan, dtype, device)
         self._swap_space = make_swap_space(self._kv_caches, plan)
@@ -56,6 +57,7 @@ class TorchModelRunner:
             slot_mapping=self._to_device(batch.slot_mapping),
             kv_caches=self._kv_caches,
             layer_groups=self._layer_groups,
+            state_spans=self._state_spans,
         )
         hidden: Tensor = self._model(self._to_device(batch.token_ids), self._to_device(batch.positions), ctx)
         return hidden

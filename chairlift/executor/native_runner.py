@@ -56,11 +56,12 @@ class NativeModelRunner:
         self.block_bytes = plan.block_bytes
         self._model = model
         spec = model.kv_cache_spec()
-        self._kv = NativeKV([*spec, *(draft.kv_cache_spec() if draft is not None else ())], plan) if kv is None else kv
-        layers = self._kv.layers[first_layer : first_layer + len(spec)]
+        draft_spec = () if draft is None else draft.kv_cache_spec()
+        self._kv = NativeKV([*spec, *draft_spec], plan, dtype) if kv is None else kv
         recorder = Recorder(dtype)
         hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
-        self.program = StepProgram(recorder, hidden, layers, pool, isa=isa, max_tokens=max_tokens)
+        layers, states = self._kv.layers[first_layer:], {} if first_layer else self._kv.states
+        self.program = StepProgram(recorder, hidden, layers, pool, isa=isa, max_tokens=max_tokens, states=states)
         self.calls = self.program.plan.calls
         """Names of the operations that run in plain torch."""
         body = len(recorder.nodes)

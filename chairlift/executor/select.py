@@ -38,6 +38,7 @@ __all__ = [
     "choose_transformers",
     "make_pooled_executor",
     "make_runner",
+    "refuse_for_states",
     "why_not_int8_kv",
     "why_not_native",
     "why_not_quantized",
@@ -106,6 +107,8 @@ def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torc
     if network is not None and (network.score_cap is not None or network.sinks):
         lacks = "cap attention's scores" if network.score_cap is not None else "have sinks in attention's softmax"
         return f"they do not {lacks}, as this model needs; use kernels='torch', or device='cpu'"
+    if network is not None and network.recurrent:
+        return "they have no recurrent layers, as this model needs; use kernels='torch', or device='cpu'"
     if network is not None and (group := network.num_attention_heads // network.num_key_value_heads) > MOST_GROUP:
         return f"they need at most {MOST_GROUP} query heads for each KV head, and this model has {group}"
     return ""
@@ -202,6 +205,20 @@ def choose_transformers(config: EngineConfig, network: TransformersConfig) -> st
                 f" kernels, which cannot do that; leave {name} out"
             )
     return "torch"
+
+
+def refuse_for_states(config: EngineConfig, recurrent: bool) -> None:
+    """Raise ConfigError for settings that a model with recurrent states, or one without, cannot have."""
+    if recurrent and config.scheduler.speculation is not None:
+        raise ConfigError(
+            "speculative_config is set, but this model keeps recurrent states, which a wrong draft would change and"
+            " nothing can change back; leave speculative_config out"
+        )
+    if not recurrent and config.cache.state_snapshot_interval is not None:
+        raise ConfigError(
+            f"state_snapshot_interval is {config.cache.state_snapshot_interval}, but this model keeps no recurrent"
+            " states; leave it out"
+        )
 
 
 def choose_format(kernels: str, quantization: str | None) -> WeightFormat:

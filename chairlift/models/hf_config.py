@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from chairlift.errors import ModelLoadError
 from chairlift.mistaken_models import check_content, of_directory
 from chairlift.models.family import MAX_CONTEXT, ExpertLayers, Family, Fields
+from chairlift.models.mixers import MixerConfig
 from chairlift.models.registry import FAMILIES
 from chairlift.models.rope_config import RopeConfig, read_ropes
 
@@ -185,6 +186,17 @@ class ModelConfig:
     """q, k and v are brought into -this to this, before the rotation."""
     experts: ExpertLayers | None = None
     """Layers with experts in place of one MLP; None: there are none."""
+    mixers: tuple[MixerConfig | None, ...] = ()
+    """Per layer, what it has in place of attention; None where it attends. Empty: all layers attend."""
+
+    def mixer(self, layer: int) -> MixerConfig | None:
+        """The recurrent mixer that this layer has in place of attention, if any."""
+        return self.mixers[layer] if self.mixers else None
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layer keeps a recurrent state."""
+        return any(mixer is not None for mixer in self.mixers)
 
     @property
     def gated(self) -> bool:
@@ -378,7 +390,13 @@ def parse_config(
     }
     if "intermediate_size" not in values:
         values["intermediate_size"] = fields.integer("intermediate_size", 1, 2**20)
-    return ModelConfig(**values)
+    config = ModelConfig(**values)
+    if pooled and config.recurrent:
+        raise ModelLoadError(
+            f"{where}: model_type {model_type!r} keeps recurrent states, and embeddings or classes of such models are"
+            " not supported; use a model that attends in all layers"
+        )
+    return config
 
 
 def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], context: int, where: str) -> dict[str, Any]:

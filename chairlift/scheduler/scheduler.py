@@ -351,9 +351,8 @@ class Scheduler:
             out.context_tokens = self.batch.num_computed_tokens - prompts
         out.num_waiting = len(self.waiting)
         out.blocks = self.kv.counts()
-        out.unused_slots = self.kv.tables.held_blocks * self.kv.block_size - self.batch.num_computed_tokens * len(
-            self.kv.pools
-        )
+        num_groups = sum(kind.stores_positions for kind in self.kv.layout.kinds)
+        out.unused_slots = self.kv.tables.held_blocks * self.kv.block_size - self.batch.num_computed_tokens * num_groups
         longest = max((chunk.num_tokens for chunk in out.chunks), default=1)
         out.padding_avoided = longest * (out.num_decodes + len(out.chunks)) - out.num_tokens
 

@@ -221,6 +221,7 @@ def speculator_from_config(
     config: SchedulerConfig,
     costs: Costs,
     num_lookahead_steps: int,
+    has_states: bool = False,
     guide: Guide | None = None,
     drafter: Proposer | None = None,
 ) -> AdaptiveSpeculator | None:
@@ -228,7 +229,7 @@ def speculator_from_config(
     bring a text that they expect, or follow a grammar, have some. ``drafter`` is the model that drafts, if one was
     loaded. Raises ConfigError."""
     asked = config.speculation
-    if not config.takes_drafts(num_lookahead_steps):
+    if not config.takes_drafts(num_lookahead_steps, has_states):
         return None
     if asked is None:
         return AdaptiveSpeculator(costs.model.step_seconds, _MOST_KNOWN, guide=guide)

@@ -13,7 +13,7 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 4 };
+enum { CL_ABI_VERSION = 5 };
 
 // Dtype of a program's activations, KV and dense weights (a KV layer may have another kind). Sums are always float32.
 enum cl_dtype { CL_F32 = 0, CL_BF16 = 1 };
@@ -57,10 +57,15 @@ enum cl_op_kind {
   CL_OP_SCALE = 18,       // out[T, n] = in * scale
   // what QKV does after its product, for rows in[T, (heads + 2 kv_heads) * head_dim]; flags: CL_ALL_HEADS
   CL_OP_HEADS = 19,
+  // out[T, n] = causal convolution over k tokens of each channel, with the states of `layer`. The input is in[T, n]; with
+  // CL_GATED it is b * x of in[T, 3 n] = (b, c, x), and the sum is multiplied with c. weight float32 [k, n]; flag CL_SILU
+  CL_OP_SHORT_CONV = 20,
 };
 enum {
   CL_PACKED = 1,     // the weight is packed
   CL_POSITIONS = 2,  // rows by positions, not by token_ids
+  CL_GATED = 8,      // SHORT_CONV: the input is (b, c, x)
+  CL_SILU = 16,      // SHORT_CONV: silu of the sum
   CL_ALL_HEADS = 4,  // q_norm [heads * head_dim] and k_norm [kv_heads * head_dim] are norms over all heads together
 };
 enum cl_activation { CL_NONE = 0, CL_GELU = 1, CL_GELU_TANH = 2, CL_RELU = 3, CL_RELU_SQUARED = 4 };
@@ -118,7 +123,10 @@ typedef struct {
 // codes of V as uint8 [head_dim / 16][16 tokens / 2][16][2]; float32 scales [16] and minima [16] of V. A number is
 // minimum + scale * code. Each token and head has its own scale and minimum, so that stored numbers of a token depend
 // on that token alone. A scale of NaN means that some number was not finite.
-enum cl_kv_kind { CL_KV_PLAIN = 0, CL_KV_INT8 = 1 };
+//
+// With CL_KV_STATE it is a part of the states of a recurrent layer. Each block is one state of `head_dim` bytes. An entry
+// of a block table stands for `block_size` positions, and its block holds the state after the newest token among them.
+enum cl_kv_kind { CL_KV_PLAIN = 0, CL_KV_INT8 = 1, CL_KV_STATE = 2 };
 typedef struct {
   void* kv;
   int32_t group;          // cache group, which selects the block table and slot mapping

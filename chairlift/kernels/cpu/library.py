@@ -33,6 +33,7 @@ __all__ = [
     "LIBRARY_PATH",
     "MAX_THREADS",
     "SAMPLING_ROW",
+    "STATE_KIND",
     "Batch",
     "Experts",
     "KVLayer",
@@ -49,7 +50,7 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 """``CL_ABI_VERSION`` of the header that this module mirrors."""
 
 ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
@@ -121,7 +122,7 @@ class Op(ctypes.Structure):
 
 
 class KVLayer(ctypes.Structure):
-    """``cl_kv_layer``: addresses of K and V of one layer."""
+    """``cl_kv_layer``: addresses of K and V of one layer, or of a part of its recurrent states."""
 
     _fields_ = [
         ("kv", c_void_p),
@@ -137,6 +138,8 @@ class KVLayer(ctypes.Structure):
 
 KV_KINDS = {torch.float32: 0, torch.bfloat16: 0, torch.int8: 1}
 """``cl_kv_kind`` by the dtype of K and V."""
+STATE_KIND = 2
+"""``cl_kv_kind`` of recurrent states."""
 
 
 class Program(ctypes.Structure):

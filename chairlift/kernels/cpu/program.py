@@ -8,7 +8,7 @@ the native run stops, the function gets the buffers as tensors, and the run cont
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.lowering import FusedOp, OpKind, lower, narrow_at
 from chairlift.kernels.cpu.packed_codes import PackedCodes
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, PackedMatrix
-from chairlift.kernels.recording import Recorder, Value
+from chairlift.kernels.recording import Node, Recorder, Value, recurrence
+from chairlift.kernels.recurrent import plan_pieces, recur_paged
 from chairlift.kernels.routing import GROUP_SCORES, SCORINGS, Routing
 from chairlift.step_batch import StepBatch
 
@@ -35,7 +36,8 @@ class StepProgram:
     """A model from token ids to ``output``, over KV caches laid out as ``kv_layers``.
 
     ``isa`` is one of :data:`~chairlift.kernels.cpu.library.ISA_NAMES`; a step has at most ``max_tokens`` tokens. The
-    memory that ``kv_layers`` points to belongs to the caller and must outlive the program.
+    memory that ``kv_layers`` points to belongs to the caller and must outlive the program. ``states`` are the parts of
+    the states of recurrent layers, by layer, for cells without a kernel.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class StepProgram:
         *,
         isa: str,
         max_tokens: int,
+        states: Mapping[int, tuple[Tensor, ...]] | None = None,
     ) -> None:
         self._library = lib.require()
         self._pool = pool
@@ -55,6 +58,8 @@ class StepProgram:
         """The step that ``_batch`` points to."""
         self._batch = lib.Batch()
         self._recorder = recorder
+        self._states = states or {}
+        self._state_layers = {layer: (kv_layers[layer].group, kv_layers[layer].block_size) for layer in self._states}
         self.plan = lower(recorder.nodes, output)
         self._kept: list[Any] = []
         """Objects that a struct points to, kept alive."""
@@ -286,13 +291,21 @@ class StepProgram:
         num_tokens = len(step.token_ids)
         given = [self._argument(value, step) for value in op.inputs]
         with torch.inference_mode():
-            result = op.call.compute(*given)
+            result = self._recur(op.call, step, given) if op.call.op is recurrence else op.call.compute(*given)
         if not isinstance(result, Tensor) or result.shape != (num_tokens, op.out.width):
             shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise InvariantError(f"{op.call.op.name} returned {shape}, and said it would be [T, {op.out.width}]")
         rows = self._buffers[self.plan.buffer_of[op.out]][:num_tokens]
         rows[:, : op.out.width] = result
         rows[:, op.out.width :] = 0  # products read the padding, where an earlier row may have left NaN
+
+    def _recur(self, node: Node, step: StepBatch, given: Sequence[Tensor]) -> Tensor:
+        """A recurrent layer in plain torch, on the states that kernels would read and write."""
+        layer, cell = node.attributes["layer"], node.attributes["cell"]
+        group, span = self._state_layers[layer]
+        tables = step.block_tables[group].tolist()
+        pieces = plan_pieces(step.cu_seqlens.tolist(), step.seq_lens.tolist(), tables, span)
+        return recur_paged(cell, tuple(given), self._states[layer], pieces)
 
     def _argument(self, value: Value, step: StepBatch) -> Tensor:
         if value.role == "rows":
