@@ -16,9 +16,9 @@ __all__ = ["NativeKV"]
 
 
 class NativeKV:
-    """K and V of every layer in one piece of memory, which takes pages as blocks are written.
+    """K and V of every layer in one allocation. The system allocates pages as blocks are written.
 
-    ``cl_kv_layer`` defines what is inside a block; a block is contiguous, so copying one is copying bytes.
+    ``cl_kv_layer`` defines the contents of a block. A block is contiguous, so copying it is copying bytes.
     """
 
     def __init__(self, spec: Sequence[LayerCache], plan: KVPlan) -> None:
@@ -27,7 +27,7 @@ class NativeKV:
         memory = Memory(sum(count * size for count, size in zip(blocks, sizes, strict=True)))
         self.layers: list[KVLayer] = []
         self._caches: list[list[npt.NDArray[np.uint8]]] = [[] for _ in plan.groups]
-        """Per group, KV of its layers as [num_blocks, bytes of a block]; they keep the memory."""
+        """Per group, KV of its layers as [num_blocks, bytes of a block]; these arrays keep the memory alive."""
         offset = 0
         for layer, group, count, size in zip(spec, plan.layer_groups, blocks, sizes, strict=True):
             part = memory.part(offset, count * size)
@@ -47,7 +47,7 @@ class NativeKV:
         self.host = HostBlocks(self._caches, make_host_blocks(plan))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """(group, source, target): all sources of a group are read before any of its targets is written."""
+        """Copy blocks (group, source, target). All sources of a group are read before its first target is written."""
         for group in {group for group, _, _ in copies}:
             sources, targets = zip(*((source, target) for g, source, target in copies if g == group), strict=True)
             for cache in self._caches[group]:

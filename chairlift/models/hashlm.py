@@ -1,10 +1,10 @@
-"""HashLM: a model that costs nothing and forgives nothing.
+"""HashLM: a fake model for tests that costs nothing and detects every wrong input.
 
-It consumes what a real model consumes (flat batch, block tables, slot mapping, swaps, copies, sampling rows), under
-the real executor, but keeps one pair of 64-bit words per KV position instead of tensors. Each word depends on the
-token, the position and everything the position attends to, read back through the block table; the next token depends
-on all words in reach and on the row's sampling settings. One wrong block, slot, copy, position, window or row changes
-the text. Numpy only; exact, so two runs may be compared with ``==``.
+It has the inputs of a real model (flat batch, block tables, slot mapping, swaps, copies, sampling rows) and runs under
+the real executor. But it stores two 64-bit words per KV position instead of tensors. Each word depends on the token,
+the position and everything the position attends to, read through the block table. The next token depends on all words
+in reach and on the row's sampling parameters. One wrong block, slot, copy, position, window or row changes the text. It
+uses only numpy and is exact, so two runs may be compared with ``==``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _Words = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
 HASHLM_POSITION_BYTES = 16
 """Two words per KV position."""
-_BASE = 0x9E3779B97F4A7C15  # odd, so that its powers never vanish modulo 2**64
+_BASE = 0x9E3779B97F4A7C15  # odd, so that its powers are never 0 modulo 2**64
 _TOKEN, _PLACE, _TAG = 0xD6E8FEB86659FD93, 0xA0761D6478BD642F, 0xE7037ED1A0B428DB
 
 
 class HashLM:
-    """A :class:`~chairlift.executor.local.ModelRunner` over the given cache groups.
+    """A :class:`~chairlift.executor.local.ModelRunner` with the given cache groups.
 
-    ``host_memory`` gives zeroed bytes for the groups' host blocks; without it they are ordinary memory.
+    ``host_memory`` returns zeroed bytes for the groups' host blocks; without it they are ordinary memory.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class HashLM:
         self.block_bytes = [HASHLM_POSITION_BYTES * block_size for _ in groups]
         self.vocab_size = vocab_size
         self._block_size = block_size
-        # Per group, two words per KV position: what stands there, and what it saw when it was computed.
+        # Per group, two words per KV position: a hash of the token there, and a hash of what it attended to.
         self._words = [np.zeros((2, group.num_blocks * block_size), dtype=np.uint64) for group in groups]
         counts = [group.num_host_blocks * block_size for group in groups]
         make = host_memory or (lambda nbytes: np.zeros(nbytes, dtype=np.uint8))
@@ -57,7 +57,7 @@ class HashLM:
         self._offsets = np.arange(block_size, dtype=np.int64)
 
     def forward(self, batch: StepBatch) -> list[int]:
-        """Write the step's words; returns per sample position the hash of everything it attends to."""
+        """Write the step's words. Returns per sample position the hash of everything that it attends to."""
         size = self._block_size
         for group, block, host in batch.swap_out:
             _copy(self._words[group], block, self._host_words[group], host, size)
@@ -76,7 +76,7 @@ class HashLM:
         return [self._seen(batch, row, length) for row, length in ends]
 
     def sample(self, hidden: list[int], batch: StepBatch, masks: Masks | None = None) -> SampledTokens:
-        """One token per sample position, from what it attends to, its own history, its settings and its mask."""
+        """One token per sample position, from what it attends to, its history, its parameters and its mask."""
         tokens = SampledTokens([])
         places = zip(hidden, batch.sample_rows.tolist(), batch.histories, strict=True)
         for index, (seen, row, history) in enumerate(places):
@@ -101,12 +101,13 @@ class HashLM:
             words[1, mapping[start:end]] = second
 
     def _seen(self, batch: StepBatch, row: int, length: int) -> int:
-        """What the last of the row's first ``length`` tokens attends to."""
+        """Hash of what the last of the row's first ``length`` tokens attends to."""
         words = [self._attend(batch, group, row, 1, length - 1, length)[0] for group in range(len(self._words))]
         return sum(int(word) for word in words) & _MASK
 
     def _attend(self, batch: StepBatch, group: int, row: int, layer: int, begin: int, end: int) -> _Words:
-        """For each position in [begin, end): the weighted sum of the words it can see, read through the block table."""
+        """For each position in [begin, end): the weighted sum of the words that it sees, read through the block
+        table."""
         window = self.cache_groups[group].window
         low = 0 if window is None else max(0, begin - window + 1)
         size = self._block_size
@@ -167,9 +168,10 @@ def reference_tokens(
     count: int,
     allowed: Callable[[int], Sequence[int] | None] = lambda position: None,
 ) -> list[int]:
-    """The first ``count`` tokens HashLM generates for a prompt that is served alone: no blocks, no batch, no numpy.
+    """The first ``count`` tokens that HashLM generates for a prompt served alone, computed without blocks, batch or
+    numpy.
 
-    ``allowed`` gives the ids, ascending, that the mask of a position's token allows; None where there is no mask.
+    ``allowed`` returns the ids, ascending, that the mask of a position's token allows; None without a mask.
     """
     tokens = list(prompt)
     first: list[int] = []
