@@ -1,4 +1,4 @@
-"""How large the KV cache is, and the tensors that hold it."""
+"""Size of the KV cache, and the tensors that hold it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ __all__ = [
 ]
 
 DEFAULT_SHARE = 0.4
-"""Share of the memory this process may use that goes to the KV cache on a CPU when nothing else is asked."""
+"""Default share of the available memory that the KV cache takes on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVPlan:
-    """Cache groups, which layer belongs to which, and what they cost."""
+    """Plan of the KV cache: cache groups, layers, and their bytes."""
 
     groups: list[CacheGroup]
     layer_groups: list[int]
@@ -50,9 +50,9 @@ class KVPlan:
     block_bytes: list[int]
     """Per group, bytes of one block in all its layers, K and V."""
     swap_directory: str | None = None
-    """Where the file is that holds the host blocks; None: they are in memory."""
+    """Directory of the file with the host blocks; None: they are in memory."""
     gain: str = ""
-    """How many more tokens fit than in the model's dtype, in words; empty where they are kept in it."""
+    """How many more tokens fit than in the model's dtype, in words; empty if K and V have that dtype."""
     states: StatePlan | None = None
     """Recurrent states; None where the model has none."""
 
@@ -99,7 +99,8 @@ class KVPlan:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes this process may use: of the GPU what is free, of the CPU what the machine and its control group allow."""
+    """Bytes that this process may use: free memory of the GPU, or on the CPU the limit of the machine and its control
+    group."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -133,7 +134,8 @@ def check_fits(plan: KVPlan, device: torch.device) -> None:
 def gpu_cache_memory(free: int, total: int, utilization: float, step_bytes: int) -> int:
     """Bytes for the KV cache such that ``utilization`` of a GPU with ``total`` bytes is in use, steps included.
 
-    ``free`` is what is left with the weights loaded; others may use the rest too. Raises ConfigError when nothing is.
+    ``free`` is the free memory after the weights were loaded; others may use memory, too. Raises ConfigError when
+    nothing is left.
     """
     cache = int(total * utilization) - (total - free) - step_bytes
     if cache <= 0:
@@ -160,7 +162,8 @@ def plan_kv_cache(
     caching: bool = True,
     snapshot_interval: int | None = None,
 ) -> KVPlan:
-    """Divide ``memory_bytes`` into blocks; ``num_blocks`` overrides the count. Never more than ``most_tokens`` need.
+    """Divide ``memory_bytes`` into blocks. ``num_blocks`` overrides the number. There are never more than
+    ``most_tokens`` need.
 
     Layers with the same window share a group, and so do recurrent layers; every group of K and V gets the same number
     of blocks, and as many host blocks as fit into ``swap_bytes``. None: a tenth of the number of blocks, rounded up.
@@ -255,10 +258,10 @@ def make_kv_caches(
 
 
 def make_host_blocks(plan: KVPlan) -> list[npt.NDArray[np.uint8]]:
-    """Per group uint8 [num_host_blocks, bytes of a block], zero: what all layers of the group have of a block side by
-    side, so that one copy moves it.
+    """Per group uint8 [num_host_blocks, bytes of a block], zero. A host block has the bytes of all layers of the group
+    side by side, so that one copy moves it.
 
-    All of it is one piece of memory, or one file. Raises ConfigError when the file cannot be made.
+    All groups share one allocation or file. Raises ConfigError when the file cannot be made.
     """
     memory, offset = host_memory(plan.host_bytes, plan.swap_directory), 0
     hosts = []
@@ -272,5 +275,5 @@ def make_host_blocks(plan: KVPlan) -> list[npt.NDArray[np.uint8]]:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy takes zero pages from the system as they are touched; torch.zeros would touch them all at start.
+    # numpy allocates zero pages at first use; torch.zeros would write to all of them at start.
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

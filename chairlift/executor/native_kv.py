@@ -72,7 +72,7 @@ class NativeKV:
         self.host = HostBlocks(self._caches, make_host_blocks(plan))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """(group, source, target): all sources of a group are read before any of its targets is written."""
+        """Copy blocks (group, source, target). All sources of a group are read before its first target is written."""
         for group in {group for group, _, _ in copies}:
             sources, targets = zip(*((source, target) for g, source, target in copies if g == group), strict=True)
             for cache in self._caches[group]:

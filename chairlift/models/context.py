@@ -1,9 +1,9 @@
-"""The flat-batch contract between a model and whoever runs it.
+"""Interface between a model and its caller: the flat batch.
 
 A model is ``model(token_ids[T], positions[T], ctx) -> hidden[T, D]``: one flat batch, no batch dimension, no padding.
-It never knows which token belongs to which sequence; it hands its queries, keys and values to ``ctx``, which does. When
-serving, ``ctx`` is a :class:`PagedContext` over block tables (PagedAttention, Kwon et al., 2023); when training, a
-:class:`PackedContext` that keeps the sequences of a pack apart. The model code is the same.
+It does not know which token belongs to which sequence. It passes queries, keys and values to ``ctx``, which does. In
+serving, ``ctx`` is a :class:`PagedContext` with block tables (PagedAttention, Kwon et al., 2023); in training, a
+:class:`PackedContext` that separates the sequences of a pack. The model code is the same.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ __all__ = ["AttentionContext", "LayerCache", "LayerState", "PackedContext", "Pag
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer keeps per token: ``num_kv_heads * head_dim`` numbers for K, and as many for V unless
-    ``value_dim`` says otherwise."""
+    """K and V of one layer per token: ``num_kv_heads * head_dim`` numbers for K, and as many for V unless ``value_dim``
+    is set."""
 
     num_kv_heads: int
     head_dim: int
     window: int | None
-    """Tokens a query sees, itself included (sliding window); None sees all. Blocks behind it may be reused."""
+    """Number of tokens that a query sees, itself included (sliding window); None sees all. Blocks behind it may be
+    reused."""
     value_dim: int | None = None
-    """Width of a head of V, where it is not ``head_dim``."""
+    """Width of a head of V, if it is not ``head_dim``."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's K and V in ``dtype``. In int8, each head has a float32 scale and minimum of its own."""
+        """Bytes of one token's K and V in ``dtype``. In int8, each head also has a float32 scale and minimum."""
         extra = 8 if dtype == torch.int8 else 0
         widths = (self.head_dim, self.head_dim if self.value_dim is None else self.value_dim)
         return self.num_kv_heads * sum(width * dtype.itemsize + extra for width in widths)
@@ -54,7 +55,7 @@ class LayerState:
 
 
 class AttentionContext(Protocol):
-    """How the tokens of a flat batch attend to each other and to what is cached."""
+    """Attention among the tokens of a flat batch and the cache."""
 
     def attend(
         self,
@@ -70,7 +71,7 @@ class AttentionContext(Protocol):
     ) -> Tensor:
         """Causal attention: ``q`` [T, Hq, Dh], ``k`` and ``v`` [T, Hkv, Dh] -> [T, Hq, Dh], all of one dtype.
 
-        ``scale`` multiplies the scores; with a ``cap`` a score s then becomes cap * tanh(s / cap). A query sees at most
+        ``scale`` multiplies the scores. With a ``cap`` a score s then becomes cap * tanh(s / cap). A query sees at most
         the ``window`` newest tokens, itself included. ``sinks`` [Hq] are one more logit in each head's softmax, without
         a value.
         """
@@ -83,7 +84,7 @@ class AttentionContext(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class PagedContext:
-    """One serving step: N rows, each the newest tokens of a sequence whose K and V lie in blocks.
+    """One serving step: N rows, each with the newest tokens of a sequence whose K and V are in blocks.
 
     Offsets and lengths are host integers, so that no layer waits for the device. A context serves one step only.
     """
@@ -149,7 +150,7 @@ class PagedContext:
 
 @dataclasses.dataclass(slots=True)
 class PackedContext:
-    """A pack of whole sequences side by side, without a cache: training, scoring, tests. Differentiable."""
+    """A pack of whole sequences side by side, without a cache, for training, scoring and tests. Differentiable."""
 
     cu_seqlens: list[int]
     """[N + 1] offsets of the sequences in the flat batch; the last is T. Positions restart at 0 in each."""

@@ -1,11 +1,11 @@
-"""HashLM: a model that costs nothing and forgives nothing.
+"""HashLM: a fake model for tests that costs nothing and detects every wrong input.
 
-It consumes what a real model consumes (flat batch, block tables, slot mapping, swaps, copies, sampling rows), under
-the real executor, but keeps one pair of 64-bit words per KV position instead of tensors. Each word depends on the
-token, the position and everything the position attends to, read back through the block table; the next token depends
-on all words in reach and on the row's sampling settings. One wrong block, slot, copy, position, window or row changes
-the text. A group of recurrent states keeps one pair of words per state, into which every token is mixed in turn.
-Numpy only; exact, so two runs may be compared with ``==``.
+It has the inputs of a real model (flat batch, block tables, slot mapping, swaps, copies, sampling rows) and runs under
+the real executor. But it stores two 64-bit words per KV position instead of tensors. Each word depends on the token,
+the position and everything the position attends to, read through the block table. The next token depends on all words
+in reach and on the row's sampling parameters. One wrong block, slot, copy, position, window or row changes the text. A
+group of recurrent states stores two words per state, into which every token is mixed in turn. It uses only numpy and
+is exact, so two runs may be compared with ``==``.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _STATE = 0x8EBC6AF09C88C6E3
 
 
 class HashLM:
-    """A :class:`~chairlift.executor.local.ModelRunner` over the given cache groups.
+    """A :class:`~chairlift.executor.local.ModelRunner` with the given cache groups.
 
-    ``host_memory`` gives zeroed bytes for the groups' host blocks; without it they are ordinary memory.
+    ``host_memory`` returns zeroed bytes for the groups' host blocks; without it they are ordinary memory.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class HashLM:
         return [self._seen(batch, row, length) for row, length in ends]
 
     def sample(self, hidden: list[int], batch: StepBatch, masks: Masks | None = None) -> SampledTokens:
-        """One token per sample position, from what it attends to, its own history, its settings and its mask."""
+        """One token per sample position, from what it attends to, its history, its parameters and its mask."""
         tokens = SampledTokens([])
         places = zip(hidden, batch.sample_rows.tolist(), batch.histories, strict=True)
         for index, (seen, row, history) in enumerate(places):
@@ -140,7 +140,8 @@ class HashLM:
         return (sum(int(word) for word in words) + self._states[row, length]) & _MASK
 
     def _attend(self, batch: StepBatch, group: int, row: int, layer: int, begin: int, end: int) -> _Words:
-        """For each position in [begin, end): the weighted sum of the words it can see, read through the block table."""
+        """For each position in [begin, end): the weighted sum of the words that it sees, read through the block
+        table."""
         window = self.cache_groups[group].window
         low = 0 if window is None else max(0, begin - window + 1)
         size = self._block_size
@@ -201,7 +202,8 @@ def reference_tokens(
     count: int,
     allowed: Callable[[int], Sequence[int] | None] = lambda position: None,
 ) -> list[int]:
-    """The first ``count`` tokens HashLM generates for a prompt that is served alone: no blocks, no batch, no numpy.
+    """The first ``count`` tokens that HashLM generates for a prompt served alone, computed without blocks, batch or
+    numpy.
 
     ``windows`` has one entry per cache group: :data:`STATE` for recurrent states.
     ``allowed`` gives the ids, ascending, that the mask of a position's token allows; None where there is no mask.

@@ -1,9 +1,9 @@
 """From a name or a directory to a model in memory.
 
-A model directory is data from a stranger. Only JSON and safetensors are read; pickle files are refused; no code in the
-directory is ever imported; names in the index cannot lead out of the directory. Tensors are memory-mapped and copied
-straight into their place, a few megabytes at a time, and the pages of the file are let go of behind, so that loading
-needs hardly more memory than the model.
+A model directory is untrusted data. Only JSON and safetensors are read; pickle files are refused; code in the directory
+is never imported; names in the index cannot lead out of the directory. Tensors are memory-mapped and copied straight to
+their place, a few megabytes at a time. Pages of the file are released afterwards, so that loading needs hardly more
+memory than the model.
 """
 
 from __future__ import annotations
@@ -68,17 +68,16 @@ _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 _STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _PIECE_BYTES = 64 << 20
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-"""Our names; a checkpoint may call the embedding something else."""
+"""Names here; a checkpoint may have another name for the embedding."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> Path:
-    """Return the directory of a model, or its GGUF file: a local one as it is, else the Hub snapshot of that id,
-    downloaded if needed.
+    """Directory of a model, or its GGUF file: a local path is returned as it is, a Hub id is downloaded if needed.
 
-    Only the files that are read are fetched, never pickled ones. Raises :class:`~chairlift.errors.ModelLoadError` when
-    ``name_or_path`` is neither a directory nor a model the Hub (or its local cache) can give.
+    Only the files that are read are downloaded, never pickled ones. Raises :class:`~chairlift.errors.ModelLoadError`
+    when ``name_or_path`` is neither a local model nor available from the Hub or its local cache.
     """
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name and path.exists() and (model := find_gguf(path)) is not None:
@@ -91,7 +90,7 @@ def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> 
 
 
 def resolve_dtype(config: ModelConfig | EncoderConfig | TransformersConfig, dtype: str | torch.dtype) -> torch.dtype:
-    """The torch dtype for ``"auto"`` (the config's, else float32), a name, or a dtype."""
+    """The torch dtype for ``"auto"`` (the config's, otherwise float32), a name, or a dtype."""
     if isinstance(dtype, torch.dtype):
         name = str(dtype).removeprefix("torch.")
     else:
@@ -140,7 +139,7 @@ def load_pooled(
     *,
     weight_format: WeightFormat,
 ) -> PooledNetwork:
-    """The same for a model that gives embeddings or classes; see :func:`load_model`."""
+    """Build a model for embeddings or classes; see :func:`load_model`."""
     weight_format = weight_format.fitting(dtype, device)
     with torch.device("meta"):
         model = PooledNetwork(config)
@@ -153,7 +152,7 @@ def load_pooled(
 
 
 def check_pooled_weights(model_dir: Path, config: PooledConfig, dtype: torch.dtype) -> None:
-    """Read all weights of such a model; see :func:`check_weights`."""
+    """Read all weights of a model for embeddings or classes; see :func:`check_weights`."""
     with torch.device("meta"):
         model = PooledNetwork(config)
     with contextlib.ExitStack() as stack:
@@ -175,7 +174,7 @@ def _pooled_parts(
 
 
 def _rows_of_head(tensors: Mapping[str, Any], model: PooledNetwork, model_dir: Path) -> Tensor:
-    """Those rows of the output head that are the classifier's: the embedding's where it is tied."""
+    """Rows of the output head that form the classifier; rows of the embedding if it is tied."""
     network = model.config.network
     embedding = next(part.name for part in pooled_layout(model, tensors).parts if part.parameter == _EMBEDDING)
     tied = isinstance(network, ModelConfig) and network.tie_word_embeddings
@@ -188,7 +187,7 @@ def _rows_of_head(tensors: Mapping[str, Any], model: PooledNetwork, model_dir: P
 
 def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> None:
     """Read all weights of ``config`` in a directory. Raises :class:`~chairlift.errors.ModelLoadError` unless every
-    number is finite, also once it is rounded to ``dtype``."""
+    number is finite, also after rounding to ``dtype``."""
     with torch.device("meta"):
         model = CausalLM(config)
     with contextlib.ExitStack() as stack:
@@ -199,26 +198,27 @@ def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> N
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The stored tensors of a model, of which names, shapes and dtypes are right. Nothing of them is in memory yet."""
+    """Stored tensors of a model with checked names, shapes and dtypes. No tensor is in memory yet."""
 
     model: CausalLM
     """The model on the meta device."""
     parts: list[CheckpointPart]
-    """Every tensor by the name that Hugging Face gives it, in the order of ``model.named_parameters()``."""
+    """Tensors by Hugging Face's names, in the order of ``model.named_parameters()``."""
     _tensors: Mapping[str, Any]
     _stored: Mapping[CheckpointPart, CheckpointPart]
     """The same parts by the names in the files."""
 
     def kind(self, part: CheckpointPart) -> GroupKind | None:
-        """How the numbers are stored; None where they are floats."""
+        """Format of the numbers; None for floats."""
         stored = self._tensors[self._stored[part].name]
         return stored.kind if isinstance(stored, StoredRows) else None
 
     def pieces(self, part: CheckpointPart) -> Iterator[tuple[int, Tensor]]:
-        """First row and rows of each piece, of the stored float dtype, or float32 where integers are stored.
+        """(first row, rows) of each piece, in the stored float dtype, or float32 for stored integers.
 
-        A piece has at most :data:`~chairlift.models.stored_rows.MOST_NUMBERS`, or one row. The pages of the file are
-        let go of when the next one is asked for."""
+        A piece has at most :data:`~chairlift.models.stored_rows.MOST_NUMBERS`, or one row. Its pages of the file are
+        released when the next piece is read.
+        """
         stored = self._stored[part]
         mapped = _is_mapped(self._tensors, stored)
         count = max(MOST_NUMBERS // math.prod(part.shape[1:]), 1)
@@ -232,7 +232,7 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def open_checkpoint(model_dir: Path, config: ModelConfig) -> Iterator[Checkpoint]:
-    """The weights of a directory or a GGUF file, to be read piece by piece.
+    """Weights of a directory or a GGUF file, to be read piece by piece.
 
     Raises :class:`~chairlift.errors.ModelLoadError` when they are missing, misshapen or pickled, or
     surplus in layers that are computed.
@@ -247,18 +247,17 @@ def open_checkpoint(model_dir: Path, config: ModelConfig) -> Iterator[Checkpoint
 
 
 def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], progress: Progress | None = None) -> None:
-    """Write other weights into a loaded model, in place, whatever the format of each.
+    """Write new weights into a loaded model in place, whatever their formats.
 
     ``source`` is a directory with safetensors, a GGUF file, or a mapping from Hugging Face's names to tensors of any
-    float dtype on any device, or to matrices as :class:`~chairlift.kernels.grouped.GroupedRows`; a tied output head may
-    be among them or not. ``progress`` is as for :func:`load_model`.
-    Packed weights, those in fp8, their biases and plain parameters keep their addresses; what oneDNN packed is packed
-    again. Names, shapes and dtypes are compared, and all numbers must be finite, before anything is written:
-    :class:`~chairlift.errors.ModelLoadError` means that nothing was. An error after that, of reading a file, is
-    :class:`~chairlift.errors.EngineDeadError`.
+    float dtype on any device, or to matrices as :class:`~chairlift.kernels.grouped.GroupedRows`. A tied output head is
+    optional. ``progress`` is that of :func:`load_model`. Packed weights, fp8 weights, their biases and plain parameters
+    keep their addresses; oneDNN packs again. All names, shapes, dtypes and numbers are checked before anything is
+    written: after :class:`~chairlift.errors.ModelLoadError` the model is unchanged. A later error, in reading a file,
+    raises :class:`~chairlift.errors.EngineDeadError`.
     """
     with torch.device("meta"):
-        blank = type(model)(model.config)  # packing has taken the names and shapes out of the model itself
+        blank = type(model)(model.config)  # a packed model no longer has the names and shapes
     tensors = dict[str, Any]()
     with contextlib.ExitStack() as stack:
         if isinstance(source, Mapping):
@@ -295,8 +294,8 @@ def _tell_nobody(label: str, share: float) -> None:
 
 
 def _finite(rows: Tensor | GroupedRows, dtype: torch.dtype) -> bool:
-    """Whether all numbers are finite, also once they are rounded to ``dtype``. The minimum and maximum of
-    numbers with NaN are NaN. For integers in groups, the lowest and the highest value of a code are tested."""
+    """Whether all numbers are finite, also after rounding to ``dtype``. If a tensor has NaN, so have its minimum and
+    maximum. For integers in groups, the lowest and the highest value of a code are tested."""
     if isinstance(rows, GroupedRows):
         lowest = rows.scales * -rows.kind.zero if rows.minimums is None else rows.minimums
         rows = torch.stack([lowest, lowest + rows.scales * rows.kind.span])
@@ -317,12 +316,12 @@ def _check_finite(
                     f" {str(dtype).removeprefix('torch.')}, in rows {first} to {first + len(rows) - 1}; nothing of"
                     " it is used: train, convert or download the weights again"
                 )
-            if isinstance(rows, Tensor):  # let go of the file's pages
+            if isinstance(rows, Tensor):  # release the file's pages
                 by_slices(rows, lambda *_: None, mapped=_is_mapped(tensors, part))
 
 
 def _by_layer(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]]:
-    """A layer's weight and bias stand together."""
+    """Parts grouped by layer: its weight and its bias."""
     grouped: dict[str, list[CheckpointPart]] = {}
     for part in parts:
         grouped.setdefault(part.parameter.rpartition(".")[0], []).append(part)
@@ -330,7 +329,7 @@ def _by_layer(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]]:
 
 
 def _kinds(tensors: Mapping[str, Any], parts: list[CheckpointPart]) -> dict[str, GroupKind]:
-    """Our parameters of which every part is stored as integers in groups, with the kind that holds all of them."""
+    """Parameters whose parts are all stored as integers in groups, with the kind that can hold all of them."""
     found: dict[str, list[GroupKind | None]] = {}
     for part in parts:
         stored = tensors[part.name]
@@ -345,8 +344,8 @@ def _write(
     tensors: Mapping[str, Any],
     report: Callable[[float], None],
 ) -> None:
-    """Put every number in its place, piece by piece. Only pages of mapped files may be let go of: others are somebody's
-    tensors."""
+    """Write all numbers, piece by piece. Only pages of mapped files are released, because other tensors belong to the
+    caller."""
     total, done = sum(math.prod(part.shape) for part in parts), 0
     for name, group in _by_layer(parts).items():
         layer = model.get_submodule(name)
@@ -365,7 +364,8 @@ def _write(
 
 
 def _of_kind(rows: Tensor | GroupedRows, kind: GroupKind | None) -> Tensor | GroupedRows:
-    """Rows for a layer of ``kind``: floats where the layer holds those, or cannot hold these as they are."""
+    """Rows for a layer of ``kind``; floats if the layer holds floats, or if its kind cannot hold these codes
+    exactly."""
     if isinstance(rows, Tensor) or kind is None:
         return rows
     return rows.to(kind) if rows.kind | kind == kind else rows.dequantize()
@@ -374,8 +374,8 @@ def _of_kind(rows: Tensor | GroupedRows, kind: GroupKind | None) -> Tensor | Gro
 def _pieces(
     tensors: Mapping[str, Any], group: list[CheckpointPart]
 ) -> Iterator[tuple[CheckpointPart, int, Tensor | GroupedRows]]:
-    """Rows of parameters, and where each of these pieces begins: a slow disk reads a large one for minutes. Quantised
-    ones are unpacked as they are asked for."""
+    """(part, first row, rows) of parameters in pieces, because a slow disk reads a large one for minutes. Quantised
+    rows are unpacked as they are read."""
     for part in group:
         given = _read(tensors, part)
         most = MOST_NUMBERS if isinstance(given, StoredRows) else _PIECE_BYTES // given.element_size()
@@ -388,7 +388,7 @@ def _pieces(
 
 
 class _InMemory:
-    """A tensor, read as one in a safetensors file is."""
+    """A tensor with the interface of one in a safetensors file."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -407,7 +407,7 @@ class _InMemory:
 
 
 class _RowsInMemory(StoredRows):
-    """The same for integers in groups."""
+    """Integers in groups with the interface of a tensor in a safetensors file."""
 
     def __init__(self, rows: GroupedRows) -> None:
         self._rows, self.kind = rows, rows.kind
@@ -445,7 +445,7 @@ def _check_grouped(name: str, rows: GroupedRows) -> None:
 
 
 def _is_mapped(tensors: Mapping[str, Any], part: CheckpointPart) -> bool:
-    """Whether reading it gives a view of a file. Rows in another order, or out of a transposed stack, are a copy."""
+    """Whether reading a tensor gives a view of a file. Reordered rows, and rows of a transposed stack, are a copy."""
     copied = part.order or (part.transposed and part.stack > 1)
     return not copied and not isinstance(tensors[part.name], (StoredRows, _InMemory))
 
@@ -464,7 +464,7 @@ def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | StoredRo
 
 def open_tensors(model_dir: Path, config: ModelConfig | None, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Map every tensor name in the checkpoint to the open, memory-mapped file that holds it, or to rows that are made
-    from several tensors of such files. ``config`` is needed for a GGUF file."""
+    from several of its tensors. ``config`` is needed for a GGUF file."""
     if config is not None and is_gguf(model_dir):
         return dict(gguf_tensors(GGUFModel(model_dir), config))
     return with_whole_weights(_open_files(model_dir, stack), model_dir)
@@ -495,7 +495,7 @@ def _open_files(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> file; empty where the index is out of date."""
+    """Tensor name -> file; empty if the index is out of date."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{path} has no weight_map; download it again")
@@ -534,7 +534,7 @@ def _checked_parts(
         embedding_name = embedding_name.removeprefix(prefix)
     if tied and embedding_name not in tensors and _HEAD in tensors:  # safetensors' save_model keeps either name
         parts = [dataclasses.replace(part, name=_HEAD) if part.name == embedding_name else part for part in parts]
-    # Old checkpoints carry rotary frequencies, and a tied head may be stored again: both say nothing new.
+    # Old checkpoints contain rotary frequencies, and a tied head may be stored again. Both are redundant.
     redundant = (_HEAD,) if tied and not any(part.name == _HEAD for part in parts) else ()
     ignored = family.ignored_tensors
     _compare_parts(tensors, parts, model_dir, lambda name: name in redundant or _is_ignored(ignored, name), surplus)
@@ -613,7 +613,7 @@ def _refuse_mixed(
 
 
 def _adds_nothing(tensors: Mapping[str, Any], name: str) -> bool:
-    """Whether it is a bias of zeros beside a quantised weight: AutoGPTQ stores one for each, whatever the model has."""
+    """Whether the tensor is a bias of zeros beside a quantised weight. AutoGPTQ stores one for each weight."""
     layer, _, ending = name.rpartition(".")
     if ending != "bias" or not isinstance(tensors.get(f"{layer}.weight"), StoredRows):
         return False

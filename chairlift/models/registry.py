@@ -1,4 +1,4 @@
-"""Which family a Hugging Face ``model_type`` is."""
+"""Maps Hugging Face's ``model_type`` to a family."""
 
 from __future__ import annotations
 

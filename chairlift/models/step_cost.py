@@ -1,4 +1,4 @@
-"""What a step of a model costs at least: bytes of weights and of K and V that it reads, and operations."""
+"""Least cost of a step: bytes of weights, K and V that it reads, and operations."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ __all__ = ["ExpertCost", "ModelCost"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertCost:
-    """What experts cost, in layers that are alike."""
+    """Cost of the experts in a group of equal layers."""
 
     layers: int
     in_tail: bool
-    """Whether only tokens that are sampled from pass them."""
+    """Whether only sampled tokens pass them."""
     count: int
     top_k: int
     params: int
     """Weights of one expert."""
     nbytes: int
-    """Bytes of these."""
+    """Bytes of one expert."""
 
     def distinct(self, tokens: int) -> float:
-        """How many experts of a layer so many tokens are expected to choose, if all are equally likely."""
+        """Expected number of distinct experts in a layer that this many tokens choose, if all are equally likely."""
         return self.count * (1 - (1 - self.top_k / self.count) ** tokens)
 
     def read(self, tokens: int) -> float:
-        """Bytes that so many tokens read: those of the distinct experts that are expected to be chosen."""
+        """Expected bytes of the distinct experts that this many tokens read."""
         return self.layers * self.distinct(tokens) * self.nbytes
 
     def operations(self, tokens: int) -> int:
@@ -46,22 +46,22 @@ class ExpertCost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What a step of a model costs, in weights and cached tokens."""
+    """Cost of a model's steps, in terms of weights and cached tokens."""
 
     body_params: int
-    """Weights that every token passes. The embedding is looked up, and not one of them."""
+    """Number of weights that every token passes. The embedding is looked up and not counted."""
     head_params: int
-    """Weights that only tokens that are sampled from pass: those behind the last layer's keys and values."""
+    """Number of weights that only sampled tokens pass: those after the last layer's keys and values."""
     itemsize: int
-    """Bytes of a weight, and of an element of K and V; but for what a quantized format saves."""
+    """Bytes of a weight, and of an element of K and V, without the savings of a quantised format."""
     kv_bytes: tuple[tuple[int | None, int], ...]
-    """(window, bytes per token) of the layers together that see so many tokens; None sees all."""
+    """(window, bytes per token) of all layers with that window; None is full attention."""
     body_saved: int = 0
-    """Bytes that a quantized format saves of the weights that every token passes."""
+    """Bytes that a quantised format saves in the weights that every token passes."""
     head_saved: int = 0
-    """The same of the others."""
+    """Bytes that a quantised format saves in the other weights."""
     experts: tuple[ExpertCost, ...] = ()
-    """Those of all layers but the last, and of the last, where there are any. They are no part of what is above."""
+    """Experts of all layers but the last, and of the last. They are not included in the fields above."""
 
     @classmethod
     def of(
@@ -83,7 +83,7 @@ class ModelCost:
         tail = mixing[-1].tail_params + blocks[-1] + norms * norm
         tail += norm if network.block == "post" else 0  # the final norm in place of that before attention, if any
         saved = tail_saved = head_saved = 0
-        # Where a checkpoint mixes kinds, most of it is of the first.
+        # Where a checkpoint mixes kinds, the first is the kind of most weights.
         small = PLAIN if quantization is None else QUANTIZED[quantization.partition("+")[0]]
         if quantization is not None:
             behind = _saved(mixing[-1].tail_shapes, small, dtype)
@@ -109,14 +109,14 @@ class ModelCost:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, which a large step that samples reads."""
+        """Bytes of all weights. A large step with sampling reads all of them."""
         dense = (self.body_params + self.head_params) * self.itemsize - self.body_saved - self.head_saved
         return dense + sum(part.layers * part.count * part.nbytes for part in self.experts)
 
     def least_seconds(self, roof: Roof, tokens: int, sampled: int, kv_bytes: float) -> float:
-        """The least time of a step of ``tokens`` tokens, of which ``sampled`` are sampled from.
+        """Least seconds of a step of ``tokens`` tokens, of which ``sampled`` are sampled.
 
-        It reads ``kv_bytes`` of K and V. Attention within prompts, activations and sampling are free.
+        It reads ``kv_bytes`` of K and V. Attention within prompts, activations and sampling are not counted.
         """
         weights = self.body_params + (self.head_params if sampled else 0)
         saved = self.body_saved + (self.head_saved if sampled else 0)
@@ -168,7 +168,7 @@ def _state_bytes(network: ModelConfig, layer: int, dtype: torch.dtype) -> int:
 
 
 def _mlp_params(network: ModelConfig, layer: int) -> int:
-    """Weights that every token passes between attention and the next layer, but for norms."""
+    """Weights that every token passes between attention and the next layer, without norms."""
     hidden, inner, products = network.hidden_size, network.intermediate_size, 3 if network.gated else 2
     if (found := network.experts) is None or not network.has_experts(layer):
         return products * hidden * inner + ((products - 1) * inner + hidden) * network.mlp_bias
@@ -177,7 +177,7 @@ def _mlp_params(network: ModelConfig, layer: int) -> int:
 
 
 def _mlp_shapes(network: ModelConfig, layer: int) -> list[MatrixShape]:
-    """The products that these weights belong to, and that a format can make smaller."""
+    """Shapes of the products with these weights, which a format can make smaller."""
     hidden, inner, products = network.hidden_size, network.intermediate_size, 3 if network.gated else 2
     if network.experts is not None and network.has_experts(layer):
         inner = network.experts.shared_size

@@ -85,7 +85,7 @@ class FakeServer:
         self.url = ""
         self.paths: list[str] = []
         self.bodies: list[dict[str, Any]] = []
-        """Of the chat requests."""
+        """Bodies of the chat requests."""
         self.started, self.left = threading.Event(), threading.Event()
         """An endless answer has begun; its client has left."""
         self.loading = False

@@ -19,7 +19,7 @@ __all__ = ["DecoderLayer"]
 class DecoderLayer(nn.Module):
     """Attention or a recurrent mixer, and an MLP or experts, added to the residual stream: [T, D] -> [T, D].
 
-    ``config.block`` says where norms are.
+    ``config.block`` gives the places of the norms.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:

@@ -21,7 +21,7 @@ class Exchange:
     """One POST, and the way to answer it."""
 
     number: int
-    """Of all POSTs, from 0."""
+    """Index among all POSTs, from 0."""
     body: dict[str, Any]
     seen: float
     """When its head was there, on the clock of ``time.perf_counter``."""
@@ -32,7 +32,7 @@ class Exchange:
 
     @property
     def words(self) -> int:
-        """Of a prompt that is text."""
+        """Number of words in a text prompt."""
         messages = self.body.get("messages")
         return len((messages[0]["content"] if messages else self.body["prompt"]).split())
 

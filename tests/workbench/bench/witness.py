@@ -129,7 +129,7 @@ class Witness:
         self.url = f"http://127.0.0.1:{self._pipe.recv()}"
 
     def sightings(self) -> list[Sighting]:
-        """Of all connections, in their order. It sees nothing more afterwards."""
+        """Records of all connections, in order. The witness stops recording afterwards."""
         self._pipe.send(None)
         seen: list[Sighting] = self._pipe.recv()
         return seen
