@@ -1,4 +1,4 @@
-"""Drive a model through a paged KV cache by hand: the smallest possible executor."""
+"""Runs a model over a paged KV cache by hand: a minimal executor."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from chairlift.models.fallback.model import TransformersLM
 __all__ = ["PagedRunner", "packed_logits"]
 
 _NO_BLOCK = 10**9
-"""Fills table entries that must not be read: reading one is an index error, not a silent zero."""
+"""Value of table entries that must not be read: reading one is an index error, not a silent zero."""
 
 
 class PagedRunner:
-    """Runs steps over named sequences. Blocks are handed out in random order; unused memory is NaN.
+    """Runs steps over named sequences. Blocks are allocated in random order; unused memory is NaN.
 
-    One cache group per distinct window, each with a pool and tables of its own; in a windowed group, blocks behind the
-    window are struck from the table before each step.
+    There is one cache group per distinct window, each with its own pool and tables. In a group with a window, blocks
+    behind it are removed from the table before each step.
     """
 
     def __init__(
