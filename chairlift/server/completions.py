@@ -383,7 +383,7 @@ class _Writer:
         return _Offsets(self._tokenizer, self._skip, self._prompts[prompt], echo, self._places[prompt])
 
     def _text(self, token_id: int, entry: Logprob) -> str:
-        r"""Text of a token in OpenAI's form: ``bytes:\\xc3`` for a part of a character, which is no valid text."""
+        """Text of a token in OpenAI's form: ``bytes:\\xc3`` for a part of a character, which is no valid text."""
         text = self._texts.text(token_id, entry)
         if "\ufffd" not in text:
             return text

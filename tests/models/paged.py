@@ -1,4 +1,4 @@
-"""Drive a model through a paged KV cache by hand: the smallest possible executor."""
+"""Runs a model over a paged KV cache by hand: a minimal executor."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["PagedRunner", "packed_logits"]
 STATE = 0
 """Stands for a group of recurrent states among the windows of the groups."""
 _NO_BLOCK = 10**9
-"""Fills table entries that must not be read: reading one is an index error, not a silent zero."""
+"""Value of table entries that must not be read: reading one is an index error, not a silent zero."""
 
 
 class PagedRunner:
-    """Runs steps over named sequences. Blocks are handed out in random order; unused memory is NaN.
+    """Runs steps over named sequences. Blocks are allocated in random order; unused memory is NaN.
 
     One cache group per distinct window, each with a pool and tables of its own; in a windowed group, blocks behind the
     window are struck from the table before each step. So is one group of recurrent states, if the model has any: a
