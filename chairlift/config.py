@@ -29,6 +29,7 @@ __all__ = [
     "CacheGroup",
     "EngineConfig",
     "Flag",
+    "LoRAConfig",
     "ModelConfig",
     "SchedulerConfig",
     "ServerConfig",
@@ -77,6 +78,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "ageing_seconds": (0.001, 10**6),
     "batch_wait_ms": (0, 3_600_000),
     "num_lookahead_steps": (0, 2),
+    "max_loras": (1, 4096),
+    "max_lora_rank": (1, 1024),
+    "max_cpu_loras": (1, 65536),
     "admission_watermark": (0, 0.5),
     "governor_ttft_ms": (0.001, 10**9),
     "governor_tpot_ms": (0.001, 10**9),
@@ -99,7 +103,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 """Lowest and highest allowed value, inclusive."""
 _TEXTS = {
     *("model", "revision", "tokenizer", "swap_directory"),
-    *("host", "api_key_file", "chat_template", "otlp_traces_endpoint", "batch_dir"),
+    *("host", "api_key_file", "chat_template", "otlp_traces_endpoint", "batch_dir", "lora_dir"),
 }
 """Settings that are free text. Other settings that are strings have a form that is checked."""
 
@@ -333,17 +337,47 @@ class SchedulerConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters. Names are vLLM's."""
+
+    enable_lora: bool = False
+    """Serve adapters (LoRA) beside the model."""
+    max_loras: int = 8
+    """Most different adapters in a step."""
+    max_lora_rank: int = 64
+    """Largest rank of an adapter."""
+    max_cpu_loras: int | None = None
+    """Most adapters in memory; others that were loaded are read again when they are asked for. None: 4 x max_loras."""
+
+    @property
+    def num_cpu_loras(self) -> int:
+        """Most adapters in memory."""
+        return 4 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+    @property
+    def active(self) -> LoRAConfig | None:
+        """These settings; None where no adapters are served."""
+        return self if self.enable_lora else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All settings. Raises ConfigError when a value is out of range."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    lora: LoRAConfig = LoRAConfig()
 
     def __post_init__(self) -> None:
-        model, cache, scheduler = self.model, self.cache, self.scheduler
-        for part in (model, cache, scheduler):
+        model, cache, scheduler, lora = self.model, self.cache, self.scheduler, self.lora
+        for part in (model, cache, scheduler, lora):
             _check(part)
+        if lora.num_cpu_loras < lora.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras is {lora.max_cpu_loras}, but a step may have max_loras = {lora.max_loras} adapters,"
+                " which must be in memory; raise the one or lower the other"
+            )
         if not isinstance(model.device, str) or not re.fullmatch("cpu|cuda(:(0|[1-9][0-9]{0,2}))?", model.device):
             raise ConfigError(f"device must be cpu, cuda or cuda:N, got {model.device!r}")
         if cache.block_size & (cache.block_size - 1):
@@ -368,6 +402,10 @@ class EngineConfig:
                 bool(scheduler.num_lookahead_steps) and scheduler.speculation is not None,
                 "steps with drafts are not scheduled ahead; leave speculative_config out",
             ),
+            **dict.fromkeys(
+                ("max_loras", "max_lora_rank", "max_cpu_loras"),
+                (not self.lora.enable_lora, "no adapters are served; set enable_lora"),
+            ),
             "late_requests": (plain, for_priority),
             "ageing_seconds": (plain, for_priority),
             "governor_ttft_ms": (ungoverned, for_governor),
@@ -386,7 +424,7 @@ class EngineConfig:
     def from_flat(cls, settings: Mapping[str, Any]) -> EngineConfig:
         """Build from ``{"max_num_seqs": 64, ...}``. An unknown name raises ConfigError with the most similar known
         name."""
-        parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}}
+        parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "lora": {}}
         owners = {flag.name: flag.part for flag in flat_fields()}
         for name, value in settings.items():
             if name not in owners:
@@ -398,6 +436,7 @@ class EngineConfig:
             model=ModelConfig(**parts["model"]),
             cache=CacheConfig(**parts["cache"]),
             scheduler=SchedulerConfig(**parts["scheduler"]),
+            lora=LoRAConfig(**parts["lora"]),
         )
 
     def to_flat(self) -> dict[str, Any]:
@@ -433,6 +472,10 @@ class ServerConfig:
     refused."""
     reasoning_parser: str = "auto"
     """Format of the model's reasoning. auto: as in its chat template. none: reasoning stays in the answer."""
+    lora_modules: tuple[str, ...] = ()
+    """Adapter to serve from the start: name=path, name=Hub id, or {"name": ..., "path": ...}; may be repeated."""
+    lora_dir: str | None = None
+    """Directory from which the key named admin may load adapters while the server runs. None: no directory."""
     max_num_queued_reqs: int | None = None
     """Most waiting requests; further ones are answered 429. None: 4 x max_num_seqs, at least 64."""
     max_num_queued_tokens: int | None = None
@@ -512,7 +555,7 @@ class Flag:
 
     name: str
     part: str
-    """``model``, ``cache``, ``scheduler`` or ``server``."""
+    """``model``, ``cache``, ``scheduler``, ``lora`` or ``server``."""
     kind: type
     """bool, int, float, str or list. It ignores that a setting may be None."""
     default: Any
@@ -523,7 +566,10 @@ class Flag:
 @functools.cache
 def flat_fields() -> tuple[Flag, ...]:
     """All settings of the engine with type, default and help, in the order of declaration."""
-    parts: dict[str, type[Any]] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+    parts: dict[str, type[Any]] = {
+        **{"model": ModelConfig, "cache": CacheConfig},
+        **{"scheduler": SchedulerConfig, "lora": LoRAConfig},
+    }
     return tuple(flag for part, owner in parts.items() for flag in _fields_of(part, owner))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from chairlift.config import BUNDLED_MODEL, CacheGroup, EngineConfig
 from chairlift.engine.info import EngineInfo
 from chairlift.errors import ConfigError, RequestError
-from chairlift.executor.executor import Executor
+from chairlift.executor.executor import AdapterMemory, Executor
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.version import __version__
@@ -62,6 +62,8 @@ class LoadedExecutor:
     """``cpu``, or a GPU with its name."""
     graphs: str = ""
     """CUDA graphs recorded at the start, in words."""
+    adapters: AdapterMemory | None = None
+    """Holds adapters beside the model; None where none are served."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """See :attr:`EngineInfo.notes`."""
@@ -245,6 +247,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         vocab_size=network.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=tuple(network.eos_token_ids),
+        adapters=executor.adapters,
         sampling_defaults=sampling,
         calls=executor.calls,
         notes=(*network.notes(asked_of_model), *_notes(config, network, dtype, executor.calls)),
@@ -337,6 +340,8 @@ def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:
         raise ConfigError(f"quantization is {asked!r}, but HashLM has no weights; leave quantization out")
     if config.cache.kv_cache_dtype != "auto":
         raise ConfigError("kv_cache_dtype is 'int8', but HashLM's cache holds no K and V; leave kv_cache_dtype out")
+    if config.lora.enable_lora:
+        raise ConfigError("enable_lora is on, but HashLM has no weights to adapt; leave enable_lora out")
     if config.model.model_impl == "transformers":
         raise ConfigError("model_impl is 'transformers', but HashLM has no layers; leave model_impl out")
     from chairlift.executor.host_memory import host_memory

@@ -98,6 +98,8 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
     from chairlift.models.loader import load_pooled
 
     settings, scheduler = config.model, config.scheduler
+    if config.lora.enable_lora:
+        raise ConfigError("enable_lora is on, but models for embeddings or classes take no adapters; leave it out")
     model_dir = model_directory(config)
     pooled = read_pooled(config, model_dir)
     network = pooled.network

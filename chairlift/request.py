@@ -92,6 +92,7 @@ class Request:
         "_computed",
         "_joined_at",
         "adapter_id",
+        "adapter_passes",
         "admitted_at_step",
         "arrival_time",
         "block_ids",
@@ -140,6 +141,7 @@ class Request:
         "stop_token_ids",
         "times_passed",
         "token_ids",
+        "waits_for",
     )
 
     def __init__(
@@ -188,7 +190,7 @@ class Request:
         """Whether cached KV may be used instead of computing the prompt."""
         self.status = RequestStatus.WAITING
         self.is_ready = True
-        """Whether it may be admitted; false while its grammar is compiled."""
+        """Whether it may be admitted; false while its grammar is compiled or its adapter is read."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.sequence = 0
@@ -228,6 +230,10 @@ class Request:
         """Rank of its blocks in the prefix cache after it leaves, 0 to 2; a higher rank stays longer."""
         self.num_cached_tokens = 0
         """Prompt tokens read from the prefix cache at first admission."""
+        self.waits_for = ""
+        """``adapter`` while that is not in memory."""
+        self.adapter_passes = 0
+        """How often a later request with an adapter was admitted while this one's could not be in the steps."""
         self.num_charged_tokens = 0
         """Computed tokens since its admission that its tenant was charged for."""
         self.num_accepted_predicted = self.num_rejected_predicted = 0

@@ -10,7 +10,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from chairlift.config import LoRAConfig
+
 if TYPE_CHECKING:
+    from chairlift.train.config import TrainConfig
     from chairlift.train.run import Outcome
     from chairlift.train.trainer import StepResult, Trainer
 
@@ -25,6 +28,7 @@ CONFIG is YAML, with the sections model, data, packing, training and checkpoints
   data: {files: [chats.jsonl]}            # chats, prompt + completion, text or input_ids on each line
   packing: {capacity: 4096, step: "packs:8"}
   training: {steps: 1000, learning_rate: 2e-5, warmup_steps: 50}
+  lora: {r: 16, alpha: 32}                # an adapter (LoRA, in PEFT's format) instead of the whole model
   output: OUT
 
 Every checkpoint serves (chairlift serve OUT/step-...), and a run that was stopped, or killed at any moment, goes on
@@ -81,11 +85,11 @@ def run(args: argparse.Namespace) -> int:
     with _Progress(config.training.steps, shown=is_first and not args.quiet) as progress:
         outcome = train(config, resume=args.resume, on_step=progress)
     if is_first:
-        _tell(outcome, args)
+        _tell(outcome, args, config)
     return 0 if outcome.finished else 130
 
 
-def _tell(outcome: Outcome, args: argparse.Namespace) -> None:
+def _tell(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> None:
     if outcome.skipped:
         records = "1 record" if outcome.skipped == 1 else f"{outcome.skipped:,} records"
         print(f"left out {records} that could not be used (on_error: skip)", file=sys.stderr)
@@ -108,8 +112,13 @@ def _tell(outcome: Outcome, args: argparse.Namespace) -> None:
         return
     loss = "" if outcome.last is None else f", loss {outcome.last.loss:.4f}"
     before = "nothing is left to do: " if outcome.last is None else ""
-    print(f"{before}trained {outcome.steps:,} steps{loss}; the model is in {outcome.directory}")
-    print(f"serve it with: chairlift serve {shlex.quote(str(outcome.directory))}")
+    what = "model" if config.lora is None else "adapter"
+    print(f"{before}trained {outcome.steps:,} steps{loss}; the {what} is in {outcome.directory}")
+    served = [str(outcome.directory)]
+    if config.lora is not None:
+        served = [str(config.model.path), "--enable-lora", "--lora-modules", f"mine={outcome.directory}"]
+        served += ["--max-lora-rank", str(config.lora.r)] if config.lora.r > LoRAConfig().max_lora_rank else []
+    print(f"serve it with: {shlex.join(['chairlift', 'serve', *served])}")
 
 
 class _Progress:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.config import CacheConfig, SchedulerConfig
+from chairlift.engine.adapters import Adapters
 from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.estimates import estimator_from
@@ -58,8 +59,8 @@ _MAX_TIMES_PASSED = 16
 """A waiting request that was passed this often is not passed again, so that large requests start."""
 _MAX_PREEMPTIONS = 8
 """A request that was preempted this often resumes only with all blocks it may ever need, so that it ends."""
-_GRAMMAR_PAUSE = 0.001
-"""Seconds between two checks for compiled grammars while the loop is otherwise idle."""
+_UNREADY_PAUSE = 0.001
+"""Seconds between two checks for compiled grammars and adapters in memory while the loop is otherwise idle."""
 _FAILED = (FinishReason.ERROR, FinishReason.DEADLINE)
 _TOO_LATE = "the request could not be answered by its deadline"
 _NO_ERRORS: Mapping[str, str] = {}
@@ -213,8 +214,9 @@ class EngineCore(EngineClient):
         policy: Policy | None = None,
         kv: KVCacheManager | None = None,
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        self.grammars = Grammars(None) if grammars is None else grammars
+        self.adapters, self.grammars = adapters or Adapters(), Grammars(None) if grammars is None else grammars
         self.clock: Clock = clock or SystemClock()
         self.kv = kv or _kv_cache(executor, config, cache or CacheConfig(), cache_secret)
         self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
@@ -239,6 +241,7 @@ class EngineCore(EngineClient):
             drop_late=config.late_requests == "drop",
             speculator=speculator_from_config(config, self.costs, *drafting),
             guide=self.grammars,
+            max_loras=self.adapters.max_loras,
         )
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
@@ -250,8 +253,7 @@ class EngineCore(EngineClient):
         mask. It does not know the tokens of steps in flight."""
         self.floor: FloorShare | None = None
         """Measures how near steps come to the limits of this machine; None where the limits were not measured."""
-        self.config = config
-        self.executor = executor
+        self.config, self.executor = config, executor
         self.weight_version = 0
         asked = config.num_lookahead_steps
         self.num_lookahead_steps = executor.num_lookahead_steps if asked is None else asked
@@ -275,24 +277,27 @@ class EngineCore(EngineClient):
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, or any step is in flight."""
-        return bool(self._flights) or self.scheduler.has_unfinished
+        """Whether any request has not ended, any step is in flight, or any adapter is being read."""
+        return bool(self._flights) or self.scheduler.has_unfinished or self.adapters.is_reading
 
     def add(self, request: PreparedRequest) -> None:
         """Queue all answers of a request, or none. Raises RequestError, and any error of the scheduler."""
         sequences, now = request.make_sequences(), self.clock.now()
         asked = request.params.structured_outputs
-        if asked is not None:
-            self.grammars.add(sequences, asked.value)
-        elif request.params.thinking is not None:
-            self.grammars.limit(sequences, request.params.thinking)
+        if request.adapter_id:
+            self.adapters.add(sequences, request.adapter_id)
         try:
+            if asked is not None:
+                self.grammars.add(sequences, asked.value)
+            elif request.params.thinking is not None:
+                self.grammars.limit(sequences, request.params.thinking)
             for sequence in sequences:
                 self.scheduler.add(sequence)
             for sequence in sequences:
                 self.causes.added(sequence, now)
         except Exception:
             for sequence in sequences:
+                self.adapters.forget(sequence)
                 if self.scheduler.requests.get(sequence.request_id) is sequence:
                     self.scheduler.abort(sequence.request_id)
                     self.causes.ended(sequence, now)
@@ -321,7 +326,7 @@ class EngineCore(EngineClient):
         now = self.clock.now()
         if self.governor is not None:
             self.governor.govern(now)
-        ended = self._take_grammars(now)
+        ended = self._take_ready(now)
         out = self.scheduler.schedule(now)
         self.causes.scheduled(out, now)
         self.events.tell("scheduled", out, now)
@@ -343,13 +348,17 @@ class EngineCore(EngineClient):
             outputs.finished += ended
         return outputs
 
-    def _take_grammars(self, now: float) -> list[FinishedSequence]:
-        """Add requests to the waiting queue whose grammar is now compiled. End requests whose grammar failed."""
+    def _take_ready(self, now: float) -> list[FinishedSequence]:
+        """Add requests to the waiting queue whose grammar is now compiled and whose adapter is now in memory. End
+        requests whose grammar or adapter failed."""
         ended: list[FinishedSequence] = []
-        if self.scheduler.batch.unready or self.grammars.is_compiling:
-            ready, failed = self.grammars.take_ready()
+        if not (self.scheduler.batch.unready or self.grammars.is_compiling or self.adapters.is_reading):
+            return ended
+        for source in (self.grammars, self.adapters):
+            ready, failed = source.take_ready()
             for request in ready:
-                self.scheduler.ready(request, now)
+                if not self.grammars.waits(request) and not self.adapters.waits(request):
+                    self.scheduler.ready(request, now)
             for request, reason in failed:
                 ended += self._end([request.request_id], FinishReason.ERROR, reason)
         return ended
@@ -400,8 +409,8 @@ class EngineCore(EngineClient):
         """Time at which :meth:`step` has work even if no request comes or leaves; None if there is no such time."""
         now = self.clock.now()
         when = now if self._flights else self.scheduler.next_event(now)
-        if self.scheduler.batch.unready:
-            when = now + _GRAMMAR_PAUSE if when is None else min(when, now + _GRAMMAR_PAUSE)
+        if self.scheduler.batch.unready or self.adapters.is_reading:
+            when = now + _UNREADY_PAUSE if when is None else min(when, now + _UNREADY_PAUSE)
         return when
 
     def stats(self) -> EngineStats:
@@ -470,6 +479,7 @@ class EngineCore(EngineClient):
             self.scheduler.abort(sequence_id)
         self._flights.clear()
         self.grammars.shutdown()
+        self.adapters.shutdown()
         self.executor.shutdown()
 
     def _end(
@@ -670,6 +680,7 @@ class EngineCore(EngineClient):
         for request in ended:
             self.answer_lengths.add(request)
             self.grammars.forget(request.request_id)
+            self.adapters.forget(request)
         charged = [(request, *self.causes.ended(request, now)) for request in ended]
         for request, causes, preempted_by, _ in charged:
             self.events.tell("ended", request, now, causes, preempted_by)

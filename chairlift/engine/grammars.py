@@ -172,6 +172,10 @@ class Grammars:
                 failed += [(request, reason) for request in waiting]
         return ready, failed
 
+    def waits(self, request: Request) -> bool:
+        """Whether the grammar of a request is being compiled."""
+        return any(each is request for job in self._jobs.values() for each in job.requests)
+
     def forget(self, request_id: str) -> None:
         """Drop a request that has left."""
         self._rows.pop(request_id, None)

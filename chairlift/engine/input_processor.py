@@ -65,6 +65,8 @@ class PreparedRequest:
     arrival_time: float = 0.0
     priority: int = 0
     service: Service = NO_PROMISE
+    adapter_id: int = 0
+    """The number of its adapter; 0: none."""
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -102,6 +104,7 @@ class PreparedRequest:
                     priority=self.priority,
                     service=self.service,
                     cache_salt=self.cache_salt,
+                    adapter_id=self.adapter_id,
                     params=self.params,
                     sampling=row,
                     source=sequences[0] if sequences else None,
@@ -138,11 +141,13 @@ class InputProcessor:
         tenant: str = "",
         text: str | None = None,
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
+        adapter_id: int = 0,
     ) -> PreparedRequest:
         """Check everything, and tokenize.
 
         ``tenant`` is charged for the request. ``text`` is the source of ``prompt`` if it was tokenized before, and
-        ``bad_word_ids`` are the token ids of ``bad_words`` likewise.
+        ``bad_word_ids`` are the token ids of ``bad_words`` likewise. ``adapter_id`` is the number of an adapter that
+        the core knows.
         """
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_ID_LENGTH:
             raise RequestError(f"request_id must be a string of 1 to {_MAX_ID_LENGTH} characters")
@@ -184,6 +189,7 @@ class InputProcessor:
             cache_salt,
             arrival_time,
             *self._promise(params, arrival_time, tenant),
+            adapter_id,
         )
 
     def _token_ids(self, prompt: Prompt, least_answer: int) -> list[int]:

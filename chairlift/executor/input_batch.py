@@ -62,6 +62,7 @@ class InputBatch:
         self._groups = np.arange(num_groups)[:, None]
         self.sampling: list[SamplingRow | None] = [None] * num_slots
         self.num_prompt_tokens = np.zeros(num_slots, dtype=np.int32)
+        self.adapters = np.zeros(num_slots, dtype=np.int32)
         self._decodes = np.zeros(0, dtype=np.int32)
         self._steady: StepBatch | None = None
         self._untaken: list[SchedulerOutput] = []
@@ -138,9 +139,10 @@ class InputBatch:
         for table, blocks in zip(self.block_tables, row.block_ids, strict=True):
             table[slot, : len(blocks)] = blocks
         self.sampling[slot] = row.sampling
+        self.adapters[slot] = row.adapter_id
 
     def _clear(self, slot: int) -> None:
-        self.num_computed[slot] = self.num_prompt_tokens[slot] = 0
+        self.num_computed[slot] = self.num_prompt_tokens[slot] = self.adapters[slot] = 0
         self.block_tables[:, slot] = 0
         self.sampling[slot] = None
 
@@ -180,6 +182,7 @@ class InputBatch:
             seq_lens=seq_lens,
             block_tables=self._tables(slots, seq_lens),
             slot_mapping=self._slot_mapping(token_slots, positions),
+            adapters=self.adapters[token_slots] if self.adapters[slots].any() else None,
             slots=slots,
             tokens=self.tokens,
             sampling=[self.sampling[slot] for slot in slots.tolist()],

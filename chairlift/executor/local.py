@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
-from chairlift.executor.executor import LiveWeights, OnProgress, PendingTokens, WeightSource
+from chairlift.executor.executor import AdapterMemory, LiveWeights, OnProgress, PendingTokens, WeightSource
 from chairlift.executor.input_batch import Awaited, InputBatch
 from chairlift.scheduler.output import SchedulerOutput
 from chairlift.step_batch import Masks, SampledTokens, StepBatch
@@ -78,6 +78,8 @@ class LocalExecutor:
         self.num_lookahead_steps = 1 if getattr(runner, "runs_ahead", False) else 0
         self.drafter = drafter
         """A small model that drafts; see ``speculative_config``."""
+        self.adapters: AdapterMemory | None = getattr(runner, "adapters", None)
+        """Adapters beside the model; None where none are served."""
         self._runner = runner
         spans = [group.state_span for group in runner.cache_groups]
         self._input = InputBatch(num_slots, max_model_len, block_size, len(spans), spans)

@@ -177,6 +177,10 @@ def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtyp
     quantization = config.model.quantization
     if quantization is not None and (reason := why_not_quantized(quantization, chosen, dtype, device)):
         raise ConfigError(f"quantization is {quantization!r}, but {reason}, or leave quantization out")
+    if chosen == "triton" and config.lora.active:
+        raise ConfigError(
+            "enable_lora is on, but the Triton kernels cannot add adapters yet; leave it out, or take kernels='torch'"
+        )
     if chosen == "triton" and config.scheduler.speculation is not None:
         raise ConfigError(
             "speculative_config is set, but the Triton kernels keep the newest token of a row on the GPU, where drafts"
@@ -196,10 +200,12 @@ def choose_transformers(config: EngineConfig, network: TransformersConfig) -> st
         "quantization": model.quantization not in (None, "none"),
         "batch_invariant": model.batch_invariant,
         "kv_cache_dtype": kept != "auto",
+        "enable_lora": config.lora.enable_lora,
     }
+    others = {"kv_cache_dtype": kept, "enable_lora": config.lora.enable_lora}
     for name, is_refused in refused.items():
         if is_refused:
-            given = kept if name == "kv_cache_dtype" else getattr(model, name)
+            given = others[name] if name in others else getattr(model, name)
             raise ConfigError(
                 f"{name} is {given!r}, but model_type {network.model_type!r} runs through transformers, by PyTorch's"
                 f" kernels, which cannot do that; leave {name} out"
@@ -270,7 +276,7 @@ def make_runner(
     if kernels in ("torch", "triton") and threads is not None:
         torch.set_num_threads(threads)
     if kernels == "torch" or isinstance(model, TransformersLM):
-        return TorchModelRunner(model, plan, dtype, device)
+        return TorchModelRunner(model, plan, dtype, device, config.lora.active)
     if kernels == "triton":
         from chairlift.executor.triton_runner import TritonModelRunner  # Triton may not be installed
 
@@ -289,7 +295,8 @@ def make_runner(
         pool = Pool(threads)
     except OSError as error:
         raise ConfigError(f"threads is {threads}: {error}") from None
-    return NativeModelRunner(model, plan, dtype, pool, isa=kernels, max_tokens=most, draft=draft)
+    lora = config.lora.active
+    return NativeModelRunner(model, plan, dtype, pool, isa=kernels, max_tokens=most, draft=draft, lora=lora)
 
 
 def choose_pooled_kernels(

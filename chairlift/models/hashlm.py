@@ -11,7 +11,7 @@ is exact, so two runs may be compared with ``==``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,8 @@ class HashLM:
         make = host_memory or (lambda nbytes: np.zeros(nbytes, dtype=np.uint8))
         self._host_words = [make(HASHLM_POSITION_BYTES * count).view(np.uint64).reshape(2, count) for count in counts]
         self._powers = np.array([pow(_BASE, i + 1, 1 << 64) for i in range(max_model_len + 1)], dtype=np.uint64)
+        self.adapter_tags: Mapping[int, int] = {}
+        """What each adapter in memory does to the rows that have it: 64 bits."""
         self._offsets = np.arange(block_size, dtype=np.int64)
 
     def forward(self, batch: StepBatch) -> list[int]:
@@ -76,7 +78,10 @@ class HashLM:
             _copy(self._host_words[group], host, self._words[group], block, sizes[group])
         tags = np.array([row.tag & _MASK if row is not None else 0 for row in batch.sampling], dtype=np.uint64)
         lengths = np.diff(batch.cu_seqlens)
-        first = _first_words(batch.token_ids, batch.positions, np.repeat(tags, lengths))
+        tags = np.repeat(tags, lengths)
+        if batch.adapters is not None:
+            tags ^= np.array([self.adapter_tags[each] if each else 0 for each in batch.adapters.tolist()], np.uint64)
+        first = _first_words(batch.token_ids, batch.positions, tags)
         for _, words, mapping in self._positional(batch):
             words[0, mapping] = first
         self._states.clear()

@@ -22,7 +22,7 @@ from chairlift.server.errors import ApiError
 from chairlift.server.infilling import Infilling, infilling
 from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.logprob_room import hold_logprobs
-from chairlift.server.models import check_model, generating_info
+from chairlift.server.models import adapter_named, check_model, generating_info
 from chairlift.server.pieces import Pieces, json_items, respond
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import (
@@ -126,7 +126,8 @@ async def create_completion(request: Request) -> Response:
         places = [await _places(state, asked, prompt) for prompt in given]
     writer = _Writer(asked, prompts, state.engine.tokenizer, echoes, places)
     hold_logprobs(request, asked, prompts)
-    streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream), caller=caller)
+    whose: dict[str, Any] = {"caller": caller, "adapter": adapter_named(state, model)}
+    streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream), **whose)
     head = reply_head("cmpl", model, info, streams)
     headers = warning_headers(ignored)
     if asked.stream:

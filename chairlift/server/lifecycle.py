@@ -23,6 +23,7 @@ from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.info import EngineInfo, PoolingInfo, describe_impl
 from chairlift.errors import ConfigError, EngineDeadError, TemplateError, TemplateFailedError
 from chairlift.loading import read_tokenizer
+from chairlift.server.adapters import load_modules
 from chairlift.server.app import make_app
 from chairlift.server.auth import check_exposure, load_keys
 from chairlift.server.batch_worker import BatchWorker, open_store, working
@@ -172,11 +173,17 @@ async def serve(
                 await asyncio.to_thread(state.tracer.shutdown)
 
 
+async def _start(state: ServerState) -> None:
+    """Until the model and the adapters of the settings are loaded."""
+    await state.engine.wait_ready()
+    await load_modules(state)
+
+
 async def _run(state: ServerState, server: HttpServer, stop: Stop, announce: Callable[[], None]) -> int:
     """Run from LOADING to the end of the drain."""
     engine = state.engine
     try:
-        if await _first(engine.wait_ready(), stop.drain.wait()) == 0:
+        if await _first(_start(state), stop.drain.wait()) == 0:
             announce()
             with _reporting(state):
                 await _first(stop.drain.wait(), engine.stopped.wait())

@@ -18,6 +18,7 @@ from chairlift.server.streaming import json_response
 __all__ = [
     "ModelCard",
     "ModelList",
+    "adapter_named",
     "check_model",
     "engine_info",
     "generating_info",
@@ -25,6 +26,8 @@ __all__ = [
     "routes",
 ]
 
+_MOST_NAMED: Final = 20
+"""Names in a message."""
 _BITS: Final = (
     "the same prompt, settings and seed give the same tokens and log-probabilities, whatever else is in the batch"
 )
@@ -35,7 +38,7 @@ _NOISE: Final = (
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One name of the model."""
+    """One name of the model, or an adapter."""
 
     id: str
     object: str = "model"
@@ -44,6 +47,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     """The first of the model's names."""
     parent: str | None = None
+    """Of an adapter the name of the model that it adapts."""
     max_model_len: int | None = None
     """Longest prompt and answer together, in tokens; null while the model loads."""
     quantization: str | None = None
@@ -67,10 +71,17 @@ class ModelList(msgspec.Struct, kw_only=True):
 def check_model(state: ServerState, name: str | None) -> str:
     """The model name for answers. A missing name is accepted. Raises ApiError 404 for a name that is not served."""
     if name is not None and name not in state.model_names:
-        served = ", ".join(state.model_names)
+        if name in state.engine.adapters:
+            return name
+        served = ", ".join([*state.model_names, *(entry.name for entry in state.engine.adapters)][:_MOST_NAMED])
         message = f"the model {name!r:.100} is not served here; ask for {served}"
         raise ApiError(404, message, code="model_not_found", param="model")
     return state.model_names[0]
+
+
+def adapter_named(state: ServerState, model: str) -> str:
+    """The adapter that a name which :func:`check_model` gave stands for; empty for the model itself."""
+    return "" if model in state.model_names else model
 
 
 def engine_info(state: ServerState) -> EngineInfo:
@@ -106,6 +117,7 @@ def pooling_info(state: ServerState) -> EngineInfo:
 
 def _card(state: ServerState, name: str) -> ModelCard:
     card = ModelCard(id=name, created=state.started_at, root=state.model_names[0])
+    card.parent = card.root if adapter_named(state, name) else None
     info = state.engine.info
     if info is not None:
         card.max_model_len, card.deterministic = info.max_model_len, info.deterministic
@@ -117,7 +129,8 @@ def _card(state: ServerState, name: str) -> ModelCard:
 
 async def _list_models(request: Request) -> Response:
     state: ServerState = request.app.state.server
-    return json_response(ModelList(data=[_card(state, name) for name in state.model_names]))
+    names = [*state.model_names, *(entry.name for entry in state.engine.adapters)]
+    return json_response(ModelList(data=[_card(state, name) for name in names]))
 
 
 async def _get_model(request: Request) -> Response:

@@ -76,6 +76,7 @@ from chairlift.tool_calls.request import MAX_TOOLS
 __all__ = [
     "DEFAULT_MAX_TOKENS",
     "REFUSED",
+    "AdapterName",
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
@@ -117,9 +118,11 @@ _NAME: Final = "^[A-Za-z][A-Za-z0-9_]{0,63}" + _END
 _ID: Final = "^(0|[1-9][0-9]{0,9})" + _END
 _CONTENT: Final = "^content" + _END
 _TEXT: Final = "^text" + _END
+_ADAPTER: Final = "^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}" + _END
 _IN_WORDS: Final = {
     _CONTENT: "'content'",
     _TEXT: "'text'",
+    _ADAPTER: "a name of at most 128 characters from A-Z, a-z, 0-9 and '._/:-' that begins with a letter or a digit",
     _SALT: "a text of at most 64 characters from A-Z, a-z, 0-9, '_' and '-'",
     _NAME: "a text of at most 64 characters from A-Z, a-z, 0-9 and '_' that begins with a letter",
     _ID: "a token id in decimal digits, such as '50', without sign and leading zeros",
@@ -128,6 +131,7 @@ _IN_WORDS: Final = {
 TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 PromptItem = str | TokenId | list[TokenId]
 StopString = Annotated[str, Meta(min_length=1, max_length=_LIMITS.max_stop_length)]
+AdapterName = Annotated[str, Meta(pattern=_ADAPTER)]
 ModelName = Annotated[str, Meta(max_length=256)]
 Milliseconds = Annotated[float, Meta(gt=0, le=1_000_000_000)]
 CacheSalt = Annotated[str, Meta(pattern=_SALT)]
@@ -405,7 +409,7 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "store": ((), "nothing is stored; leave it out"),
     "chat_template": ((), "templates come from the model or the operator, not from requests; leave it out"),
     "documents": ((), "put the documents into the messages"),
-    "lora_path": ((), "adapters are not supported yet; leave it out"),
+    "lora_path": ((), "an adapter is named by model, and loaded by POST /v1/load_lora_adapter; leave it out"),
     "kv_transfer_params": ((), "the cache takes nothing from outside; leave it out"),
     "prompt_embeds": ((), "prompts are text or token ids; leave it out"),
     "logits_processors": ((), "requests cannot bring code; leave it out"),

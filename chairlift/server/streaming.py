@@ -199,11 +199,12 @@ async def submit_all(
     *,
     stream: bool,
     caller: Caller,
+    adapter: str = "",
 ) -> list[OutputStream]:
     """Submit all prompts and return one stream for each, or raise the error of one (with its index if there are
     several).
 
-    ``caller`` is charged. Callers with different API keys share no cache.
+    ``caller`` is charged. Callers with different API keys share no cache. ``adapter`` is the name of a loaded one.
     """
     streams: list[OutputStream] = []
     kind = OutputKind.DELTA if stream else OutputKind.FINAL
@@ -228,6 +229,7 @@ async def submit_all(
                     arrival=caller.arrived,
                     has_room=True,  # checked for all prompts before, so that the first does not block the last
                     bad_word_ids=bad_word_ids,
+                    adapter=adapter,
                 )
             except RequestError as error:
                 raise type(error)(f"prompt {index}: {error}") if len(prompts) > 1 else error from None

@@ -7,6 +7,7 @@
         training/state.safetensors, training/state.json                               what the trainer goes on with
         training/SHA256SUMS                                                           of these two, for sha256sum -c
 
+An adapter is ``adapter_config.json`` and ``adapter_model.safetensors`` instead of a model, as PEFT writes it.
 Everything is written into a directory of another name, flushed to the disk, and then renamed, so a process that is
 killed at any moment leaves the previous checkpoint as the newest. Only JSON and safetensors: nothing that is read runs.
 """
@@ -31,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from chairlift.errors import ConfigError
+from chairlift.lora.trainable import TrainableAdapter
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import hf_state_dict
 from chairlift.models.model_files import TOKENIZER_FILES
@@ -94,8 +96,9 @@ class CheckpointStore:
         """The newest complete checkpoint."""
         return next(reversed(self.all()), None)
 
-    def save(self, step: int, state: Mapping[str, Any], model: CausalLM, files: ModelFiles) -> Path:
+    def save(self, step: int, state: Mapping[str, Any], model: CausalLM | TrainableAdapter, files: ModelFiles) -> Path:
         """Write a checkpoint; returns its directory. ``state`` is made of plain Python, NumPy arrays and tensors.
+        ``files`` are of a model; an adapter has its own.
 
         Raises ConfigError for a state with anything else in it, and OSError for a disk that is full.
         """
@@ -105,7 +108,10 @@ class CheckpointStore:
             for left in self.root.glob(pattern):  # by a process that was killed, perhaps at another step
                 shutil.rmtree(left)
         try:
-            write_model(model, files, partial)
+            if isinstance(model, TrainableAdapter):
+                model.write(partial)
+            else:
+                write_model(model, files, partial)
             _save_state(partial / _STATE, state)
         except SafetensorError as error:
             raise OSError(f"{partial} cannot be written ({error}); make room there, then run the same again") from None

@@ -21,6 +21,7 @@ __all__ = [
     "CheckpointSettings",
     "DataSettings",
     "DriftSettings",
+    "LoraSettings",
     "ModelSettings",
     "PackingSettings",
     "TrainConfig",
@@ -50,7 +51,8 @@ class ModelSettings:
     tokenizer: str | None = None
     """Directory of the tokenizer for texts, copied into checkpoints (default: ``path``)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Dtype of the weights written for serving. The trainer's own weights are float32 and kept beside them."""
+    """Dtype of the weights written for serving. The trainer's own weights are float32 and kept beside them. An adapter
+    is written in float32."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -60,6 +62,32 @@ class ModelSettings:
     def tokenizer_dir(self) -> Path | None:
         given = self.tokenizer or self.path
         return None if given is None else Path(given)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """A low-rank adapter that is trained in place of the model (LoRA; Hu et al., 2021). Names are PEFT's."""
+
+    r: int = 16
+    """Rank."""
+    alpha: float = 32.0
+    """The product is multiplied with ``alpha / r``."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Layers that get an adapter: ends of their names in transformers, such as ``q_proj``, or ``all-linear``."""
+    rslora: bool = False
+    """Multiply with ``alpha / sqrt(r)`` instead (rsLoRA; Kalajdzievski, 2023)."""
+    dropout: float = 0.0
+    """Share of each matrix's input that is zeroed."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.r <= 1024:
+            raise ConfigError(f"r must be 1 to 1024, got {self.r}")
+        if self.alpha <= 0:
+            raise ConfigError(f"alpha must be above 0, got {self.alpha}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        if not self.targets:
+            raise ConfigError("targets is empty, so there would be nothing to train; leave it out for all-linear")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +273,8 @@ class TrainConfig:
     training: TrainerConfig
     packing: PackingSettings = PackingSettings()
     checkpoints: CheckpointSettings = CheckpointSettings()
+    lora: LoraSettings | None = None
+    """Train an adapter, and leave the model as it is. None: train the model."""
     drift: DriftSettings | None = None
     """Also for a single source; None replays nothing, and mixes several in equal shares."""
     output: str | None = None
@@ -260,6 +290,8 @@ class TrainConfig:
             raise ConfigError(f"threads must be 1 to 256, got {self.threads}")
         if self.drift is not None and self.drift.weights is not None and self.data.weights is not None:
             raise ConfigError("both data.weights and drift.weights are given; keep one of them")
+        if self.lora is not None and self.model.path is None:
+            raise ConfigError("lora adapts a model that exists; give model.path, or leave lora out")
         if self.seed < 0:
             raise ConfigError(f"seed must not be negative, got {self.seed}")
 

@@ -21,6 +21,8 @@ import torch
 
 from chairlift.errors import ConfigError
 from chairlift.kernels.weights import PLAIN
+from chairlift.lora.sites import sites_in
+from chairlift.lora.trainable import TrainableAdapter, target_parts
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig, parse_config, read_json
 from chairlift.models.loader import load_model, resolve_dtype
@@ -96,6 +98,8 @@ def prepare(
     store = CheckpointStore(root, keep=config.checkpoints.keep, at=on_save)
     resume_from = _resume_from(store, resume)
     network, files = _model_files(config)
+    if config.lora is not None:
+        target_parts(sites_in(network), config.lora.targets)  # for its checks alone
     tokenizer_dir = files.tokenizer_dir if config.data.files else None
     encoder = _encoder(config.data, tokenizer_dir)
     if encoder.vocab_size > network.vocab_size:
@@ -252,9 +256,16 @@ def _stream(config: TrainConfig, network: ModelConfig, source: Any, ranks: Ranks
 
 def _make_model(prepared: Prepared) -> CausalLM:
     config = prepared.config
-    if config.model.path is not None and prepared.resume_from is None:
+    if config.model.path is not None and (prepared.resume_from is None or config.lora is not None):
         return load_model(Path(config.model.path), prepared.network, torch.float32, weight_format=PLAIN)
     return CausalLM(prepared.network)
+
+
+def _make_adapter(config: TrainConfig, model: CausalLM) -> TrainableAdapter | None:
+    if config.lora is None:
+        return None
+    torch.manual_seed(config.seed % 2**32)  # whatever loading drew
+    return TrainableAdapter(model, **dataclasses.asdict(config.lora), base=str(config.model.path))
 
 
 def train(
@@ -280,7 +291,9 @@ def train(
         for seed in (random.seed, np.random.seed, torch.manual_seed):  # fresh weights; sources may use all of them
             seed(config.seed % 2**32)
         drift = source if isinstance(source, DriftSampler) else None
-        trainer = Trainer(_make_model(prepared), config.training, stream, seed=config.seed, drift=drift)
+        model = _make_model(prepared)
+        adapter = _make_adapter(config, model)
+        trainer = Trainer(model, config.training, stream, seed=config.seed, drift=drift, adapter=adapter)
         if prepared.resume_from is not None:
             state = load_state(prepared.resume_from)
             try:
@@ -336,7 +349,7 @@ class _Run:
                 "random": random_state(),
                 "config": dataclasses.asdict(self.prepared.config),
             }
-            store.save(step, state, self.trainer.model, self.prepared.files)
+            store.save(step, state, self.trainer.adapter or self.trainer.model, self.prepared.files)
         self.saved = step
         return store.root / f"step-{step:08d}"
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from chairlift.errors import ConfigError, DivergedError
+from chairlift.lora.trainable import TrainableAdapter
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.layers.attention import Attention
 from chairlift.models.layers.mlp import MLP
@@ -78,13 +79,16 @@ class Trainer:
         *,
         seed: int = 0,
         drift: DriftSampler | None = None,
+        adapter: TrainableAdapter | None = None,
     ) -> None:
         """``stream`` is what :meth:`run` reads; :meth:`step` needs none. ``seed`` is of dropout. ``drift`` is told the
-        losses of all sequences after each step; it is the stream's source.
+        losses of all sequences after each step; it is the stream's source. With an ``adapter`` of the model only that
+        is trained, and the state holds no other weights.
 
         Raises ConfigError for a model that has no float32 weights to train.
         """
-        self.model = model.train().requires_grad_(True)
+        self.model = model.train().requires_grad_(adapter is None)
+        self.adapter = adapter
         self.config = config
         self.stream = stream
         self.drift = drift
@@ -92,9 +96,10 @@ class Trainer:
         self.stop_requested = False
         """Set to True on any rank to stop all ranks. They learn of it with the next step's result."""
         self._seed = seed
+        self._adapter_dropout = adapter is not None and adapter.dropout > 0
         self._loss = StepLoss(config.reduce, gradients="sum", label_smoothing=config.label_smoothing)
-        self._parameters = dict(model.named_parameters())
-        dtypes = {parameter.dtype for parameter in self._parameters.values()}
+        self._parameters = dict(model.named_parameters() if adapter is None else adapter.parameters)
+        dtypes = {parameter.dtype for parameter in (*model.parameters(), *self._parameters.values())}
         if dtypes != {torch.float32}:
             raise ConfigError(
                 f"the trainer's weights must be float32, these are {', '.join(map(str, dtypes)) or 'none'}; load the "
@@ -174,7 +179,7 @@ class Trainer:
         rows, chosen = predictions(batch)
         context = VarlenContext(pack.layout.cu_seqlens)
         with (
-            _dropout(self.model, self.config.dropout, self._seed, self.num_steps, pack),
+            _dropout(self.model, self.config.dropout, self._seed, self.num_steps, pack, own=self._adapter_dropout),
             torch.autocast(device.type, torch.bfloat16, enabled=self.config.autocast),
         ):
             hidden = self.model(batch["input_ids"][0], batch["position_ids"][0], context)
@@ -213,10 +218,12 @@ class Trainer:
             "model": {name: parameter.detach() for name, parameter in self._parameters.items()},
             "optimizer": {name: dict(moments) for name, moments in kept.items() if moments},
             "stream": None if self.stream is None else self.stream.state_dict(),
+            "adapter": None if self.adapter is None else self.adapter.settings(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, bit for bit. Raises ConfigError for the state of another model or stream."""
+        self._check_adapter(state.get("adapter"))
         weights = state["model"]
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         mine = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
@@ -237,6 +244,20 @@ class Trainer:
         for name, moments in state["optimizer"].items():
             self.optimizer.state[self._parameters[name]] = {key: value.clone() for key, value in moments.items()}
         self.num_steps = int(state["steps"])
+
+    def _check_adapter(self, saved: Mapping[str, Any] | None) -> None:
+        here = None if self.adapter is None else self.adapter.settings()
+        if (saved is None) != (here is None):
+            kinds = {True: "a model", False: "an adapter"}
+            raise ConfigError(
+                f"the checkpoint is of {kinds[saved is None]}, and {kinds[here is None]} is to be trained; give the"
+                " same lora settings"
+            )
+        for name, value in (here or {}).items():
+            there = (saved or {}).get(name)
+            if there != value:
+                what = "another base model" if name == "base" else f"lora.{name} {there}, and here it is {value}"
+                raise ConfigError(f"the checkpoint's adapter has {what}; give the same settings and model")
 
 
 def predictions(batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -269,12 +290,13 @@ def _names(pack: Pack) -> str:
 
 
 @contextlib.contextmanager
-def _dropout(model: CausalLM, rate: float, seed: int, step: int, pack: Pack) -> Iterator[None]:
+def _dropout(model: CausalLM, rate: float, seed: int, step: int, pack: Pack, *, own: bool = False) -> Iterator[None]:
     """Apply dropout to the output of each branch of the model's layers, by hooks and not in the model's code.
 
-    What is dropped depends on the seed, the step and the pack: not on the rank, nor on what ran before.
+    What is dropped depends on the seed, the step and the pack: not on the rank, nor on what ran before. So does ``own``
+    dropout, that of an adapter.
     """
-    if not rate:
+    if not rate and not own:
         yield
         return
     key = hashlib.blake2b(f"{seed} {step} {pack.ids} {pack.lengths}".encode(), digest_size=8)
@@ -282,7 +304,7 @@ def _dropout(model: CausalLM, rate: float, seed: int, step: int, pack: Pack) -> 
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(int.from_bytes(key.digest()))
         for module in model.modules():
-            if isinstance(module, (Attention, MLP)):
+            if rate and isinstance(module, (Attention, MLP)):
                 hook = module.register_forward_hook(lambda _module, _args, out: functional.dropout(out, rate))
                 stack.callback(hook.remove)
         yield

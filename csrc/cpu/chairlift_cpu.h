@@ -104,6 +104,8 @@ typedef struct {
   int32_t rotary;         // rotary table (ROTARY, QKV); -1: no rotation
   int32_t heads, kv_heads, head_dim;
   int32_t window;         // number of tokens that a query sees, itself included; 0: all
+  int32_t site;           // of a product: 1 + its column in the table of adapters; 0: no adapter changes it
+  int32_t reserved;
   float eps, scale;       // scale 0 means 1
   // c > 0: scores (ATTENTION) and logits (cl_head) s become c * tanh(s / c), before masks; 0: no cap
   float cap;
@@ -136,6 +138,16 @@ typedef struct {
   int32_t reserved;
 } cl_kv_layer;
 
+// What an adapter adds to one product (LoRA; Hu et al., 2021): (x @ a.T) @ b.T, before everything else that is done with the
+// product's result. Both are packed panels in the program's dtype. The first product is rounded to that dtype.
+typedef struct {
+  const void* a;          // [rank, k]; null: this adapter leaves the product alone
+  const void* b;          // [n, rank], its columns in the order of the product's weight
+  const int32_t* slices;  // [panels of n][2]: which piece of rank a panel of b has numbers in: first and count, multiples of 32
+  int32_t rank;           // a multiple of 32
+  int32_t reserved;
+} cl_lora;
+
 typedef struct {
   const cl_op* ops;
   void* const* buffers;
@@ -146,8 +158,11 @@ typedef struct {
   int32_t num_ops, num_buffers, num_rotary, num_kv_layers;
   int32_t dtype, isa;
   int32_t capacity;              // rows of every buffer
-  int32_t reserved;
+  int32_t num_sites;             // products that adapters may change
   void* codes;                   // scratch [capacity, cl_code_bytes(largest k)], if there are weights in codes
+  const cl_lora* lora;           // [adapters, num_sites], or null
+  void* lora_rows;               // scratch [capacity, lora_stride] float32, if there are adapters
+  int64_t lora_stride;           // at least the largest rank, and 16
 } cl_program;
 
 // One step: N rows with T tokens in total. A row is the newest tokens of a sequence.
@@ -158,6 +173,7 @@ typedef struct {
   const int32_t* seq_lens;       // [N]
   const int32_t* block_tables;   // [groups, N, table_width]
   const int64_t* slot_mapping;   // [groups, T]
+  const int32_t* adapters;       // [T] row of each token's adapter in the table, negative: none; or null where no token has one
   int32_t num_tokens, num_rows, num_groups, table_width;
 } cl_batch;
 
@@ -200,8 +216,8 @@ enum cl_sample_status {
 typedef struct cl_pool cl_pool;
 
 CL_EXPORT int32_t cl_abi_version(void);
-// Sizes of cl_op, cl_kv_layer, cl_program, cl_batch, cl_sampling_row, cl_experts.
-CL_EXPORT void cl_struct_sizes(int64_t sizes[6]);
+// Sizes of cl_op, cl_kv_layer, cl_program, cl_batch, cl_sampling_row, cl_experts, cl_lora.
+CL_EXPORT void cl_struct_sizes(int64_t sizes[7]);
 // Bit i set: this processor, operating system and build can run isa i.
 CL_EXPORT int32_t cl_supported_isas(void);
 

@@ -12,7 +12,10 @@ import pytest
 from tests.architecture.source import imports, modules, tree
 
 # Package or module -> what of ours it may import besides itself. The longest name that matches a module decides.
-PLAIN = ["errors", "config", "outputs", "sampling_params", "service_class", "structured_outputs", "thinking"]
+PLAIN = [
+    *("errors", "config", "lora_request", "outputs", "sampling_params", "service_class", "structured_outputs"),
+    "thinking",
+]
 BRAIN = ["request", "kv_cache", "scheduler"]
 ALLOWED: dict[str, list[str]] = {
     "errors": [],
@@ -21,6 +24,7 @@ ALLOWED: dict[str, list[str]] = {
     "step_batch": [],
     "config": ["errors", "rerankers", "service_class", "tool_calls.formats"],
     "rerankers": [],
+    "lora_request": ["errors"],
     "service_class": ["errors"],
     "structured_outputs": ["errors"],
     "sampling_params": ["errors", "structured_outputs", "thinking"],
@@ -51,7 +55,18 @@ ALLOWED: dict[str, list[str]] = {
         "sampling.row",
         "step_batch",
     ],
-    "executor": ["errors", "config", "request", "scheduler.output", "models", "kernels", "sampling", "step_batch"],
+    "lora": ["errors", "models", "kernels"],
+    "executor": [
+        "errors",
+        "config",
+        "request",
+        "scheduler.output",
+        "lora",
+        "models",
+        "kernels",
+        "sampling",
+        "step_batch",
+    ],
     "executor.executor": ["config", "scheduler.output", "step_batch"],
     "metrics": ["errors", "config"],
     "engine": [
@@ -107,7 +122,7 @@ ALLOWED: dict[str, list[str]] = {
         "workbench.workload",
         "writing",
     ],
-    "train": ["errors", "models", "kernels", "parent", "tokenizer"],
+    "train": ["errors", "lora", "models", "kernels", "parent", "tokenizer"],
     "quantize": ["errors", "gguf", "kernels", "models", "tokenizer"],
     "rollout": [*PLAIN, "llm", "train"],
     "workbench.sim": [

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels.cpu import library as lib
+from chairlift.kernels.cpu.low_rank import LowRankTable
 from chairlift.kernels.cpu.lowering import FusedOp, OpKind, lower, narrow_at
 from chairlift.kernels.cpu.packed_codes import PackedCodes
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, PackedMatrix
@@ -37,7 +38,8 @@ class StepProgram:
 
     ``isa`` is one of :data:`~chairlift.kernels.cpu.library.ISA_NAMES`; a step has at most ``max_tokens`` tokens. The
     memory that ``kv_layers`` points to belongs to the caller and must outlive the program. ``states`` are the parts of
-    the states of recurrent layers, by layer, for cells without a kernel.
+    the states of recurrent layers, by layer, for cells without a kernel. ``adapters`` are those that steps may name,
+    for ``max_tokens`` and :data:`SPARE_ROWS` tokens.
     """
 
     def __init__(
@@ -50,8 +52,11 @@ class StepProgram:
         isa: str,
         max_tokens: int,
         states: Mapping[int, tuple[Tensor, ...]] | None = None,
+        adapters: LowRankTable | None = None,
     ) -> None:
         self._library = lib.require()
+        self._adapters = adapters
+        self._adapter_rows: npt.NDArray[np.int32] | None = None
         self._pool = pool
         self._max_tokens = max_tokens
         self._step: StepBatch | None = None
@@ -90,6 +95,8 @@ class StepProgram:
             codes=self._codes(capacity),
         )
         self._share_scratch()
+        if adapters is not None:
+            adapters.point(self._program)
         self._output = self._buffers[self.plan.buffer_of[output]][:, : output.width]
         self._num_rows, self._rows = -1, self._output
         self._narrow_at, narrowed = narrow_at(self.plan.ops, output)
@@ -124,7 +131,10 @@ class StepProgram:
     def _run(self, step: StepBatch, at: int, end: int) -> None:
         """Run operations from ``at`` to ``end``."""
         if step is not self._step:  # a step that was advanced in place has the same arrays
-            self._step, self._batch = step, lib.Batch.of(step)
+            self._adapter_rows = None
+            if self._adapters is not None and step.adapters is not None:
+                self._adapter_rows = self._adapters.rows_of(step.adapters)
+            self._step, self._batch = step, lib.Batch.of(step, self._adapter_rows)
         self._program.num_ops = end
         while (at := self._library.cl_run(self._pool.handle, self._program, self._batch, at)) != end:
             if not 0 <= at < end:
