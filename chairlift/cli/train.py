@@ -25,7 +25,7 @@ DESCRIPTION: Final = """Train a Llama, Mistral, Qwen2 or Qwen3 model, fresh or f
 CONFIG is YAML, with the sections model, data, packing, training and checkpoints:
 
   model: {path: DIR}                      # or config: config.json of a fresh one, with tokenizer: DIR
-  data: {files: [chats.jsonl]}            # text, messages, prompt + completion, or input_ids on each line
+  data: {files: [chats.jsonl]}            # chats, prompt + completion, text or input_ids on each line
   packing: {capacity: 4096, step: "packs:8"}
   training: {steps: 1000, learning_rate: 2e-5, warmup_steps: 50}
   lora: {r: 16, alpha: 32}                # an adapter (LoRA, in PEFT's format) instead of the whole model
@@ -91,7 +91,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _tell(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> None:
     if outcome.skipped:
-        print(f"left out {outcome.skipped:,} records that could not be used (on_error: skip)", file=sys.stderr)
+        records = "1 record" if outcome.skipped == 1 else f"{outcome.skipped:,} records"
+        print(f"left out {records} that could not be used (on_error: skip)", file=sys.stderr)
+    for note, count in sorted(outcome.notes.items()):
+        print(f"note: {count:,} records {note}", file=sys.stderr)
+    for source, cut in outcome.cut.items():
+        rest = f"; nothing to learn was left of {cut.left_out:,}, which are left out" if cut.left_out else ""
+        print(
+            f"{source}: {cut.sequences:,} sequences did not fit in a pack and lost {cut.tokens:,} tokens, "
+            f"{cut.targets:,} of them to learn{rest} (packing.overflow, packing.capacity)",
+            file=sys.stderr,
+        )
     if not outcome.finished:
         print(f"stopped after step {outcome.steps:,}; everything is in {outcome.directory}")
         flags = [part for override in args.overrides for part in ("--set", override)]

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """A core, the door before it and the exit behind it. Not thread-safe: one thread owns it."""
+    """A core with the input checks before it and the text output behind it. Not thread-safe: one thread owns it."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Engine:
 
     @property
     def limits(self) -> ModelLimits:
-        """What the model allows."""
+        """Limits of the model."""
         return self._inputs.limits
 
     @property
@@ -111,8 +111,8 @@ class Engine:
     ) -> str:
         """Queue a request and return its id. Raises RequestError, and changes nothing, when it cannot be served.
 
-        With ``stream`` every step that brings it a token reports it; without, only its end is reported. An adapter is
-        read here when it is first asked for: then ModelLoadError says what is wrong with it.
+        With ``stream``, every step with a new token reports the request; without it, only the last step does. An
+        adapter is read here at its first use; ModelLoadError says what is wrong with it.
         """
         self._check_alive()
         request_id = uuid.uuid4().hex if request_id is None else request_id
@@ -131,10 +131,10 @@ class Engine:
             self._outputs.add(prepared, stream)
         except RequestError:
             raise
-        except Exception:  # no memory for it: it leaves, and the others go on
+        except Exception:  # out of memory, for example; this request leaves, and the others go on
             self._ready += self._finish(self.core.abort(prepared.sequence_ids))
             raise
-        except BaseException:  # Ctrl-C: the request is half in
+        except BaseException:  # Ctrl-C: the request is only partly added
             self._dead = True
             raise
         _log.debug("request %r: %d prompt tokens, seed %d", request_id, len(prepared.prompt_token_ids), prepared.seed)
@@ -163,21 +163,22 @@ class Engine:
         return True
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state, at once and without an output. False when it is unknown, or was delivered."""
+        """End a request in any state, at once and without an output. Returns False when it is unknown or was
+        delivered."""
         undelivered = [output for output in self._ready if output.request_id == request_id]
         self._ready = [output for output in self._ready if output.request_id != request_id]
         if request_id not in self._outputs:
             return bool(undelivered)
         for sequence_id in self._outputs.remove(request_id):
-            # In a static batch, mates that only waited for this one leave with it.
+            # In a static batch, members that only waited for this request leave with it.
             self._ready += self._finish(self.core.abort([sequence_id]))
         return True
 
     def step(self) -> list[RequestOutput]:
-        """Run one step, and report the requests it brought forward. Waits when there is nothing to do until later.
+        """Run one step and return the requests with news. Sleeps when the next work is due later.
 
-        A request's fault never raises here. What does (Ctrl-C, a bug) leaves brain and muscle out of step with each
-        other, so the engine refuses to go on: EngineDeadError from then on.
+        A faulty request does not raise here. After any other exception (Ctrl-C, a bug) scheduler and executor no longer
+        agree, so all later calls raise EngineDeadError.
         """
         self._check_alive()
         self._dead = True
@@ -186,9 +187,9 @@ class Engine:
         return outputs
 
     def update_weights(self, source: WeightSource, version: int, *, in_flight: str = "continue") -> None:
-        """Serve other weights from the next step on; see :meth:`chairlift.llm.LLM.update_weights`.
+        """Use other weights from the next step on; see :meth:`chairlift.llm.LLM.update_weights`.
 
-        Steps in flight are landed first; what they bring is reported by the next :meth:`step`.
+        Steps in flight are waited for first. The next :meth:`step` reports their tokens.
         """
         self._check_alive()
         self._dead = True
@@ -203,7 +204,7 @@ class Engine:
         self._dead = False
 
     def check_invariants(self) -> None:
-        """Raise InvariantError if the books do not balance."""
+        """Raise InvariantError if the scheduler's or the cache's data is inconsistent."""
         self.scheduler.check_invariants()
 
     def shutdown(self) -> None:
@@ -233,7 +234,7 @@ class Engine:
         for sequence_id in self._outputs.take(step, self.clock.now()):
             finished += self.core.stop([sequence_id])
         outputs = self._finish(finished)
-        if self.scheduler.membership.held:  # nothing is delivered before the batch ends
+        if self.scheduler.membership.held:  # a static batch delivers nothing before it ends
             return outputs
         reported = {output.request_id for output in outputs}
         growing = self._outputs.touched(step.sequence_ids)
@@ -242,11 +243,11 @@ class Engine:
 
     def _finish(self, finished: list[FinishedSequence]) -> list[RequestOutput]:
         states: list[RequestState] = self._outputs.finish(finished, self.clock.now())
-        held = self.scheduler.membership.held  # of a static batch nothing is delivered but what is complete
+        held = self.scheduler.membership.held  # a static batch delivers only complete answers
         return self._told([state for state in states if state.finished or (state.stream and not held)])
 
     def _told(self, states: list[RequestState]) -> list[RequestOutput]:
-        """What these requests have, and the end of those whose output cannot be made."""
+        """Outputs of these requests. A request whose output cannot be made ends."""
         outputs: list[RequestOutput] = []
         for state in states:
             try:

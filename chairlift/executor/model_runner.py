@@ -32,7 +32,7 @@ class TorchModelRunner:
     """Runs a :class:`~chairlift.models.causal_lm.CausalLM`, or a model of transformers, on one device."""
 
     _prompt_rows = 128
-    """Prompt positions projected to logits at once: a vocabulary is wide, and a chunk may be long."""
+    """Prompt positions that are projected to logits at a time, because a vocabulary is wide and a chunk may be long."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class TorchModelRunner:
         self._model = model
         self._device = device
         self._layer_groups = plan.layer_groups
+        self._state_spans = [group.state_span for group in plan.groups]
         spec = model.kv_cache_spec()
         self._kv_caches = make_kv_caches(spec, plan, dtype, device)
         self._swap_space = make_swap_space(self._kv_caches, plan)
@@ -69,13 +70,14 @@ class TorchModelRunner:
             slot_mapping=self._to_device(batch.slot_mapping),
             kv_caches=self._kv_caches,
             layer_groups=self._layer_groups,
+            state_spans=self._state_spans,
         )
         hidden: Tensor = self._model(self._to_device(batch.token_ids), self._to_device(batch.positions), ctx)
         return hidden
 
     @torch.inference_mode()
     def sample(self, hidden: Any, batch: StepBatch, masks: Masks | None) -> SampledTokens | PendingTokens:
-        """Project the sample positions to logits, and draw."""
+        """Project the sample positions to logits, and sample."""
         tokens = SampledTokens([])
         if len(batch.sample_tokens):
             logits = self._compute_logits(hidden.index_select(0, self._to_device(batch.sample_tokens)))
@@ -87,7 +89,7 @@ class TorchModelRunner:
         return tokens
 
     def _score_prompts(self, hidden: Tensor, batch: StepBatch, tokens: SampledTokens) -> None:
-        """Add the log-probabilities of prompt tokens that were asked for."""
+        """Add prompt log-probabilities for the rows that want them."""
         for row, first, known in batch.prompt_rows:
             start, count = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
             count = min(count, len(known) - 1 - first)
@@ -99,7 +101,7 @@ class TorchModelRunner:
                     logits = self._compute_logits(hidden[start + at : start + at + len(targets)])
                     asked = [batch.sampling[row].params.prompt_logprobs] * len(targets)
                     entries += token_logprobs(logits, targets, asked)
-            except Exception as error:  # no memory for them: nobody else in the step is concerned
+            except Exception as error:  # out of memory for them; other requests of the step are not affected
                 entries, reason = [], output_reason(error)
             tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, entries, reason))
 
@@ -116,7 +118,7 @@ class TorchModelRunner:
         replace_weights(self._model, source, progress)
 
     def _move_blocks(self, batch: StepBatch) -> None:
-        """What must happen to blocks before anything of this step is computed."""
+        """Save, copy and load blocks before the step is computed."""
         if batch.swap_out:
             self._swap_space.swap_out(batch.swap_out)
         self._copy_blocks(batch.copies)

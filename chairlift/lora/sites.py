@@ -63,4 +63,5 @@ def sites_in(config: ModelConfig) -> Sites:
     found = {part.name.removesuffix(".weight"): part for part in parts if layer_of(part) in linear}
     family = FAMILIES[config.model_type]
     transposed = any(part.transposed for part in found.values())
-    return Sites(family.model_type, transposed, found, family.optional_prefix)
+    prefix = next(iter(found), "").partition(".")[0] + "."  # left out where the class without a head was adapted
+    return Sites(family.model_type, transposed, found, prefix)

@@ -92,6 +92,10 @@ class CacheInfo(Protocol):
     def kv_cache_dtype(self) -> str | None: ...
     @property
     def block_bytes(self) -> int: ...
+    @property
+    def speculative_method(self) -> str | None: ...
+    @property
+    def num_speculative_tokens(self) -> int: ...
 
 
 def render(
@@ -216,6 +220,9 @@ def _gauges(
         shape = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
         shape["cache_dtype"] = info.kv_cache_dtype or info.dtype
         yield names.constants("cache_config_info", "The KV cache.", shape)
+        if info.speculative_method is not None:
+            drafts = {"method": info.speculative_method, "num_speculative_tokens": str(info.num_speculative_tokens)}
+            yield names.constants("speculative_config_info", "Who drafts tokens.", drafts)
 
 
 def _counters(names: _Names, stats: RequestStats) -> Iterator[CounterMetricFamily]:

@@ -112,11 +112,13 @@ class Batch:
         """Share of the blocks that is reserved and not taken. Only short requests may join with these."""
         share = self.prompt_share.reserved_blocks(self.running_limit)
         if share and self.reserve:
-            pools = enumerate(self.kv.pools)
-            share -= max(
+            pools = enumerate(zip(self.kv.pools, self.kv.layout.kinds, strict=True))
+            taken = [
                 sum(len(short.block_ids[group]) for short in self.reserve.values()) / pool.capacity
-                for group, pool in pools
-            )
+                for group, (pool, kind) in pools
+                if kind.grows
+            ]
+            share -= max(taken, default=0.0)
         return max(0.0, share)
 
     def may_use_reserve(self, request: Request) -> bool:
@@ -125,8 +127,8 @@ class Batch:
             return False
         if request.size > self.prompt_share.short_tokens(self.token_budget):
             return False
-        num_blocks = -(-request.size // self.kv.block_size) + 1
-        return num_blocks <= self._unused_blocks() * min(pool.capacity for pool in self.kv.pools)
+        pools, share = zip(self.kv.pools, self.kv.layout.kinds, strict=True), self._unused_blocks()
+        return all(kind.num_entries(request.size) + 1 <= share * pool.capacity for pool, kind in pools if kind.grows)
 
     @property
     def has_prefill_work(self) -> bool:

@@ -192,10 +192,9 @@ class Preemptor:
 
         The blocks that it keeps need no recompute. False if no block would be left, or none may be taken.
         """
-        size = self.kv.block_size
         done = self._computed_before(request, step)
         # One known token stays uncomputed, so that the next can be sampled. Results of steps in flight are dropped.
-        kept = min(min(map(len, request.block_ids)) - num_blocks, min(done, len(request.token_ids) - 1) // size) * size
+        kept = self.kv.tables.num_left(request, num_blocks, min(done, len(request.token_ids) - 1))
         last = request.num_preemptions + 1 >= self.batch.max_preemptions  # once pinned, it must not wait holding blocks
         if kept <= 0 or last or not (self.batch.preemption.drops_tails and request.may_share):
             return False

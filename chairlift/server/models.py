@@ -1,4 +1,4 @@
-"""GET /v1/models: what is served, and under which names."""
+"""GET /v1/models: the served model and its names."""
 
 from __future__ import annotations
 
@@ -49,25 +49,27 @@ class ModelCard(msgspec.Struct, kw_only=True):
     parent: str | None = None
     """Of an adapter the name of the model that it adapts."""
     max_model_len: int | None = None
-    """Prompt and answer together, in tokens; null while the model loads."""
+    """Longest prompt and answer together, in tokens; null while the model loads."""
     quantization: str | None = None
-    """fp8: the layers' weights have 8 bits; null: they are in the dtype."""
+    """Format of quantised weights, such as fp8 (8 bits); null: all weights are in the dtype."""
     kv_cache_dtype: str | None = None
     """int8: K and V have 8 bits; null: they are in the dtype."""
+    speculative_method: str | None = None
+    """Who drafts tokens (docs/speculation.md); null: nobody does, but for requests with a prediction."""
     deterministic: bool | None = None
     determinism: str | None = None
-    """What is promised, in words."""
+    """Guarantee about equal answers, in words."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """All names."""
+    """All names of the model."""
 
     object: str = "list"
     data: list[ModelCard]
 
 
 def check_model(state: ServerState, name: str | None) -> str:
-    """The name that answers carry. No name is any name. Raises ApiError 404 for one that is not served."""
+    """The model name for answers. A missing name is accepted. Raises ApiError 404 for a name that is not served."""
     if name is not None and name not in state.model_names:
         if name in state.engine.adapters:
             return name
@@ -83,14 +85,15 @@ def adapter_named(state: ServerState, model: str) -> str:
 
 
 def engine_info(state: ServerState) -> EngineInfo:
-    """What is known of a loaded engine. Raises EngineDeadError before it is."""
+    """Facts about the loaded engine. Raises EngineDeadError before it is loaded."""
     if state.engine.info is None:
         raise EngineDeadError(f"the engine is {state.engine.state}; try again when GET /ready says so")
     return state.engine.info
 
 
 def generating_info(state: ServerState) -> EngineInfo:
-    """The same for endpoints that generate. Raises ApiError 400 for a model of embeddings, scores or classes."""
+    """Facts about the engine, for endpoints that generate. Raises ApiError 400 for a model of embeddings, scores or
+    classes."""
     info = engine_info(state)
     if info.pooling is not None:
         does, path = ("embeddings", "/v1/embeddings") if info.pooling.task == "embed" else ("classes", "/v1/classify")
@@ -100,7 +103,8 @@ def generating_info(state: ServerState) -> EngineInfo:
 
 
 def pooling_info(state: ServerState) -> EngineInfo:
-    """The same for endpoints of embeddings, scores and classes. Raises ApiError 400 for a model that generates."""
+    """Facts about the engine, for endpoints of embeddings, scores and classes. Raises ApiError 400 for a model that
+    generates."""
     info = engine_info(state)
     if info.pooling is None:
         message = (
@@ -118,6 +122,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
     if info is not None:
         card.max_model_len, card.deterministic = info.max_model_len, info.deterministic
         card.quantization, card.kv_cache_dtype = info.quantization, info.kv_cache_dtype
+        card.speculative_method = info.speculative_method
         card.determinism = _BITS if info.deterministic else _NOISE
     return card
 

@@ -95,14 +95,23 @@ class DataSettings:
     """Training data, from ``files`` or from ``source``."""
 
     files: tuple[str, ...] | Mapping[str, tuple[str, ...]] = ()
-    """JSON lines (``.jsonl``) or Parquet, one record per line or row (:class:`~chairlift.train.sources.Encoder`).
-    Several lists by name are sources that are mixed (:class:`DriftSettings`)."""
+    """Files of records (:class:`~chairlift.train.sources.Encoder`): JSON lines or a JSON array, both also as ``.gz`` or
+    ``.zst``, or Parquet; patterns (``data/*.jsonl``), and directories of Hugging Face datasets. Several lists by name
+    are sources that are mixed (``weights``)."""
+    weights: Mapping[str, float] | None = None
+    """Share of each source in the sequences, by its name in ``files`` (default: equal)."""
     source: str | None = None
     """``module:Class`` of a custom source, iterable, with ``state_dict`` and ``load_state_dict``."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Keyword arguments for that class."""
     text_field: str = "text"
     """Name of the field with the text."""
+    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Other names of fields: ``{question: prompt, answer: completion}``."""
+    chat_template: str | None = None
+    """File with a chat template for training (default: that of the tokenizer). Checkpoints keep the tokenizer's."""
+    answers: Literal["auto", "together", "apart"] = "auto"
+    """Examples that a chat with several answers becomes; see :data:`~chairlift.train.chats.Answers`."""
     train_on: Literal["answers", "all"] = "answers"
     """Whether the prompts of chats and of prompt-completion pairs are learnt too. Plain text is learnt whole."""
     add_eos: bool = True
@@ -126,6 +135,11 @@ class DataSettings:
             raise ConfigError("options are the arguments of a source (module:Class); files have none")
         if self.access != "random" and (self.shuffle or self.epochs not in (None, 1)):
             raise ConfigError(f"access {self.access} reads once, in order: set shuffle to false, and no epochs")
+        if self.weights is not None and (set(self.weights) != set(self.by_name) or min(self.weights.values()) <= 0):
+            raise ConfigError(
+                f"weights must give every source in files a number above 0: files has {', '.join(self.by_name)}, "
+                f"weights has {dict(self.weights)}"
+            )
         if self.access == "follow" and len(self.by_name) > 1:
             raise ConfigError(f"access follow waits for one source, but files has {len(self.by_name)}; give one list")
         if empty := [name for name, files in self.by_name.items() if not files and self.source is None]:
@@ -145,7 +159,7 @@ class DriftSettings:
     """
 
     weights: Mapping[str, float] | None = None
-    """Share of each source, by its name in ``data.files`` (default: equal)."""
+    """Share of each source, by its name in ``data.files`` (default: ``data.weights``)."""
     mixing: Literal["declared", "bandit"] = "declared"
     """``bandit`` favours sources whose loss is high."""
     replay: float = 0.1
@@ -274,6 +288,8 @@ class TrainConfig:
         _positive(self, "threads")
         if self.threads is not None and self.threads > 256:
             raise ConfigError(f"threads must be 1 to 256, got {self.threads}")
+        if self.drift is not None and self.drift.weights is not None and self.data.weights is not None:
+            raise ConfigError("both data.weights and drift.weights are given; keep one of them")
         if self.lora is not None and self.model.path is None:
             raise ConfigError("lora adapts a model that exists; give model.path, or leave lora out")
         if self.seed < 0:

@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -31,8 +32,10 @@ from chairlift.train.config import DataSettings, DriftSettings, TrainConfig
 from chairlift.train.drift import DriftSampler
 from chairlift.train.encoder import Encode, Encoder, fitting
 from chairlift.train.parallel import Ranks, process_group, world_size
+from chairlift.train.record_files import expand
 from chairlift.train.sources import FollowedLines, RecordSource
 from chairlift.train.stream import PackStream
+from chairlift.train.stream_stats import Cut
 from chairlift.train.trainer import StepResult, Trainer
 
 __all__ = ["Outcome", "Prepared", "prepare", "train"]
@@ -57,7 +60,11 @@ class Outcome:
     last: StepResult | None
     """Last step of this process; None if there was nothing left to do."""
     skipped: int = 0
-    """Number of skipped records."""
+    """Number of skipped records. A record counts once, however often the files are read."""
+    notes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Notes on records (:class:`~chairlift.train.encoder.Encoded`) -> number of records."""
+    cut: Mapping[str, Cut] = dataclasses.field(default_factory=dict)
+    """Loss to ``packing.overflow``, by source, over the whole run; see :class:`~chairlift.train.stream_stats.Cut`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,9 +101,7 @@ def prepare(
     if config.lora is not None:
         target_parts(sites_in(network), config.lora.targets)  # for its checks alone
     tokenizer_dir = files.tokenizer_dir if config.data.files else None
-    encoder = Encoder(
-        tokenizer_dir, text_field=config.data.text_field, train_on=config.data.train_on, add_eos=config.data.add_eos
-    )
+    encoder = _encoder(config.data, tokenizer_dir)
     if encoder.vocab_size > network.vocab_size:
         raise ConfigError(
             f"the tokenizer has {encoder.vocab_size} tokens, but the model only {network.vocab_size} "
@@ -104,9 +109,21 @@ def prepare(
         )
     _stream(config, network, [[0, 0]], Ranks(0, ranks))  # for its checks alone
     most = config.packing.capacity if config.packing.overflow == "error" else None
-    openers = _source_openers(config, fitting(encoder, network.vocab_size, most))
+    openers = _source_openers(config, fitting(encoder.examples, network.vocab_size, most))
     _mixed(config, {name: [[0]] for name in openers})  # likewise
     return Prepared(config, store, network, files, resume_from, openers)
+
+
+def _encoder(data: DataSettings, tokenizer_dir: Path | None) -> Encoder:
+    return Encoder(
+        tokenizer_dir,
+        text_field=data.text_field,
+        train_on=data.train_on,
+        add_eos=data.add_eos,
+        chat_template=None if data.chat_template is None else Path(data.chat_template),
+        answers=data.answers,
+        columns=data.columns,
+    )
 
 
 def _resume_from(store: CheckpointStore, resume: str) -> Path | None:
@@ -142,6 +159,11 @@ def _model_files(config: TrainConfig) -> tuple[ModelConfig, ModelFiles]:
     generation = dict(settings.generation_config) if settings.generation_config is not None else None
     if settings.path is not None:
         folder = Path(settings.path)
+        if folder.suffix == ".gguf":
+            raise ConfigError(
+                f"model.path {folder} is a GGUF file, and training needs whole weights; give a directory with"
+                " config.json and *.safetensors"
+            )
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model.path {folder} is no model directory: it has no config.json")
         raw, where = read_json(folder / "config.json"), str(folder / "config.json")
@@ -171,8 +193,8 @@ def _source_openers(config: TrainConfig, encode: Encode) -> dict[str, Callable[[
 
 def _file_opener(config: TrainConfig, files: Sequence[str], encode: Encode) -> Callable[[Callable[[], bool]], Any]:
     data = config.data
-    for file in files:
-        if not Path(file).is_file():
+    for file in expand(files):
+        if not file.is_file():
             raise ConfigError(f"data file {file} does not exist")
     if data.access == "random":
         source = RecordSource(
@@ -189,6 +211,7 @@ def _mixed(config: TrainConfig, sources: Mapping[str, Any]) -> Any:
     if config.drift is None and len(sources) == 1:
         return next(iter(sources.values()))
     settings = config.drift or DriftSettings(replay=0.0)
+    settings = dataclasses.replace(settings, weights=settings.weights or config.data.weights)
     return DriftSampler(sources, **dataclasses.asdict(settings), seed=config.seed)
 
 
@@ -283,7 +306,9 @@ def train(
                 ) from None
         interrupts.watch(trainer)
         outcome = _Run(prepared, ranks, trainer, on_step).go()
-        return dataclasses.replace(outcome, skipped=sum(getattr(each, "skipped", 0) for each in sources.values()))
+        skipped = sum(getattr(each, "skipped", 0) for each in sources.values())
+        notes = sum((Counter(getattr(each, "notes", {})) for each in sources.values()), Counter[str]())
+        return dataclasses.replace(outcome, skipped=skipped, cut=stream.stats().cut, notes=notes)
 
 
 @dataclasses.dataclass(slots=True)

@@ -162,12 +162,16 @@ class Trainer:
         self.optimizer.step()
         self.num_steps += 1
         if self.drift is not None:
-            flat = join_over_ranks(self._observed)
-            pairs = sorted(zip(flat[::2], flat[1::2], strict=True))  # in one order, whatever the number of ranks
-            pairs = pairs[bisect.bisect_left(pairs, (self.drift.oldest,)) :]  # a step may be longer than its memory
-            self.drift.observe([int(number) for number, _ in pairs], [loss for _, loss in pairs])
+            self._tell(self.drift)
         tokens, targets, num_packs = map(int, counts)
         return StepResult(self.num_steps, loss, tokens, targets, num_packs, norm, rate, stops > 0)
+
+    def _tell(self, drift: DriftSampler) -> None:
+        """Tell the losses of the step's sequences, over all ranks."""
+        flat = join_over_ranks(self._observed)
+        told = sorted(zip(flat[::3], flat[1::3], flat[2::3], strict=True))  # in one order for any number of ranks
+        told = told[bisect.bisect_left(told, (drift.oldest,)) :]  # a step may be longer than its memory
+        drift.observe([int(number) for number, _, _ in told], [loss for _, loss, _ in told], [int(n) for *_, n in told])
 
     def _pack_loss(self, pack: Pack) -> Tensor:
         device = next(iter(self._parameters.values())).device
@@ -271,12 +275,13 @@ def predictions(batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def _sequence_losses(losses: Tensor, chosen: Mapping[str, Tensor], ids: Sequence[int]) -> list[float]:
-    """Number and mean loss, in turns, of each sequence of :func:`predictions` that has a target."""
+    """Number, mean loss and number of targets, in turns, of each sequence of :func:`predictions` that has a target."""
     is_target = chosen["labels"][0, 1:] != IGNORED
     segments = chosen["segment_ids"][0, 1:][is_target].cpu().numpy()
     counts = np.bincount(segments, minlength=len(ids))
     totals = np.bincount(segments, losses[:-1][is_target].double().cpu().numpy(), len(ids))
-    return [value for i in counts.nonzero()[0].tolist() for value in (ids[i], totals[i] / counts[i])]
+    found = counts.nonzero()[0].tolist()
+    return [value for i in found for value in (ids[i], totals[i] / counts[i], int(counts[i]))]
 
 
 def _names(pack: Pack) -> str:

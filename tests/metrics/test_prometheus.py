@@ -22,6 +22,8 @@ class Info:
     dtype: str = "bfloat16"
     kv_cache_dtype: str | None = None
     block_bytes: int = 1000
+    speculative_method: str | None = None
+    num_speculative_tokens: int = 0
 
 
 def samples(stats: RequestStats, *, info: Info | None = None, up: bool = True, **settings: object) -> Samples:

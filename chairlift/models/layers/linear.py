@@ -1,4 +1,4 @@
-"""Layers with a weight that may lie in any format: a linear layer, a stack of such, and the token embedding."""
+"""Layers whose weight may have any format: a linear layer, a stack of them, and the token embedding."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Adapted", "Embedding", "Linear", "Matrix", "Stack"]
 
 
 class Matrix(nn.Module):
-    """A layer that is a weight [out, in], and maybe a bias [out].
+    """A layer with a weight [out, in], and an optional bias [out].
 
-    ``weight`` is an ordinary parameter until :meth:`take` swaps it for a weight of another ``format``. From then on the
-    layer cannot be trained or saved, and stays where it is.
+    ``weight`` is an ordinary parameter until :meth:`take` replaces it by a weight of another ``format``. From then on
+    the layer cannot be trained, saved or moved.
     """
 
     weight: Any
@@ -29,17 +29,17 @@ class Matrix(nn.Module):
         self.format: WeightFormat = PLAIN
         self.weight = nn.Parameter(torch.empty(shape[:2]))
         self.register_parameter("bias", nn.Parameter(torch.zeros(shape.out_features)) if bias else None)
-        if not self.weight.is_meta:  # there is nothing to draw, and torch would import a second's worth of modules
+        if not self.weight.is_meta:  # nothing to initialise, and torch would import modules for a second
             nn.init.normal_(self.weight, std=0.02)
 
     def take(self, weight_format: WeightFormat, weight: Any) -> None:
-        """Serve from ``weight``, which ``weight_format`` made, and let go of the former one."""
+        """Use ``weight``, which ``weight_format`` made, and drop the old weight."""
         if not isinstance(weight, nn.Parameter):
-            del self.weight  # a module keeps parameters apart from all else
+            del self.weight  # a module stores parameters apart from other attributes
         self.format, self.weight = weight_format, weight
 
     def finish(self) -> None:
-        """Every row of weight and bias has been written."""
+        """Finish the weight: every row of weight and bias has been written."""
         self.format.finish(self.weight, self.bias)
 
 
@@ -76,7 +76,7 @@ class Embedding(Matrix):
 
 
 class Stack(Matrix):
-    """So many weights [out, in] of equal shape, one above the other: one for each expert."""
+    """``count`` weights [out, in] of equal shape, one above the other: one per expert."""
 
     def __init__(
         self, count: int, out_features: int, in_features: int, *, bias: bool = False, interleaved: bool = False

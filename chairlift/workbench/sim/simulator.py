@@ -16,9 +16,10 @@ from chairlift.engine.input_processor import ModelLimits
 from chairlift.errors import ChairliftError, InvariantError, PromptTooLongError, RequestError
 from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.local import LocalExecutor
+from chairlift.kv_cache.layout import CacheLayout
 from chairlift.kv_cache.manager import Admission, KVCacheManager, NewBlocks
 from chairlift.lora_request import LoRARequest
-from chairlift.models.hashlm import HashLM
+from chairlift.models.hashlm import STATE, HashLM
 from chairlift.outputs import CompletionOutput, FinishReason, RequestOutput
 from chairlift.request import Request
 from chairlift.sampling_params import SamplingParams
@@ -133,7 +134,9 @@ class _WatchedExecutor(LocalExecutor):
 
     def __init__(self, runner: _FaultyModel, *, num_slots: int, max_model_len: int, block_size: int) -> None:
         super().__init__(runner, num_slots=num_slots, max_model_len=max_model_len, block_size=block_size)
-        self._input = _FaultyRows(num_slots, max_model_len, block_size, len(runner.cache_groups))
+        self._layout = CacheLayout(runner.cache_groups, block_size, max_model_len)
+        spans = [group.state_span for group in runner.cache_groups]
+        self._input = _FaultyRows(num_slots, max_model_len, block_size, len(spans), spans)
         self._input.faults = runner.faults
         self.in_flight: deque[list[set[int]]] = deque()
         self.num_copies = 0
@@ -147,11 +150,10 @@ class _WatchedExecutor(LocalExecutor):
 
     def _blocks(self, batch: StepBatch, group: int) -> set[int]:
         used = set()
-        window = self.cache_groups[group].window
+        kind = self._layout.kinds[group]
         for row, end in enumerate(batch.seq_lens.tolist()):
             begin = end - int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
-            low = 0 if window is None else max(0, begin - window + 1)
-            used |= set(batch.block_tables[group][row, low // self.block_size : -(-end // self.block_size)].tolist())
+            used |= set(batch.block_tables[group][row, kind.first_in_reach(begin) : kind.num_entries(end)].tolist())
         return used
 
 
@@ -173,7 +175,7 @@ class Simulation:
         self.world = world
         self.clock = VirtualClock()
         self.faults = _Faults()
-        groups = [CacheGroup(world.num_blocks, window, world.num_host_blocks) for window in world.windows]
+        groups = [_cache_group(world, window) for window in world.windows]
         config = SchedulerConfig(**world.scheduler)
         self.policy = PolicyWatch(policy or policy_from_config(config))
         self.model = _FaultyModel(groups, world.block_size, VOCAB_SIZE, world.max_model_len)
@@ -217,7 +219,9 @@ class Simulation:
         self.scripts = Scripts(self.engine.core, world.windows) if world.scripted else None
         if world.drafts:
             scheduler = self.engine.scheduler
-            scheduler.drafts = Drafts(scheduler.batch, ScriptedDrafts(world.seed, self._answer_of))
+            scheduler.drafts = Drafts(
+                scheduler.batch, ScriptedDrafts(world.seed, self._answer_of), self.engine.core.grammars
+            )
         self.num_reserved = 0
         """Requests that joined in a reserved row."""
         self.pending: dict[str, _Submitted] = {}
@@ -591,6 +595,12 @@ def _share_watch(scheduler: Scheduler, config: SchedulerConfig) -> ShareWatch | 
         return None
     reserving = {name for name, each in (config.promises or {}).items() if each.min_step_tokens}
     return ShareWatch(scheduler, config.policy_share, config.max_num_batched_tokens, reserving)
+
+
+def _cache_group(world: World, window: int | None) -> CacheGroup:
+    if window == STATE:
+        return CacheGroup(world.num_blocks, None, world.num_host_blocks, world.state_span)
+    return CacheGroup(world.num_blocks, window, world.num_host_blocks)
 
 
 def _structured_outputs(args: dict[str, Any]) -> StructuredOutputsParams | None:
