@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ __all__ = ["AdapterLoad", "AdapterState", "Adapters"]
 _log = logging.getLogger(__name__)
 _NOT_ENABLED: Final = "adapters are not served; start the engine with enable_lora"
 _MOST_KNOWN: Final = 100_000
+_MOST_NAMED: Final = 64
 
 Beside = Callable[[Callable[[], Any]], "Future[Any]"]
 """Has an adapter read beside the loop."""
@@ -113,6 +114,13 @@ class Adapters:
     def resident(self) -> tuple[int, ...]:
         """Those in memory, least recently asked for first."""
         return tuple(self._resident)
+
+    def in_use(self, running: Collection[int]) -> tuple[list[str], list[str]]:
+        """Names of adapters that requests have: of those whose numbers run, and of the others; 64 at most of each."""
+        used = [known.load for known in self._known.values() if known.users]
+        names = sorted((load.adapter_id not in running, load.name) for load in used)
+        running_names, waiting = ([name for waits, name in names if waits == which] for which in (False, True))
+        return running_names[:_MOST_NAMED], waiting[:_MOST_NAMED]
 
     # -- loading ---------------------------------------------------------------------------------------------------
 

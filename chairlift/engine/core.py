@@ -268,7 +268,7 @@ class EngineCore(EngineClient):
         self._counted = EngineStats()
         self._reserved = [name for name, each in (self.config.promises or {}).items() if each.min_seqs]
         self._shares_noted = -math.inf
-        self._rows_by_class: dict[str, int] = {}
+        self._rows_by_class, self._adapters_in_use = dict[str, int](), self.adapters.in_use(())
 
     @property
     def num_in_flight(self) -> int:
@@ -434,6 +434,7 @@ class EngineCore(EngineClient):
             num_tail_preemptions=scheduler.preemptor.num_tails,
             num_offloaded_blocks=self.kv.num_offloaded,
             **self._draft_counts(),
+            **self._adapter_counts(),
             num_brought_back_blocks=self.kv.num_brought_back,
             num_late_dropped=scheduler.num_past_deadline if scheduler.drop_late else 0,
             num_late_downgraded=0 if scheduler.drop_late else scheduler.num_past_deadline,
@@ -458,6 +459,19 @@ class EngineCore(EngineClient):
             "accepted_at": drafts.accepted_at,
         }
 
+    def _adapter_counts(self) -> dict[str, Any]:
+        adapters = self.adapters
+        if not adapters.max_loras:
+            return {}
+        return {
+            "max_loras": adapters.max_loras,
+            "running_adapters": self._adapters_in_use[0],
+            "waiting_adapters": self._adapters_in_use[1],
+            "num_adapter_reads": adapters.num_reads,
+            "num_adapter_hits": adapters.num_hits,
+            "num_adapter_evictions": adapters.num_evictions,
+        }
+
     def _note_shares(self) -> None:
         """Sum up the shares of all running requests and tenants. This is not done in every step, to keep steady
         decoding cheap."""
@@ -468,6 +482,8 @@ class EngineCore(EngineClient):
         if self._reserved:
             rows = Counter(request.service.service_class for request in running.values())
             self._rows_by_class = {name: rows[name] for name in self._reserved}
+        if self.adapters.max_loras:
+            self._adapters_in_use = self.adapters.in_use(self.scheduler.batch.adapters)
         counters = getattr(self.scheduler.policy, "counters", None)
         if isinstance(counters, VirtualTokenCounters):
             service = [counters[tenant] for tenant in counters.active()]

@@ -26,17 +26,8 @@ FORECAST_RATIOS = (1.0, 1.25, 2.0)
 
 CAUSES = (
     *("front_door", "waiting_step", "waiting_slots", "waiting_blocks", "waiting_tokens", "waiting_reservation"),
-    *(
-        "waiting_batch",
-        "waiting_grammar",
-        "waiting_adapter",
-        "preempted",
-        "prefill",
-        "decode",
-        "stretched",
-        "host",
-        "delivery",
-    ),
+    *("waiting_batch", "waiting_grammar", "waiting_adapter", "preempted", "prefill", "decode", "stretched", "host"),
+    "delivery",
 )
 """Where the time of a request can go; docs/why-slow.md explains each."""
 
@@ -122,6 +113,16 @@ class EngineStats:
     """Share of the KV blocks kept free when a sequence joins."""
     num_governor_decisions: int = 0
     """Changes that the governor made, or in shadow mode would have made."""
+    max_loras: int = 0
+    """Most adapters in a step; 0 where none are served."""
+    running_adapters: list[str] = dataclasses.field(default_factory=list)
+    """Names of adapters whose requests run, as they were at most a second ago, 64 at most; the next are of those whose
+    requests only wait."""
+    waiting_adapters: list[str] = dataclasses.field(default_factory=list)
+    num_adapter_reads: int = 0
+    """Adapters read from their files; then requests whose adapter was in memory, and adapters that made room."""
+    num_adapter_hits: int = 0
+    num_adapter_evictions: int = 0
     floor_share: float | None = None
     """Least time in which this machine could have done the last steps / the time they took; None where its limits were
     not measured."""

@@ -11,7 +11,7 @@ from chairlift.workbench.sim.simulator import run_world
 from chairlift.workbench.sim.world import make_world
 from tests.simulation.adapter_mutants import ADAPTER_MUTANTS
 
-SEEDS = range(14, 16_000, 20)
+SEEDS = [seed for seed in range(40_000) if seed % 100 in (54, 94)]
 
 
 @pytest.mark.parametrize("name", sorted(ADAPTER_MUTANTS))

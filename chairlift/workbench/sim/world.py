@@ -134,7 +134,7 @@ def make_world(seed: int) -> World:
     if seed % 10 == 6:
         events = _draft(random.Random(seed ^ 0x6D1A), scheduler, events, horizon)
     adapters = None
-    if seed % 20 == 14:
+    if seed % 100 in (54, 94):
         events, adapters = _adapt(random.Random(seed ^ 0x10A4), events, horizon)
     world = World(
         seed=seed,
