@@ -83,7 +83,7 @@ ALLOWED: dict[str, list[str]] = {
         "workbench.workload",
         "writing",
     ],
-    "train": ["errors", "models", "kernels", "parent", "tokenizer"],
+    "train": ["errors", "models", "kernels", "parent", "tokenizer", "writing"],
     "quantize": ["errors", "gguf", "kernels", "models", "tokenizer"],
     "rollout": [*PLAIN, "llm", "train"],
     "workbench.sim": [
