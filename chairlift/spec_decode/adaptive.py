@@ -1,8 +1,9 @@
-"""How many drafts a step computes: as many as make it produce the most tokens per second, and none where none do.
+"""Number of drafts in a step: the number with the most tokens per second, which may be none.
 
-A draft costs time, since each one is a row more, and is worth the probability that it and all before it are right. The
-first drafts of rows that were right often come first; more are added while the rate of the step grows. On CPUs a step
-of few rows waits for memory and drafts are nearly free; a step of many rows computes, and no draft pays.
+A draft costs time, since each is one more row. Its value is the probability that it and all drafts before it are
+accepted. Drafts of rows with a high acceptance come first; more are added while tokens per second grow. On CPUs a step
+of few rows waits for memory, so drafts are nearly free. A step of many rows is limited by arithmetic, and no draft
+pays.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from chairlift.spec_decode.ngram import NgramIndex
 __all__ = ["AdaptiveSpeculator", "best_number", "speculator_from_config"]
 
 _PRIOR = 0.5
-"""Probability that a draft is right, of a request that has had none."""
+"""Assumed acceptance of drafts for a request that has had none."""
 _MEMORY = 0.15
-"""Weight of the newest draft in that estimate."""
+"""Weight of the newest draft in the estimate of the acceptance."""
 _PROBE_STEPS = 24
-"""Where no draft pays by the estimates, one is tried again after so many steps: texts change."""
+"""If no draft pays by the estimates, one is tried again after this many steps, because texts change."""
 _MOST_COMPARED = 64
-"""Drafts of a step; more pay nowhere on a CPU."""
+"""Most drafts of a step; on a CPU more never pay."""
 _LEAST_GAIN = 1.02
-"""The estimates are noisy: a smaller gain is none."""
+"""Least gain that counts, because the estimates are noisy."""
 
 
 def best_number(num_rows: int, chances: Sequence[float], seconds: Callable[[int], float]) -> int:
-    """How many drafts make the most tokens per second.
+    """Number of drafts with the most tokens per second.
 
     Args:
         num_rows: Rows of the step, each of which yields a token in any case.
         chances: Probability that each draft is accepted, not ascending.
-        seconds: Time of the step with so many drafts.
+        seconds: Time of the step with this many drafts.
     """
     best, rate = 0, num_rows / seconds(0) * _LEAST_GAIN
     tokens = float(num_rows)
@@ -52,8 +53,8 @@ class AdaptiveSpeculator:
     Args:
         step_seconds: Time of a step by its features, as learnt so far.
         most: Most drafts of a row in one step.
-        ngram_size: Tokens that must be equal for a draft.
-        hint_of: The text that a request expects, if any: token ids.
+        ngram_size: Length of the match that a draft needs, in tokens.
+        hint_of: Expected text of a request as token ids, if it has one.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class AdaptiveSpeculator:
     def _may_pay(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float]
     ) -> bool:
-        """Whether any draft would pay if every row had some. Spares the search for them in full batches."""
+        """Whether any draft would pay if every row had drafts. It avoids the search for drafts in full batches."""
         chances = sorted((self._chances.get(request.request_id, _PRIOR) for request, _ in rows), reverse=True)
         powers = (chance**at for chance in chances[:_MOST_COMPARED] for at in range(1, self._most + 1))
         return best_number(step.num_decodes, sorted(powers, reverse=True)[:_MOST_COMPARED], seconds) > 0
@@ -111,7 +112,7 @@ class AdaptiveSpeculator:
         return found
 
     def _ranked(self, proposals: Mapping[str, tuple[Request, Sequence[int]]]) -> Iterable[tuple[float, str]]:
-        """(probability, request id) of each draft; those of one row fall along the row."""
+        """(probability, request id) of each draft. Within a row, probabilities fall."""
         for name, (_, drafts) in proposals.items():
             chance = self._chances.get(name, _PRIOR)
             for at in range(1, len(drafts) + 1):
@@ -132,7 +133,7 @@ class AdaptiveSpeculator:
 
 
 def speculator_from_config(config: SchedulerConfig, costs: Costs) -> AdaptiveSpeculator | None:
-    """None where no drafts are asked for. Raises ConfigError."""
+    """The speculator of the settings; None without speculative decoding. Raises ConfigError."""
     asked = config.speculation
     if asked is None:
         return None

@@ -1,6 +1,7 @@
-"""Drafts from the request's own text: what followed the last few tokens when they stood there before.
+"""Drafts from the request's own text: the tokens that followed an earlier occurrence of the last few tokens.
 
-Prompt lookup decoding (Saxena, 2023). It pays where an answer repeats its prompt: editing, extraction, code, summaries.
+This is prompt lookup decoding (Saxena, 2023). It pays where an answer repeats its prompt: editing, extraction, code,
+summaries.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from collections.abc import Sequence
 __all__ = ["NgramIndex"]
 
 _MOST_PER_CALL = 4096
-"""Tokens that one call adds to the index, so that a long prompt does not hold up a step."""
+"""Most tokens that one call adds to the index, so that a long prompt does not delay a step."""
 
 
 class NgramIndex:
-    """Where each run of ``size`` tokens of one text ended last. A text only grows.
+    """Last place of each n-gram of ``size`` tokens in one text, which only grows.
 
     Args:
-        size: Tokens that must be equal.
-        hint: A text that is expected to come, token by token or in parts: OpenAI's ``prediction``. It is looked up like
-            what stands before the prompt.
+        size: Length of an n-gram, in tokens.
+        hint: A text that is expected in the answer, as a whole or in parts (OpenAI's ``prediction``). It is searched as
+            if it came before the prompt.
     """
 
     __slots__ = ("_ends", "_hint", "_num_indexed", "_size")
@@ -28,9 +29,9 @@ class NgramIndex:
         self._size = size
         self._hint = list(hint)
         self._ends: dict[tuple[int, ...], int] = {}
-        """Run -> index of the token behind it; below 0 it counts from the end of the hint."""
+        """N-gram -> index of the token after it; a negative index counts from the end of the hint."""
         self._num_indexed = 0
-        """Leading tokens of the text whose runs are in the index."""
+        """Number of leading tokens of the text whose n-grams are in the index."""
         for end in range(size, len(self._hint)):
             self._ends[tuple(self._hint[end - size : end])] = end - len(self._hint)
 
@@ -50,13 +51,13 @@ class NgramIndex:
             begin = len(self._hint) + end
             return self._hint[begin : begin + most]
         found = token_ids[end : end + most]
-        if len(found) < most:  # it repeats itself
+        if len(found) < most:  # the text repeats itself
             period = len(token_ids) - end
             found = [token_ids[end + i % period] for i in range(most)]
         return found
 
     def _index(self, token_ids: Sequence[int]) -> None:
-        """Add runs that end before the last token: what follows them is known."""
+        """Add n-grams that end before the last token, because the token after them is known."""
         size, ends = self._size, self._ends
         last = min(len(token_ids) - 1, self._num_indexed + _MOST_PER_CALL)
         for end in range(max(size, self._num_indexed + 1), last + 1):
