@@ -26,8 +26,8 @@ __all__ = ["AdaptiveSpeculator", "Proposer", "best_number", "speculator_from_con
 _PROBE_STEPS = 24
 """If no draft pays by the estimates, one is tried again after this many steps, because texts change."""
 _FIRST_TRY = 4
-"""Number of drafts from an expected text that are tried at once, whatever they cost. The caller who sends the text knows
-more than the engine."""
+"""Number of drafts from an expected text that are tried at once, whatever they cost: the caller who sends it knows more
+than the engine."""
 _MOST_COMPARED = 64
 """Most drafts of a step; on a CPU more never pay."""
 _LEAST_GAIN = 1.02
