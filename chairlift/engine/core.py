@@ -268,8 +268,7 @@ class EngineCore(EngineClient):
         self._counted = EngineStats()
         self._reserved = [name for name, each in (self.config.promises or {}).items() if each.min_seqs]
         self._shares_noted = -math.inf
-        self._rows_by_class: dict[str, int] = {}
-        self._adapters_in_use = self.adapters.in_use(())
+        self._rows_by_class, self._adapters_in_use = dict[str, int](), self.adapters.in_use(())
 
     @property
     def num_in_flight(self) -> int:

@@ -79,13 +79,15 @@ def write_model(model: CausalLM, files: ModelFiles, directory: Path) -> None:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, of which the newest ``keep`` stay."""
+    """The checkpoints of one run, of which the newest ``keep`` stay, and the best."""
 
     def __init__(self, root: Path, *, keep: int = 3, at: Callable[[str], None] = lambda _point: None) -> None:
         """``at`` is called with ``written``, ``flushed`` and ``renamed`` as a save gets there: a seam for tests."""
         self.root = root
         self._keep = keep
         self._at = at
+        self.best: int | None = None
+        """Step of the best checkpoint, which stays however old it is, and has the name ``best`` too."""
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -125,10 +127,23 @@ class CheckpointStore:
         partial.rename(final)
         _flush(self.root)
         self._at("renamed")
+        self.point_to_best()
         for old in self.all()[: -self._keep]:
-            if old != final:
+            if old != final and _step_of(old) != self.best:
                 self._remove(old)
         return final
+
+    def point_to_best(self) -> None:
+        """Let the link ``best`` lead to the best checkpoint, if it is there. It changes at once or not at all."""
+        best, link = self.root / f"step-{self.best or 0:08d}", self.root / "best"
+        if self.best is None or not best.is_dir() or (link.is_symlink() and link.readlink() == Path(best.name)):
+            return
+        if link.exists() and not link.is_symlink():
+            raise ConfigError(f"{link} is in the way of a link to the best checkpoint; move it")
+        made = self.root / ".best.partial"
+        made.unlink(missing_ok=True)
+        made.symlink_to(best.name)
+        made.replace(link)
 
     def _remove(self, directory: Path) -> None:
         """Remove a checkpoint. It is renamed first, so that a partial one is never taken for a complete one."""

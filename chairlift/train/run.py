@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import json
 import os
 import random
 import signal
@@ -31,12 +32,14 @@ from chairlift.train.checkpoint import CheckpointStore, ModelFiles, load_state, 
 from chairlift.train.config import DataSettings, DriftSettings, TrainConfig
 from chairlift.train.drift import DriftSampler
 from chairlift.train.encoder import Encode, Encoder, fitting
+from chairlift.train.evaluation import Evaluation, EvaluationResult
 from chairlift.train.parallel import Ranks, process_group, world_size
 from chairlift.train.record_files import expand
 from chairlift.train.sources import FollowedLines, RecordSource
 from chairlift.train.stream import PackStream
 from chairlift.train.stream_stats import Cut
 from chairlift.train.trainer import StepResult, Trainer
+from chairlift.writing import replacing
 
 __all__ = ["Outcome", "Prepared", "prepare", "train"]
 
@@ -61,6 +64,8 @@ class Outcome:
     """Last step of this process; None if there was nothing left to do."""
     skipped: int = 0
     """Number of skipped records. A record counts once, however often the files are read."""
+    best: tuple[int, float] | None = None
+    """Step and loss of the best checkpoint, where ``data.eval_files`` says how good each is."""
     notes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Notes on records (:class:`~chairlift.train.encoder.Encoded`) -> number of records."""
     cut: Mapping[str, Cut] = dataclasses.field(default_factory=dict)
@@ -78,6 +83,8 @@ class Prepared:
     resume_from: Path | None
     open_sources: Mapping[str, Callable[[Callable[[], bool]], Any]]
     """Functions that open the data, by name. Their argument is called while there is nothing to read."""
+    open_evaluation: Mapping[str, Callable[[], Any]]
+    """Functions that open the data to evaluate on, by name, from its beginning."""
 
 
 def prepare(
@@ -100,7 +107,7 @@ def prepare(
     network, files = _model_files(config)
     if config.lora is not None:
         target_parts(sites_in(network), config.lora.targets)  # for its checks alone
-    tokenizer_dir = files.tokenizer_dir if config.data.files else None
+    tokenizer_dir = files.tokenizer_dir if config.data.files or config.data.eval_files else None
     encoder = _encoder(config.data, tokenizer_dir)
     if encoder.vocab_size > network.vocab_size:
         raise ConfigError(
@@ -109,9 +116,23 @@ def prepare(
         )
     _stream(config, network, [[0, 0]], Ranks(0, ranks))  # for its checks alone
     most = config.packing.capacity if config.packing.overflow == "error" else None
-    openers = _source_openers(config, fitting(encoder.examples, network.vocab_size, most))
+    encode = fitting(encoder.examples, network.vocab_size, most)
+    openers = _source_openers(config, encode)
     _mixed(config, {name: [[0]] for name in openers})  # likewise
-    return Prepared(config, store, network, files, resume_from, openers)
+    return Prepared(config, store, network, files, resume_from, openers, _evaluation_openers(config, encode))
+
+
+def _evaluation_openers(config: TrainConfig, encode: Encode) -> dict[str, Callable[[], Any]]:
+    def opener(files: Sequence[str]) -> Callable[[], Any]:
+        state = (source := RecordSource(files, encode)).state_dict()
+
+        def from_the_beginning() -> RecordSource:
+            source.load_state_dict(state)
+            return source
+
+        return from_the_beginning
+
+    return {name: opener(files) for name, files in config.data.eval_by_name.items()}
 
 
 def _encoder(data: DataSettings, tokenizer_dir: Path | None) -> Encoder:
@@ -138,6 +159,7 @@ def _resume_from(store: CheckpointStore, resume: str) -> Path | None:
             )
         return None
     chosen = Path(resume)
+    chosen = chosen.resolve() if chosen.is_symlink() else chosen  # the best one, by that name
     if not chosen.is_dir():
         raise ConfigError(f"--resume takes auto, never or the directory of a checkpoint; {resume!r} is none")
     if latest is not None and chosen.resolve().parent == store.root.resolve() and chosen.name != latest.name:
@@ -274,11 +296,12 @@ def train(
     resume: str = "auto",
     on_step: Callable[[StepResult, Trainer], None] | None = None,
     on_save: Callable[[str], None] = lambda _point: None,
+    on_evaluation: Callable[[EvaluationResult], None] = lambda _result: None,
 ) -> Outcome:
     """Train until the schedule or the data ends, or until SIGINT or SIGTERM, and write down where it stands.
 
     Under ``torchrun`` every process calls this; rank 0 writes. ``on_step`` is called on each rank after each step,
-    ``on_save`` as for :func:`prepare`.
+    ``on_evaluation`` on each after each evaluation, ``on_save`` as for :func:`prepare`.
     Raises ConfigError and ModelLoadError before anything is computed, and DivergedError.
     """
     prepared = prepare(config, resume=resume, ranks=world_size(), on_save=on_save)
@@ -305,7 +328,17 @@ def train(
                     f"cannot go on from {prepared.resume_from}: {why}; to begin anew, give another --output"
                 ) from None
         interrupts.watch(trainer)
-        outcome = _Run(prepared, ranks, trainer, on_step).go()
+        evaluation = None
+        if prepared.open_evaluation:
+            packing = config.packing
+            evaluation = Evaluation(
+                prepared.open_evaluation, capacity=packing.capacity, overflow=packing.overflow, ranks=ranks
+            )
+            evaluation.check()
+        run = _Run(prepared, ranks, trainer, on_step, on_evaluation, evaluation)
+        if prepared.resume_from is not None:
+            run.remember(state.get("best"))
+        outcome = run.go()
         skipped = sum(getattr(each, "skipped", 0) for each in sources.values())
         notes = sum((Counter(getattr(each, "notes", {})) for each in sources.values()), Counter[str]())
         return dataclasses.replace(outcome, skipped=skipped, cut=stream.stats().cut, notes=notes)
@@ -317,8 +350,21 @@ class _Run:
     ranks: Ranks
     trainer: Trainer
     on_step: Callable[[StepResult, Trainer], None] | None
+    on_evaluation: Callable[[EvaluationResult], None]
+    evaluation: Evaluation | None
     saved: int = -1
     """Step of the newest checkpoint."""
+    best: tuple[int, float] | None = None
+    """Step and loss of the best checkpoint."""
+
+    def remember(self, best: Any) -> None:
+        """Go on with the best checkpoint of the run so far, if its directory is still there."""
+        store = self.prepared.store
+        if best is not None and (store.root / f"step-{int(best[0]):08d}").is_dir():
+            self.best = (int(best[0]), float(best[1]))
+            store.best = self.best[0]
+            if self.ranks.rank == 0:
+                store.point_to_best()
 
     def go(self) -> Outcome:
         trainer, every = self.trainer, self.prepared.config.checkpoints.every
@@ -338,16 +384,37 @@ class _Run:
                     self.save()
             else:
                 stopped = False
-        directory = self.save()
-        return Outcome(directory, trainer.num_steps, not stopped, last)
+        directory = self.save(evaluates=not stopped)
+        return Outcome(directory, trainer.num_steps, not stopped, last, best=self.best)
 
-    def save(self) -> Path:
+    def _evaluate(self) -> None:
+        """Evaluate, and let this step's checkpoint be the best if its loss is the lowest."""
+        if self.evaluation is None:
+            return
+        result = self.evaluation.run(self.trainer)
+        self.on_evaluation(result)
+        if self.best is None or result.total.loss < self.best[1]:
+            self.best = (result.step, result.total.loss)
+            self.prepared.store.best = result.step
+        if self.ranks.rank == 0:
+            self.prepared.store.root.mkdir(parents=True, exist_ok=True)
+            path = self.prepared.store.root / "evaluations.jsonl"
+            lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+            # What a run that was killed had evaluated after its last checkpoint is evaluated again.
+            lines = [line for line in lines if json.loads(line)["step"] < result.step]
+            with replacing(path) as file:
+                file.write("".join(line + "\n" for line in [*lines, json.dumps(result.as_dict())]))
+
+    def save(self, *, evaluates: bool = True) -> Path:
         step, store = self.trainer.num_steps, self.prepared.store
+        if evaluates and self.saved != step:
+            self._evaluate()
         if self.ranks.rank == 0 and self.saved != step:
             state = {
                 "trainer": self.trainer.state_dict(),
                 "random": random_state(),
                 "config": dataclasses.asdict(self.prepared.config),
+                "best": self.best,
             }
             store.save(step, state, self.trainer.adapter or self.trainer.model, self.prepared.files)
         self.saved = step

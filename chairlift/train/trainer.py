@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 import math
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from chairlift.errors import ConfigError, DivergedError
 from chairlift.lora.trainable import TrainableAdapter
@@ -147,16 +149,15 @@ class Trainer:
         self._observed: list[float] = []
         with self._loss.step(packs):
             for pack in real:
-                part = self._pack_loss(pack)
-                part.backward()  # type: ignore[no-untyped-call]
-                losses.append(part.detach())
+                losses.append(self._learn(pack))
         sum_gradients(list(self._parameters.values()))
         parts = [float(loss) for loss in losses]
         tokens = sum(pack.num_tokens for pack in real)
         targets = sum(int((pack.weights != 0).sum()) for pack in real)
         own = [math.fsum(parts), tokens, targets, len(real), self.stop_requested]
         loss, *counts, stops = sum_over_ranks(own)
-        norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self.config.max_grad_norm))
+        most = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
+        norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), most))
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise self._diverged(loss, norm, real, parts)
         self.optimizer.step()
@@ -173,20 +174,28 @@ class Trainer:
         told = told[bisect.bisect_left(told, (drift.oldest,)) :]  # a step may be longer than its memory
         drift.observe([int(number) for number, _, _ in told], [loss for _, loss, _ in told], [int(n) for *_, n in told])
 
-    def _pack_loss(self, pack: Pack) -> Tensor:
+    def _learn(self, pack: Pack) -> Tensor:
+        """Add the gradient of a pack; returns its part of the step's loss."""
+        with (  # also around the backward, in which layers may be computed again
+            _dropout(self.model, self.config.dropout, self._seed, self.num_steps, pack, own=self._adapter_dropout),
+            _recomputed(self.model, self.config.gradient_checkpointing),
+        ):
+            part = self.pack_loss(pack, self._loss)
+            part.backward()  # type: ignore[no-untyped-call]
+        return part.detach()
+
+    def pack_loss(self, pack: Pack, loss: StepLoss) -> Tensor:
+        """The scalar loss of one pack, inside of ``loss.step``, by the model as it is: without dropout of its own."""
         device = next(iter(self._parameters.values())).device
         batch = {name: value.to(device) for name, value in _collate(pack).items()}
         rows, chosen = predictions(batch)
         context = VarlenContext(pack.layout.cu_seqlens)
-        with (
-            _dropout(self.model, self.config.dropout, self._seed, self.num_steps, pack, own=self._adapter_dropout),
-            torch.autocast(device.type, torch.bfloat16, enabled=self.config.autocast),
-        ):
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.autocast):
             hidden = self.model(batch["input_ids"][0], batch["position_ids"][0], context)
             logits = self.model.compute_logits(hidden[rows])
-        part = self._loss(logits, chosen)
-        if self.drift is not None:
-            self._observed += _sequence_losses(self._loss.losses, chosen, pack.ids)
+        part = loss(logits, chosen)
+        if self.drift is not None and loss is self._loss:
+            self._observed += _sequence_losses(loss.losses, chosen, pack.ids)
         return part
 
     def _check_tokens(self, packs: Sequence[Pack]) -> None:
@@ -287,6 +296,22 @@ def _sequence_losses(losses: Tensor, chosen: Mapping[str, Tensor], ids: Sequence
 def _names(pack: Pack) -> str:
     some = ", ".join(map(str, pack.ids[:8]))
     return f"the pack of sequences {some}{', ...' if len(pack.ids) > 8 else ''}"
+
+
+@contextlib.contextmanager
+def _recomputed(model: CausalLM, enabled: bool) -> Iterator[None]:
+    """Keep only the input of each layer for the backward, which computes the layer again (Chen et al., 2016).
+
+    The gradients are the same bits: the same operations run on the same numbers, dropout included.
+    """
+    layers = list(model.model.layers) if enabled else []
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # what hid the class's own method
 
 
 @contextlib.contextmanager

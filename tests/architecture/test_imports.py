@@ -122,7 +122,7 @@ ALLOWED: dict[str, list[str]] = {
         "workbench.workload",
         "writing",
     ],
-    "train": ["errors", "lora", "models", "kernels", "parent", "tokenizer"],
+    "train": ["errors", "lora", "models", "kernels", "parent", "tokenizer", "writing"],
     "quantize": ["errors", "gguf", "kernels", "models", "tokenizer"],
     "rollout": [*PLAIN, "llm", "train"],
     "workbench.sim": [

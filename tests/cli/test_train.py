@@ -90,7 +90,7 @@ def test_a_run_goes_on_where_it_was_left(chairlift: Run, config: Path) -> None:
         (["--set", "training.learning_rat=1"], "unknown key 'learning_rat'; allowed are steps, learning_rate,"),
         (["--set", "training.learning_rat=1"], "did you mean learning_rate?"),
         (["--set", "training.steps=many"], "training: steps must be a whole number, got 'many'"),
-        (["--set", "training.schedule=sine"], "must be one of cosine, linear, constant, got 'sine'"),
+        (["--set", "training.schedule=sine"], "must be one of cosine, linear, constant, wsd, inverse_sqrt, got 'sine'"),
         (["--set", "training.steps=2024-13-45"], "steps must be a whole number, got '2024-13-45'"),
         (["--set", "packing.step=" + "[" * 3000], "step must be like tokens:1M"),
         (["--set", "threads=257"], "threads must be 1 to 256, got 257"),
