@@ -190,13 +190,13 @@ class SpeculativeConfig:
     """Speculative decoding. Names are vLLM's."""
 
     method: str
-    """ngram, or draft_model."""
+    """ngram, draft_model, or medusa."""
     num_speculative_tokens: int = 8
     """Most drafts of a row in one step."""
     prompt_lookup_min: int = 3
     """Tokens that must be equal for a draft of method ngram."""
     model: str = ""
-    """The small model of method draft_model: a directory, or its name on the Hugging Face Hub."""
+    """The small model of method draft_model, or the heads of medusa: a directory, or a name on the Hugging Face Hub."""
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> SpeculativeConfig:
@@ -214,12 +214,12 @@ class SpeculativeConfig:
         if unknown:
             raise ConfigError(f"speculative_config has unknown keys {unknown}; known: {sorted(known)}")
         method, model = given.get("method"), given.get("model", "")
-        if method not in ("ngram", "draft_model"):
-            raise ConfigError(f"speculative_config: method must be ngram or draft_model, got {method!r:.80}")
-        if not isinstance(model, str) or bool(model) != (method == "draft_model"):
+        if method not in ("ngram", "draft_model", "medusa"):
+            raise ConfigError(f"speculative_config: method must be ngram, draft_model or medusa, got {method!r:.80}")
+        if not isinstance(model, str) or bool(model) != (method != "ngram"):
             raise ConfigError(
-                "speculative_config: method draft_model needs a model, the directory or name of the small one, and"
-                f" ngram has none; got method {method!r} and model {model!r:.200}"
+                "speculative_config: draft_model and medusa need a model, the directory or name of the small one or of"
+                f" the heads, and ngram has none; got method {method!r} and model {model!r:.200}"
             )
         for name, most in (("num_speculative_tokens", 64), ("prompt_lookup_min", 16)):
             number = given.get(name, 1)
@@ -270,9 +270,9 @@ class SchedulerConfig:
     speculative_config: str = ""
     """JSON object that turns speculative decoding on, like {"method": "ngram"}. ngram drafts what followed the last few
     tokens where they stood before; prompt_lookup_min (3) is the tokens that must be equal. draft_model drafts with a
-    small model with the same tokenizer, named by model. num_speculative_tokens (8) is the most drafts of a row. How
-    many are computed follows from what a step costs; answers stay the same, bit for bit. Steps are not scheduled ahead
-    then."""
+    small model with the same tokenizer, medusa with heads on the model's hidden state; model names them.
+    num_speculative_tokens (8) is the most drafts of a row. How many are computed follows from what a step costs;
+    answers stay the same, bit for bit. Steps are not scheduled ahead then."""
     admission_watermark: float = 0.01
     """Share of the blocks kept free when a request joins a running batch."""
     governor: str = "off"

@@ -197,7 +197,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     drafting = load_draft_model(config, model_dir, network, dtype, kernels, progress)
     scheduler, memory = config.scheduler, config.cache.kv_cache_memory_bytes
     plan = plan_kv_cache(
-        [*model.kv_cache_spec(), *([] if drafting is None else drafting.model.kv_cache_spec())],
+        [*model.kv_cache_spec(), *([] if drafting is None else drafting.kv_cache_spec)],
         dtype=dtype,
         kv_dtype=torch.int8 if config.cache.kv_cache_dtype == "int8" else None,
         block_size=config.cache.block_size,
