@@ -83,7 +83,7 @@ class MedusaHeads:
             accepted = chunk.num_accepted(token_ids[first : first + chunk.samples])
             places[first : first + chunk.samples] = places[first + accepted]
             slots[first : first + chunk.samples] = slot
-        # Of several sample positions of one slot numpy leaves the last.
+        # A slot may have several sample positions: numpy leaves the last.
         self._states[slots] = hidden[torch.from_numpy(places.astype(np.int64))].float().numpy()
 
     def seconds(self, num_rows: int) -> float:
