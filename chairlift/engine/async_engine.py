@@ -131,6 +131,10 @@ class AsyncEngine:
           it is that answer's ERROR or DEADLINE.
         - ``steps(lines)``: lines of the core's recorder.
         """
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        """No engine runs yet, and no request has come."""
         self._client: ProcessClient | None = None
         self._inputs: InputProcessor | None = None
         self._outputs: OutputProcessor | None = None
