@@ -133,8 +133,8 @@ def make_world(seed: int) -> World:
         scheduler |= {"batching": "continuous", "max_num_batched_tokens": max(48, scheduler["max_num_batched_tokens"])}
     if seed % 10 == 6:
         events = _draft(random.Random(seed ^ 0x6D1A), scheduler, events, horizon)
-    adapted = seed % 100 in (54, 94)
-    events, adapters = _adapt(random.Random(seed ^ 0x10A4), events, horizon) if adapted else (events, None)
+    chosen = seed % 100 in (54, 94)
+    events, adapters = _adapt(random.Random(seed ^ 0x10A4), events, horizon) if chosen else (events, None)
     world = World(
         seed=seed,
         block_size=block_size,
