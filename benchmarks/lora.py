@@ -92,7 +92,6 @@ def steps(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "unused": (lora, [None] * args.rows),
         "one adapter": (lora, [known[0]] * args.rows),
         f"{len(known)} adapters": (lora, mixed),
-        f"{len(known)} adapters, row by row": (lora, sorted(mixed, key=lambda each: each.lora_int_id if each else 0)),
     }
     rng, found = random.Random(args.seed), dict[str, list[float]]()
     for llm, adapters in kinds.values():  # warms up, and reads the adapters

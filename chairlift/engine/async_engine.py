@@ -95,8 +95,7 @@ class AsyncEngine:
         request_timeout: float | None = None,
         health_timeout: float = 30.0,
     ) -> None:
-        scheduler = config.scheduler
-        self.config = config
+        self.config, scheduler = config, config.scheduler
         open_to_all = config.scheduler.batching == "continuous"
         self._prompt_share = PromptShare(config.scheduler.policy_share if open_to_all else 1.0)
         self.service_classes = scheduler.promises
@@ -116,12 +115,9 @@ class AsyncEngine:
             self.service_classes,
             Calibration(self.stats.forecast_error),
         )
-        self._read_tokenizer = read_tokenizer
-        self._on_progress = on_progress
-        self._restart = restart
-        self._chat_template = chat_template
-        self._queue_timeout = queue_timeout
-        self._request_timeout = request_timeout
+        self._read_tokenizer, self._chat_template = read_tokenizer, chat_template
+        self._on_progress, self._restart = on_progress, restart
+        self._queue_timeout, self._request_timeout = queue_timeout, request_timeout
         self._health_timeout = health_timeout
         self.events = Events("began", "ended", "steps", changed=self._follow)
         """Subscribers to three events.

@@ -89,7 +89,8 @@ class DecodeRows:
         return [request for bucket in [self.retiring, *self._wheel.values()] for request in bucket]
 
     def rebuild(self) -> None:
-        self.requests = list(filter(attrgetter("decoding"), self.requests))
+        # Rows of one adapter lie side by side, so that kernels read its matrices once for all of them.
+        self.requests = sorted(filter(attrgetter("decoding"), self.requests), key=attrgetter("adapter_id"))
         self.slots = tuple([request.slot for request in self.requests])
         self.ids = tuple([(request.request_id, request.slot) for request in self.requests])
         self.sampled, self.appends = receivers(self.requests)

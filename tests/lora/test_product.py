@@ -12,7 +12,7 @@ import pytest
 from chairlift import LLM, LoRARequest, RequestOutput, SamplingParams
 from chairlift.kernels.cpu.library import supported_isas
 from tests.lora.adapters import peft_logits, random_adapter
-from tests.models.tiny import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, tiny_hf_model
+from tests.models.tiny import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, RECURRENT_FAMILIES, tiny_hf_model
 from tests.native import needs_kernels
 
 PROMPTS = [[5, 9, 77, 3, 21, 64, 8, 100, 41, 2, 90, 13, 55, 6, 31, 70], [7], [3] * 40]
@@ -73,7 +73,7 @@ def test_answers_equal_peft(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", sorted({*FAMILIES, *MORE_FAMILIES} - set(GROUPS)))
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *MORE_FAMILIES, *RECURRENT_FAMILIES} - set(GROUPS)))
 def test_answers_of_every_family_equal_peft(family: str, tmp_path: Path) -> None:
     compare(tiny_hf_model(tmp_path, family), tmp_path, {"r": 5}, {"r": 33, "use_rslora": True})
 
@@ -183,6 +183,18 @@ def test_speculation_keeps_the_adapter(tmp_path: Path) -> None:
     prompts = [PROMPTS[0] * 2] * 2
     plain = [bits(each) for each in answers(engine(model_dir), prompts, asked, 30)]
     drafting = engine(model_dir, speculative_config='{"method": "ngram", "prompt_lookup_min": 1}')
+    assert [bits(each) for each in answers(drafting, prompts, asked, 30)] == plain
+
+
+@needs_kernels
+def test_a_small_model_drafts_for_rows_with_adapters(tmp_path: Path) -> None:
+    """It has no adapter itself."""
+    model_dir = tiny_hf_model(tmp_path, "llama")
+    asked = [None, LoRARequest("a", 1, random_adapter(model_dir, tmp_path / "a"))]
+    prompts = [PROMPTS[0] * 2] * 2
+    plain = [bits(each) for each in answers(engine(model_dir), prompts, asked, 30)]
+    small = {"method": "draft_model", "model": str(model_dir), "num_speculative_tokens": 4}
+    drafting = engine(model_dir, speculative_config=small)
     assert [bits(each) for each in answers(drafting, prompts, asked, 30)] == plain
 
 

@@ -72,3 +72,12 @@ def test_without_a_bound_adapters_change_nothing() -> None:
         return [[row.request_id for row in out.joined] for out in driver.run()]
 
     assert joined() == joined(max_loras=100)
+
+
+def test_decoding_rows_of_one_adapter_lie_side_by_side() -> None:
+    driver = Driver(max_loras=3)
+    driver.add(*(request(f"{n}", 2, max_tokens=6, adapter_id=n % 3) for n in range(7)))
+    driver.step()
+    rows = driver.step().decode_rows
+    adapters = [driver.scheduler.running[name].adapter_id for name, _ in rows]
+    assert len(adapters) == 7 and adapters == sorted(adapters)

@@ -75,7 +75,8 @@ def compare_gradients(model_dir: Path, tmp_path: Path, **settings: Any) -> None:
     found = adapter.tensors()  # in PEFT's order of rows
     assert found.keys() == expected.keys(), "other modules are trained"
     for name, gradient in expected.items():
-        assert torch.allclose(found[name], gradient, rtol=1e-3, atol=2e-5), f"the gradient of {name} is another"
+        most = 2e-5 + 5e-4 * float(gradient.abs().max())  # sums over many tokens, in float32
+        assert torch.allclose(found[name], gradient, rtol=1e-3, atol=most), f"the gradient of {name} is another"
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 

@@ -172,9 +172,7 @@ class Simulation:
     be compared."""
 
     def __init__(self, world: World, policy: Policy | None = None) -> None:
-        self.world = world
-        self.clock = VirtualClock()
-        self.faults = _Faults()
+        self.world, self.clock, self.faults = world, VirtualClock(), _Faults()
         groups = [_cache_group(world, window) for window in world.windows]
         config = SchedulerConfig(**world.scheduler)
         self.policy = PolicyWatch(policy or policy_from_config(config))
