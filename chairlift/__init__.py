@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import ChairliftError, ConfigError, EngineDeadError, ModelLoadError, OverloadedError, RequestError
+from chairlift.lora_request import LoRARequest
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.version import __version__
@@ -28,6 +29,7 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "FinishReason",
+    "LoRARequest",
     "Logprob",
     "ModelLoadError",
     "OutputKind",

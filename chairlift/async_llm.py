@@ -15,6 +15,7 @@ from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import Prompt
 from chairlift.errors import EngineDeadError, RequestError
 from chairlift.loading import Progress, read_tokenizer
+from chairlift.lora_request import LoRARequest
 from chairlift.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -94,13 +95,15 @@ class AsyncLLM:
         cache_salt: str = "",
         priority: int | None = None,
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Answer a prompt (text or token ids). An async iterator of the answer so far, its new part, or its end
         (``kind``).
 
         ``priority`` overrides that of the parameters. ``tenant`` is charged for the request, where tenants share
-        fairly. Leaving the loop, or cancelling its task, ends the request. Raises RequestError for a request that
-        cannot be served, QueueFullError when the queue is full, EngineDeadError when the engine dies.
+        fairly. ``lora_request`` is the adapter to answer with; it is read at its first use. Leaving the loop, or
+        cancelling its task, ends the request. Raises RequestError for a request that cannot be served, QueueFullError
+        when the queue is full, EngineDeadError when the engine dies, ModelLoadError for an adapter that cannot be read.
 
         ::
 
@@ -112,7 +115,8 @@ class AsyncLLM:
             params = dataclasses.replace(params, priority=priority)
         engine, kind = self._started(), OutputKind(kind)
         self._check_loop()
-        stream = await engine.submit(prompt, params, kind=kind, cache_salt=cache_salt, tenant=tenant)
+        adapter = await engine.adapter_of(lora_request)
+        stream = await engine.submit(prompt, params, kind=kind, cache_salt=cache_salt, tenant=tenant, adapter=adapter)
         try:
             async for output in stream:
                 yield output
@@ -180,6 +184,10 @@ class AsyncLLM:
         fingerprint. An engine that dies is started again with the newest weights.
         """
         return await self._started().update_weights(source, version, in_flight=in_flight)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter by its number; its requests go on. False where it is unknown."""
+        return self._started().remove_lora(lora_int_id)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_variables: Any) -> list[int]:
         """Token ids of a conversation, for :meth:`generate`. Raises RequestError and TemplateError."""

@@ -15,7 +15,7 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from chairlift.errors import ConfigError
 from chairlift.rerankers import RERANKERS
@@ -24,10 +24,12 @@ from chairlift.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS
 
 __all__ = [
     "BUNDLED_MODEL",
+    "ONE_STATE",
     "CacheConfig",
     "CacheGroup",
     "EngineConfig",
     "Flag",
+    "LoRAConfig",
     "ModelConfig",
     "SchedulerConfig",
     "ServerConfig",
@@ -36,6 +38,8 @@ __all__ = [
     "server_fields",
 ]
 
+ONE_STATE: Final = 1 << 30
+"""Span of a block of recurrent states that is never complete: a request has one block for as long as it runs."""
 BUNDLED_MODEL = "bundled"
 """Name of the small model that comes with the package."""
 
@@ -67,12 +71,16 @@ _RANGES: dict[str, tuple[float, float]] = {
     "kv_cache_memory_bytes": (1, 2**50),
     "gpu_memory_utilization": (0.01, 1),
     "num_kv_blocks": (2, 2**31),
+    "state_snapshot_interval": (1, ONE_STATE - 1),
     "swap_space_bytes": (0, 2**50),
     "max_num_seqs": (1, 2**16),
     "max_num_batched_tokens": (1, 2**24),
     "ageing_seconds": (0.001, 10**6),
     "batch_wait_ms": (0, 3_600_000),
     "num_lookahead_steps": (0, 2),
+    "max_loras": (1, 4096),
+    "max_lora_rank": (1, 1024),
+    "max_cpu_loras": (1, 65536),
     "admission_watermark": (0, 0.5),
     "governor_ttft_ms": (0.001, 10**9),
     "governor_tpot_ms": (0.001, 10**9),
@@ -95,7 +103,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 """Lowest and highest allowed value, inclusive."""
 _TEXTS = {
     *("model", "revision", "tokenizer", "swap_directory"),
-    *("host", "api_key_file", "chat_template", "otlp_traces_endpoint", "batch_dir"),
+    *("host", "api_key_file", "chat_template", "otlp_traces_endpoint", "batch_dir", "lora_dir"),
 }
 """Settings that are free text. Other settings that are strings have a form that is checked."""
 
@@ -179,6 +187,9 @@ class CacheConfig:
     """Exact number of blocks per cache group, instead of a size in bytes."""
     enable_prefix_caching: bool = True
     """Share the KV of equal beginnings of prompts between requests."""
+    state_snapshot_interval: int | None = None
+    """Tokens between two snapshots of a recurrent model's state that the prefix cache keeps: a multiple of block_size.
+    None: such that snapshots take no more memory than K and V (1,024 for models without K and V)."""
     prefix_offload: bool = False
     """Save evicted blocks of the prefix cache in the swap space, as far as preempted requests leave room."""
     swap_space_bytes: int | None = None
@@ -192,11 +203,13 @@ class SpeculativeConfig:
     """Settings of speculative decoding. Names are vLLM's."""
 
     method: str
-    """Source of the drafts: ngram."""
+    """Source of the drafts: ngram or draft_model."""
     num_speculative_tokens: int = 8
     """Most drafts of a row in one step."""
     prompt_lookup_min: int = 3
-    """Length of the match, in tokens, that a draft needs."""
+    """Length of the match, in tokens, that a draft of method ngram needs."""
+    model: str = ""
+    """Small model of method draft_model: a directory, or its name on the Hugging Face Hub."""
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> SpeculativeConfig:
@@ -213,8 +226,14 @@ class SpeculativeConfig:
         unknown = sorted(str(key) for key in given if key not in known)
         if unknown:
             raise ConfigError(f"speculative_config has unknown keys {unknown}; known: {sorted(known)}")
-        if given.get("method") != "ngram":
-            raise ConfigError(f"speculative_config: method must be ngram, got {given.get('method')!r:.80}")
+        method, model = given.get("method"), given.get("model", "")
+        if method not in ("ngram", "draft_model"):
+            raise ConfigError(f"speculative_config: method must be ngram or draft_model, got {method!r:.80}")
+        if not isinstance(model, str) or bool(model) != (method == "draft_model"):
+            raise ConfigError(
+                "speculative_config: method draft_model needs a model, the directory or name of the small one, and"
+                f" ngram has none; got method {method!r} and model {model!r:.200}"
+            )
         for name, most in (("num_speculative_tokens", 64), ("prompt_lookup_min", 16)):
             number = given.get(name, 1)
             if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
@@ -266,9 +285,10 @@ class SchedulerConfig:
     0."""
     speculative_config: str = ""
     """JSON object that turns speculative decoding on, like {"method": "ngram"}. ngram drafts the tokens that followed
-    an earlier occurrence of the last few tokens. num_speculative_tokens (8) is the most drafts of a row,
-    prompt_lookup_min (3) the length of the match. The number of drafts that are checked depends on the cost of a step.
-    Answers stay the same, bit for bit. Steps are then not scheduled ahead."""
+    an earlier occurrence of the last few tokens; prompt_lookup_min (3) is the length of the match. draft_model drafts
+    with a small model with the same tokenizer, named by model. num_speculative_tokens (8) is the most drafts of a row.
+    The number of drafts that are checked depends on the cost of a step. Answers stay the same, bit for bit. Steps are
+    then not scheduled ahead."""
     admission_watermark: float = 0.01
     """Share of the blocks that stays free when a request joins a running batch."""
     governor: str = "off"
@@ -294,6 +314,16 @@ class SchedulerConfig:
         """Settings of speculative decoding; None if it is off. Raises ConfigError."""
         return SpeculativeConfig.parse(self.speculative_config) if self.speculative_config else None
 
+    def takes_drafts(self, num_lookahead_steps: int, has_states: bool = False) -> bool:
+        """Whether steps can have drafts. A step with drafts is not scheduled before the previous one has landed, and a
+        rejected draft must not have changed a recurrent state.
+
+        ``num_lookahead_steps`` is the executor's preference; above 0 it keeps the newest tokens for itself.
+        ``has_states``: whether the model has recurrent states. Raises ConfigError for a bad ``speculative_config``.
+        """
+        ahead = num_lookahead_steps or (self.speculation is None and self.num_lookahead_steps)
+        return not ahead and not has_states
+
     @property
     def most_running(self) -> int:
         """Number of rows. It is limited by the token budget, because each running request must be able to take one
@@ -307,17 +337,47 @@ class SchedulerConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters. Names are vLLM's."""
+
+    enable_lora: bool = False
+    """Serve adapters (LoRA) beside the model."""
+    max_loras: int = 8
+    """Most different adapters in a step."""
+    max_lora_rank: int = 64
+    """Largest rank of an adapter."""
+    max_cpu_loras: int | None = None
+    """Most adapters in memory; others that were loaded are read again when they are asked for. None: 4 x max_loras."""
+
+    @property
+    def num_cpu_loras(self) -> int:
+        """Most adapters in memory."""
+        return 4 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+    @property
+    def active(self) -> LoRAConfig | None:
+        """These settings; None where no adapters are served."""
+        return self if self.enable_lora else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All settings. Raises ConfigError when a value is out of range."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    lora: LoRAConfig = LoRAConfig()
 
     def __post_init__(self) -> None:
-        model, cache, scheduler = self.model, self.cache, self.scheduler
-        for part in (model, cache, scheduler):
+        model, cache, scheduler, lora = self.model, self.cache, self.scheduler, self.lora
+        for part in (model, cache, scheduler, lora):
             _check(part)
+        if lora.num_cpu_loras < lora.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras is {lora.max_cpu_loras}, but a step may have max_loras = {lora.max_loras} adapters,"
+                " which must be in memory; raise the one or lower the other"
+            )
         if not isinstance(model.device, str) or not re.fullmatch("cpu|cuda(:(0|[1-9][0-9]{0,2}))?", model.device):
             raise ConfigError(f"device must be cpu, cuda or cuda:N, got {model.device!r}")
         if cache.block_size & (cache.block_size - 1):
@@ -338,10 +398,13 @@ class EngineConfig:
         for_governor = "the governor is off; choose governor rules or shadow"
         idle = {
             "batch_wait_ms": (scheduler.batching == "continuous", "a continuous batch never waits"),
-            "speculative_config": (scheduler.batching != "continuous", "only continuous batches have drafts"),
             "num_lookahead_steps": (
                 bool(scheduler.num_lookahead_steps) and scheduler.speculation is not None,
                 "steps with drafts are not scheduled ahead; leave speculative_config out",
+            ),
+            **dict.fromkeys(
+                ("max_loras", "max_lora_rank", "max_cpu_loras"),
+                (not self.lora.enable_lora, "no adapters are served; set enable_lora"),
             ),
             "late_requests": (plain, for_priority),
             "ageing_seconds": (plain, for_priority),
@@ -351,6 +414,7 @@ class EngineConfig:
                 scheduler.preemption_mode == "swap" and not swaps,
                 "there is nowhere to swap to, and all is recomputed; raise swap_space_bytes",
             ),
+            "state_snapshot_interval": (not self.cache.enable_prefix_caching, "it needs enable_prefix_caching"),
             "swap_directory": (not swaps and not (offloads and self.cache.prefix_offload), "nothing is swapped"),
             "prefix_offload": (not offloads, "it needs enable_prefix_caching, and swap space"),
         }
@@ -360,7 +424,7 @@ class EngineConfig:
     def from_flat(cls, settings: Mapping[str, Any]) -> EngineConfig:
         """Build from ``{"max_num_seqs": 64, ...}``. An unknown name raises ConfigError with the most similar known
         name."""
-        parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}}
+        parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "lora": {}}
         owners = {flag.name: flag.part for flag in flat_fields()}
         for name, value in settings.items():
             if name not in owners:
@@ -372,6 +436,7 @@ class EngineConfig:
             model=ModelConfig(**parts["model"]),
             cache=CacheConfig(**parts["cache"]),
             scheduler=SchedulerConfig(**parts["scheduler"]),
+            lora=LoRAConfig(**parts["lora"]),
         )
 
     def to_flat(self) -> dict[str, Any]:
@@ -407,6 +472,10 @@ class ServerConfig:
     refused."""
     reasoning_parser: str = "auto"
     """Format of the model's reasoning. auto: as in its chat template. none: reasoning stays in the answer."""
+    lora_modules: tuple[str, ...] = ()
+    """Adapter to serve from the start: name=path, name=Hub id, or {"name": ..., "path": ...}; may be repeated."""
+    lora_dir: str | None = None
+    """Directory from which the key named admin may load adapters while the server runs. None: no directory."""
     max_num_queued_reqs: int | None = None
     """Most waiting requests; further ones are answered 429. None: 4 x max_num_seqs, at least 64."""
     max_num_queued_tokens: int | None = None
@@ -467,7 +536,7 @@ class ServerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that keep the same positions, and so share block tables."""
+    """Layers that keep the same positions, or recurrent states of the same positions."""
 
     num_blocks: int
     """Blocks in the group's pool, the null block included."""
@@ -475,6 +544,9 @@ class CacheGroup:
     """None keeps every position (``full``); W keeps the last W (``window(W)``)."""
     num_host_blocks: int = 0
     """Blocks in host memory that can hold the KV of preempted requests."""
+    state_span: int | None = None
+    """Positions per block in a group of recurrent states, of which a block holds one: a multiple of the block size, or
+    :data:`ONE_STATE`. None: the group holds K and V."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -483,7 +555,7 @@ class Flag:
 
     name: str
     part: str
-    """``model``, ``cache``, ``scheduler`` or ``server``."""
+    """``model``, ``cache``, ``scheduler``, ``lora`` or ``server``."""
     kind: type
     """bool, int, float, str or list. It ignores that a setting may be None."""
     default: Any
@@ -494,7 +566,10 @@ class Flag:
 @functools.cache
 def flat_fields() -> tuple[Flag, ...]:
     """All settings of the engine with type, default and help, in the order of declaration."""
-    parts: dict[str, type[Any]] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+    parts: dict[str, type[Any]] = {
+        **{"model": ModelConfig, "cache": CacheConfig},
+        **{"scheduler": SchedulerConfig, "lora": LoRAConfig},
+    }
     return tuple(flag for part, owner in parts.items() for flag in _fields_of(part, owner))
 
 

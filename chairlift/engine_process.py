@@ -16,6 +16,7 @@ import sys
 import time
 
 from chairlift.config import EngineConfig
+from chairlift.engine.adapters import Adapters
 from chairlift.engine.core import EngineCore
 from chairlift.engine.core_process import Connection, CoreProcess, FrameLogHandler
 from chairlift.engine.floor_share import FloorShare
@@ -78,6 +79,7 @@ def _load(connection: Connection, config: EngineConfig) -> CoreProcess | Pooling
             GrammarCompiler(lambda: _tokenizer(config, loaded.model_dir), loaded.vocab_size, loaded.eos_token_ids),
             vocab_size=loaded.vocab_size,
         ),
+        adapters=Adapters(loaded.adapters, config.lora.active),
     )
     least_seconds = loaded.least_step_seconds()
     if least_seconds is not None:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.config import EngineConfig
+from chairlift.engine.adapters import Adapters
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits, Prompt
 from chairlift.engine.interrupt import held_interrupt
 from chairlift.engine.pooling_inputs import PoolingInputs
 from chairlift.errors import EngineDeadError, RequestError, TemplateError
 from chairlift.loading import Progress, load_executor, read_tokenizer
+from chairlift.lora_request import LoRARequest
 from chairlift.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -85,6 +87,7 @@ class LLM:
             cache=self.config.cache,
             cache_secret=os.urandom(16),
             seed=self.config.model.seed,
+            adapters=Adapters(loaded.adapters, self.config.lora.active),
         )
         self.info = info = loaded.info(self.config, self.engine.kv.capacity_tokens)
         """Facts about the loaded model and how it is served."""
@@ -211,13 +214,16 @@ class LLM:
         use_tqdm: bool = False,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts: texts, lists of token ids, or vLLM's ``{"prompt_token_ids": ...}``. Outputs have their order.
 
-        ``sampling_params``, ``priority`` and ``tenant`` are one value for all prompts, or a list with one per prompt.
-        Without ``sampling_params``, :meth:`get_default_sampling_params` is used. ``priority`` overrides that of the
-        parameters; ``tenant`` is charged where tenants share fairly. All prompts are checked before any is answered;
-        the RequestError for a bad one gives its index. Several threads may call; their calls run one after another.
+        ``sampling_params``, ``priority``, ``tenant`` and ``lora_request`` are one value for all prompts, or a list with
+        one per prompt. Without ``sampling_params``, :meth:`get_default_sampling_params` is used. ``priority`` overrides
+        that of the parameters; ``tenant`` is charged where tenants share fairly; ``lora_request`` is the adapter (None:
+        the model itself). All prompts are checked before any is answered; the RequestError for a bad one gives its
+        index. Raises ModelLoadError for an adapter that cannot be read. Several threads may call; their calls run one
+        after another.
 
         ::
 
@@ -234,6 +240,7 @@ class LLM:
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling parameters", given, count)
         priorities, tenants = _one_each("priorities", priority, count), _one_each("tenants", tenant, count)
+        adapters = _one_each("adapters", lora_request, count)
         ids: list[str] = []
         self._check_process()
         with self._turn:
@@ -245,7 +252,8 @@ class LLM:
                             raise RequestError("sampling parameters must be a SamplingParams, got NoneType")
                         if level is not None and isinstance(param, SamplingParams):
                             param = dataclasses.replace(param, priority=level)
-                        ids.append(self.engine.add_request(prompt, param, stream=False, tenant=tenants[index]))
+                        whose = {"tenant": tenants[index], "lora_request": adapters[index]}
+                        ids.append(self.engine.add_request(prompt, param, stream=False, **whose))
                     except RequestError as error:
                         raise type(error)(f"prompt {index}: {error}") if len(listed) > 1 else error from None
                 done = self._run(ids, use_tqdm)
@@ -265,6 +273,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **template_variables: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several. A conversation is a list of ``{"role": ..., "content": ...}``.
@@ -296,7 +305,15 @@ class LLM:
         if asked.choice in ("required", "named"):
             sampling_params = self._held_to_calls(asked, ids, sampling_params)
         prompts: list[Prompt] = [*ids]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
+        how: dict[str, Any] = {"priority": priority, "tenant": tenant, "lora_request": lora_request}
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **how)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter by its number; its files are read anew when it is asked for again. False when unknown."""
+        self._check_process()
+        self._generates("remove_lora")
+        with self._turn:
+            return self.engine.remove_lora(lora_int_id)
 
     def _held_to_calls(
         self, tools: Tools, prompts: Sequence[list[int]], given: SamplingParams | Sequence[SamplingParams] | None

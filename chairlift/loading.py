@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from chairlift.config import BUNDLED_MODEL, EngineConfig
+from chairlift.config import BUNDLED_MODEL, CacheGroup, EngineConfig
 from chairlift.engine.info import EngineInfo
 from chairlift.errors import ConfigError, RequestError
-from chairlift.executor.executor import Executor
+from chairlift.executor.executor import AdapterMemory, Executor
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.version import __version__
@@ -35,6 +35,7 @@ __all__ = [
     "fingerprint",
     "load_executor",
     "model_directory",
+    "pool_tokens",
     "read_tokenizer",
     "threads_of",
 ]
@@ -61,6 +62,8 @@ class LoadedExecutor:
     """``cpu``, or a GPU with its name."""
     graphs: str = ""
     """CUDA graphs recorded at the start, in words."""
+    adapters: AdapterMemory | None = None
+    """Holds adapters beside the model; None where none are served."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """See :attr:`EngineInfo.notes`."""
@@ -122,7 +125,7 @@ class LoadedExecutor:
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
             capacity_tokens=capacity_tokens,
-            pool_tokens=min(group.num_blocks - 1 for group in groups) * size,
+            pool_tokens=pool_tokens(groups, size, self.max_model_len),
             block_size=size,
             num_blocks=sum(group.num_blocks - 1 for group in groups),
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -141,9 +144,26 @@ class LoadedExecutor:
             deterministic=(native and not self.calls) or self.kernels == "hashlm" or config.model.batch_invariant,
             fingerprint=fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels, *how),
             block_bytes=self.block_bytes,
+            **self._speculation(config),
             sampling_defaults=self.sampling_defaults,
             notes=self.notes,
         )
+
+    def _speculation(self, config: EngineConfig) -> dict[str, Any]:
+        """What :class:`EngineInfo` says about drafts."""
+        has_states = any(group.state_span is not None for group in self.executor.cache_groups)
+        verifies = config.scheduler.takes_drafts(self.executor.num_lookahead_steps, has_states)
+        asked = config.scheduler.speculation if verifies else None
+        said = {} if asked is None else {"speculative_method": asked.method}
+        most = 0 if asked is None else asked.num_speculative_tokens
+        return {**said, "num_speculative_tokens": most, "takes_predictions": verifies}
+
+
+def pool_tokens(groups: Sequence[CacheGroup], block_size: int, max_model_len: int) -> int:
+    """Positions that fit into every cache group; with states only, as many as the longest texts have that fit."""
+    tokens = [(group.num_blocks - 1) * block_size for group in groups if group.state_span is None]
+    states = [(group.num_blocks - 1) * min(group.state_span, max_model_len) for group in groups if group.state_span]
+    return min(tokens or states)
 
 
 def read_tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer:
@@ -167,9 +187,11 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     # These modules import torch, which takes most of a second, so they are imported only here.
     import torch
 
-    from chairlift.executor.kv_tensors import plan_kv_cache
+    from chairlift.executor.kv_tensors import check_fits, plan_kv_cache
     from chairlift.executor.local import LocalExecutor
-    from chairlift.executor.select import choose_dtype, make_runner
+    from chairlift.executor.select import choose_dtype, make_runner, refuse_for_states
+    from chairlift.loading_draft import load_draft_model
+    from chairlift.models.context import LayerState
     from chairlift.models.model_files import read_network
 
     model_dir = model_directory(config)
@@ -186,9 +208,12 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     device = find_device(config.model.device)
     dtype = choose_dtype(network, config.model.dtype, device)
     model, kernels = _load_weights(config, model_dir, network, dtype, device, progress)
+    recurrent = any(isinstance(layer, LayerState) for layer in model.kv_cache_spec())
+    refuse_for_states(config, recurrent)
+    drafting = load_draft_model(config, model_dir, network, dtype, kernels, progress)
     scheduler, memory = config.scheduler, config.cache.kv_cache_memory_bytes
     plan = plan_kv_cache(
-        model.kv_cache_spec(),
+        [*model.kv_cache_spec(), *([] if drafting is None else drafting.model.kv_cache_spec())],
         dtype=dtype,
         kv_dtype=torch.int8 if config.cache.kv_cache_dtype == "int8" else None,
         block_size=config.cache.block_size,
@@ -197,15 +222,22 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         swap_bytes=config.cache.swap_space_bytes,
         swap_directory=config.cache.swap_directory,
         most_tokens=scheduler.max_num_seqs * max_model_len,
+        rows=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+        caching=config.cache.enable_prefix_caching,
+        snapshot_interval=config.cache.state_snapshot_interval,
     )
+    check_fits(plan, device)
     rows, most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     try:
-        runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len)
+        small = None if drafting is None else drafting.model
+        runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len, small)
     except (MemoryError, torch.OutOfMemoryError):
         message = f"no memory for {plan.total_bytes:,} bytes of KV cache (num_kv_blocks, kv_cache_memory_bytes)"
         raise ConfigError(f"{message} and steps of {most:,} tokens (max_num_batched_tokens); lower one") from None
     try:
-        executor = LocalExecutor(runner, num_slots=rows, max_model_len=max_model_len, block_size=plan.block_size)
+        sizes = {"num_slots": rows, "max_model_len": max_model_len, "block_size": plan.block_size}
+        drafter = None if drafting is None else drafting.drafter(runner, max_tokens=most, **sizes)
+        executor = LocalExecutor(runner, **sizes, drafter=drafter)
     except MemoryError:  # the length comes from the model's files and may be absurd
         message = f"no memory for {rows} rows (max_num_seqs) of {max_model_len:,} tokens (max_model_len); lower one"
         raise ConfigError(message) from None
@@ -215,6 +247,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         vocab_size=network.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=tuple(network.eos_token_ids),
+        adapters=executor.adapters,
         sampling_defaults=sampling,
         calls=executor.calls,
         notes=(*network.notes(asked_of_model), *_notes(config, network, dtype, executor.calls)),
@@ -307,6 +340,8 @@ def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:
         raise ConfigError(f"quantization is {asked!r}, but HashLM has no weights; leave quantization out")
     if config.cache.kv_cache_dtype != "auto":
         raise ConfigError("kv_cache_dtype is 'int8', but HashLM's cache holds no K and V; leave kv_cache_dtype out")
+    if config.lora.enable_lora:
+        raise ConfigError("enable_lora is on, but HashLM has no weights to adapt; leave enable_lora out")
     if config.model.model_impl == "transformers":
         raise ConfigError("model_impl is 'transformers', but HashLM has no layers; leave model_impl out")
     from chairlift.executor.host_memory import host_memory

@@ -176,6 +176,10 @@ class CompletionOutput:
     There is one entry unless weights were replaced while it ran. Tokens count from 0 at the beginning of the answer, in
     deltas too. A delta has only the entries that begin in it, usually none.
     """
+    accepted_prediction_tokens: int = 0
+    """Tokens so far that were drafted from :attr:`SamplingParams.prediction` and accepted; also in deltas."""
+    rejected_prediction_tokens: int = 0
+    """Tokens so far that were drafted from it and rejected."""
 
     @property
     def finished(self) -> bool:

@@ -29,7 +29,15 @@ __all__ = ["LoadedPooling", "is_pooling", "load_pooling", "read_pooled"]
 
 _OF_GENERATION: Final = (
     *("block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "num_kv_blocks", "gpu_memory_utilization"),
-    *("enable_prefix_caching", "prefix_offload", "swap_space_bytes", "swap_directory", "cuda_graphs", "seed"),
+    *(
+        "enable_prefix_caching",
+        "prefix_offload",
+        "state_snapshot_interval",
+        "swap_space_bytes",
+        "swap_directory",
+        "cuda_graphs",
+        "seed",
+    ),
     *("generation_config", "prefill_mode", "preemption_mode", "batching", "batch_wait_ms", "preferred_batch_sizes"),
     *("policy_share", "num_lookahead_steps", "admission_watermark", "governor", "governor_ttft_ms", "governor_tpot_ms"),
     *("scheduling_policy", "service_classes", "tenant_weights", "ageing_seconds", "late_requests"),
@@ -90,6 +98,8 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
     from chairlift.models.loader import load_pooled
 
     settings, scheduler = config.model, config.scheduler
+    if config.lora.enable_lora:
+        raise ConfigError("enable_lora is on, but models for embeddings or classes take no adapters; leave it out")
     model_dir = model_directory(config)
     pooled = read_pooled(config, model_dir)
     network = pooled.network

@@ -92,6 +92,7 @@ class Request:
         "_computed",
         "_joined_at",
         "adapter_id",
+        "adapter_passes",
         "admitted_at_step",
         "arrival_time",
         "block_ids",
@@ -99,6 +100,7 @@ class Request:
         "due_at",
         "finish_reason",
         "is_guaranteed",
+        "is_guided",
         "is_ready",
         "last_node",
         "limit",
@@ -106,6 +108,7 @@ class Request:
         "may_draft",
         "may_share",
         "min_tokens",
+        "num_accepted_predicted",
         "num_cached_tokens",
         "num_charged_tokens",
         "num_ever_computed",
@@ -113,8 +116,10 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_published",
+        "num_rejected_predicted",
         "num_sample_positions",
         "params",
+        "prediction",
         "priority",
         "progress_mark",
         "refused_at",
@@ -136,6 +141,7 @@ class Request:
         "stop_token_ids",
         "times_passed",
         "token_ids",
+        "waits_for",
     )
 
     def __init__(
@@ -155,6 +161,7 @@ class Request:
         source: Request | None = None,
         may_share: bool = True,
         min_tokens: int = 0,
+        prediction: tuple[int, ...] = (),
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -175,17 +182,15 @@ class Request:
         """Sampling parameters for the executor; the scheduler does not read them."""
         self.min_tokens = min_tokens
         """Least number of tokens in the answer, unless its caller leaves."""
+        self.prediction = prediction
+        """Token ids that the answer is expected to repeat. They change no token of it."""
         self.source = source
         """Request with the same prompt (``n > 1``), whose blocks are shared while it exists."""
         self.may_share = may_share
         """Whether cached KV may be used instead of computing the prompt."""
-        self.siblings: list[Request] = []
-        """Requests that wait until this one has computed the prompt, then fork from it."""
         self.status = RequestStatus.WAITING
         self.is_ready = True
-        """Whether it may be admitted; false while its grammar is compiled."""
-        self.may_draft = True
-        """Whether it may have drafts; false with a grammar, whose masks are made for one token at a time."""
+        """Whether it may be admitted; false while its grammar is compiled or its adapter is read."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.sequence = 0
@@ -200,6 +205,12 @@ class Request:
 
     def _begin_books(self) -> None:
         """Initialise the fields that the scheduler and the KV cache maintain."""
+        self.is_guided = False
+        """Whether a grammar or a thinking budget limits its tokens. Its drafts must be allowed there, too."""
+        self.may_draft = True
+        """Whether it may have drafts; false after its grammar failed behind a draft."""
+        self.siblings: list[Request] = []
+        """Requests that wait until this one has computed the prompt, then fork from it."""
         self.num_sample_positions = 1
         """Number of its last positions that are sampled in the chunk that reaches the newest known token; a short chunk
         samples fewer. The request takes the token of the last position; the others are dropped."""
@@ -219,8 +230,14 @@ class Request:
         """Rank of its blocks in the prefix cache after it leaves, 0 to 2; a higher rank stays longer."""
         self.num_cached_tokens = 0
         """Prompt tokens read from the prefix cache at first admission."""
+        self.waits_for = ""
+        """``adapter`` while that is not in memory."""
+        self.adapter_passes = 0
+        """How often a later request with an adapter was admitted while this one's could not be in the steps."""
         self.num_charged_tokens = 0
         """Computed tokens since its admission that its tenant was charged for."""
+        self.num_accepted_predicted = self.num_rejected_predicted = 0
+        """Drafts from :attr:`prediction` that were accepted, and that were rejected."""
         self.num_preemptions = 0
         self.progress_mark = -1
         """Number of known tokens at its last admission. It can be preempted only with more."""

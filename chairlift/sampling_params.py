@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from chairlift.errors import RequestError
 from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, StructuredOutputsParams
@@ -20,6 +20,15 @@ SHAPED_REASONS: Final = (
     "the logits overflow after penalties and temperature; use a higher repetition_penalty or temperature",
 )
 """Error messages of answers that failed because of these parameters, not because of the model."""
+_OTHERWISE: Final = {
+    "best_of": "ask for n answers with logprobs, and keep those with the highest cumulative_logprob",
+    "early_stopping": "there is no beam search; leave it out",
+    "guided_decoding": "its successor is structured_outputs",
+    "length_penalty": "there is no beam search; leave it out",
+    "truncate_prompt_tokens": "cut the prompt's token ids before they are sent",
+    "use_beam_search": "there is no beam search; ask for n answers, and keep the one of the highest cumulative_logprob",
+}
+"""Parameters of vLLM's, old and new, that are not offered, and what to do instead."""
 _INT32_MAX = 2**31 - 1
 
 
@@ -106,6 +115,9 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     """Form of the answer: a JSON schema, a pattern, a choice, a grammar or structural tags. The answer ends where no
     token may follow. Not with :attr:`min_tokens` and :attr:`ignore_eos`."""
+    prediction: str | Sequence[int] | None = None
+    """Text, or its token ids, that the answer is expected to repeat in large part, such as the file that is edited. The
+    answer is the same without it, and comes sooner where the text is right (docs/speculation.md)."""
     thinking: ThinkingBudget | None = None
     """Limit of the reasoning in tokens, with the tokens that mark reasoning."""
     priority: int | None = None
@@ -119,7 +131,25 @@ class SamplingParams:
     deadline_ms: float | None = None
     """Milliseconds from arrival until the whole answer is due."""
 
-    def __post_init__(self) -> None:
+    detokenize: dataclasses.InitVar[bool] = True
+    """vLLM's, and not kept: text is made when somebody reads it."""
+    logits_processors: dataclasses.InitVar[Sequence[Any] | None] = None
+    """vLLM's, and not kept: there are none."""
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        """Refuse unknown keywords by name, before Python does so without a hint."""
+        if not args:
+            _check_names(cls, fields)
+        return object.__new__(cls)  # super() would mean the class before it got its slots
+
+    def __post_init__(self, detokenize: Any, logits_processors: Any) -> None:
+        if not isinstance(detokenize, bool):
+            raise RequestError(f"detokenize must be true or false, got {detokenize!r}")
+        if logits_processors:
+            raise RequestError(
+                "logits_processors are functions, and none are called here; use logit_bias, bad_words,"
+                " allowed_token_ids or structured_outputs"
+            )
         limits = SamplingLimits()
         _integer("n", self.n, 1, limits.max_n)
         _number("temperature", self.temperature, 0.0, 100.0)
@@ -182,18 +212,14 @@ class SamplingParams:
         if allowed == () and self.allowed_token_ids is not None:
             raise RequestError("allowed_token_ids is empty, so no token could be generated; leave it out or add ids")
         _set(self, "allowed_token_ids", allowed or None)
+        _set(self, "prediction", _prediction(self.prediction))
         if self.logit_bias is not None:
             _set(self, "logit_bias", _logit_bias(self.logit_bias, limits.max_logit_bias))
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
         """Build from keywords. An unknown one raises RequestError with the most similar known name."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in fields:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-                raise RequestError(f"unknown sampling parameter {name!r}{hint}")
+        _check_names(cls, fields)
         return cls(**fields)
 
     @property
@@ -201,6 +227,17 @@ class SamplingParams:
         """Whether no noise is added. top_p 0 keeps one token, and temperatures below 1e-5 are numerically the arg
         max."""
         return self.temperature < 1e-5 or self.top_p == 0
+
+
+def _check_names(cls: type[SamplingParams], fields: Mapping[str, Any]) -> None:
+    known = cls.__dataclass_fields__  # with those that are not kept
+    for name in fields:
+        if name in _OTHERWISE:
+            raise RequestError(f"sampling parameter {name!r} is not offered; {_OTHERWISE[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+            raise RequestError(f"unknown sampling parameter {name!r}{hint}")
 
 
 def _set(params: SamplingParams, name: str, value: Any) -> None:
@@ -248,6 +285,15 @@ def _token_ids(name: str, value: Any, most: int) -> tuple[int, ...]:
         for item in value:
             _integer(f"each id in {name}", item, 0, _INT32_MAX)
     return tuple(value)
+
+
+def _prediction(value: Any) -> str | tuple[int, ...] | None:
+    """A text may be as long as the model takes, which the door knows."""
+    if not isinstance(value, str):
+        return _token_ids("prediction", value, _INT32_MAX) or None
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise RequestError("prediction has half a surrogate pair, which no text holds; repair it")
+    return value or None
 
 
 def _logit_bias(value: Any, most: int) -> dict[int, float]:

@@ -52,7 +52,10 @@ class StepBatch:
     block_tables: _Int32
     """[G, N, M] block ids. Entries past the end of the sequence or behind its window are meaningless."""
     slot_mapping: npt.NDArray[np.int64]
-    """[G, T] place of each token's KV: ``block * block_size + offset``."""
+    """[G, T]: ``block * block_size + offset``, the place of each token's KV. In a group of recurrent states it is the
+    block that holds the state after its newest token."""
+    adapters: _Int32 | None = None
+    """[T]: number of each token's adapter, 0 without one; None where no token has one."""
     slots: _Int32 = dataclasses.field(default_factory=_none)
     """[N] InputBatch row of each row."""
     tokens: _Int32 = dataclasses.field(default_factory=_none)
@@ -105,6 +108,7 @@ class StepBatch:
             self.seq_lens[rows],
             np.ascontiguousarray(self.block_tables[:, rows]),
             np.ascontiguousarray(self.slot_mapping[:, kept]),
+            None if self.adapters is None else self.adapters[kept],
         )
 
 

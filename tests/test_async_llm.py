@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import os
@@ -40,6 +41,28 @@ def test_answers_are_those_of_llm() -> None:
             assert [o.prompt async for o in llm.generate(ids, PARAMS[0], kind=OutputKind.FINAL)] == [None]
             named = {"prompt_token_ids": ids, "prompt": "its text"}
             assert [o.prompt async for o in llm.generate(named, PARAMS[0], kind=OutputKind.FINAL)] == ["its text"]
+
+    asyncio.run(test())
+
+
+def test_a_text_that_is_expected_is_drafted_in_the_engine_process() -> None:
+    """Also of an answer that a stop string ends, which the engine hears of later."""
+    llm, prompt = LLM(), PROMPTS[0]
+    plain = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True)
+    whole = llm.generate(prompt, plain)[0].outputs[0]
+    stop = whole.text[-8:]
+    stopped = dataclasses.replace(plain, stop=stop, prediction=whole.text)
+    expected = llm.generate(prompt, dataclasses.replace(plain, stop=stop))[0].outputs[0]
+
+    async def test() -> None:
+        async with AsyncLLM() as llm:
+            assert llm.info.takes_predictions
+            (final,) = [output async for output in llm.generate(prompt, stopped, kind=OutputKind.FINAL)]
+            answer = final.outputs[0]
+            assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
+            assert answer.accepted_prediction_tokens > 0
+            with pytest.raises(RequestError, match="prediction has token id"):
+                [output async for output in llm.generate(prompt, SamplingParams(prediction=[10**8]))]
 
     asyncio.run(test())
 

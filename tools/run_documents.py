@@ -13,7 +13,10 @@ import sys
 from pathlib import Path
 
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LEFT_OUT = ("pip install", "pytest", "git clone", "python tools/train_bundled_model.py", "python benchmarks/")
+LEFT_OUT = (
+    *("pip install", "pytest", "git clone", "python3 tools/start.py", "python tools/wheel.py"),
+    *("python tools/train_bundled_model.py", "python benchmarks/"),
+)
 
 
 def commands(text: str) -> list[list[str]]:

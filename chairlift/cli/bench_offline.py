@@ -41,10 +41,14 @@ are those of chairlift bench serve. Every run has an engine of its own, so no ca
   chairlift bench offline --trace monday.jsonl --slo ttft:500,tpot:80 --html monday.html
   chairlift bench offline --workload chat --request-rate 4 --num-prompts 100 --compare static --rounds 5
   chairlift bench offline --max-num-seqs 16,32,64 --compare static
+  chairlift bench offline --max-num-seqs 1,4,16,64 --compare speculation
 
 Exit code 1: some requests failed, and are counted by kind."""
 
 _STATIC_ROWS: Final = 16
+_SPECULATION: Final = "speculation"
+_SPECULATION_SIZES: Final = [1, 4, 16, 64]
+"""Slots of --compare speculation, where nobody says how many."""
 _DEFAULTS: Final = {"skip_tokenizer_init": True, "cuda_graphs": "start"}  # or graphs are recorded in measured time
 _TRAFFIC: Final = ("trace", "workload", "input_len", "output_len", "request_rate", "arrivals", "burstiness")
 """With any of these, and those of the next, traffic is meant."""
@@ -68,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         metavar="SETTINGS",
         help="the same traffic with these settings (A), and as the other flags say (B), in turns: static, or "
-        "NAME=VALUE,... such as max_num_seqs=8",
+        "NAME=VALUE,... such as max_num_seqs=8; speculation: continuous and static batches, each with and without "
+        "drafts",
     )
     measured.add_argument("--rounds", metavar="N", type=int, default=3, help="of such a comparison (default: 3)")
     measured.add_argument("--html", metavar="FILE", type=Path, help="write a page with charts there")
@@ -97,6 +102,8 @@ def run(args: argparse.Namespace) -> tuple[Report, int]:
     """
     settings, _ = read_settings(args, sampling=False)
     check_ranges(args, rounds=(1, 1000))
+    if args.compare == _SPECULATION:
+        return _run_speculation(args, settings)
     if args.sizes is not None and len(args.sizes) > 1:
         return _run_sizes(args, settings)
     if args.sizes is not None:
@@ -209,6 +216,56 @@ def _run_sizes(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[R
     runs = [run for each in found for run, _, _ in each]
     code = 1 if any(figures.failed for each in found for _, figures, _ in each) else 0
     return sizes_report(record, sizes, facts), 130 if any(run.interrupted for run in runs) else code
+
+
+def _run_speculation(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[Report, int]:
+    """Continuous and static batches, each with and without drafts, for several numbers of slots, in one table."""
+    from chairlift.workbench.bench.machine import describe_machine, machine_facts
+    from chairlift.workbench.bench.report import Facts, Text, text
+    from chairlift.workbench.bench.serve_report import serve_record
+    from chairlift.workbench.bench.serve_result import figures_of, parse_goodput
+    from chairlift.workbench.bench.speculation import (
+        Drafted,
+        Side,
+        sides_of,
+        speculation_report,
+        speculation_table,
+        speculation_words,
+    )
+
+    slo = parse_goodput([args.slo]) if args.slo is not None else {}
+    name, where, _ = _model(args, settings)
+    sides = sides_of(_DEFAULTS | dict(settings) | {"model": where}, args.sizes or _SPECULATION_SIZES)
+    for _, _, side in sides:
+        EngineConfig.from_flat(side)
+    loads, told = loads_of(args, slo)
+    machine = describe_machine()
+    _print(*text(Facts(machine_facts(dataclasses.asdict(machine)) | {"model": name})), "")
+    found: list[list[tuple[ServeRun, Any, Drafted, dict[str, Any]]]] = [[] for _ in sides]
+    for index, place, llm, run in _measure(name, [side for _, _, side in sides], loads):
+        drafts, (kind, slots, _) = llm.engine.scheduler.drafts, sides[place]
+        counts = (0, 0, 0) if drafts is None else (drafts.num_verified, drafts.num_drafts, drafts.num_accepted)
+        drafted, figures = Drafted(*counts), figures_of(run, slo)
+        record = serve_record(run, figures, told[index] | {"benchmark": "offline", "machine": machine.cpu})
+        found[place].append((run, figures, drafted, record | {"drafts": dataclasses.asdict(drafted)}))
+        _print(f"round {told[index]['round']}: {slots} slots, {kind}: {figures.output_throughput:,.1f} output tokens/s")
+    pairs = zip(sides, found, strict=True)
+    measured = [Side(kind, slots, [each[1:3] for each in runs]) for (kind, slots, _), runs in pairs if runs]
+    _print("", *text(speculation_table(measured), Text(speculation_words(measured))))
+    report = {
+        "benchmark": "offline",
+        "model": name,
+        "machine": dataclasses.asdict(machine),
+        "speculation": speculation_words(measured),
+        "sides": [
+            {"kind": kind, "max_num_seqs": slots, "settings": side, "runs": [each[3] for each in runs]}
+            for (kind, slots, side), runs in zip(sides, found, strict=True)
+        ],
+    }
+    facts = {"model": name, "workload": told[0]["workload"], "arrivals": told[0]["arrivals"], "seed": str(args.seed)}
+    failed = any(figures.failed for runs in found for _, figures, _, _ in runs)
+    code = 130 if any(run.interrupted for runs in found for run, *_ in runs) else int(failed)
+    return speculation_report(report, measured, facts), code
 
 
 def _changes(text: str) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from chairlift.config import EngineConfig
+from chairlift.engine.adapter_names import AdapterEntry, AdapterNames
+from chairlift.engine.adapters import AdapterState
 from chairlift.engine.calibration import Calibration
 from chairlift.engine.core import FinishedSequence
 from chairlift.engine.events import Events
@@ -35,6 +37,7 @@ from chairlift.errors import (
     ChairliftError,
     ConfigError,
     EngineDeadError,
+    ModelLoadError,
     OverloadedError,
     PromptTooLongError,
     QueueFullError,
@@ -42,6 +45,7 @@ from chairlift.errors import (
     RequestError,
 )
 from chairlift.grammar.checker import GrammarChecker
+from chairlift.lora_request import LoRARequest
 from chairlift.metrics.stats import RequestStats
 from chairlift.outputs import FinishReason, OutputKind
 from chairlift.sampling_params import SamplingParams
@@ -133,6 +137,10 @@ class AsyncEngine:
         self._encoder: Encoder | None = None
         self._grammars: GrammarChecker | None = None
         self._streams: dict[str, OutputStream] = {}
+        self.adapters = AdapterNames()
+        """Those that requests may name."""
+        self._loads: dict[int, tuple[str, asyncio.Future[AdapterState]]] = {}
+        """Adapters that are being loaded: their names, and who waits."""
         self._pooled = PooledRequests(self.intake, self.stats)
         self._first_outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keeper: asyncio.Task[None] | None = None
@@ -252,6 +260,12 @@ class AsyncEngine:
         with self._front() as encoder:
             return await encoder.encode_words(params.bad_words or ())
 
+    async def encode_prediction(self, params: SamplingParams) -> SamplingParams:
+        """The same with the token ids of its ``prediction``. Raises as :meth:`encode`."""
+        if not isinstance(params.prediction, str):
+            return params
+        return dataclasses.replace(params, prediction=await self.encode(params.prediction, add_special_tokens=False))
+
     @property
     def chat_template(self) -> str | None:
         """The template that lays out chats: the one given, or the model's own."""
@@ -319,31 +333,33 @@ class AsyncEngine:
         arrival: float | None = None,
         has_room: bool = False,
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
+        adapter: str = "",
     ) -> OutputStream:
         """Queue a request and return the stream of its outputs; ``kind`` selects what the stream yields.
 
         ``tenant`` is charged for the request; ``name`` is the caller's name for it. ``arrival`` is on the monotonic
         clock (default: now). ``has_room``: :meth:`check_room` was called already. ``bad_word_ids`` come from
-        :meth:`encode_words`. Timeouts are seconds from the arrival and replace the engine's own. Raises RequestError
+        :meth:`encode_words`. ``adapter`` is the name of a loaded one. Timeouts are seconds from the arrival and replace
+        the engine's own. Raises RequestError
         for a request that cannot be served, QueueFullError when the queue is full or the forecast exceeds the timeouts,
         and EngineDeadError.
         """
-        begin, (prompt, text) = time.monotonic(), unnamed(prompt)
+        since, (prompt, text) = time.monotonic() if arrival is None else arrival, unnamed(prompt)
         if isinstance(prompt, str):
             prompt = await self.encode(prompt)
         if isinstance(params, SamplingParams):
+            params = await self.encode_prediction(params)
             bad_word_ids = await self.encode_words(params) if bad_word_ids is None else bad_word_ids
             await self.check_grammar(params)
         self._ready()
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")
-        since = begin if arrival is None else arrival
-        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, cache_salt, tenant, text, bad_word_ids)
+        whose = cache_salt, tenant, text, bad_word_ids, self.adapters.id_of(adapter)
+        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, *whose)
         num_tokens, service_class = len(prepared.prompt_token_ids), prepared.service.service_class
-        foreseeable = self._is_foreseeable(prepared)
+        foreseeable, now = self._is_foreseeable(prepared), time.monotonic()
         patience = self._queue_timeout if queue_timeout is None else queue_timeout
         limit = self._request_timeout if timeout is None else timeout
-        now = time.monotonic()
         predicted = self.expected_wait(service_class, tenant) if foreseeable else None
         if not has_room:
             self.check_room(1, service_class, num_tokens, tenant)
@@ -359,10 +375,9 @@ class AsyncEngine:
         self._streams[stream.request_id] = stream
         self.events.tell("began", stream)
         self.intake.enter(stream.request_id, num_tokens, service_class, now, predicted, tenant if foreseeable else None)
-        if patience is not None:
-            stream.set_timer(max(0.0, since + patience - now), self._queued_too_long)
-        if limit is not None:
-            stream.set_timer(max(0.0, since + limit - now), self._took_too_long)
+        for seconds, ended in ((patience, self._queued_too_long), (limit, self._took_too_long)):
+            if seconds is not None:
+                stream.set_timer(max(0.0, since + seconds - now), ended)
         _log.debug("request %s: %d prompt tokens, seed %d", stream.request_id, num_tokens, prepared.seed)
         return stream
 
@@ -424,6 +439,70 @@ class AsyncEngine:
         check_update(version, self.info.weight_version, in_flight)
         return await self._client.update_weights(str(Path(source).absolute()), version, in_flight)
 
+    async def load_adapter(
+        self, name: str, path: str | Path, *, root: str | None = None, in_place: bool = False, int_id: int = 0
+    ) -> None:
+        """Let requests name an adapter that is in a directory, in ``root`` if there is one, with all links followed.
+
+        ``in_place`` replaces the one of that name: its requests go on with what they have. Raises RequestError for a
+        name that is taken, ModelLoadError for an adapter that cannot be read, ConfigError where none are served, and
+        EngineDeadError.
+        """
+        self._ready()
+        if not self.config.lora.enable_lora or self._client is None:
+            raise ConfigError("adapters are not served; start with enable_lora")
+        asked = LoRARequest(name, int_id or 1, path)
+        if any(name == loading for loading, _ in self._loads.values()) or (name in self.adapters and not in_place):
+            raise RequestError(
+                f"the adapter {asked.lora_name!r} is loaded already, or about to be; give load_inplace to replace it,"
+                " or another name"
+            )
+        load = self.adapters.next_load(name, str(path), root)
+        loaded: asyncio.Future[AdapterState] = asyncio.get_running_loop().create_future()
+        self._loads[load.adapter_id] = name, loaded
+        self._client.load_adapter(load)
+        try:
+            state = await loaded
+        except BaseException:  # nobody waits for it any more, and nobody can name it
+            self._client.unload_adapter(load.adapter_id)
+            raise
+        finally:
+            del self._loads[load.adapter_id]
+        if state.error:
+            raise ModelLoadError(state.error)
+        before = self.adapters.add(AdapterEntry(load, int_id))
+        if before is not None:
+            self._client.unload_adapter(before.load.adapter_id)
+
+    def remove_lora(self, int_id: int) -> bool:
+        """:meth:`unload_adapter` by the caller's own number."""
+        entry = self.adapters.with_int_id(int_id)
+        return entry is not None and self.unload_adapter(entry.name)
+
+    def unload_adapter(self, name: str) -> bool:
+        """Take an adapter's name away at once; its requests go on, and with the last of them it leaves memory. False
+        where it is not loaded."""
+        entry = self.adapters.remove(name)
+        if entry is not None and self._client is not None:
+            self._client.unload_adapter(entry.load.adapter_id)
+        return entry is not None
+
+    async def adapter_of(self, asked: LoRARequest | None) -> str:
+        """The name of the adapter that a request means, which is loaded if it was not; empty for none. Raises as
+        :meth:`load_adapter`."""
+        if asked is None:
+            return ""
+        if not isinstance(asked, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest, got {type(asked).__name__}")
+        while self.adapters.find(asked) is None:
+            others = [future for name, future in self._loads.values() if name == asked.lora_name]
+            if others:
+                await asyncio.wait(others)
+                await asyncio.sleep(0)  # whoever loads it makes its name known first
+                continue
+            await self.load_adapter(asked.lora_name, asked.lora_path, int_id=asked.lora_int_id)
+        return asked.lora_name
+
     async def shutdown(self) -> None:
         """End the process. Unfinished requests fail."""
         self.state, self.failure = EngineState.STOPPED, self.failure or "it was shut down"
@@ -468,6 +547,18 @@ class AsyncEngine:
         if self.info is not None and self._outputs is not None:
             self._outputs.weights_changed(info.weight_version)
             self.info = dataclasses.replace(info, eos_token_ids=self.info.eos_token_ids)
+
+    def on_adapter(self, state: AdapterState) -> None:
+        """An adapter was loaded, or could not be."""
+        waiting = self._loads.get(state.adapter_id)
+        if waiting is not None:
+            if not waiting[1].done():
+                waiting[1].set_result(state)
+            return
+        for entry in self.adapters:  # one that a new engine was given
+            if state.error and entry.load.adapter_id == state.adapter_id:
+                _log.error("the adapter %r could not be loaded again: %s", entry.name, state.error)
+                self.adapters.remove(entry.name)
 
     def on_step(self, step: Step) -> None:
         """Deliver the tokens of a step to their streams."""
@@ -524,6 +615,9 @@ class AsyncEngine:
         for stream in list(self._streams.values()):
             self._fail(stream.request_id, EngineDeadError(why, taken=True))
         self._pooled.fail_all(EngineDeadError(why, taken=True))
+        for _, loaded in self._loads.values():
+            if not loaded.done():
+                loaded.set_exception(EngineDeadError(why))
         self.intake.clear()
 
     def _queued_too_long(self, request_id: str) -> None:
@@ -584,6 +678,9 @@ class AsyncEngine:
         """Set up this process for a loaded model. An engine that was restarted gets the newest weights again."""
         if self.info is not None and self.info.weights and self._client is not None:
             info = await self._client.update_weights(self.info.weights, self.info.weight_version, "continue")
+        if self._client is not None:
+            for entry in self.adapters:
+                self._client.load_adapter(entry.load)
         if self.info is None:
             if not self.config.model.skip_tokenizer_init:
                 self.tokenizer = self._read_tokenizer(self.config, info.model_dir)

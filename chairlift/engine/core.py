@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.config import CacheConfig, SchedulerConfig
+from chairlift.engine.adapters import Adapters
 from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.estimates import estimator_from
 from chairlift.engine.events import Events
 from chairlift.engine.floor_share import FloorShare
-from chairlift.engine.grammars import GrammarRow, Grammars
+from chairlift.engine.grammars import Grammars, HeldPlace
 from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.step_log import StepLog, StepRecord
@@ -58,8 +59,8 @@ _MAX_TIMES_PASSED = 16
 """A waiting request that was passed this often is not passed again, so that large requests start."""
 _MAX_PREEMPTIONS = 8
 """A request that was preempted this often resumes only with all blocks it may ever need, so that it ends."""
-_GRAMMAR_PAUSE = 0.001
-"""Seconds between two checks for compiled grammars while the loop is otherwise idle."""
+_UNREADY_PAUSE = 0.001
+"""Seconds between two checks for compiled grammars and adapters in memory while the loop is otherwise idle."""
 _FAILED = (FinishReason.ERROR, FinishReason.DEADLINE)
 _TOO_LATE = "the request could not be answered by its deadline"
 _NO_ERRORS: Mapping[str, str] = {}
@@ -125,6 +126,8 @@ class CoreOutputs:
     """The ledger's totals when the tokens were known."""
     progress: list[Progress] = dataclasses.field(default_factory=list)
     """Only sequences with news other than a token."""
+    predicted: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
+    """(sequence, accepted drafts, rejected drafts) so far, of drafts from its expected text, where they changed."""
 
     def merge(self, later: CoreOutputs) -> None:
         """Append later results to these, because these could not be sent yet."""
@@ -138,6 +141,7 @@ class CoreOutputs:
         self.finished += later.finished
         self.decoding += later.decoding
         self.progress += later.progress
+        self.predicted += later.predicted
         self.decode_seconds = max(self.decode_seconds, later.decode_seconds)
 
 
@@ -148,8 +152,8 @@ class _Flight:
     out: SchedulerOutput
     pending: PendingTokens | Exception
     start: float
-    grammars: Sequence[tuple[int, GrammarRow]]
-    """(sample position, grammar state) of each request with a grammar."""
+    grammars: Sequence[HeldPlace]
+    """Places at which requests with a grammar sample."""
     known: SampledTokens | None = None
 
     def tokens(self) -> SampledTokens:
@@ -210,12 +214,15 @@ class EngineCore(EngineClient):
         policy: Policy | None = None,
         kv: KVCacheManager | None = None,
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        self.grammars = Grammars(None) if grammars is None else grammars
+        self.adapters, self.grammars = adapters or Adapters(), Grammars(None) if grammars is None else grammars
         self.clock: Clock = clock or SystemClock()
         self.kv = kv or _kv_cache(executor, config, cache or CacheConfig(), cache_secret)
         self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
         self.answer_lengths = AnswerLengths()
+        has_states = any(group.state_span is not None for group in executor.cache_groups)
+        drafting = executor.num_lookahead_steps, has_states, self.grammars, getattr(executor, "drafter", None)
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=config.max_num_seqs,
@@ -232,7 +239,9 @@ class EngineCore(EngineClient):
             costs=self.costs,
             policy_share=config.policy_share,
             drop_late=config.late_requests == "drop",
-            speculator=speculator_from_config(config, self.costs),
+            speculator=speculator_from_config(config, self.costs, *drafting),
+            guide=self.grammars,
+            max_loras=self.adapters.max_loras,
         )
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
@@ -244,20 +253,22 @@ class EngineCore(EngineClient):
         mask. It does not know the tokens of steps in flight."""
         self.floor: FloorShare | None = None
         """Measures how near steps come to the limits of this machine; None where the limits were not measured."""
-        self.config = config
-        self.executor = executor
+        self.config, self.executor = config, executor
         self.weight_version = 0
         asked = config.num_lookahead_steps
         self.num_lookahead_steps = executor.num_lookahead_steps if asked is None else asked
+        self._begin_books()
+
+    def _begin_books(self) -> None:
+        """What the core writes down about its steps."""
         self._joined: list[tuple[str, int, float]] = []
         self._progress: list[Progress] = []
         self._flights: deque[_Flight] = deque()
-        self._landed_at = 0.0
+        self._landed_at = self._tenant_gap = 0.0
         self._counted = EngineStats()
-        self._reserved = [name for name, each in (config.promises or {}).items() if each.min_seqs]
+        self._reserved = [name for name, each in (self.config.promises or {}).items() if each.min_seqs]
         self._shares_noted = -math.inf
-        self._rows_by_class: dict[str, int] = {}
-        self._tenant_gap = 0.0
+        self._rows_by_class, self._adapters_in_use = dict[str, int](), self.adapters.in_use(())
 
     @property
     def num_in_flight(self) -> int:
@@ -266,24 +277,27 @@ class EngineCore(EngineClient):
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, or any step is in flight."""
-        return bool(self._flights) or self.scheduler.has_unfinished
+        """Whether any request has not ended, any step is in flight, or any adapter is being read."""
+        return bool(self._flights) or self.scheduler.has_unfinished or self.adapters.is_reading
 
     def add(self, request: PreparedRequest) -> None:
         """Queue all answers of a request, or none. Raises RequestError, and any error of the scheduler."""
         sequences, now = request.make_sequences(), self.clock.now()
         asked = request.params.structured_outputs
-        if asked is not None:
-            self.grammars.add(sequences, asked.value)
-        elif request.params.thinking is not None:
-            self.grammars.limit(sequences, request.params.thinking)
+        if request.adapter_id:
+            self.adapters.add(sequences, request.adapter_id)
         try:
+            if asked is not None:
+                self.grammars.add(sequences, asked.value)
+            elif request.params.thinking is not None:
+                self.grammars.limit(sequences, request.params.thinking)
             for sequence in sequences:
                 self.scheduler.add(sequence)
             for sequence in sequences:
                 self.causes.added(sequence, now)
         except Exception:
             for sequence in sequences:
+                self.adapters.forget(sequence)
                 if self.scheduler.requests.get(sequence.request_id) is sequence:
                     self.scheduler.abort(sequence.request_id)
                     self.causes.ended(sequence, now)
@@ -312,7 +326,7 @@ class EngineCore(EngineClient):
         now = self.clock.now()
         if self.governor is not None:
             self.governor.govern(now)
-        ended = self._take_grammars(now)
+        ended = self._take_ready(now)
         out = self.scheduler.schedule(now)
         self.causes.scheduled(out, now)
         self.events.tell("scheduled", out, now)
@@ -334,13 +348,17 @@ class EngineCore(EngineClient):
             outputs.finished += ended
         return outputs
 
-    def _take_grammars(self, now: float) -> list[FinishedSequence]:
-        """Add requests to the waiting queue whose grammar is now compiled. End requests whose grammar failed."""
+    def _take_ready(self, now: float) -> list[FinishedSequence]:
+        """Add requests to the waiting queue whose grammar is now compiled and whose adapter is now in memory. End
+        requests whose grammar or adapter failed."""
         ended: list[FinishedSequence] = []
-        if self.scheduler.batch.unready or self.grammars.is_compiling:
-            ready, failed = self.grammars.take_ready()
+        if not (self.scheduler.batch.unready or self.grammars.is_compiling or self.adapters.is_reading):
+            return ended
+        for source in (self.grammars, self.adapters):
+            ready, failed = source.take_ready()
             for request in ready:
-                self.scheduler.ready(request, now)
+                if not self.grammars.waits(request) and not self.adapters.waits(request):
+                    self.scheduler.ready(request, now)
             for request, reason in failed:
                 ended += self._end([request.request_id], FinishReason.ERROR, reason)
         return ended
@@ -391,8 +409,8 @@ class EngineCore(EngineClient):
         """Time at which :meth:`step` has work even if no request comes or leaves; None if there is no such time."""
         now = self.clock.now()
         when = now if self._flights else self.scheduler.next_event(now)
-        if self.scheduler.batch.unready:
-            when = now + _GRAMMAR_PAUSE if when is None else min(when, now + _GRAMMAR_PAUSE)
+        if self.scheduler.batch.unready or self.adapters.is_reading:
+            when = now + _UNREADY_PAUSE if when is None else min(when, now + _UNREADY_PAUSE)
         return when
 
     def stats(self) -> EngineStats:
@@ -416,6 +434,7 @@ class EngineCore(EngineClient):
             num_tail_preemptions=scheduler.preemptor.num_tails,
             num_offloaded_blocks=self.kv.num_offloaded,
             **self._draft_counts(),
+            **self._adapter_counts(),
             num_brought_back_blocks=self.kv.num_brought_back,
             num_late_dropped=scheduler.num_past_deadline if scheduler.drop_late else 0,
             num_late_downgraded=0 if scheduler.drop_late else scheduler.num_past_deadline,
@@ -440,6 +459,19 @@ class EngineCore(EngineClient):
             "accepted_at": drafts.accepted_at,
         }
 
+    def _adapter_counts(self) -> dict[str, Any]:
+        adapters = self.adapters
+        if not adapters.max_loras:
+            return {}
+        return {
+            "max_loras": adapters.max_loras,
+            "running_adapters": self._adapters_in_use[0],
+            "waiting_adapters": self._adapters_in_use[1],
+            "num_adapter_reads": adapters.num_reads,
+            "num_adapter_hits": adapters.num_hits,
+            "num_adapter_evictions": adapters.num_evictions,
+        }
+
     def _note_shares(self) -> None:
         """Sum up the shares of all running requests and tenants. This is not done in every step, to keep steady
         decoding cheap."""
@@ -450,6 +482,8 @@ class EngineCore(EngineClient):
         if self._reserved:
             rows = Counter(request.service.service_class for request in running.values())
             self._rows_by_class = {name: rows[name] for name in self._reserved}
+        if self.adapters.max_loras:
+            self._adapters_in_use = self.adapters.in_use(self.scheduler.batch.adapters)
         counters = getattr(self.scheduler.policy, "counters", None)
         if isinstance(counters, VirtualTokenCounters):
             service = [counters[tenant] for tenant in counters.active()]
@@ -461,6 +495,7 @@ class EngineCore(EngineClient):
             self.scheduler.abort(sequence_id)
         self._flights.clear()
         self.grammars.shutdown()
+        self.adapters.shutdown()
         self.executor.shutdown()
 
     def _end(
@@ -506,10 +541,10 @@ class EngineCore(EngineClient):
         failed."""
         drawn: list[int] = []
         for flight in self._flights:
-            for index, row in flight.grammars:
-                if row.request is request and request.resumed_at_step <= flight.out.step:
+            for place in flight.grammars:
+                if place.row.request is request and request.resumed_at_step <= flight.out.step:
                     try:
-                        drawn.append(flight.tokens().token_ids[index])
+                        drawn += place.right(flight.tokens().token_ids)
                     except Exception:  # its requests end when the step lands
                         return None
         return drawn
@@ -539,7 +574,7 @@ class EngineCore(EngineClient):
             self.governor.window.saw(out, result, end - max(start, self._landed_at), end)
         if result.sampled and self.costs.wants(out):
             # With look-ahead a step is scheduled early, but begins only when the step before has ended.
-            self.costs.observe(record.features, end - max(start, self._landed_at), len(out.swap_out) + len(out.swap_in))
+            self.costs.observe(record.features, end - max(start, self._landed_at), self.costs.num_copied(out))
         was_busy = out.num_decodes > 0 or len(out.chunks) > len(out.joined)
         if was_busy and not out.swap_out and not out.swap_in:
             self.costs.passed(record.features, end - max(start, self._landed_at), end - self._landed_at)
@@ -583,6 +618,11 @@ class EngineCore(EngineClient):
         records = self._token_records(tokens)
         self.grammars.landed(flight.grammars, out.step, tokens)
         result = self.scheduler.update(out, tokens.token_ids, now)
+        if (drafts := self.scheduler.drafts) is not None and drafts.predicted:
+            for each in drafts.predicted:
+                counts = each.num_accepted_predicted, each.num_rejected_predicted
+                outputs.predicted.append((each.request_id, *counts))
+            drafts.predicted.clear()
         complete = self._complete(flight, now)
         rows = [row for row, request in enumerate(result.sampled) if request is not None]
         rows = [row for row in rows if tokens.token_ids[row] != FAILED_ROW]
@@ -656,6 +696,7 @@ class EngineCore(EngineClient):
         for request in ended:
             self.answer_lengths.add(request)
             self.grammars.forget(request.request_id)
+            self.adapters.forget(request)
         charged = [(request, *self.causes.ended(request, now)) for request in ended]
         for request, causes, preempted_by, _ in charged:
             self.events.tell("ended", request, now, causes, preempted_by)

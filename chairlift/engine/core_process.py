@@ -19,15 +19,18 @@ from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
 from chairlift.engine.forecaster import Forecaster
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.messages import (
+    AdapterLoaded,
     Add,
     FrameReader,
     Leave,
+    LoadAdapter,
     Log,
     Message,
     NotLoaded,
     Ready,
     Refused,
     Step,
+    UnloadAdapter,
     UpdateWeights,
     Watch,
     Watched,
@@ -155,6 +158,8 @@ class CoreProcess:
                 self._forecast = made or self._forecast
                 if outputs is not None:
                     self._deliver(outputs)
+            for state in self._core.adapters.take_states():
+                connection.send(AdapterLoaded(state))
             if self._pending and not connection.backlog:
                 self._deliver(CoreOutputs())
             self._show()
@@ -186,6 +191,10 @@ class CoreProcess:
             self._core.watch(message.wanted)
         elif isinstance(message, UpdateWeights):
             self._update(message)
+        elif isinstance(message, LoadAdapter):
+            self._core.adapters.load(message.load)
+        elif isinstance(message, UnloadAdapter):
+            self._core.adapters.unload(message.adapter_id)
         else:
             self._connection.frames.num_bad += 1
 

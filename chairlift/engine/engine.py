@@ -6,6 +6,8 @@ import logging
 import uuid
 
 from chairlift.config import CacheConfig, SchedulerConfig
+from chairlift.engine.adapter_names import AdapterEntry, AdapterNames
+from chairlift.engine.adapters import Adapters
 from chairlift.engine.clock import Clock
 from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
 from chairlift.engine.grammars import Grammars
@@ -16,6 +18,7 @@ from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError, Reque
 from chairlift.executor.executor import Executor, WeightSource
 from chairlift.grammar.compiler import GrammarCompiler
 from chairlift.kv_cache.manager import KVCacheManager
+from chairlift.lora_request import LoRARequest
 from chairlift.outputs import RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.policy import Policy
@@ -44,6 +47,7 @@ class Engine:
         policy: Policy | None = None,
         kv: KVCacheManager | None = None,
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         if grammars is None:
             compiler = GrammarCompiler(lambda: tokenizer, limits.vocab_size, limits.eos_token_ids)
@@ -58,7 +62,9 @@ class Engine:
             policy=policy,
             kv=kv,
             grammars=grammars,
+            adapters=adapters,
         )
+        self._adapters = AdapterNames()
         self.clock: Clock = self.core.clock
         self._inputs = InputProcessor(limits, tokenizer, self.core.kv, seed)
         self._outputs = OutputProcessor(tokenizer, limits.eos_token_ids)
@@ -101,10 +107,12 @@ class Engine:
         stream: bool = True,
         cache_salt: str = "",
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> str:
         """Queue a request and return its id. Raises RequestError, and changes nothing, when it cannot be served.
 
-        With ``stream``, every step with a new token reports the request; without it, only the last step does.
+        With ``stream``, every step with a new token reports the request; without it, only the last step does. An
+        adapter is read here at its first use; ModelLoadError says what is wrong with it.
         """
         self._check_alive()
         request_id = uuid.uuid4().hex if request_id is None else request_id
@@ -113,7 +121,9 @@ class Engine:
             raise RequestError(f"request id {request_id!r} is already in use; choose another")
         now = self.clock.now()
         params = SamplingParams() if params is None else params
-        prepared = self._inputs.prepare(request_id, prompt, params, now, cache_salt, tenant)
+        adapter_id = self._adapter_of(lora_request)
+        who = cache_salt, tenant
+        prepared = self._inputs.prepare(request_id, prompt, params, now, *who, adapter_id=adapter_id)
         if params.structured_outputs is not None:
             self.core.grammars.check(params.structured_outputs.value)
         try:
@@ -129,6 +139,28 @@ class Engine:
             raise
         _log.debug("request %r: %d prompt tokens, seed %d", request_id, len(prepared.prompt_token_ids), prepared.seed)
         return request_id
+
+    def _adapter_of(self, asked: LoRARequest | None) -> int:
+        if asked is None:
+            return 0
+        if not isinstance(asked, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest, got {type(asked).__name__}")
+        entry = self._adapters.find(asked)
+        if entry is None:
+            load = self._adapters.next_load(asked.lora_name, str(asked.lora_path))
+            self.core.adapters.load_now(load)
+            entry = AdapterEntry(load, asked.lora_int_id)
+            self._adapters.add(entry)
+        return entry.load.adapter_id
+
+    def remove_lora(self, int_id: int) -> bool:
+        """Forget an adapter by its caller's number: its requests go on, and the number is free. False when unknown."""
+        entry = self._adapters.with_int_id(int_id)
+        if entry is None:
+            return False
+        self._adapters.remove(entry.name)
+        self.core.adapters.unload(entry.load.adapter_id)
+        return True
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state, at once and without an output. Returns False when it is unknown or was

@@ -3,7 +3,8 @@ masks.
 
 Each grammar is compiled once and cached by its content; its request waits meanwhile. Each answer has its own matcher.
 The matcher follows the tokens that are known, including those that steps in flight have sampled, and goes back when
-such a token is dropped. So preemption needs no saved state.
+such a token is dropped. So preemption needs no saved state. An answer has only drafts that its grammar allows, and each
+draft has the mask of its place.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ from chairlift.step_batch import SampledTokens
 from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
 from chairlift.thinking import ThinkingBudget
 
-__all__ = ["Compile", "GrammarRow", "Grammars"]
+__all__ = ["Compile", "GrammarRow", "Grammars", "HeldPlace"]
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,27 @@ class GrammarRow:
 
     request: Request
     matcher: Matcher
+    fresh: Callable[[], Matcher]
+    """Makes a matcher at the beginning of the answer."""
+
+
+class HeldPlace(NamedTuple):
+    """Where a step samples for a request with a grammar."""
+
+    first: int
+    """The sample position whose token the request takes; with drafts the first of them."""
+    row: GrammarRow
+    drafts: tuple[int, ...] = ()
+    """Each of them has a sample position behind it."""
+
+    def right(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """The tokens that the request takes of those that the step drew: one, and one per right draft."""
+        count = 1
+        for place, draft in enumerate(self.drafts):
+            if token_ids[self.first + place] != draft:
+                break
+            count += 1
+        return token_ids[self.first : self.first + count]
 
 
 @dataclasses.dataclass(slots=True)
@@ -84,7 +106,7 @@ class Grammars:
         self._jobs: dict[bytes, _Job] = {}
         self._rows: dict[str, GrammarRow] = {}
         self._decode_rows: tuple[tuple[str, int], ...] = ()
-        self._decoding: list[tuple[int, GrammarRow]] = []
+        self._decoding: list[HeldPlace] = []
         self.num_compiled = self.num_hits = self.num_failed = 0
         """Grammars compiled; requests whose grammar was cached; grammars that failed."""
 
@@ -107,6 +129,8 @@ class Grammars:
         """Set the grammar of the answers of one request. Answers that must wait for the compiler are marked as not
         ready."""
         compiler, key = self._compiler_of(), grammar.key
+        for request in requests:
+            request.is_guided = True
         if key in self._kept:
             self._kept.move_to_end(key)
             self.num_hits += 1
@@ -121,7 +145,8 @@ class Grammars:
     def limit(self, requests: Sequence[Request], budget: ThinkingBudget) -> None:
         """Limit the reasoning of the answers of one request that has no grammar. Raises RequestError."""
         for request in requests:
-            self._follow_new(request, self._limited(budget, None))
+            request.is_guided = True
+            self._follow_new(request, lambda: self._limited(budget, None))
 
     def take_ready(self) -> tuple[list[Request], list[tuple[Request, str]]]:
         """Requests whose grammar was compiled since the last call, and (request, reason) of those whose grammar failed.
@@ -146,6 +171,10 @@ class Grammars:
                     reason = CANNOT_BE_FOLLOWED + reason
                 failed += [(request, reason) for request in waiting]
         return ready, failed
+
+    def waits(self, request: Request) -> bool:
+        """Whether the grammar of a request is being compiled."""
+        return any(each is request for job in self._jobs.values() for each in job.requests)
 
     def forget(self, request_id: str) -> None:
         """Drop a request that has left."""
@@ -180,79 +209,117 @@ class Grammars:
 
     def _start(self, requests: Sequence[Request], compiled: Compiled) -> None:
         for request in requests:
-            matcher = compiled.matcher(sorted(request.stop_token_ids))
-            budget = getattr(request.params, "thinking", None)
-            self._follow_new(request, matcher if budget is None else self._limited(budget, matcher))
+            self._follow_new(request, lambda request=request: self._matcher_of(request, compiled))  # type: ignore[misc]
+
+    def _matcher_of(self, request: Request, compiled: Compiled) -> Matcher:
+        matcher = compiled.matcher(sorted(request.stop_token_ids))
+        budget = getattr(request.params, "thinking", None)
+        return matcher if budget is None else self._limited(budget, matcher)
 
     def _limited(self, budget: ThinkingBudget, matcher: Matcher | None) -> ThinkingMatcher:
         if self._vocab_size is None or max(budget.marks) >= self._vocab_size:
             raise RequestError(f"thinking has token ids that the model does not know: {budget.marks!r:.80}")
         return ThinkingMatcher(budget, self._vocab_size, matcher)
 
-    def _follow_new(self, request: Request, matcher: Matcher) -> None:
-        request.may_draft = False
-        self._rows[request.request_id] = GrammarRow(request, matcher)
+    def _follow_new(self, request: Request, fresh: Callable[[], Matcher]) -> None:
+        self._rows[request.request_id] = GrammarRow(request, fresh(), fresh)
+
+    # -- drafts --------------------------------------------------------------------------------------------------
+
+    def forced(self, request: Request, most: int) -> Sequence[int]:
+        """Up to ``most`` tokens that a grammar makes follow; see :meth:`Matcher.forced`. No step may be in flight."""
+        row = self._rows.get(request.request_id)
+        if row is None or not self._follow(row, ()):
+            return ()
+        found = row.matcher.forced(most)
+        if row.matcher.error:
+            self._begin_again(row)
+        return found
+
+    def num_allowed(self, request: Request, drafts: Sequence[int]) -> int:
+        """Leading ``drafts`` behind which the answer goes on: its grammar allows each of them, and none may be its
+        end. No step may be in flight."""
+        row = self._rows.get(request.request_id)
+        if row is None or not self._follow(row, ()):
+            return 0
+        matcher, begin, count = row.matcher, row.matcher.num_consumed, 0
+        for token in drafts[: matcher.num_allowed(drafts)]:
+            if token in request.stop_token_ids or not matcher.consume(token) or matcher.stopped:
+                break
+            count += 1
+        if matcher.error or not matcher.rewind(begin):
+            self._begin_again(row)
+            return 0
+        return count
+
+    @staticmethod
+    def _begin_again(row: GrammarRow) -> None:
+        """Replace a matcher that broke behind a draft: who knows whether that is sampled. No drafts any more."""
+        row.matcher, row.request.may_draft = row.fresh(), False
 
     # -- following -----------------------------------------------------------------------------------------------
 
-    def rows_of(self, out: SchedulerOutput) -> list[tuple[int, GrammarRow]]:
-        """(sample position, state) of each request with a grammar that samples in this step."""
+    def rows_of(self, out: SchedulerOutput) -> list[HeldPlace]:
+        """Places of the step at which requests with a grammar sample."""
         if not self._rows:
             return []
         if out.decode_rows is not self._decode_rows:
             names = (self._rows.get(name) for name, _ in out.decode_rows)
             self._decode_rows = out.decode_rows
-            self._decoding = [(index, row) for index, row in enumerate(names) if row is not None]
+            self._decoding = [HeldPlace(index, row) for index, row in enumerate(names) if row is not None]
         rows, index = list(self._decoding), len(out.decode_rows)
         for name, chunk in zip(out.chunk_ids, out.chunks, strict=True):
             index += chunk.samples
             if chunk.samples and name in self._rows:
-                rows.append((index - 1, self._rows[name]))
+                rows.append(HeldPlace(index - 1 - len(chunk.drafts), self._rows[name], chunk.drafts))
         return rows
 
-    def begin(
-        self, rows: Sequence[tuple[int, GrammarRow]], in_flight: InFlight
-    ) -> Future[dict[int, npt.NDArray[np.uint32]]]:
+    def begin(self, rows: Sequence[HeldPlace], in_flight: InFlight) -> Future[dict[int, npt.NDArray[np.uint32]]]:
         """Start to fill the masks of a step. The result maps sample positions to masks. The matchers must not be used
         until it is ready."""
-        todo: list[tuple[int, Matcher]] = []
-        for index, row in rows:
-            if row.request.finish_reason is None:
-                drawn = in_flight(row.request)
-                if drawn is not None and self._follow(row, drawn):
-                    todo.append((index, row.matcher))
+        todo: list[HeldPlace] = []
+        for place in rows:
+            if place.row.request.finish_reason is None:
+                drawn = in_flight(place.row.request)
+                if drawn is not None and self._follow(place.row, drawn):
+                    todo.append(place)
         if self._fill_beside and todo:
             return self._thread("masks").submit(_fill, todo)
         filled: Future[dict[int, npt.NDArray[np.uint32]]] = Future()
         filled.set_result(_fill(todo))
         return filled
 
-    def landed(self, rows: Sequence[tuple[int, GrammarRow]], step: int, tokens: SampledTokens) -> None:
+    def landed(self, rows: Sequence[HeldPlace], step: int, tokens: SampledTokens) -> None:
         """Check the tokens of a step before they are taken. Tokens that their grammar forbids become failed tokens."""
-        for index, row in rows:
-            request, matcher = row.request, row.matcher
+        for place in rows:
+            row, request = place.row, place.row.request
             late = request.finish_reason is not None or request.slot < 0 or request.resumed_at_step > step
-            if late or tokens.token_ids[index] == FAILED_ROW:
+            right = place.right(tokens.token_ids)
+            last = request.num_output_tokens + len(right) - 1  # tokens before the newest that was drawn
+            if late or right[-1] == FAILED_ROW:
                 continue
-            if matcher.num_consumed <= request.num_output_tokens:
-                self._follow(row, [tokens.token_ids[index]])
-            # otherwise the error concerns a later token
-            if matcher.error and matcher.num_consumed <= request.num_output_tokens:
-                tokens.token_ids[index], tokens.errors[index] = FAILED_ROW, matcher.error
+            if place.drafts and row.matcher.error and row.matcher.num_consumed > last:
+                self._begin_again(row)
+            if row.matcher.num_consumed <= last:
+                self._follow(row, right)
+            matcher = row.matcher
+            if matcher.error and matcher.num_consumed <= last:  # otherwise the error concerns a later token
+                broken = place.first + max(0, matcher.num_consumed - request.num_output_tokens)
+                tokens.token_ids[broken], tokens.errors[broken] = FAILED_ROW, matcher.error
 
-    def complete(self, rows: Sequence[tuple[int, GrammarRow]]) -> list[Request]:
+    def complete(self, rows: Sequence[HeldPlace]) -> list[Request]:
         """Requests of a step whose answer is complete: the grammar allows no further token. Call it after the step's
         tokens are taken. Matchers whose reasoning has ended are dropped, so their requests may have drafts again."""
-        for _, row in rows:
+        for _, row, _ in rows:
             matcher = row.matcher
             done = isinstance(matcher, ThinkingMatcher) and matcher.is_over
             if done and matcher.num_consumed <= row.request.num_output_tokens:
                 self._rows.pop(row.request.request_id, None)
                 self._decode_rows, self._decoding = (), []
-                row.request.may_draft = True
+                row.request.is_guided = False
         return [
             row.request
-            for _, row in rows
+            for _, row, _ in rows
             if row.matcher.num_consumed == row.request.num_output_tokens
             and not row.matcher.error
             and row.matcher.stopped
@@ -276,10 +343,18 @@ class Grammars:
         return not matcher.error and not matcher.stopped
 
 
-def _fill(todo: Sequence[tuple[int, Matcher]]) -> dict[int, npt.NDArray[np.uint32]]:
+def _fill(todo: Sequence[HeldPlace]) -> dict[int, npt.NDArray[np.uint32]]:
+    """The masks of all places. With drafts the matcher goes on along them, and comes back."""
     masks: dict[int, npt.NDArray[np.uint32]] = {}
-    for index, matcher in todo:
-        mask = matcher.mask()
-        if mask is not None:
-            masks[index] = mask
+    for first, row, drafts in todo:
+        matcher, begin = row.matcher, row.matcher.num_consumed
+        for place in range(len(drafts) + 1):
+            mask = matcher.mask()
+            if mask is None:
+                break
+            masks[first + place] = mask.copy() if drafts else mask
+            if place < len(drafts) and not matcher.consume(drafts[place]):
+                break
+        if not matcher.error:
+            matcher.rewind(begin)
     return masks

@@ -124,6 +124,12 @@ class EngineInfo:
     graphs: str = ""
     """CUDA graphs of decode steps and their memory, in words; empty where there are none."""
 
+    speculative_method: str | None = None
+    """Who drafts tokens for every request; None: nobody does."""
+    num_speculative_tokens: int = 0
+    """Most drafts of a row in one step, where somebody does."""
+    takes_predictions: bool = False
+    """Whether a text that a request expects (``prediction``) is drafted."""
     pooling: PoolingInfo | None = None
     """None for a model that generates."""
     weights: str = ""

@@ -65,6 +65,8 @@ class PreparedRequest:
     arrival_time: float = 0.0
     priority: int = 0
     service: Service = NO_PROMISE
+    adapter_id: int = 0
+    """The number of its adapter; 0: none."""
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -76,6 +78,8 @@ class PreparedRequest:
         """One :class:`~chairlift.request.Request` per answer. All but the first share the prompt of the first."""
         sequences: list[Request] = []
         ends_early = bool(self.stop_token_ids or self.params.stop)
+        prediction = self.params.prediction or ()
+        expected = () if isinstance(prediction, str) else tuple(prediction)  # prepare() has encoded a text
         others = self.params  # only the first answer reports the prompt's log-probabilities
         if self.params.prompt_logprobs is not None:
             most = 1 if self.params.max_tokens == 0 else self.params.max_tokens
@@ -100,11 +104,13 @@ class PreparedRequest:
                     priority=self.priority,
                     service=self.service,
                     cache_salt=self.cache_salt,
+                    adapter_id=self.adapter_id,
                     params=self.params,
                     sampling=row,
                     source=sequences[0] if sequences else None,
                     # Positions read from the prefix cache have no logits, so they cannot be shared here.
                     may_share=not (self.params.prompt_logprobs is not None and index == 0),
+                    prediction=expected,
                 )
             )
         return sequences
@@ -135,11 +141,13 @@ class InputProcessor:
         tenant: str = "",
         text: str | None = None,
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
+        adapter_id: int = 0,
     ) -> PreparedRequest:
         """Check everything, and tokenize.
 
         ``tenant`` is charged for the request. ``text`` is the source of ``prompt`` if it was tokenized before, and
-        ``bad_word_ids`` are the token ids of ``bad_words`` likewise.
+        ``bad_word_ids`` are the token ids of ``bad_words`` likewise. ``adapter_id`` is the number of an adapter that
+        the core knows.
         """
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_ID_LENGTH:
             raise RequestError(f"request_id must be a string of 1 to {_MAX_ID_LENGTH} characters")
@@ -151,6 +159,8 @@ class InputProcessor:
             raise RequestError(f"tenant must be a text of at most {_MAX_ID_LENGTH} printable characters")
         if params.logit_bias is not None:
             params = dataclasses.replace(params)  # a private copy of the mapping, which no caller can change
+        if params.prediction is not None:
+            params = dataclasses.replace(params, prediction=self._prediction(params.prediction))
         prompt, own_text = unnamed(prompt)
         token_ids = self._token_ids(prompt, int(params.max_tokens != 0))
         self._check_params(params)
@@ -179,6 +189,7 @@ class InputProcessor:
             cache_salt,
             arrival_time,
             *self._promise(params, arrival_time, tenant),
+            adapter_id,
         )
 
     def _token_ids(self, prompt: Prompt, least_answer: int) -> list[int]:
@@ -198,6 +209,20 @@ class InputProcessor:
             raise PromptTooLongError(
                 f"the prompt has {len(token_ids)} tokens, but the model takes {self.limits.max_model_len}{answer};"
                 " shorten the prompt"
+            )
+        return token_ids
+
+    def _prediction(self, given: str | Sequence[int]) -> list[int]:
+        if not isinstance(given, str):
+            token_ids = list(given)
+        elif self._tokenizer is None:
+            raise RequestError("prediction is text, but the tokenizer was not loaded; send token ids")
+        else:
+            token_ids = self._tokenizer.encode(given, False)
+        self._check_ids("prediction", token_ids)
+        if len(token_ids) > self.limits.max_model_len:
+            raise PromptTooLongError(
+                f"prediction has {len(token_ids)} tokens, but the model takes {self.limits.max_model_len}; shorten it"
             )
         return token_ids
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from chairlift.engine.adapters import AdapterLoad, AdapterState
 from chairlift.engine.core import CoreOutputs
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
@@ -23,10 +24,12 @@ from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.forecast import Forecast
 
 __all__ = [
+    "AdapterLoaded",
     "Add",
     "FrameError",
     "FrameReader",
     "Leave",
+    "LoadAdapter",
     "Loading",
     "Log",
     "Message",
@@ -38,6 +41,7 @@ __all__ = [
     "Refused",
     "Start",
     "Step",
+    "UnloadAdapter",
     "UpdateWeights",
     "Watch",
     "Watched",
@@ -98,6 +102,7 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
     arrival_time: float
     priority: int
     service: Service
+    adapter_id: int = 0
 
     @classmethod
     def of(cls, request: PreparedRequest) -> Add:
@@ -181,6 +186,24 @@ class UpdateWeights(msgspec.Struct, tag="update_weights", forbid_unknown_fields=
     in_flight: str
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter", forbid_unknown_fields=True):
+    """Know an adapter from now on. Answered by AdapterLoaded."""
+
+    load: AdapterLoad
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter", forbid_unknown_fields=True):
+    """Forget an adapter behind its last request. Not answered."""
+
+    adapter_id: int
+
+
+class AdapterLoaded(msgspec.Struct, tag="adapter_loaded", forbid_unknown_fields=True):
+    """How a load ended."""
+
+    state: AdapterState
+
+
 Message = (
     Start
     | Loading
@@ -197,6 +220,9 @@ Message = (
     | Pool
     | PassBegun
     | Pooled
+    | LoadAdapter
+    | UnloadAdapter
+    | AdapterLoaded
 )
 
 _PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]

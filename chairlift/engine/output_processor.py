@@ -56,6 +56,8 @@ class _Answer:
         """The newest progress report and its time."""
         self.weight_versions = [(0, 0)]
         """See :attr:`CompletionOutput.weight_versions`."""
+        self.predicted = (0, 0)
+        """Drafts from the text that was expected: right so far, and wrong."""
 
     def read(self, stop_terminated: bool = False) -> str | None:
         """Update the text. Returns the stop string that ended it, or None."""
@@ -117,6 +119,8 @@ class _Answer:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             weight_versions=list(self.weight_versions),
+            accepted_prediction_tokens=self.predicted[0],
+            rejected_prediction_tokens=self.predicted[1],
         )
 
     def delta(self) -> CompletionOutput | None:
@@ -145,6 +149,8 @@ class _Answer:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             weight_versions=[run for run in self.weight_versions if fresh.start <= run[0] < fresh.stop],
+            accepted_prediction_tokens=self.predicted[0],
+            rejected_prediction_tokens=self.predicted[1],
         )
 
 
@@ -384,6 +390,9 @@ class OutputProcessor:
         for progress in step.progress:
             if progress.sequence_id in self._answers:
                 self._answers[progress.sequence_id][1].progress = (progress, now)
+        for sequence_id, accepted, rejected in step.predicted:
+            if sequence_id in self._answers:
+                self._answers[sequence_id][1].predicted = (accepted, rejected)
         self._decode_seconds = step.decode_seconds
         stopped = []
         for row, sequence_id in enumerate(step.sequence_ids):

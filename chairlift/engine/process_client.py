@@ -15,13 +15,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
+from chairlift.engine.adapters import AdapterLoad, AdapterState
 from chairlift.engine.core import EngineClient
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.messages import (
+    AdapterLoaded,
     Add,
     FrameReader,
     Leave,
+    LoadAdapter,
     Loading,
     Log,
     Message,
@@ -33,6 +36,7 @@ from chairlift.engine.messages import (
     Refused,
     Start,
     Step,
+    UnloadAdapter,
     UpdateWeights,
     Watch,
     Watched,
@@ -66,6 +70,8 @@ class EngineEvents(Protocol):
     def on_watched(self, lines: bytes) -> None: ...
 
     def on_updated(self, info: EngineInfo) -> None: ...
+
+    def on_adapter(self, state: AdapterState) -> None: ...
 
 
 class ProcessClient(EngineClient):
@@ -126,6 +132,14 @@ class ProcessClient(EngineClient):
     def watch(self, wanted: bool) -> None:
         """Start or stop reports of every step, as lines of JSON (``on_watched``)."""
         self._send(Watch(wanted))
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        """Have an adapter read; ``on_adapter`` is told how that ended."""
+        self._send(LoadAdapter(load))
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Have an adapter forgotten behind its last request."""
+        self._send(UnloadAdapter(adapter_id))
 
     async def update_weights(self, source: str, version: int, in_flight: str) -> EngineInfo:
         """Replace the weights. Raises EngineDeadError, or ConfigError or ModelLoadError if nothing has changed.
@@ -210,6 +224,8 @@ class ProcessClient(EngineClient):
             self._events.on_refused(message)
         elif isinstance(message, (PassBegun, Pooled)):
             self._events.on_pooled(message)
+        elif isinstance(message, AdapterLoaded):
+            self._events.on_adapter(message.state)
         elif isinstance(message, Watched):
             self._events.on_watched(message.lines)
         elif isinstance(message, Log):

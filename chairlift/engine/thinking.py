@@ -7,6 +7,7 @@ only on the answer's tokens. llama.cpp (``reasoning-budget``) and vLLM (``thinki
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -70,6 +71,24 @@ class ThinkingMatcher:
             del self._states[num_consumed + 1 :]
             self.num_consumed = num_consumed
         return not self.error
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        count = len(token_ids) if self._grammar is None else self._grammar.num_allowed(token_ids)
+        begin, kept = self.num_consumed, 0
+        for token_id in token_ids[:count]:
+            forced = self._forced(self._states[-1])  # a grammar may make it wait; then there are fewer drafts
+            if forced not in (None, token_id) or not self.consume(token_id):
+                break
+            kept += 1
+        self.rewind(begin)
+        return kept
+
+    def forced(self, most: int) -> Sequence[int]:
+        state, found = self._states[-1], list[int]()
+        while len(found) < most and (token_id := self._forced(state)) is not None:
+            found.append(token_id)
+            state = self._next(state, token_id)
+        return found if found or self._grammar is None else self._grammar.forced(most)
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
         """Tokens that may come next; None where all may, and after an :attr:`error`."""

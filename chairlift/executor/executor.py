@@ -10,7 +10,7 @@ from chairlift.config import CacheGroup
 from chairlift.scheduler.output import SchedulerOutput
 from chairlift.step_batch import Masks, SampledTokens
 
-__all__ = ["Executor", "LiveWeights", "OnProgress", "PendingTokens", "WeightSource"]
+__all__ = ["AdapterMemory", "Executor", "LiveWeights", "OnProgress", "PendingTokens", "WeightSource"]
 
 WeightSource = str | Path | Mapping[str, Any]
 """A directory with safetensors, or tensors by name; the names are those of a Hugging Face checkpoint."""
@@ -53,6 +53,23 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Free all resources."""
+        ...
+
+
+class AdapterMemory(Protocol):
+    """What some executors and model runners have besides, as ``adapters``: low-rank adapters beside the model."""
+
+    def read(self, path: Path, root: Path | None) -> Any:
+        """The adapter in a directory, ready for :meth:`put`, with a ``digest`` of all that was read. Any thread may
+        call it. With a ``root`` its files must lie there. Raises ModelLoadError."""
+        ...
+
+    def put(self, adapter_id: int, adapter: Any) -> None:
+        """Let steps name it by a number above 0, between two of them."""
+        ...
+
+    def drop(self, adapter_id: int) -> None:
+        """No later step names it."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +38,21 @@ class InputBatch:
     first: placeholders, which are no token ids, take their places until they arrive.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, num_groups: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int,
+        state_spans: Sequence[int | None] = (),
+    ) -> None:
+        """``state_spans``: per cache group :attr:`CacheGroup.state_span`; empty where no group has states."""
         self.block_size = block_size
+        spans = list(state_spans) or [None] * num_groups
+        self._spans = np.array([span or block_size for span in spans], dtype=np.int32)[:, None]
+        # Places of a block: one per position in groups of K and V, one in all where a block holds a state.
+        self._places = np.array([1 if span else block_size for span in spans], dtype=np.int32)[:, None]
+        self._advances = np.array([0 if span else 1 for span in spans], dtype=np.int64)[:, None]
         self.num_slots = num_slots
         max_blocks = -(-max_model_len // block_size)
         # np.zeros allocates pages when they are first used, so rows cost only what they use.
@@ -48,6 +62,7 @@ class InputBatch:
         self._groups = np.arange(num_groups)[:, None]
         self.sampling: list[SamplingRow | None] = [None] * num_slots
         self.num_prompt_tokens = np.zeros(num_slots, dtype=np.int32)
+        self.adapters = np.zeros(num_slots, dtype=np.int32)
         self._decodes = np.zeros(0, dtype=np.int32)
         self._steady: StepBatch | None = None
         self._untaken: list[SchedulerOutput] = []
@@ -124,25 +139,27 @@ class InputBatch:
         for table, blocks in zip(self.block_tables, row.block_ids, strict=True):
             table[slot, : len(blocks)] = blocks
         self.sampling[slot] = row.sampling
+        self.adapters[slot] = row.adapter_id
 
     def _clear(self, slot: int) -> None:
-        self.num_computed[slot] = self.num_prompt_tokens[slot] = 0
+        self.num_computed[slot] = self.num_prompt_tokens[slot] = self.adapters[slot] = 0
         self.block_tables[:, slot] = 0
         self.sampling[slot] = None
 
     def _advance(self, step: StepBatch, out: SchedulerOutput) -> StepBatch:
         """The step in which exactly the rows of ``step`` decode again, made from it in place. Equal to
         :meth:`_flatten`."""
-        for array in (step.positions, step.seq_lens, step.slot_mapping):
+        for array in (step.positions, step.seq_lens):
             array += 1
+        step.slot_mapping += self._advances
         begin = np.flatnonzero(step.positions % self.block_size == 0)
         if len(begin):  # rows that begin a block
-            blocks = step.positions[begin] // self.block_size
+            blocks = step.positions[begin] // self._spans
             if blocks.max() >= step.block_tables.shape[2]:
                 step = dataclasses.replace(step, block_tables=self._tables(step.slots, step.seq_lens))
             numbers = self.block_tables[self._groups, step.slots[begin], blocks]
             step.block_tables[self._groups, begin, blocks] = numbers
-            step.slot_mapping[:, begin] = numbers.astype(np.int64) * self.block_size
+            step.slot_mapping[:, begin] = numbers.astype(np.int64) * self._places
         step.token_ids[:] = self.tokens[step.slots, step.positions]
         step.swap_out, step.copies, step.swap_in = out.swap_out, out.copies, out.swap_in
         return step
@@ -165,6 +182,7 @@ class InputBatch:
             seq_lens=seq_lens,
             block_tables=self._tables(slots, seq_lens),
             slot_mapping=self._slot_mapping(token_slots, positions),
+            adapters=self.adapters[token_slots] if self.adapters[slots].any() else None,
             slots=slots,
             tokens=self.tokens,
             sampling=[self.sampling[slot] for slot in slots.tolist()],
@@ -201,8 +219,9 @@ class InputBatch:
         return self.block_tables[self._groups, slots, :width]
 
     def _slot_mapping(self, slots: _Int32, positions: _Int32) -> npt.NDArray[np.int64]:
-        blocks, offsets = positions // self.block_size, positions % self.block_size
-        return self.block_tables[self._groups, slots, blocks].astype(np.int64) * self.block_size + offsets
+        blocks, offsets = positions // self._spans, positions % self._places
+        found: npt.NDArray[np.int64] = self.block_tables[self._groups, slots, blocks].astype(np.int64)
+        return found * self._places + offsets
 
 
 def _known(token_ids: list[int]) -> _Int32:

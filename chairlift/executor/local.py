@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
-from chairlift.executor.executor import LiveWeights, OnProgress, PendingTokens, WeightSource
+from chairlift.executor.executor import AdapterMemory, LiveWeights, OnProgress, PendingTokens, WeightSource
 from chairlift.executor.input_batch import Awaited, InputBatch
 from chairlift.scheduler.output import SchedulerOutput
 from chairlift.step_batch import Masks, SampledTokens, StepBatch
+
+if TYPE_CHECKING:
+    from chairlift.executor.draft_model import DraftModel
 
 __all__ = ["LocalExecutor", "ModelRunner"]
 
@@ -58,19 +61,35 @@ class _Arriving:
 class LocalExecutor:
     """Runs each step when it is given; see :class:`~chairlift.executor.executor.Executor`."""
 
-    def __init__(self, runner: ModelRunner, *, num_slots: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        drafter: DraftModel | None = None,
+    ) -> None:
         self.cache_groups = runner.cache_groups
         self.block_size = block_size
         self.block_bytes = runner.block_bytes
         self.calls: tuple[str, ...] = tuple(getattr(runner, "calls", ()))
         """Names of the operations without a kernel, which PyTorch computes."""
         self.num_lookahead_steps = 1 if getattr(runner, "runs_ahead", False) else 0
+        self.drafter = drafter
+        """A small model that drafts; see ``speculative_config``."""
+        self.adapters: AdapterMemory | None = getattr(runner, "adapters", None)
+        """Adapters beside the model; None where none are served."""
         self._runner = runner
-        self._input = InputBatch(num_slots, max_model_len, block_size, len(runner.cache_groups))
+        spans = [group.state_span for group in runner.cache_groups]
+        self._input = InputBatch(num_slots, max_model_len, block_size, len(spans), spans)
 
     def execute(self, out: SchedulerOutput) -> tuple[Any, StepBatch]:
         batch = self._input.apply(out)
-        return self._runner.forward(batch), batch
+        hidden = self._runner.forward(batch)
+        if self.drafter is not None:
+            self.drafter.follow(out, batch)
+        return hidden, batch
 
     def sample(self, handle: tuple[Any, StepBatch], masks: Masks | None = None) -> PendingTokens:
         hidden, batch = handle

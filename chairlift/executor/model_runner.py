@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chairlift.config import LoRAConfig
 from chairlift.errors import ModelLoadError
 from chairlift.executor.executor import OnProgress, PendingTokens, WeightSource
 from chairlift.executor.kv_tensors import KVPlan, make_kv_caches
 from chairlift.executor.step_buffer import to_device
 from chairlift.executor.swap_space import make_swap_space
 from chairlift.kernels import ops
+from chairlift.lora.bank import TorchAdapters
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PagedContext
 from chairlift.models.fallback.model import TransformersLM
@@ -33,22 +35,34 @@ class TorchModelRunner:
     """Prompt positions that are projected to logits at a time, because a vocabulary is wide and a chunk may be long."""
 
     def __init__(
-        self, model: CausalLM | TransformersLM, plan: KVPlan, dtype: torch.dtype, device: torch.device
+        self,
+        model: CausalLM | TransformersLM,
+        plan: KVPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        lora: LoRAConfig | None = None,
     ) -> None:
         self.cache_groups = plan.groups
         self.block_bytes = plan.block_bytes
         self._model = model
         self._device = device
         self._layer_groups = plan.layer_groups
+        self._state_spans = [group.state_span for group in plan.groups]
         spec = model.kv_cache_spec()
         self._kv_caches = make_kv_caches(spec, plan, dtype, device)
         self._swap_space = make_swap_space(self._kv_caches, plan)
         self._sampler = Sampler()
+        self.adapters: TorchAdapters | None = None
+        """What adds adapters; None where the model is served without."""
+        if lora is not None and isinstance(model, CausalLM):
+            self.adapters = TorchAdapters(model, dtype, device, max_rank=lora.max_lora_rank)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Any:
         """Hidden states of all tokens of the step, [T, D]."""
         self._move_blocks(batch)
+        if self.adapters is not None:
+            self.adapters.begin(batch.adapters)
         ctx = PagedContext(
             cu_seqlens=batch.cu_seqlens.tolist(),
             seq_lens=batch.seq_lens.tolist(),
@@ -56,6 +70,7 @@ class TorchModelRunner:
             slot_mapping=self._to_device(batch.slot_mapping),
             kv_caches=self._kv_caches,
             layer_groups=self._layer_groups,
+            state_spans=self._state_spans,
         )
         hidden: Tensor = self._model(self._to_device(batch.token_ids), self._to_device(batch.positions), ctx)
         return hidden

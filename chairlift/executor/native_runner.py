@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chairlift.config import LoRAConfig
 from chairlift.errors import InvariantError
 from chairlift.executor.executor import OnProgress, WeightSource
 from chairlift.executor.kv_tensors import KVPlan
@@ -17,8 +18,9 @@ from chairlift.executor.sampling_rows import NativeRows, RowTemplates
 from chairlift.kernels import ops
 from chairlift.kernels.cpu.library import Memory, Pool
 from chairlift.kernels.cpu.packing import PackedMatrix
-from chairlift.kernels.cpu.program import StepProgram
+from chairlift.kernels.cpu.program import SPARE_ROWS, StepProgram
 from chairlift.kernels.recording import Recorder
+from chairlift.lora.bank import NativeAdapters
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.loader import replace_weights
 from chairlift.sampling.failures import output_reason
@@ -34,19 +36,46 @@ class NativeModelRunner:
     """Runs a :class:`~chairlift.models.causal_lm.CausalLM` in the native layout as a step program.
 
     The model's Python code runs once, here, to be recorded. ``isa`` is the instruction-set path, and a step has at most
-    ``max_tokens`` tokens. A row's result does not depend on other rows of its batch.
+    ``max_tokens`` tokens. With ``lora`` rows may have adapters. A row's result does not depend on other rows of its
+    batch. ``draft`` is a small model that drafts; the last layers of ``plan`` belong to it. ``kv`` is the cache of
+    another runner, whose layers from ``first_layer`` on belong to this one.
     """
 
     def __init__(
-        self, model: CausalLM, plan: KVPlan, dtype: torch.dtype, pool: Pool, *, isa: str, max_tokens: int
+        self,
+        model: CausalLM,
+        plan: KVPlan,
+        dtype: torch.dtype,
+        pool: Pool,
+        *,
+        isa: str,
+        max_tokens: int,
+        draft: CausalLM | None = None,
+        kv: NativeKV | None = None,
+        first_layer: int = 0,
+        lora: LoRAConfig | None = None,
     ) -> None:
         self.cache_groups = plan.groups
         self.block_bytes = plan.block_bytes
         self._model = model
-        self._kv = NativeKV(model.kv_cache_spec(), plan)
+        spec = model.kv_cache_spec()
+        draft_spec = () if draft is None else draft.kv_cache_spec()
+        self._kv = NativeKV([*spec, *draft_spec], plan, dtype) if kv is None else kv
+        self.adapters: NativeAdapters | None = None
+        """The low-rank products of adapters; None where the model is served without."""
+        if lora is not None:
+            sizes = {
+                "max_rank": lora.max_lora_rank,
+                "capacity": lora.num_cpu_loras,
+                "max_tokens": max_tokens + SPARE_ROWS,
+            }
+            self.adapters = NativeAdapters(model, dtype, **sizes)
+        table = None if self.adapters is None else self.adapters.table
         recorder = Recorder(dtype)
         hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
-        self.program = StepProgram(recorder, hidden, self._kv.layers, pool, isa=isa, max_tokens=max_tokens)
+        layers, states = self._kv.layers[first_layer:], {} if first_layer else self._kv.states
+        how: dict[str, Any] = {"isa": isa, "max_tokens": max_tokens, "states": states, "adapters": table}
+        self.program = StepProgram(recorder, hidden, layers, pool, **how)
         self.calls = self.program.plan.calls
         """Names of the operations that plain torch computes."""
         body = len(recorder.nodes)
@@ -63,6 +92,11 @@ class NativeModelRunner:
         self._templates = RowTemplates(self._head_weight.n)
         self._max_tokens = max_tokens
         self._logits: Tensor | None = None
+        self.draft: NativeModelRunner | None = None
+        """Runs the small model that drafts."""
+        if draft is not None:
+            more = {"isa": isa, "max_tokens": max_tokens, "kv": self._kv, "first_layer": len(spec)}
+            self.draft = NativeModelRunner(draft, plan, dtype, pool, **more)  # type: ignore[arg-type]
 
     def forward(self, batch: StepBatch) -> Tensor:
         """Hidden states [K, D] of the tokens in :func:`_kept`. The next step overwrites them."""

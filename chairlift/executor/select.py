@@ -38,6 +38,7 @@ __all__ = [
     "choose_transformers",
     "make_pooled_executor",
     "make_runner",
+    "refuse_for_states",
     "why_not_int8_kv",
     "why_not_native",
     "why_not_quantized",
@@ -106,6 +107,8 @@ def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torc
     if network is not None and (network.score_cap is not None or network.sinks):
         lacks = "cap attention's scores" if network.score_cap is not None else "have sinks in attention's softmax"
         return f"they do not {lacks}, as this model needs; use kernels='torch', or device='cpu'"
+    if network is not None and network.recurrent:
+        return "they have no recurrent layers, as this model needs; use kernels='torch', or device='cpu'"
     if network is not None and (group := network.num_attention_heads // network.num_key_value_heads) > MOST_GROUP:
         return f"they need at most {MOST_GROUP} query heads for each KV head, and this model has {group}"
     return ""
@@ -174,6 +177,10 @@ def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtyp
     quantization = config.model.quantization
     if quantization is not None and (reason := why_not_quantized(quantization, chosen, dtype, device)):
         raise ConfigError(f"quantization is {quantization!r}, but {reason}, or leave quantization out")
+    if chosen == "triton" and config.lora.active:
+        raise ConfigError(
+            "enable_lora is on, but the Triton kernels cannot add adapters yet; leave it out, or take kernels='torch'"
+        )
     if chosen == "triton" and config.scheduler.speculation is not None:
         raise ConfigError(
             "speculative_config is set, but the Triton kernels keep the newest token of a row on the GPU, where drafts"
@@ -193,15 +200,31 @@ def choose_transformers(config: EngineConfig, network: TransformersConfig) -> st
         "quantization": model.quantization not in (None, "none"),
         "batch_invariant": model.batch_invariant,
         "kv_cache_dtype": kept != "auto",
+        "enable_lora": config.lora.enable_lora,
     }
+    others = {"kv_cache_dtype": kept, "enable_lora": config.lora.enable_lora}
     for name, is_refused in refused.items():
         if is_refused:
-            given = kept if name == "kv_cache_dtype" else getattr(model, name)
+            given = others[name] if name in others else getattr(model, name)
             raise ConfigError(
                 f"{name} is {given!r}, but model_type {network.model_type!r} runs through transformers, by PyTorch's"
                 f" kernels, which cannot do that; leave {name} out"
             )
     return "torch"
+
+
+def refuse_for_states(config: EngineConfig, recurrent: bool) -> None:
+    """Raise ConfigError for settings that a model with recurrent states, or one without, cannot have."""
+    if recurrent and config.scheduler.speculation is not None:
+        raise ConfigError(
+            "speculative_config is set, but this model keeps recurrent states, which a wrong draft would change and"
+            " nothing can change back; leave speculative_config out"
+        )
+    if not recurrent and config.cache.state_snapshot_interval is not None:
+        raise ConfigError(
+            f"state_snapshot_interval is {config.cache.state_snapshot_interval}, but this model keeps no recurrent"
+            " states; leave it out"
+        )
 
 
 def choose_format(kernels: str, quantization: str | None) -> WeightFormat:
@@ -245,13 +268,15 @@ def make_runner(
     device: torch.device,
     kernels: str,
     max_model_len: int,
+    draft: CausalLM | None = None,
 ) -> ModelRunner:
-    """Runner for the result of :func:`choose_kernels` and a model with weights in the right format."""
+    """Runner for the result of :func:`choose_kernels` and a model with weights in the right format. ``draft`` is a
+    small model that drafts, for the native kernels."""
     threads, most = config.model.threads, config.scheduler.max_num_batched_tokens
     if kernels in ("torch", "triton") and threads is not None:
         torch.set_num_threads(threads)
     if kernels == "torch" or isinstance(model, TransformersLM):
-        return TorchModelRunner(model, plan, dtype, device)
+        return TorchModelRunner(model, plan, dtype, device, config.lora.active)
     if kernels == "triton":
         from chairlift.executor.triton_runner import TritonModelRunner  # Triton may not be installed
 
@@ -270,7 +295,8 @@ def make_runner(
         pool = Pool(threads)
     except OSError as error:
         raise ConfigError(f"threads is {threads}: {error}") from None
-    return NativeModelRunner(model, plan, dtype, pool, isa=kernels, max_tokens=most)
+    lora = config.lora.active
+    return NativeModelRunner(model, plan, dtype, pool, isa=kernels, max_tokens=most, draft=draft, lora=lora)
 
 
 def choose_pooled_kernels(

@@ -20,9 +20,8 @@ __all__ = ["CudaHostBlocks", "make_swap_space"]
 _log = logging.getLogger(__name__)
 
 
-def make_swap_space(kv_caches: list[tuple[Tensor, Tensor]], plan: KVPlan) -> HostBlocks | CudaHostBlocks:
-    """Host memory for ``kv_caches`` as planned, and the copies to and from it. Raises ConfigError without enough
-    memory."""
+def make_swap_space(kv_caches: list[tuple[Tensor, ...]], plan: KVPlan) -> HostBlocks | CudaHostBlocks:
+    """Host memory for ``kv_caches`` as planned, and the copies between them. Raises ConfigError where there is none."""
     caches: list[list[Tensor]] = [[] for _ in plan.groups]
     for pair, group in zip(kv_caches, plan.layer_groups, strict=True):
         caches[group] += pair
@@ -33,7 +32,14 @@ def make_swap_space(kv_caches: list[tuple[Tensor, Tensor]], plan: KVPlan) -> Hos
         return HostBlocks(held, arrays)
     if plan.swap_directory is None and plan.host_bytes:
         _pin(arrays[0].base, device)
-    return CudaHostBlocks(caches, [torch.from_numpy(array).view(kv_caches[0][0].dtype) for array in arrays])
+    # Parts of a state may be of several dtypes, and are moved as bytes.
+    caches = [group if len({cache.dtype for cache in group}) == 1 else list(map(_as_bytes, group)) for group in caches]
+    hosts = [torch.from_numpy(array).view(group[0].dtype) for array, group in zip(arrays, caches, strict=True)]
+    return CudaHostBlocks(caches, hosts)
+
+
+def _as_bytes(cache: Tensor) -> Tensor:
+    return cache.view(torch.uint8)
 
 
 def _pin(memory: Any, device: torch.device) -> None:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from chairlift.errors import ModelLoadError
 from chairlift.gguf.blocks import BLOCK_TYPES, BlockType, Groups
 from chairlift.gguf.files import parts_of
+from chairlift.mistaken_models import check_content
 
 __all__ = ["GGUFFile", "GGUFModel", "TensorInfo"]
 
@@ -78,12 +79,15 @@ class GGUFFile:
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # an empty file cannot be mapped
-            raise ModelLoadError(f"cannot read {path}: {error}") from None
+        except OSError as error:
+            raise ModelLoadError(f"cannot read {path}: {error.strerror or error}") from None
+        except ValueError:  # what is empty cannot be mapped
+            raise ModelLoadError(f"{path} is empty (0 bytes); download the file again") from None
         self.data: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
         self._at = 0
         self._end = min(len(self.data), _MOST_HEADER)
         if self._take(4) != _MAGIC:
+            check_content(path)
             self.fail("it does not begin with 'GGUF', so it is not a GGUF file")
         (version,) = struct.unpack("<I", self._take(4))
         if version not in (2, 3):

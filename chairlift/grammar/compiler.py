@@ -64,6 +64,15 @@ class Matcher(Protocol):
         """Go back to the first ``num_consumed`` tokens. Returns False and sets :attr:`error` where that fails."""
         ...
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these may come next, one after the other. It stays where it is."""
+        ...
+
+    def forced(self, most: int) -> Sequence[int]:
+        """Up to ``most`` tokens that come next if the text that must come is split as usual; none where the model has a
+        choice. They are a guess: another split of the same text may be allowed."""
+        ...
+
     def mask(self) -> npt.NDArray[np.uint32] | None:
         """Mask of the tokens that may come next, as in :data:`~chairlift.step_batch.Masks`; valid until the next call.
         None after an :attr:`error`."""
@@ -180,6 +189,8 @@ class _LLMatcher:
         self._tail = np.uint32((1 << (compiled.vocab_size % 32 or 32)) - 1)
         self._ends = [i for i in stop_token_ids if 0 <= i < compiled.vocab_size and i not in compiled.eos]
         self._seconds = 0.0
+        self._num_timed = 0
+        """Places of the answer whose mask was timed. One that is made again, as drafts were wrong, counts once."""
 
     @property
     def stopped(self) -> bool:
@@ -203,13 +214,23 @@ class _LLMatcher:
             self.num_consumed = num_consumed
         return True
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        count = 0 if self.error else int(self._matcher.validate_tokens(list(token_ids)))
+        return count if self._is_well() else 0
+
+    def forced(self, most: int) -> Sequence[int]:
+        found = [] if self.error else list(self._matcher.compute_ff_tokens())
+        return found[:most] if self._is_well() else ()
+
     def mask(self) -> npt.NDArray[np.uint32] | None:
         if self.error:
             return None
         begin = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         took = time.thread_time() - begin
-        self._seconds += took
+        if self.num_consumed >= self._num_timed:
+            self._num_timed = self.num_consumed + 1
+            self._seconds += took
         reason = self._matcher.get_error() if self._matcher.is_error() else ""
         if not reason and (took > _MASK_SECONDS or self._seconds > _ALL_MASKS_SECONDS):
             reason = (
@@ -224,6 +245,11 @@ class _LLMatcher:
                 self._bits[token_id // 32] |= np.uint32(1 << token_id % 32)
         self._mask[-1] &= self._tail
         return self._mask
+
+    def _is_well(self) -> bool:
+        if not self.error and self._matcher.is_error():
+            self._fail(self._matcher.get_error())
+        return not self.error
 
     def _fail(self, message: str) -> bool:
         self.error = CANNOT_BE_FOLLOWED + readable(message)

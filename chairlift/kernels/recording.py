@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from chairlift.errors import InvariantError
+from chairlift.kernels.recurrent import Cell
 
-__all__ = ["Node", "Op", "Recorder", "Value", "add", "attention", "expect", "operation"]
+__all__ = ["Node", "Op", "Recorder", "Value", "add", "attention", "expect", "operation", "recurrence"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -197,6 +198,10 @@ class Recorder:
         out = self.record(attention, (q, k, v), given)
         return cast(Value, out)
 
+    def recur(self, layer: int, cell: Cell, *inputs: Value) -> Value:
+        """See :class:`~chairlift.models.context.AttentionContext`."""
+        return cast(Value, self.record(recurrence, inputs, {"layer": layer, "cell": cell}))
+
 
 def expect(value: Value, role: str = "rows", width: int | None = None) -> int:
     """The width of a value. Raises TypeError for another role and ValueError for another width."""
@@ -212,6 +217,10 @@ def _attention_width(q: Value, k: Value, v: Value, **_: Any) -> int:
     if q.role != "heads" or q.node is None or q.node.outs != (q, k, v):
         raise TypeError("attend takes q, k and v as one call of ops.rotary_heads gave them")
     return q.width
+
+
+def _recurrence_width(*inputs: Value, layer: int, cell: Cell) -> int:
+    return cell.width(*(expect(value) for value in inputs))
 
 
 add = operation(lambda a, b: expect(b, "rows", expect(a)))(operator.add)
@@ -231,3 +240,9 @@ def attention(
     """Causal attention in one layer, heads -> [T, Hq * Dh]. It has no definition in plain torch, because it needs the
     step's cache."""
     raise InvariantError("attention has no call-out; see AttentionContext.attend")
+
+
+@operation(_recurrence_width)
+def recurrence(*inputs: Tensor, layer: int, cell: Cell) -> Tensor:
+    """A recurrent layer, rows -> [T, width]. Only those compute it who know the states of the step."""
+    raise InvariantError("a recurrence has no call-out; see AttentionContext.recur")

@@ -2,12 +2,13 @@
 
 Nothing is counted twice: a scrape reads the records once and keeps nothing. Metrics that vLLM also has use its names,
 so that its dashboards and autoscalers work (prefix ``chairlift`` or ``vllm``). Metrics that only Chairlift has always
-begin with ``chairlift``. Label values are closed sets, so no text from a client can become one.
+begin with ``chairlift``. Label values are closed sets or names of adapters, so no text from a client can become one.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Final, Protocol
@@ -90,6 +91,10 @@ class CacheInfo(Protocol):
     def kv_cache_dtype(self) -> str | None: ...
     @property
     def block_bytes(self) -> int: ...
+    @property
+    def speculative_method(self) -> str | None: ...
+    @property
+    def num_speculative_tokens(self) -> int: ...
 
 
 def render(
@@ -118,7 +123,7 @@ def render(
     """
     names = _Names(prefix, model_name)
     families = [*_gauges(names, stats, info, up, num_waiting), *_counters(names, stats), *_histograms(names, stats)]
-    families += _drafts(names, stats)
+    families += [*_drafts(names, stats), *_adapters(names, stats, up)]
     ours = _Names(_OURS, model_name)
     families += _ours(ours, stats, up, now, oldest_wait, num_tasks)
     families += _engine_process(ours, engine_pid)
@@ -159,10 +164,10 @@ class _Names:
             family.add_metric((*self._values, key), value)
         return family
 
-    def constants(self, name: str, text: str, constants: Mapping[str, str]) -> GaugeMetricFamily:
-        """A gauge of 1 whose labels carry the information."""
+    def constants(self, name: str, text: str, constants: Mapping[str, str], value: float = 1) -> GaugeMetricFamily:
+        """A gauge whose labels carry the information."""
         family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, *constants))
-        family.add_metric((*self._values, *constants.values()), 1)
+        family.add_metric((*self._values, *constants.values()), value)
         return family
 
     def counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
@@ -214,6 +219,9 @@ def _gauges(
         shape = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
         shape["cache_dtype"] = info.kv_cache_dtype or info.dtype
         yield names.constants("cache_config_info", "The KV cache.", shape)
+        if info.speculative_method is not None:
+            drafts = {"method": info.speculative_method, "num_speculative_tokens": str(info.num_speculative_tokens)}
+            yield names.constants("speculative_config_info", "Who drafts tokens.", drafts)
 
 
 def _counters(names: _Names, stats: RequestStats) -> Iterator[CounterMetricFamily]:
@@ -306,6 +314,21 @@ def _drafts(names: _Names, stats: RequestStats) -> Iterator[Metric]:
     text = "Accepted drafts by their place in the row."
     places = {(str(place),): count for place, count in enumerate(engine.accepted_at)}
     yield names.counter_of("spec_decode_num_accepted_tokens_per_pos", text, ("position",), places.items())
+
+
+def _adapters(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
+    """Adapters (LoRA), where they are served; the first under vLLM's name, and with its labels."""
+    engine = stats.engine
+    if not engine.max_loras:
+        return
+    running, waiting = (engine.running_adapters, engine.waiting_adapters) if up else ([], [])
+    labels = {"max_lora": str(engine.max_loras), "running_lora_adapters": ",".join(running)}
+    labels["waiting_lora_adapters"] = ",".join(waiting)
+    text = "Adapters whose requests run, and those whose requests wait; the value is the time in seconds."
+    yield names.constants("lora_requests_info", text, labels, time.time())
+    yield names.counter("lora_adapter_reads", "Adapters read from their files.", engine.num_adapter_reads)
+    yield names.counter("lora_adapter_hits", "Requests whose adapter was in memory.", engine.num_adapter_hits)
+    yield names.counter("lora_adapter_evictions", "Adapters that made room for others.", engine.num_adapter_evictions)
 
 
 def _governor(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:

@@ -26,7 +26,8 @@ FORECAST_RATIOS = (1.0, 1.25, 2.0)
 
 CAUSES = (
     *("front_door", "waiting_step", "waiting_slots", "waiting_blocks", "waiting_tokens", "waiting_reservation"),
-    *("waiting_batch", "waiting_grammar", "preempted", "prefill", "decode", "stretched", "host", "delivery"),
+    *("waiting_batch", "waiting_grammar", "waiting_adapter", "preempted", "prefill", "decode", "stretched", "host"),
+    "delivery",
 )
 """Causes of a request's time; docs/why-slow.md explains each."""
 
@@ -111,7 +112,17 @@ class EngineStats:
     watermark: float = 0.0
     """Present share of the KV blocks that stays free when a sequence joins."""
     num_governor_decisions: int = 0
-    """Changes that the governor made, or would have made in shadow mode."""
+    """Changes that the governor made, or in shadow mode would have made."""
+    max_loras: int = 0
+    """Most adapters in a step; 0 where none are served."""
+    running_adapters: list[str] = dataclasses.field(default_factory=list)
+    """Names of adapters whose requests run, as they were at most a second ago, 64 at most; the next are of those whose
+    requests only wait."""
+    waiting_adapters: list[str] = dataclasses.field(default_factory=list)
+    num_adapter_reads: int = 0
+    """Adapters read from their files; then requests whose adapter was in memory, and adapters that made room."""
+    num_adapter_hits: int = 0
+    num_adapter_evictions: int = 0
     floor_share: float | None = None
     """Least possible time of the last steps on this machine divided by their time; None if the limits were not
     measured."""

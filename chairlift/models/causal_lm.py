@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from chairlift.kernels import ops
 from chairlift.kernels.grouped import GroupKind
 from chairlift.kernels.weights import PLAIN, WeightFormat
-from chairlift.models.context import AttentionContext, LayerCache
+from chairlift.models.context import AttentionContext, LayerCache, LayerState
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.decoder import DecoderLayer
 from chairlift.models.layers.linear import Embedding, Linear, Matrix, Stack
@@ -149,10 +150,12 @@ class CausalLM(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits if self.config.logit_cap is None else ops.soft_cap(logits, self.config.logit_cap)
 
-    def kv_cache_spec(self) -> list[LayerCache]:
-        """Per layer, the shape of its K and V per token."""
-        config = self.config
-        return [LayerCache(config.num_key_value_heads, config.head_dim, window) for window in config.layer_windows]
+    def kv_cache_spec(self) -> list[LayerCache | LayerState]:
+        """What each layer stores: K and V per token, or a state per request."""
+        heads, size = self.config.num_key_value_heads, self.config.head_dim
+        mixers: list[Any] = [layer.mixer for layer in self.model.layers]
+        layers = zip(mixers, self.config.layer_windows, strict=True)
+        return [LayerCache(heads, size, window) if mixer is None else mixer.state for mixer, window in layers]
 
 
 def lay_out_layers(formats: Mapping[Matrix, WeightFormat], dtype: torch.dtype, device: torch.device) -> None:

@@ -9,6 +9,8 @@ serving, ``ctx`` is a :class:`PagedContext` with block tables (PagedAttention, K
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -16,8 +18,9 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
+from chairlift.kernels.recurrent import Cell, Piece, StatePart, plan_pieces, recur_packed, recur_paged
 
-__all__ = ["AttentionContext", "LayerCache", "PackedContext", "PagedContext"]
+__all__ = ["AttentionContext", "LayerCache", "LayerState", "PackedContext", "PagedContext"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +41,17 @@ class LayerCache:
         extra = 8 if dtype == torch.int8 else 0
         widths = (self.head_dim, self.head_dim if self.value_dim is None else self.value_dim)
         return self.num_kv_heads * sum(width * dtype.itemsize + extra for width in widths)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerState:
+    """What one recurrent layer keeps per request, however long it is."""
+
+    parts: tuple[StatePart, ...]
+
+    def part_bytes(self, dtype: torch.dtype) -> list[int]:
+        """Bytes of each part of one state, in a model of ``dtype``."""
+        return [math.prod(part.shape) * (part.dtype or dtype).itemsize for part in self.parts]
 
 
 class AttentionContext(Protocol):
@@ -63,6 +77,10 @@ class AttentionContext(Protocol):
         """
         ...
 
+    def recur(self, layer: int, cell: Cell, *inputs: Tensor) -> Tensor:
+        """Run the cell of a recurrent layer over each sequence, from its state on: inputs [T, ...] -> [T, width]."""
+        ...
+
 
 @dataclasses.dataclass(slots=True)
 class PagedContext:
@@ -78,12 +96,16 @@ class PagedContext:
     block_tables: Tensor
     """int64 [groups, N, max_blocks]. Entries past a sequence or behind its window are never read."""
     slot_mapping: Tensor
-    """int64 [groups, T]: ``block * block_size + offset``, the place of each token's K and V."""
-    kv_caches: list[tuple[Tensor, Tensor]]
-    """Per layer, K and V, each [num_blocks, block_size, Hkv, Dh]; V may have another width."""
+    """int64 [groups, T]: ``block * block_size + offset`` where each token's K and V go."""
+    kv_caches: Sequence[tuple[Tensor, ...]]
+    """Per layer, K and V, each [num_blocks, block_size, Hkv, Dh]; V may have another width. In a recurrent layer the
+    parts of its states, each [num_blocks, ...]."""
     layer_groups: list[int]
     """Layer -> cache group."""
+    state_spans: Sequence[int | None] = ()
+    """Per cache group, positions per table entry of recurrent states; see :class:`~chairlift.config.CacheGroup`."""
     _plans: dict[tuple[int, int | None], list[ops.PagedRow]] = dataclasses.field(default_factory=dict, init=False)
+    _pieces: dict[int, list[Piece]] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if len(self.cu_seqlens) != len(self.seq_lens) + 1 or self.cu_seqlens[0] != 0:
@@ -114,6 +136,17 @@ class PagedContext:
         ops.write_kv(key_cache, value_cache, self.slot_mapping[group], k, v)
         return ops.paged_attention(q, key_cache, value_cache, plan, scale=scale, window=window, cap=cap, sinks=sinks)
 
+    def recur(self, layer: int, cell: Cell, *inputs: Tensor) -> Tensor:
+        """Read each row's state, and leave the newest in its block. See :class:`AttentionContext`."""
+        group = self.layer_groups[layer]
+        pieces, span = self._pieces.get(group), self.state_spans[group]
+        if span is None:
+            raise InvariantError(f"layer {layer} is recurrent, but its cache group {group} holds no states")
+        if pieces is None:
+            tables = self.block_tables[group].tolist()
+            pieces = self._pieces[group] = plan_pieces(self.cu_seqlens, self.seq_lens, tables, span)
+        return recur_paged(cell, inputs, self.kv_caches[layer], pieces)
+
 
 @dataclasses.dataclass(slots=True)
 class PackedContext:
@@ -136,3 +169,7 @@ class PackedContext:
     ) -> Tensor:
         """Attend inside each sequence. See :class:`AttentionContext`."""
         return ops.packed_attention(q, k, v, self.cu_seqlens, scale=scale, window=window, cap=cap, sinks=sinks)
+
+    def recur(self, layer: int, cell: Cell, *inputs: Tensor) -> Tensor:
+        """Run each sequence from a state of zeros. See :class:`AttentionContext`."""
+        return recur_packed(cell, inputs, self.cu_seqlens)

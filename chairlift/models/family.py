@@ -159,8 +159,8 @@ class Family:
     own_keys: tuple[str, ...] = ()
     """Keys that :attr:`read` uses. In the ``config.json`` of other families they are refused."""
     known_code: tuple[str, ...] = ()
-    """Values of ``AutoModelForCausalLM`` in ``auto_map`` that are allowed: code in the family's checkpoints that
-    computes the same as transformers' own class. It is never run. Any other value is refused."""
+    """Values of ``AutoModelForCausalLM`` in ``auto_map``: code that the family's checkpoints carry, and that computes
+    what transformers' own class computes. It is never run, and neither is any other, which a note at load says."""
     rotary: bool = True
     """Whether q and k are rotated."""
     rope_types: Mapping[str, str] = dataclasses.field(default_factory=lambda: ROPE_TYPES)
@@ -190,8 +190,6 @@ class Family:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Parameters here (``*`` is a number) -> their names in a checkpoint, if these are not a layer's name and
     ``.weight`` or ``.bias``."""
-    optional_prefix: str = ""
-    """Prefix that a checkpoint may leave out of all names."""
     ignored_tensors: str = r"rotary_emb\.inv_freq"
     """Regular expression of tensors in old checkpoints that are computed and so not needed."""
 

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from chairlift.errors import ModelLoadError
+from chairlift.mistaken_models import check_content, of_directory
 from chairlift.models.family import MAX_CONTEXT, ExpertLayers, Family, Fields
+from chairlift.models.mixers import MixerConfig
 from chairlift.models.registry import FAMILIES
 from chairlift.models.rope_config import RopeConfig, read_ropes
 
@@ -32,8 +34,8 @@ __all__ = [
 
 _MAX_JSON_BYTES = 64 * 2**20
 _INT32_MAX = 2**31 - 1
-_GENERATES = ("ForCausalLM", "LMHeadModel")
-"""Suffixes of transformers' classes that generate text."""
+_GENERATES = ("ForCausalLM", "Model")
+"""Ends of the names of classes in transformers that generate text, or that do once they have an output head."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GENERATION_APPLIED = {*_SAMPLING, "eos_token_id", "do_sample"}
@@ -137,7 +139,9 @@ class ModelConfig:
     sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """Sampling parameters in ``generation_config.json``, by the names of SamplingParams, unchecked."""
     generation_unapplied: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
-    """Other settings of ``generation_config.json`` that would change answers and are not applied."""
+    """What else it says that would change answers, and that nobody here applies."""
+    unused_code: str | None = None
+    """The class that ``auto_map`` names. It is never run: the family's own implementation takes its place."""
 
     layer_windows: tuple[int | None, ...]
     """Per layer, the number of tokens that a query sees (itself included); None sees all."""
@@ -181,7 +185,18 @@ class ModelConfig:
     qkv_clip: float | None = None
     """q, k and v are limited to -x to x for this x, before the rotation."""
     experts: ExpertLayers | None = None
-    """Layers with experts instead of one MLP; None: no such layers."""
+    """Layers with experts in place of one MLP; None: there are none."""
+    mixers: tuple[MixerConfig | None, ...] = ()
+    """Per layer, what it has in place of attention; None where it attends. Empty: all layers attend."""
+
+    def mixer(self, layer: int) -> MixerConfig | None:
+        """The recurrent mixer that this layer has in place of attention, if any."""
+        return self.mixers[layer] if self.mixers else None
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layer keeps a recurrent state."""
+        return any(mixer is not None for mixer in self.mixers)
 
     @property
     def gated(self) -> bool:
@@ -232,6 +247,11 @@ class ModelConfig:
     def notes(self, with_generation_config: bool = True) -> list[str]:
         """Differences to transformers' answers with the model's files, one per line."""
         found = []
+        if self.unused_code is not None:
+            found.append(
+                f"auto_map in config.json names {self.unused_code!r}, code in the model's directory: it is not run, and"
+                f" the model is computed as {self.model_type!r}, as in transformers without trust_remote_code"
+            )
         if self.rope is not None and self.rope.rope_type == "dynamic":
             found.append(
                 f"rope_type is 'dynamic': positions are scaled for {self.max_model_len:,} tokens from the first on, as"
@@ -289,10 +309,7 @@ def read_hf_files(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]
     """
     path = model_dir / "config.json"
     if not path.is_file():
-        raise ModelLoadError(
-            f"{model_dir} has no config.json, so it is not a Hugging Face model directory; "
-            "give the directory that holds config.json, *.safetensors and tokenizer.json"
-        )
+        raise ModelLoadError(of_directory(model_dir))
     generation_path = model_dir / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     return read_json(path), generation, str(path)
@@ -313,6 +330,7 @@ def read_json(path: Path, whole: type = dict) -> Any:
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
+        check_content(path)
         raise ModelLoadError(f"{path} is not valid JSON ({error}); download the model again") from None
     if not isinstance(content, whole):
         kind = "object" if whole is dict else whole.__name__
@@ -367,11 +385,18 @@ def parse_config(
         **common_fields({**raw, "eos_token_id": fields.get("eos_token_id")}, generation or {}, context, where),
         "layer_scales": (head_dim**-0.5,) * layers,
         "mlp": family.activations[fields.get("hidden_act")],
+        "unused_code": _unused_code(raw, family),
         **family.read(fields, layers),
     }
     if "intermediate_size" not in values:
         values["intermediate_size"] = fields.integer("intermediate_size", 1, 2**20)
-    return ModelConfig(**values)
+    config = ModelConfig(**values)
+    if pooled and config.recurrent:
+        raise ModelLoadError(
+            f"{where}: model_type {model_type!r} keeps recurrent states, and embeddings or classes of such models are"
+            " not supported; use a model that attends in all layers"
+        )
+    return config
 
 
 def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], context: int, where: str) -> dict[str, Any]:
@@ -420,13 +445,13 @@ def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, wher
         )
     if raw.get("is_causal") is False:
         raise ModelLoadError(f"{where}: is_causal is false, so tokens see later ones; use a text-generation model")
+
+
+def _unused_code(raw: Mapping[str, Any], family: Family) -> str | None:
+    """The class in the model's directory that is not run, where it is not known to compute the same."""
     auto_map = raw.get("auto_map")
     code = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, Mapping) else None
-    if code is not None and str(code).rpartition("--")[2] not in family.known_code:
-        raise ModelLoadError(
-            f"{where}: the model needs code from its own directory (auto_map), which Chairlift never runs; "
-            "use a version of the model in a standard format"
-        )
+    return None if code is None or str(code).rpartition("--")[2] in family.known_code else str(code)[:200]
 
 
 def read_dtype(raw: Mapping[str, Any], where: str) -> str | None:

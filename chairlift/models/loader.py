@@ -17,12 +17,13 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from chairlift import mistaken_models
 from chairlift.errors import EngineDeadError, ModelLoadError
 from chairlift.gguf.files import find_gguf, is_gguf
 from chairlift.gguf.reader import GGUFModel
@@ -35,6 +36,7 @@ from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.config import TransformersConfig
 from chairlift.models.gguf_tensors import gguf_tensors
 from chairlift.models.hf_config import ModelConfig, read_json
+from chairlift.models.hub import INDEX_NAME, SINGLE_NAME, WEIGHT_FILE, download_model
 from chairlift.models.layers.linear import Matrix
 from chairlift.models.pooled_layout import SCORES, pooled_layout
 from chairlift.models.pooled_network import PooledNetwork
@@ -59,48 +61,32 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
+Surplus: TypeAlias = Literal["warn", "ignore", "refuse"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 _STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _PIECE_BYTES = 64 << 20
-_INDEX_NAME = "model.safetensors.index.json"
-_SINGLE_NAME = "model.safetensors"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """Names here; a checkpoint may have another name for the embedding."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 
 
 def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> Path:
     """Directory of a model, or its GGUF file: a local path is returned as it is, a Hub id is downloaded if needed.
 
-    Only safetensors, JSON and tokenizer files are downloaded. Raises :class:`~chairlift.errors.ModelLoadError` when
-    ``name_or_path`` is neither a local model nor available from the Hub or its local cache.
+    Only the files that are read are downloaded, never pickled ones. Raises :class:`~chairlift.errors.ModelLoadError`
+    when ``name_or_path`` is neither a local model nor available from the Hub or its local cache.
     """
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name and path.exists() and (model := find_gguf(path)) is not None:
         return model
     if name and path.is_dir():
         return path
-    if path.exists() or not _HUB_ID.fullmatch(name):
-        raise ModelLoadError(
-            f"{name!r} is not a directory; give the directory that holds config.json and *.safetensors, "
-            "or a Hugging Face model id such as Qwen/Qwen2.5-0.5B-Instruct"
-        )
-    from huggingface_hub import snapshot_download  # slow to import, and not needed for local directories
-
-    try:
-        snapshot = snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
-    except Exception as error:  # unreachable, unknown, gated, disk full: the caller cannot use the model in all cases
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        raise ModelLoadError(
-            f"{name!r} is not a directory here, and the Hugging Face Hub did not give a model of that name "
-            f"({type(error).__name__}: {reason}); check the spelling, the network, and access to gated models, "
-            "or download it elsewhere and give its directory"
-        ) from None
-    return Path(snapshot)
+    if path.exists() or not _HUB_ID.fullmatch(name) or path.suffix == ".gguf":
+        raise ModelLoadError(mistaken_models.of_name(name))
+    return download_model(name, revision)
 
 
 def resolve_dtype(config: ModelConfig | EncoderConfig | TransformersConfig, dtype: str | torch.dtype) -> torch.dtype:
@@ -125,10 +111,11 @@ def load_model(
 ) -> CausalLM:
     """Build the model of ``config`` with the weights in ``model_dir``, ready for inference (no gradients).
 
-    ``progress`` is called with a label and the share done (0 to 1). Linear weights are laid out in ``weight_format`` as
-    they are loaded; use PLAIN to train or to save. Raises :class:`~chairlift.errors.ModelLoadError` when weights are
-    missing, damaged, surplus, misshapen or pickled, and :class:`~chairlift.errors.ConfigError` when the format is not
-    possible; see :meth:`~chairlift.kernels.weights.WeightFormat.fitting`.
+    ``progress`` is called with a label and the share done (0..1). Linear weights are laid out in ``weight_format`` as
+    they are loaded: PLAIN to train or to save. Raises :class:`~chairlift.errors.ModelLoadError` when weights are
+    missing, damaged, misshapen or pickled, or surplus in layers that are computed, and
+    :class:`~chairlift.errors.ConfigError` when the format is not possible; see
+    :meth:`~chairlift.kernels.weights.WeightFormat.fitting`.
     """
     torch_dtype, device = resolve_dtype(config, dtype), torch.device(device)
     weight_format = weight_format.fitting(torch_dtype, device)
@@ -169,18 +156,18 @@ def check_pooled_weights(model_dir: Path, config: PooledConfig, dtype: torch.dty
     with torch.device("meta"):
         model = PooledNetwork(config)
     with contextlib.ExitStack() as stack:
-        tensors, parts = _pooled_parts(model, model_dir, stack)
+        tensors, parts = _pooled_parts(model, model_dir, stack, "ignore")
         _check_finite(tensors, parts, dtype, model_dir, _tell_nobody)
 
 
 def _pooled_parts(
-    model: PooledNetwork, model_dir: Path, stack: contextlib.ExitStack
+    model: PooledNetwork, model_dir: Path, stack: contextlib.ExitStack, surplus: Surplus = "warn"
 ) -> tuple[Mapping[str, Any], list[CheckpointPart]]:
     tensors = with_whole_weights(_open_files(model_dir, stack), model_dir)
     if model.config.answers:
         tensors = {**tensors, SCORES: _InMemory(_rows_of_head(tensors, model, model_dir))}
     layout = pooled_layout(model, tensors)
-    _compare_parts(tensors, layout.parts, model_dir, lambda name: _is_ignored(layout.ignored, name))
+    _compare_parts(tensors, layout.parts, model_dir, lambda name: _is_ignored(layout.ignored, name), surplus)
     if isinstance(model.config.network, ModelConfig):
         _refuse_mixed(tensors, layout.parts, model.config.network, model_dir)
     return tensors, layout.parts
@@ -205,7 +192,7 @@ def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> N
         model = CausalLM(config)
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(model_dir, config, stack)
-        parts = _checked_parts(tensors, model, model_dir)
+        parts = _checked_parts(tensors, model, model_dir, "ignore")
         _check_finite(tensors, parts, dtype, model_dir, _tell_nobody)
 
 
@@ -247,7 +234,8 @@ class Checkpoint:
 def open_checkpoint(model_dir: Path, config: ModelConfig) -> Iterator[Checkpoint]:
     """Weights of a directory or a GGUF file, to be read piece by piece.
 
-    Raises :class:`~chairlift.errors.ModelLoadError` when they are missing, surplus, misshapen or pickled.
+    Raises :class:`~chairlift.errors.ModelLoadError` when they are missing, misshapen or pickled, or
+    surplus in layers that are computed.
     """
     with torch.device("meta"):
         model = CausalLM(config)
@@ -289,7 +277,7 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
             except OSError as error:
                 message = f"cannot read {str(source)!r} ({error.strerror}); give a directory that this process may read"
                 raise ModelLoadError(message) from None
-        parts = _checked_parts(tensors, blank, where)
+        parts = _checked_parts(tensors, blank, where, "refuse" if isinstance(source, Mapping) else "warn")
         report = progress or _tell_nobody
         _check_finite(tensors, parts, model.dtype, where, report)
         try:
@@ -483,19 +471,19 @@ def open_tensors(model_dir: Path, config: ModelConfig | None, stack: contextlib.
 
 
 def _open_files(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    index_path = model_dir / _INDEX_NAME
+    index_path = model_dir / INDEX_NAME
     if index_path.is_file() and (index := _read_index(index_path)):
         opened = {file: _open_file(model_dir / file, stack) for file in sorted(set(index.values()))}
         names = {file: frozenset(opened[file].keys()) for file in opened}
         for name, file in index.items():
             if name not in names[file]:
                 raise ModelLoadError(f"{index_path}: tensor {name!r} is not in {file}; download both files again")
-        if _SINGLE_NAME not in opened and (model_dir / _SINGLE_NAME).is_file():
+        if SINGLE_NAME not in opened and (model_dir / SINGLE_NAME).is_file():
             message = "%s has both %s and the weights in pieces of %s: the pieces are used; remove what is out of date"
-            _log.warning(message, model_dir, _SINGLE_NAME, _INDEX_NAME)
+            _log.warning(message, model_dir, SINGLE_NAME, INDEX_NAME)
         return {name: opened[file] for name, file in index.items()}
-    if (model_dir / _SINGLE_NAME).is_file():
-        file = _open_file(model_dir / _SINGLE_NAME, stack)
+    if (model_dir / SINGLE_NAME).is_file():
+        file = _open_file(model_dir / SINGLE_NAME, stack)
         return dict.fromkeys(file.keys(), file)
     pickled = sorted(path.name for path in model_dir.iterdir() if path.suffix in _PICKLE_SUFFIXES)
     if pickled:
@@ -503,7 +491,7 @@ def _open_files(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
             f"{model_dir} has its weights only as pickle ({pickled[0]!r}), and unpickling runs any code inside; "
             "get a version with *.safetensors, or convert it with transformers' save_pretrained if you trust its author"
         )
-    raise ModelLoadError(f"{model_dir} has neither {_SINGLE_NAME} nor {_INDEX_NAME}; download the model again")
+    raise ModelLoadError(mistaken_models.of_weights(model_dir))
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -512,12 +500,12 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{path} has no weight_map; download it again")
     for file in set(map(str, weight_map.values())):
-        # Plain names only, so that an entry cannot lead out of the model's directory.
-        if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file):
+        # Plain names only: an entry must not reach out of the model's directory.
+        if not WEIGHT_FILE.fullmatch(file):
             raise ModelLoadError(f"{path} refers to {file[:80]!r}; only *.safetensors files beside it are allowed")
         if not (path.parent / file).is_file():
-            if (path.parent / _SINGLE_NAME).is_file():
-                return {}  # transformers leaves an old index when it saves one file over earlier pieces
+            if (path.parent / SINGLE_NAME).is_file():
+                return {}  # transformers leaves it behind when it saves one file over the pieces of before
             raise ModelLoadError(f"{path} refers to {file}, which is not there; download the model again")
     return {str(name): str(file) for name, file in weight_map.items()}
 
@@ -527,24 +515,29 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
     try:
         return stack.enter_context(safe_open(path, framework="pt"))
     except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
-        if "Cannot allocate memory" in str(error):  # PyTorch has no separate exception for it
+        mistaken_models.check_content(path)
+        if "Cannot allocate memory" in str(error):  # PyTorch has no type of its own for it
             raise ModelLoadError(f"there is no memory to map {path} ({error}); free some, or raise ulimit -v") from None
         raise ModelLoadError(f"{path} is damaged or incomplete ({error}); download it again") from None
 
 
-def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path) -> list[CheckpointPart]:
-    """Compare names, shapes and dtypes with those that the model needs, before memory is allocated."""
+def _checked_parts(
+    tensors: Mapping[str, Any], model: CausalLM, model_dir: Path, surplus: Surplus = "warn"
+) -> list[CheckpointPart]:
+    """Compare names, shapes and dtypes with what the model needs, before any memory is spent on it; see
+    :func:`_compare_parts`."""
     tied, parts, family = model.config.tie_word_embeddings, checkpoint_layout(model), FAMILIES[model.config.model_type]
-    if (prefix := family.optional_prefix) and not any(name.startswith(prefix) for name in tensors):
-        parts = [dataclasses.replace(part, name=part.name.removeprefix(prefix)) for part in parts]
     embedding_name = next(part.name for part in parts if part.parameter == _EMBEDDING)
+    prefix = embedding_name.partition(".")[0] + "."
+    if not any(name.startswith(prefix) for name in tensors):  # saved by the class without a head (...Model)
+        parts = [dataclasses.replace(part, name=part.name.removeprefix(prefix)) for part in parts]
+        embedding_name = embedding_name.removeprefix(prefix)
     if tied and embedding_name not in tensors and _HEAD in tensors:  # safetensors' save_model keeps either name
         parts = [dataclasses.replace(part, name=_HEAD) if part.name == embedding_name else part for part in parts]
     # Old checkpoints contain rotary frequencies, and a tied head may be stored again. Both are redundant.
     redundant = (_HEAD,) if tied and not any(part.name == _HEAD for part in parts) else ()
-    _compare_parts(
-        tensors, parts, model_dir, lambda name: name in redundant or _is_ignored(family.ignored_tensors, name)
-    )
+    ignored = family.ignored_tensors
+    _compare_parts(tensors, parts, model_dir, lambda name: name in redundant or _is_ignored(ignored, name), surplus)
     _refuse_mixed(tensors, parts, model.config, model_dir)
     for name in filter(tensors.__contains__, redundant):
         head, embedding = (tensors[each].get_tensor(each) for each in (name, embedding_name))
@@ -561,15 +554,24 @@ def _is_ignored(pattern: str, name: str) -> bool:
 
 
 def _compare_parts(
-    tensors: Mapping[str, Any], parts: list[CheckpointPart], model_dir: Path, redundant: Callable[[str], bool]
+    tensors: Mapping[str, Any],
+    parts: list[CheckpointPart],
+    model_dir: Path,
+    redundant: Callable[[str], bool],
+    surplus: Surplus = "warn",
 ) -> None:
-    """Raise ModelLoadError unless ``tensors`` are exactly the ``parts``, in their shapes and in a float dtype.
-    ``redundant`` tensors are allowed."""
+    """Raise ModelLoadError unless ``tensors`` are the ``parts``, in their shapes and in a dtype of floats.
+
+    Others may be there if they are ``redundant``, or if no layer that is computed holds them and ``surplus`` is not to
+    ``refuse`` them: a log line names them unless it is to ``ignore`` them.
+    """
     wanted = {part.name: part for part in parts}
     missing = [name for name in wanted if name not in tensors]
-    unexpected = [
+    unused = [
         name for name in tensors if name not in wanted and not redundant(name) and not _adds_nothing(tensors, name)
     ]
+    owners = {_owner(name) for name in wanted}
+    unexpected = [name for name in unused if surplus == "refuse" or _owner(name) in owners]
     if missing or unexpected:
         both = (("missing", missing), ("unexpected", unexpected))
         problems = " and ".join(f"{len(names)} {kind} ({_few(names)})" for kind, names in both if names)
@@ -577,6 +579,8 @@ def _compare_parts(
             f"{model_dir}: the weights do not fit config.json: tensors {problems}; "
             "check that config.json and the weights belong together"
         )
+    if unused and surplus == "warn":
+        _log.warning("%s: the model does not use %d of its tensors (%s)", model_dir, len(unused), _few(unused))
     for name, part in wanted.items():
         view = tensors[name].get_slice(name)
         shape, dtype = tuple(view.get_shape()), view.get_dtype()
@@ -614,6 +618,12 @@ def _adds_nothing(tensors: Mapping[str, Any], name: str) -> bool:
     if ending != "bias" or not isinstance(tensors.get(f"{layer}.weight"), StoredRows):
         return False
     return not tensors[name].get_tensor(name).any()
+
+
+def _owner(name: str) -> str:
+    """The numbered layer that a tensor is in; outside of those the module that it belongs to."""
+    layer = re.search(r"\A.*?\.\d+\.", name)
+    return layer.group() if layer else name.rpartition(".")[0]
 
 
 def _few(names: list[str]) -> str:

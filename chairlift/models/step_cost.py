@@ -12,6 +12,7 @@ from chairlift.kernels.roof import Roof
 from chairlift.kernels.weights import PLAIN, QUANTIZED, MatrixShape, WeightFormat
 from chairlift.models.context import LayerCache
 from chairlift.models.hf_config import ModelConfig
+from chairlift.models.layers.mixers import make_mixer
 
 __all__ = ["ExpertCost", "ModelCost"]
 
@@ -70,39 +71,37 @@ class ModelCost:
         quantization: str | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> ModelCost:
-        """Cost of a network. Weights, activations and KV cache have ``dtype``, unless layers have ``quantization`` or K
-        and V have ``kv_dtype``."""
-        hidden, dim = network.hidden_size, network.head_dim
-        q_width, kv_width = network.num_attention_heads * dim, network.num_key_value_heads * dim
+        """The cost of a network whose weights, activations and KV cache are all of ``dtype``, or layers quantized, or K
+        and V kept in ``kv_dtype``."""
+        hidden, layers = network.hidden_size, range(network.num_hidden_layers)
         norm = 2 * hidden if network.norm == "layer" else hidden
         norms = {"parallel": 1, "both": 4}.get(network.block, 2)
         head_params = (hidden + network.head_bias) * network.vocab_size
-        layer = hidden * (q_width + 2 * kv_width) + q_width * hidden + norms * norm
-        q_norm, k_norm = {None: (0, 0), "all": (q_width, kv_width)}.get(network.qk_norm, (dim, dim))
-        layer += (q_width + 2 * kv_width) * network.qkv_bias + hidden * network.o_bias + q_norm + k_norm
-        blocks = [_mlp_params(network, number) for number in range(network.num_hidden_layers)]
-        tail = layer + blocks[-1] - 2 * kv_width * (hidden + network.qkv_bias) - k_norm
-        # the final norm, in place of a norm before attention if there is one
-        tail += norm if network.block == "post" else 0
+        mixing = [_mixing(network, number) for number in layers]
+        blocks = [_mlp_params(network, number) for number in layers]
+        whole = sum(each.params for each in mixing) + sum(blocks) + norms * norm * len(layers)
+        tail = mixing[-1].tail_params + blocks[-1] + norms * norm
+        tail += norm if network.block == "post" else 0  # the final norm in place of that before attention, if any
         saved = tail_saved = head_saved = 0
         # Where a checkpoint mixes kinds, the first is the kind of most weights.
         small = PLAIN if quantization is None else QUANTIZED[quantization.partition("+")[0]]
         if quantization is not None:
-            of_queries = [MatrixShape(q_width, hidden), MatrixShape(hidden, q_width)]
-            keys, queries = (
-                _saved(shapes, small, dtype) for shapes in ([MatrixShape(2 * kv_width, hidden)], of_queries)
-            )
-            each = [_saved(_mlp_shapes(network, number), small, dtype) for number in range(network.num_hidden_layers)]
+            behind = _saved(mixing[-1].tail_shapes, small, dtype)
+            products = [shape for each in mixing for shape in (*each.shapes, *each.tail_shapes)]
+            each = [_saved(_mlp_shapes(network, number), small, dtype) for number in layers]
             head = MatrixShape(network.vocab_size, hidden)
             head_saved = PLAIN.nbytes(head, dtype) - small.head.nbytes(head, dtype)
-            saved, tail_saved = (keys + queries) * len(each) + sum(each), queries + each[-1]
-        windows = collections.Counter(network.layer_windows)
-        cached = LayerCache(network.num_key_value_heads, dim, None).token_bytes(kv_dtype or dtype)
+            saved, tail_saved = _saved(products, small, dtype) + sum(each), behind + each[-1]
+        attending = [window for number, window in enumerate(network.layer_windows) if network.mixer(number) is None]
+        cached = LayerCache(network.num_key_value_heads, network.head_dim, None).token_bytes(kv_dtype or dtype)
+        read = [(window, cached * count) for window, count in collections.Counter(attending).items()]
+        if states := sum(_state_bytes(network, number, dtype) for number in layers):
+            read.append((1, 2 * states))  # read and written, however long the text is
         return cls(
-            body_params=layer * network.num_hidden_layers + sum(blocks) + norm - tail,
+            body_params=whole + norm - tail,
             head_params=head_params + tail,
             itemsize=dtype.itemsize,
-            kv_bytes=tuple((window, cached * layers) for window, layers in windows.items()),
+            kv_bytes=tuple(read),
             body_saved=saved - tail_saved,
             head_saved=tail_saved + head_saved,
             experts=_expert_costs(network, small, dtype),
@@ -130,6 +129,42 @@ class ModelCost:
     def kv_read(self, context: int) -> int:
         """Bytes of K and V that one token at the end of ``context`` tokens reads."""
         return sum(min(context, window or context) * nbytes for window, nbytes in self.kv_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Mixing:
+    """What attention, or what stands in its place, costs in one layer."""
+
+    params: int
+    tail_params: int
+    """Weights behind keys and values, or behind the state, which only tokens that are sampled from pass."""
+    shapes: list[MatrixShape]
+    """Products before that, which a format can make smaller."""
+    tail_shapes: list[MatrixShape]
+
+
+def _mixing(network: ModelConfig, layer: int) -> _Mixing:
+    hidden, mixer = network.hidden_size, network.mixer(layer)
+    if mixer is not None:
+        before, behind = mixer.products(hidden)
+        plain, tail_plain = mixer.num_plain(hidden)
+        tail = tail_plain + sum(out * k for out, k in behind)
+        shapes = [[MatrixShape(*each) for each in products] for products in (before, behind)]
+        return _Mixing(plain + sum(out * k for out, k in before) + tail, tail, *shapes)
+    q_width, kv_width = network.num_attention_heads * network.head_dim, network.num_key_value_heads * network.head_dim
+    q_norm, k_norm = {None: (0, 0), "all": (q_width, kv_width)}.get(network.qk_norm, (network.head_dim,) * 2)
+    params = hidden * (q_width + 2 * kv_width) + q_width * hidden
+    params += (q_width + 2 * kv_width) * network.qkv_bias + hidden * network.o_bias + q_norm + k_norm
+    keys = [MatrixShape(2 * kv_width, hidden)]
+    queries = [MatrixShape(q_width, hidden), MatrixShape(hidden, q_width)]
+    return _Mixing(params, params - 2 * kv_width * (hidden + network.qkv_bias) - k_norm, keys, queries)
+
+
+def _state_bytes(network: ModelConfig, layer: int, dtype: torch.dtype) -> int:
+    """Bytes of the recurrent state of a layer; 0 where it attends."""
+    with torch.device("meta"):
+        mixer = make_mixer(network, layer)
+    return 0 if mixer is None else sum(mixer.state.part_bytes(dtype))
 
 
 def _mlp_params(network: ModelConfig, layer: int) -> int:

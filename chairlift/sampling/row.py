@@ -25,7 +25,7 @@ class SamplingRow:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Token ids of each bad word; none is empty."""
     tag: int = 0
-    """Tag of the KV. Rows with different tags (adapter, cache salt) never share KV, even with equal tokens."""
+    """Tag of the KV. Rows with different tags (cache salt) never share KV, even with equal tokens."""
     reshapes: bool = dataclasses.field(init=False)
     """Whether any setting can change which token has the highest logit."""
     plain_greedy: bool = dataclasses.field(init=False)

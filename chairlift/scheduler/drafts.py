@@ -8,7 +8,7 @@ Speculative decoding with rejection sampling (Leviathan et al., 2023; Chen et al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from chairlift.request import Request
@@ -17,11 +17,14 @@ from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.output import FAILED_ROW, Chunk
 from chairlift.scheduler.step import Step
 
-__all__ = ["Drafts", "Speculator"]
+__all__ = ["Drafts", "Guide", "Speculator"]
 
 
 class Speculator(Protocol):
     """Proposes drafts, and decides how many of them a step computes."""
+
+    only_known: bool
+    """Whether only requests have drafts that bring a text that they expect, or follow a grammar."""
 
     def choose(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int
@@ -41,6 +44,18 @@ class Speculator(Protocol):
         ...
 
 
+class Guide(Protocol):
+    """Knows what may come next in answers that follow a grammar (:attr:`Request.is_guided`)."""
+
+    def num_allowed(self, request: Request, drafts: Sequence[int]) -> int:
+        """Leading ``drafts`` that may come next, and behind each of which the answer goes on."""
+        ...
+
+    def forced(self, request: Request, most: int) -> Sequence[int]:
+        """Up to ``most`` tokens that must come next, as far as anybody can say."""
+        ...
+
+
 class Drafts:
     """Gives drafts to decode rows, and takes the tokens that their step sampled.
 
@@ -49,22 +64,42 @@ class Drafts:
     is read meanwhile depends on a draft. No other step may be in flight.
     """
 
-    def __init__(self, batch: Batch, speculator: Speculator) -> None:
+    def __init__(self, batch: Batch, speculator: Speculator, guide: Guide | None = None) -> None:
         self._batch, self._kv, self._decodes = batch, batch.kv, batch.decodes
         self.speculator = speculator
+        self.guide = guide
+        """None: requests that follow a grammar have no drafts."""
         self.num_drafts = self.num_accepted = self.num_verified = 0
         """Drafts that were computed, drafts that were right, and rows that were verified."""
         self.accepted_at: list[int] = []
         """Number of accepted drafts at each place in a row's drafts."""
+        self.predicted: list[Request] = []
+        """Requests that expect a text and had drafts verified, since the caller emptied the list."""
+        self._known: dict[str, Request] = {}
+        """Requests that expect a text or follow a grammar."""
+
+    def added(self, request: Request) -> None:
+        """Note that a request has come."""
+        if request.prediction or request.is_guided:
+            self._known[request.request_id] = request
+
+    def left(self, request: Request) -> None:
+        """Forget a request that has left for good."""
+        self._known.pop(request.request_id, None)
+        self.speculator.forget(request)
 
     def add(self, step: Step) -> None:
         """Add drafts to a step. Called last: drafts use leftover budget and blocks only, and preempt no request."""
         out = step.out
-        if not step.runs_decodes or self._batch.membership.closed:
+        if not step.runs_decodes:
+            return
+        only_known = self.speculator.only_known
+        if only_known and not self._known:
             return
         if self._decodes.stale:
             self._decodes.rebuild()
-        rows = [(request, most) for request in self._decodes.requests if (most := self._most(request)) > 0]
+        asking = [r for r in self._known.values() if r.decoding] if only_known else self._decodes.requests
+        rows = [(request, most) for request in asking if (most := self._most(request)) > 0]
         if not rows:
             return
         chunks = [chunk for _, chunk in step.chunks]
@@ -75,6 +110,10 @@ class Drafts:
         features = StepFeatures.of(num_decodes, self._batch.num_computed_tokens, chunks)
         for request, drafts in self.speculator.choose(rows, features, budget):
             kept = tuple(drafts[: self._num_fitting(request, min(len(drafts), budget))])
+            if self._batch.membership.held:  # the executor goes on behind the last right draft, and so must the row
+                kept = _before_a_stop(kept, request.stop_token_ids)
+            if request.is_guided and self.guide is not None:
+                kept = kept[: self.guide.num_allowed(request, kept)]
             if not kept:
                 continue
             chunk = Chunk(request.slot, len(request.token_ids) - 1, 1 + len(kept), 1 + len(kept), "verify", kept)
@@ -84,11 +123,12 @@ class Drafts:
                 step.chunks.append((request, chunk))
                 step.verifies.append((request, chunk))
 
-    @staticmethod
-    def _most(request: Request) -> int:
+    def _most(self, request: Request) -> int:
         """Drafts that the request may have: each sample position yields a token, and each draft takes a KV position."""
         known = len(request.token_ids)
-        if request.num_computed_tokens != known or request.finish_reason is not None or not request.may_draft:
+        if request.num_computed_tokens != known or request.finish_reason is not None:
+            return 0
+        if not request.may_draft or (request.is_guided and self.guide is None):
             return 0
         return min(request.max_total_tokens - known - 1, request.limit - known)
 
@@ -152,10 +192,22 @@ class Drafts:
         for at in range(accepted):
             self.accepted_at[at] += 1
         self.speculator.verified(request, drafts, accepted)
+        if request.prediction:
+            self.predicted.append(request)
 
     def rejoin(self, flight: Step) -> None:
-        """Let rows with verified drafts compute one token per step again, unless they have ended."""
-        rows = [r for r, _ in flight.verifies if r.slot >= 0 and r.finish_reason is None]
+        """Let rows with verified drafts compute one token per step again, unless they have ended. Rows of a static
+        batch do so in any case."""
+        held = self._batch.membership.held
+        rows = [r for r, _ in flight.verifies if r.slot >= 0 and (held or r.finish_reason is None)]
         rows = [r for r in rows if r.resumed_at_step <= flight.out.step and r.num_computed_tokens < r.limit]
         if rows:
             self._decodes.start(rows)
+
+
+def _before_a_stop(drafts: tuple[int, ...], stop_token_ids: Collection[int]) -> tuple[int, ...]:
+    """The drafts up to the first that would end the answer."""
+    for place, token in enumerate(drafts):
+        if token in stop_token_ids:
+            return drafts[:place]
+    return drafts

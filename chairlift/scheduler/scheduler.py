@@ -22,7 +22,7 @@ from chairlift.scheduler.admission import WaitingQueue
 from chairlift.scheduler.batch import Batch
 from chairlift.scheduler.costs import Costs
 from chairlift.scheduler.decode_rows import DecodeRows, receivers
-from chairlift.scheduler.drafts import Drafts, Speculator
+from chairlift.scheduler.drafts import Drafts, Guide, Speculator
 from chairlift.scheduler.invariants import check_batch
 from chairlift.scheduler.membership import Membership, membership_from_name
 from chairlift.scheduler.output import FAILED_ROW, SchedulerOutput, StepResult
@@ -64,6 +64,8 @@ class Scheduler:
         costs: Costs | None = None,
         policy_share: float = DEFAULT_POLICY_SHARE,
         speculator: Speculator | None = None,
+        guide: Guide | None = None,
+        max_loras: int = 0,
     ) -> None:
         self.batch = batch = Batch(
             kv,
@@ -77,13 +79,14 @@ class Scheduler:
             max_preemptions=max_preemptions,
             preemption=preemption,
             policy_share=policy_share,
+            max_loras=max_loras,
         )
         self.kv, self.policy, self.membership = kv, policy, batch.membership
         self.requests, self.running, self.waiting = batch.requests, batch.running, batch.waiting
         self.decodes = batch.decodes
         self.preemptor = Preemptor(batch)
         self.prompts = PromptBudget(batch, self.preemptor, max_model_len)
-        self.drafts = None if speculator is None else Drafts(batch, speculator)
+        self.drafts = None if speculator is None else Drafts(batch, speculator, guide)
         """None without drafts. With drafts, a step must be updated before the next one is scheduled."""
         self.preemption_rate = PreemptionRate()
         self.prefill_mode = prefill_mode
@@ -120,6 +123,7 @@ class Scheduler:
             preemption=batch.preemption if batch.preemption.never else RECOMPUTE,
             costs=self.costs,
             policy_share=batch.prompt_share.fraction,
+            max_loras=batch.max_loras,
         )
         twin._arrivals = self._arrivals
         twin.batch.running_limit, twin.batch.token_budget = batch.running_limit, batch.token_budget
@@ -180,6 +184,8 @@ class Scheduler:
                 f" {self.kv.capacity_tokens}; shorten the prompt, lower max_tokens, or raise kv_cache_memory_bytes"
             )
         self.requests[request.request_id] = request
+        if self.drafts is not None:
+            self.drafts.added(request)
         self._arrivals += 1
         request.sequence = request.sequence or self._arrivals  # a copy stands where its original does
         source = None if self.membership.closed else request.source  # a closed batch takes all answers together
@@ -253,7 +259,7 @@ class Scheduler:
             self.drafts.add(step)
         self._seal(step)
         if not self.waiting:
-            out.held_up_by = "grammar" if self.batch.unready else ""
+            out.held_up_by = self.batch.unready_for
         elif not out.held_up_by:
             out.held_up_by = "slots" if not self.batch.open_rows else "blocks" if out.preempted else "tokens"
         if self.preemptor.preempted_for:
@@ -348,9 +354,8 @@ class Scheduler:
             out.context_tokens = self.batch.num_computed_tokens - prompts
         out.num_waiting = len(self.waiting)
         out.blocks = self.kv.counts()
-        out.unused_slots = self.kv.tables.held_blocks * self.kv.block_size - self.batch.num_computed_tokens * len(
-            self.kv.pools
-        )
+        num_groups = sum(kind.stores_positions for kind in self.kv.layout.kinds)
+        out.unused_slots = self.kv.tables.held_blocks * self.kv.block_size - self.batch.num_computed_tokens * num_groups
         longest = max((chunk.num_tokens for chunk in out.chunks), default=1)
         out.padding_avoided = longest * (out.num_decodes + len(out.chunks)) - out.num_tokens
 
@@ -462,7 +467,7 @@ class Scheduler:
         for leaver in leaving:
             self.batch.remove(leaver, now)
             if self.drafts is not None:
-                self.drafts.speculator.forget(leaver)
+                self.drafts.left(leaver)
             self.preemption_rate.finished(leaver, now)
         return leaving
 

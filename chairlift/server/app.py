@@ -26,6 +26,7 @@ from chairlift.engine.async_engine import EngineState
 from chairlift.metrics import prometheus
 from chairlift.metrics.stats import FORECAST_RATIOS
 from chairlift.server import (
+    adapters,
     batches,
     chat,
     completions,
@@ -64,7 +65,7 @@ def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> A
     if routes is None:
         endpoints = (
             *(chat, completions, responses, messages, pooling, tokens, models, queue, traffic, openapi, pages, live),
-            *(weights, files, batches),
+            *(weights, adapters, files, batches),
         )
         routes = [*_routes, *(route for module in endpoints for route in module.routes)]
     return with_cors(_App(state, routes), state.config.cors_origin)

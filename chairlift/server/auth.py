@@ -18,6 +18,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from starlette.requests import Request
+
 from chairlift.config import ServerConfig
 from chairlift.errors import ConfigError
 from chairlift.server.errors import ApiError
@@ -29,6 +31,7 @@ __all__ = [
     "Caller",
     "HostCheck",
     "caller_of",
+    "check_admin",
     "check_exposure",
     "check_origin",
     "is_loopback",
@@ -138,6 +141,14 @@ def caller_of(keys: Mapping[str, str], tenant: str) -> Caller | None:
         if name == tenant:
             return Caller(_digest(key.encode()).hex() if len(keys) > 1 else "", tenant)
     return None
+
+
+def check_admin(request: Request) -> None:
+    """Raise ApiError 403 unless the request came with an API key that is named ``admin``."""
+    caller: Caller = getattr(request.state, "caller", Caller())
+    if caller.tenant != ADMIN:
+        message = f"this takes an API key that is named {ADMIN}: a line '{ADMIN} KEY' in the file of --api-key-file"
+        raise ApiError(403, message, code="admin_key_needed")
 
 
 class Auth:

@@ -136,7 +136,7 @@ async def create_chat_completion(request: Request) -> Response:
     if chat.stream:
         return await start_stream(state, run.streams, _ChatChunks(head, run), headers)
     (output,) = await collect(run.streams)
-    meter, texts = Meter(run.streams), run.texts
+    meter, texts = Meter(run.streams, predicted=chat.prediction is not None), run.texts
     meter.note(0, output)
     most, pieces = chat.prompt_logprobs, Pieces()
     readings = [run.reading() for _ in output.outputs]

@@ -20,7 +20,7 @@ from chairlift.server.chat_reading import AnswerReading, ChatPlan, chat_plan, he
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import until_tokens
 from chairlift.server.logprob_room import hold_logprobs
-from chairlift.server.models import check_model, generating_info
+from chairlift.server.models import adapter_named, check_model, generating_info
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import ChatRequest, TokenizeRequest, no_prompt_logprobs_in_stream, sampling_params
 from chairlift.server.state import ServerState
@@ -74,6 +74,8 @@ async def begin_chat(
     model = check_model(state, chat.model)
     caller = read_promises(request, chat, ignored)
     info = generating_info(state)
+    if chat.prediction is not None and not info.takes_predictions:
+        ignored.append("prediction")
     plan = chat_plan(state, chat, ignored)
     params = _params(chat, info.sampling_defaults, keeps_special=bool(plan.hidden))
     state.engine.check_room(1, class_of(params))
@@ -93,7 +95,8 @@ async def begin_chat(
     if shortened:
         params = dataclasses.replace(params, max_tokens=room)
     hold_logprobs(request, chat, [prompt])
-    streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), caller=caller)
+    whose: dict[str, Any] = {"caller": caller, "adapter": adapter_named(state, model)}
+    streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), **whose)
     texts = TokenTexts(state.engine.tokenizer, bool(chat.return_tokens_as_token_ids))
     return ChatRun(chat, model, info, plan, params, prompt, streams, texts, shortened)
 

@@ -22,7 +22,7 @@ from chairlift.server.errors import ApiError
 from chairlift.server.infilling import Infilling, infilling
 from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.logprob_room import hold_logprobs
-from chairlift.server.models import check_model, generating_info
+from chairlift.server.models import adapter_named, check_model, generating_info
 from chairlift.server.pieces import Pieces, json_items, respond
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import (
@@ -111,6 +111,8 @@ async def create_completion(request: Request) -> Response:
     given = asked.prompts()
     caller = read_promises(request, asked, ignored)
     info = generating_info(state)
+    if asked.prediction is not None and not info.takes_predictions:
+        ignored.append("prediction")
     between = infilling(state, asked, given)
     params = _params(asked, info.sampling_defaults, () if between is None else between.ends)
     _check_lists(params, len(given))
@@ -124,12 +126,13 @@ async def create_completion(request: Request) -> Response:
         places = [await _places(state, asked, prompt) for prompt in given]
     writer = _Writer(asked, prompts, state.engine.tokenizer, echoes, places)
     hold_logprobs(request, asked, prompts)
-    streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream), caller=caller)
+    whose: dict[str, Any] = {"caller": caller, "adapter": adapter_named(state, model)}
+    streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream), **whose)
     head = reply_head("cmpl", model, info, streams)
     headers = warning_headers(ignored)
     if asked.stream:
         return await start_stream(state, streams, _TextChunks(head, asked, streams, writer), headers)
-    meter, pieces = Meter(streams), Pieces()
+    meter, pieces = Meter(streams, predicted=asked.prediction is not None), Pieces()
     choices: list[TextChoice] = []
     outputs = await collect(streams)
     for index, output in enumerate(outputs):
@@ -173,6 +176,7 @@ def _check_lists(params: SamplingParams, num_prompts: int) -> None:
         "allowed_token_ids": len(params.allowed_token_ids or ()),
         "stop_token_ids": len(params.stop_token_ids or ()),
         "bad_words": sum(map(len, params.bad_words or ())),
+        "prediction": len(params.prediction or ()),
     }
     if num_prompts > 1 and num_prompts * sum(sizes.values()) > _MAX_LIST_ENTRIES:
         largest = max(sizes, key=sizes.__getitem__)

@@ -23,6 +23,7 @@ from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.info import EngineInfo, PoolingInfo, describe_impl
 from chairlift.errors import ConfigError, EngineDeadError, TemplateError, TemplateFailedError
 from chairlift.loading import read_tokenizer
+from chairlift.server.adapters import load_modules
 from chairlift.server.app import make_app
 from chairlift.server.auth import check_exposure, load_keys
 from chairlift.server.batch_worker import BatchWorker, open_store, working
@@ -172,11 +173,17 @@ async def serve(
                 await asyncio.to_thread(state.tracer.shutdown)
 
 
+async def _start(state: ServerState) -> None:
+    """Until the model and the adapters of the settings are loaded."""
+    await state.engine.wait_ready()
+    await load_modules(state)
+
+
 async def _run(state: ServerState, server: HttpServer, stop: Stop, announce: Callable[[], None]) -> int:
     """Run from LOADING to the end of the drain."""
     engine = state.engine
     try:
-        if await _first(engine.wait_ready(), stop.drain.wait()) == 0:
+        if await _first(_start(state), stop.drain.wait()) == 0:
             announce()
             with _reporting(state):
                 await _first(stop.drain.wait(), engine.stopped.wait())
@@ -277,6 +284,11 @@ def _pooling_banner(state: ServerState, info: EngineInfo, pooling: PoolingInfo, 
     )
 
 
+def _drafts(info: EngineInfo) -> str:
+    """Who drafts tokens, in words."""
+    return f"{info.speculative_method}, up to {info.num_speculative_tokens} tokens of a request in a step"
+
+
 def banner(state: ServerState, info: EngineInfo, url: str) -> str:
     """Banner: the facts that a person needs after starting a server."""
     if info.pooling is not None:
@@ -307,6 +319,7 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
             f"{config.max_connections:,} connections, {config.max_body_bytes / 2**20:g} MiB per body, "
             f"{config.request_timeout:g} s per request",
         ),
+        *((("drafts", _drafts(info)),) if info.speculative_method else ()),
         *((("samples", f"with {defaults}, where a request does not say"),) if defaults else ()),
         ("access", "with an API key" if state.api_keys else "without an API key"),
     )

@@ -205,10 +205,10 @@ class _MessageBuilder:
 
 def _usage(meter: Meter) -> MessagesUsage:
     usage = meter.usage()
-    cached, details = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens_details
+    cached = usage.prompt_tokens_details.cached_tokens
     thought: ThinkingDetails | msgspec.UnsetType = msgspec.UNSET
-    if not isinstance(details, msgspec.UnsetType):
-        thought = ThinkingDetails(thinking_tokens=details.reasoning_tokens)
+    if meter.reasoning_tokens is not None:
+        thought = ThinkingDetails(thinking_tokens=meter.reasoning_tokens)
     return MessagesUsage(
         input_tokens=usage.prompt_tokens - cached,
         cache_read_input_tokens=cached,

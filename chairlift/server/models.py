@@ -15,8 +15,19 @@ from chairlift.server.errors import ApiError
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
 
-__all__ = ["ModelCard", "ModelList", "check_model", "engine_info", "generating_info", "pooling_info", "routes"]
+__all__ = [
+    "ModelCard",
+    "ModelList",
+    "adapter_named",
+    "check_model",
+    "engine_info",
+    "generating_info",
+    "pooling_info",
+    "routes",
+]
 
+_MOST_NAMED: Final = 20
+"""Names in a message."""
 _BITS: Final = (
     "the same prompt, settings and seed give the same tokens and log-probabilities, whatever else is in the batch"
 )
@@ -27,7 +38,7 @@ _NOISE: Final = (
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One name of the model."""
+    """One name of the model, or an adapter."""
 
     id: str
     object: str = "model"
@@ -36,12 +47,15 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     """The first of the model's names."""
     parent: str | None = None
+    """Of an adapter the name of the model that it adapts."""
     max_model_len: int | None = None
     """Longest prompt and answer together, in tokens; null while the model loads."""
     quantization: str | None = None
     """Format of quantised weights, such as fp8 (8 bits); null: all weights are in the dtype."""
     kv_cache_dtype: str | None = None
     """int8: K and V have 8 bits; null: they are in the dtype."""
+    speculative_method: str | None = None
+    """Who drafts tokens (docs/speculation.md); null: nobody does, but for requests with a prediction."""
     deterministic: bool | None = None
     determinism: str | None = None
     """Guarantee about equal answers, in words."""
@@ -57,10 +71,17 @@ class ModelList(msgspec.Struct, kw_only=True):
 def check_model(state: ServerState, name: str | None) -> str:
     """The model name for answers. A missing name is accepted. Raises ApiError 404 for a name that is not served."""
     if name is not None and name not in state.model_names:
-        served = ", ".join(state.model_names)
+        if name in state.engine.adapters:
+            return name
+        served = ", ".join([*state.model_names, *(entry.name for entry in state.engine.adapters)][:_MOST_NAMED])
         message = f"the model {name!r:.100} is not served here; ask for {served}"
         raise ApiError(404, message, code="model_not_found", param="model")
     return state.model_names[0]
+
+
+def adapter_named(state: ServerState, model: str) -> str:
+    """The adapter that a name which :func:`check_model` gave stands for; empty for the model itself."""
+    return "" if model in state.model_names else model
 
 
 def engine_info(state: ServerState) -> EngineInfo:
@@ -96,17 +117,20 @@ def pooling_info(state: ServerState) -> EngineInfo:
 
 def _card(state: ServerState, name: str) -> ModelCard:
     card = ModelCard(id=name, created=state.started_at, root=state.model_names[0])
+    card.parent = card.root if adapter_named(state, name) else None
     info = state.engine.info
     if info is not None:
         card.max_model_len, card.deterministic = info.max_model_len, info.deterministic
         card.quantization, card.kv_cache_dtype = info.quantization, info.kv_cache_dtype
+        card.speculative_method = info.speculative_method
         card.determinism = _BITS if info.deterministic else _NOISE
     return card
 
 
 async def _list_models(request: Request) -> Response:
     state: ServerState = request.app.state.server
-    return json_response(ModelList(data=[_card(state, name) for name in state.model_names]))
+    names = [*state.model_names, *(entry.name for entry in state.engine.adapters)]
+    return json_response(ModelList(data=[_card(state, name) for name in names]))
 
 
 async def _get_model(request: Request) -> Response:

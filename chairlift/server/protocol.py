@@ -6,7 +6,7 @@ The rule for known fields that are not supported:
   For fields that ask for a form of the answer only null is the default: ``{}`` and ``false`` are schemas.
 - A hint is ignored, because the answer is right without it. A header of the reply names it (``Warning: 299 chairlift
   "ignored: user"``). Unknown fields are treated as hints.
-- A value that would change the answer is refused with status 400.
+- A value that would change the answer is refused with status 400, and so is a misspelt field (``temprature``).
 
 ``request_id`` has no effect. ``user`` decides whose share of the engine a request uses, without API keys and with a
 scheduling policy that shares fairly; otherwise it is ignored.
@@ -29,7 +29,8 @@ supported, all       ``model``, ``stream``, ``stream_options`` (``include_usage`
                      ``stream``), ``truncate_prompt_tokens``, ``return_token_ids``, ``return_tokens_as_token_ids``,
                      one of ``response_format``, ``structured_outputs``, ``guided_json``, ``guided_regex``,
                      ``guided_choice``, ``guided_grammar`` and ``structural_tag``,
-                     ``priority``, ``cache_salt``, ``service_tier``, ``user``, and ours: ``queue_timeout``
+                     ``priority``, ``cache_salt``, ``service_tier``, ``user``, ``prediction`` (ignored, and named,
+                     where the engine takes no drafts), and ours: ``queue_timeout``
                      (seconds), ``ttft_ms``, ``tpot_ms``, ``deadline_ms`` (milliseconds), ``return_timing``
 supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, ``add_generation_prompt``,
                      ``continue_final_message``, ``chat_template_kwargs``, ``tools``, ``tool_choice``,
@@ -38,7 +39,7 @@ supported, chat      ``messages``, ``max_completion_tokens``, ``top_logprobs``, 
 supported, texts     ``prompt``, ``suffix`` (where the model can fill in the middle), ``echo``, ``best_of`` (not with
                      ``stream``), ``add_special_tokens``
 ignored              ``metadata``, ``request_id``, ``session_id``, ``safety_identifier``,
-                     ``verbosity``, ``prediction``, ``prompt_cache_key``, ``prompt_cache_retention``,
+                     ``verbosity``, ``prompt_cache_key``, ``prompt_cache_retention``,
                      ``spaces_between_special_tokens``, ``mm_processor_kwargs``
 refused              ``functions``, ``function_call`` but ``none``, of texts ``tools`` and ``tool_choice``,
                      ``json_schema``, ``grammar``, ``regex``, ``ebnf``,
@@ -54,10 +55,11 @@ refused              ``functions``, ``function_call`` but ``none``, of texts ``t
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -74,11 +76,13 @@ from chairlift.tool_calls.request import MAX_TOOLS
 __all__ = [
     "DEFAULT_MAX_TOKENS",
     "REFUSED",
+    "AdapterName",
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
     "GenerationRequest",
     "Message",
+    "Prediction",
     "Refusals",
     "SampledRequest",
     "StopString",
@@ -102,12 +106,23 @@ _MAX_PROMPTS: Final = 64
 _MAX_IDS: Final = 2**20
 """Most token ids in one list. The longest body could hold more than most models accept; this limits the others."""
 
+_MOST_COMPARED: Final = 16
+_MOST_APART: Final = 2
+_ALIKE: Final = 0.88
+"""When a name that nobody knows is a misspelling of one that is known, and not a hint of another server's."""
+
 _END: Final = r"$(?!\n)"
 """End of a pattern. ``$`` alone also matches before a final newline."""
 _SALT: Final = "^[A-Za-z0-9_-]{0,64}" + _END
 _NAME: Final = "^[A-Za-z][A-Za-z0-9_]{0,63}" + _END
 _ID: Final = "^(0|[1-9][0-9]{0,9})" + _END
+_CONTENT: Final = "^content" + _END
+_TEXT: Final = "^text" + _END
+_ADAPTER: Final = "^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}" + _END
 _IN_WORDS: Final = {
+    _CONTENT: "'content'",
+    _TEXT: "'text'",
+    _ADAPTER: "a name of at most 128 characters from A-Z, a-z, 0-9 and '._/:-' that begins with a letter or a digit",
     _SALT: "a text of at most 64 characters from A-Z, a-z, 0-9, '_' and '-'",
     _NAME: "a text of at most 64 characters from A-Z, a-z, 0-9 and '_' that begins with a letter",
     _ID: "a token id in decimal digits, such as '50', without sign and leading zeros",
@@ -116,6 +131,7 @@ _IN_WORDS: Final = {
 TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 PromptItem = str | TokenId | list[TokenId]
 StopString = Annotated[str, Meta(min_length=1, max_length=_LIMITS.max_stop_length)]
+AdapterName = Annotated[str, Meta(pattern=_ADAPTER)]
 ModelName = Annotated[str, Meta(max_length=256)]
 Milliseconds = Annotated[float, Meta(gt=0, le=1_000_000_000)]
 CacheSalt = Annotated[str, Meta(pattern=_SALT)]
@@ -145,6 +161,25 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """A last chunk with the usage of the whole request."""
     continuous_usage_stats: bool | None = None
     """The usage so far in every chunk."""
+
+
+class PredictionPart(msgspec.Struct, kw_only=True):
+    """A piece of a predicted text."""
+
+    type: Annotated[str, Meta(pattern=_TEXT)]
+    text: str
+
+
+class Prediction(msgspec.Struct, kw_only=True):
+    """A text that the answer is expected to repeat in large part, such as the file that is being edited."""
+
+    type: Annotated[str, Meta(pattern=_CONTENT)]
+    content: str | Annotated[list[PredictionPart], Meta(min_length=1, max_length=_MAX_MESSAGES)]
+
+    @property
+    def whole(self) -> str:
+        """All of the text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class SampledRequest(msgspec.Struct, kw_only=True):
@@ -209,6 +244,8 @@ class GenerationRequest(SampledRequest, kw_only=True):
     structural_tag: Form | GrammarText | None = None
     user: Annotated[str, Meta(max_length=256)] | None = None
     """Name of the caller. Without API keys, it decides whose share of the engine the request uses."""
+    prediction: Prediction | None = None
+    """Text that the answer is expected to repeat. The answer is the same without it, and comes sooner where it does."""
     return_timing: bool | None = None
     """Add ``timing`` to the reply, or to the last chunk of each prompt's answers: where the time went."""
 
@@ -372,7 +409,7 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "store": ((), "nothing is stored; leave it out"),
     "chat_template": ((), "templates come from the model or the operator, not from requests; leave it out"),
     "documents": ((), "put the documents into the messages"),
-    "lora_path": ((), "adapters are not supported yet; leave it out"),
+    "lora_path": ((), "an adapter is named by model, and loaded by POST /v1/load_lora_adapter; leave it out"),
     "kv_transfer_params": ((), "the cache takes nothing from outside; leave it out"),
     "prompt_embeds": ((), "prompts are text or token ids; leave it out"),
     "logits_processors": ((), "requests cannot bring code; leave it out"),
@@ -398,6 +435,7 @@ _SAMPLING: Final = (
     *("ttft_ms", "tpot_ms", "deadline_ms"),
 )
 """Fields with the same meaning in SamplingParams."""
+_NAMED: Final = (*_SAMPLING, "prediction")
 
 _RESERVED_VARIABLES: Final = frozenset(
     ("self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
@@ -418,11 +456,14 @@ def parse(struct_type: type[_T], body: Mapping[str, Any], refused: Refusals = RE
     given and what is allowed.
     """
     known = _field_names(struct_type)
-    ignored = []
+    ignored: list[str] = []
     for name, value in body.items():
         if name in known or value is None:
             continue
         if name not in refused:
+            if len(ignored) < _MOST_COMPARED and (meant := _meant(name, known)) is not None:
+                message = f"unknown field {name!r}; did you mean {meant!r}?"
+                raise ApiError(400, message, code="unknown_parameter", param=name)
             ignored.append(name)
         elif not _asks_for_nothing(value, *refused[name]):
             message = f"{name} is {_given(value)}, which is not supported: {refused[name][1]}"
@@ -454,6 +495,13 @@ def unknown_inside(place: str, given: Any, struct_type: type[msgspec.Struct]) ->
     return [f"{place}.{name}" for name, value in (given or {}).items() if name not in known and value is not None]
 
 
+def _meant(name: str, known: Iterable[str]) -> str | None:
+    """The field that a name is a misspelling of. Longer and shorter ones are not compared: that takes a while."""
+    near = [each for each in known if abs(len(each) - len(name)) <= _MOST_APART]
+    found = difflib.get_close_matches(name, near, n=1, cutoff=_ALIKE)
+    return found[0] if found else None
+
+
 def warning_headers(ignored: Sequence[str]) -> dict[str, str]:
     """Header with the names of ignored fields; no header when there are none."""
     if not ignored:
@@ -469,11 +517,13 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **f
     the name of a field."""
     given = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
     given["structured_outputs"] = structured_outputs(request)
+    if request.prediction is not None:
+        given["prediction"] = request.prediction.whole
     try:
         return SamplingParams(**{**defaults, **given, **fields})
     except RequestError as error:
         first = str(error).split(" ", 1)[0]
-        raise ApiError(400, str(error), code="invalid_value", param=first if first in _SAMPLING else None) from None
+        raise ApiError(400, str(error), code="invalid_value", param=first if first in _NAMED else None) from None
 
 
 def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -522,9 +572,14 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _ignored_inside(struct_type: type[msgspec.Struct], body: Mapping[str, Any]) -> list[str]:
-    """Unknown names in stream_options, whose form was checked before."""
-    options = (body.get("stream_options") or {}) if "stream_options" in _field_names(struct_type) else {}
-    return [f"stream_options.{name}" for name in options if name not in _field_names(StreamOptions)]
+    """Unknown names in stream_options and prediction, which have the right form already."""
+    inside = {"stream_options": StreamOptions, "prediction": Prediction}
+    return [
+        f"{field}.{name}"
+        for field, kind in inside.items()
+        for name in ((body.get(field) or {}) if field in _field_names(struct_type) else {})
+        if name not in _field_names(kind)
+    ]
 
 
 @functools.cache

@@ -194,7 +194,9 @@ class ResponseBuilder:
 
 def _usage(usage: Usage) -> ResponseUsage:
     details = usage.completion_tokens_details
-    thought = 0 if isinstance(details, msgspec.UnsetType) else details.reasoning_tokens
+    thought = 0
+    if not isinstance(details, msgspec.UnsetType) and not isinstance(details.reasoning_tokens, msgspec.UnsetType):
+        thought = details.reasoning_tokens
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputTokensDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),

@@ -86,8 +86,12 @@ class PromptTokensDetails(msgspec.Struct):
 class CompletionTokensDetails(msgspec.Struct):
     """Part of :class:`Usage`."""
 
-    reasoning_tokens: int
-    """Number of reasoning tokens in the answers, including marks."""
+    reasoning_tokens: int | UnsetType = UNSET
+    """Tokens of the answers' reasoning, its marks included. There where reasoning is told from the answer."""
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    """Tokens that were drafted from ``prediction`` and were right. There where the request has one."""
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    """Tokens that were drafted from it in vain."""
 
 
 class Usage(msgspec.Struct):
@@ -98,7 +102,7 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Present if reasoning is separated from the answer."""
+    """Present if reasoning is separated from the answer, or the request has a ``prediction``."""
 
 
 class Timing(msgspec.Struct):
@@ -127,10 +131,12 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 class Meter:
     """Counts the tokens of one HTTP request, over all its prompts."""
 
-    def __init__(self, streams: Sequence[OutputStream]) -> None:
+    def __init__(self, streams: Sequence[OutputStream], *, predicted: bool = False) -> None:
         self._prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
         self._cached = [0] * len(streams)
         self._completion_tokens = 0
+        self._predicted: dict[tuple[int, int], tuple[int, int]] | None = {} if predicted else None
+        """(prompt, answer) -> tokens drafted from the text that was expected, right and wrong; None without one."""
         self.reasoning_tokens: int | None = None
         """None if reasoning is not separated from the answer."""
 
@@ -139,11 +145,20 @@ class Meter:
         self._cached[prompt] = output.num_cached_tokens
         for answer in output.outputs:
             self._completion_tokens += len(answer.token_ids)
+            if self._predicted is not None:
+                counts = answer.accepted_prediction_tokens, answer.rejected_prediction_tokens
+                self._predicted[prompt, answer.index] = counts
 
     def usage(self) -> Usage:
         read, written = self._prompt_tokens, self._completion_tokens
-        thought = self.reasoning_tokens
-        details = UNSET if thought is None else CompletionTokensDetails(thought)
+        details: CompletionTokensDetails | UnsetType = UNSET
+        if self.reasoning_tokens is not None or self._predicted is not None:
+            details = CompletionTokensDetails()
+        if details is not UNSET and self.reasoning_tokens is not None:
+            details.reasoning_tokens = self.reasoning_tokens
+        if details is not UNSET and self._predicted is not None:
+            details.accepted_prediction_tokens = sum(right for right, _ in self._predicted.values())
+            details.rejected_prediction_tokens = sum(wrong for _, wrong in self._predicted.values())
         return Usage(read, written, read + written, PromptTokensDetails(sum(self._cached)), details)
 
 
@@ -184,15 +199,17 @@ async def submit_all(
     *,
     stream: bool,
     caller: Caller,
+    adapter: str = "",
 ) -> list[OutputStream]:
     """Submit all prompts and return one stream for each, or raise the error of one (with its index if there are
     several).
 
-    ``caller`` is charged. Callers with different API keys share no cache.
+    ``caller`` is charged. Callers with different API keys share no cache. ``adapter`` is the name of a loaded one.
     """
     streams: list[OutputStream] = []
     kind = OutputKind.DELTA if stream else OutputKind.FINAL
     salt = salt_for(caller.holder, request.cache_salt or "")
+    params = await state.engine.encode_prediction(params)
     bad_word_ids = await state.engine.encode_words(params)
     if params.structured_outputs is not None:
         with naming(request):
@@ -212,6 +229,7 @@ async def submit_all(
                     arrival=caller.arrived,
                     has_room=True,  # checked for all prompts before, so that the first does not block the last
                     bad_word_ids=bad_word_ids,
+                    adapter=adapter,
                 )
             except RequestError as error:
                 raise type(error)(f"prompt {index}: {error}") if len(prompts) > 1 else error from None
@@ -430,6 +448,7 @@ class ChunkWriter(StreamWriter):
         super().__init__(streams)
         options = asked.stream_options or StreamOptions()
         self._timing = asked.return_timing
+        self.meter = Meter(streams, predicted=asked.prediction is not None)
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._continuous = bool(options.continuous_usage_stats)
         self._include_usage = bool(options.include_usage)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from chairlift.errors import ConfigError, ModelLoadError
-from chairlift.server.auth import ADMIN, Caller
+from chairlift.server.auth import check_admin
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import read_json
 from chairlift.server.protocol import parse, warning_headers
@@ -44,10 +44,7 @@ class WeightsReply(msgspec.Struct, kw_only=True):
 async def _update(request: Request) -> Response:
     """Replace the weights. The answer comes when the new weights serve, with their version and fingerprint."""
     state: ServerState = request.app.state.server
-    caller: Caller = getattr(request.state, "caller", Caller())
-    if caller.tenant != ADMIN:
-        message = f"this takes an API key that is named {ADMIN}: a line '{ADMIN} KEY' in the file of --api-key-file"
-        raise ApiError(403, message, code="admin_key_needed")
+    check_admin(request)
     asked, ignored = parse(WeightsRequest, await read_json(request))
     try:
         info = await state.engine.update_weights(asked.path, asked.version, in_flight=asked.in_flight)

@@ -8,26 +8,32 @@ pays.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from chairlift.config import SchedulerConfig
 from chairlift.request import Request
 from chairlift.scheduler.cost_model import StepFeatures
 from chairlift.scheduler.costs import Costs
-from chairlift.spec_decode.ngram import NgramIndex
+from chairlift.scheduler.drafts import Guide
+from chairlift.spec_decode.acceptance import Acceptance, Source
+from chairlift.spec_decode.ngram import NgramProposer
+from chairlift.spec_decode.predicted import PredictedText
 
-__all__ = ["AdaptiveSpeculator", "best_number", "speculator_from_config"]
+__all__ = ["AdaptiveSpeculator", "Proposer", "best_number", "speculator_from_config"]
 
-_PRIOR = 0.5
-"""Assumed acceptance of drafts for a request that has had none."""
-_MEMORY = 0.15
-"""Weight of the newest draft in the estimate of the acceptance."""
 _PROBE_STEPS = 24
 """If no draft pays by the estimates, one is tried again after this many steps, because texts change."""
+_FIRST_TRY = 4
+"""Number of drafts from an expected text that are tried at once, whatever they cost: the caller who sends it knows more
+than the engine."""
 _MOST_COMPARED = 64
 """Most drafts of a step; on a CPU more never pay."""
 _LEAST_GAIN = 1.02
 """Least gain that counts, because the estimates are noisy."""
+_MOST_KNOWN = 16
+"""Most drafts of a row from an expected text or a grammar, if no setting says how many."""
 
 
 def best_number(num_rows: int, chances: Sequence[float], seconds: Callable[[int], float]) -> int:
@@ -47,27 +53,56 @@ def best_number(num_rows: int, chances: Sequence[float], seconds: Callable[[int]
     return best
 
 
+class Proposer(Protocol):
+    """Guesses what comes next."""
+
+    def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
+        """For each row (a request that decodes, and the most drafts that it may have) its drafts, which may be none."""
+        ...
+
+    def seconds(self, num_rows: int) -> float:
+        """Seconds that one draft for each of so many rows takes."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """The request has left for good, also when it was never asked about."""
+        ...
+
+
+class _Drafted(NamedTuple):
+    """Drafts of a row, before it is decided how many of them are computed."""
+
+    request: Request
+    tokens: Sequence[int]
+    source: Source
+
+
 class AdaptiveSpeculator:
-    """Drafts by n-grams, as many as pay.
+    """As many drafts as pay: what a grammar forces, else from a text that the caller expects while the answer follows
+    it, else from a proposer.
 
     Args:
         step_seconds: Time of a step by its features, as learnt so far.
         most: Most drafts of a row in one step.
-        ngram_size: Length of the match that a draft needs, in tokens.
-        hint_of: Expected text of a request as token ids, if it has one.
+        proposer: Who drafts for all other requests. None: they have no drafts.
+        guide: Who knows what grammars force. None: nobody.
     """
 
     def __init__(
         self,
         step_seconds: Callable[[StepFeatures], float],
         most: int,
-        ngram_size: int,
-        hint_of: Callable[[Request], Sequence[int]] = lambda request: (),
+        proposer: Proposer | None = None,
+        guide: Guide | None = None,
     ) -> None:
-        self._seconds, self._most, self._size, self._hint_of = step_seconds, most, ngram_size, hint_of
-        self._chances: dict[str, float] = {}
-        self._indexes: dict[str, NgramIndex] = {}
+        self._seconds, self._most, self._proposer, self._guide = step_seconds, most, proposer, guide
+        self.acceptance = Acceptance()
+        self._texts: dict[str, PredictedText] = {}
+        self._sources: dict[str, Source] = {}
+        """Where the newest drafts of each request came from."""
         self._idle_steps = 0
+        self.only_known = proposer is None
+        """See :class:`~chairlift.scheduler.drafts.Speculator`."""
 
     def choose(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int
@@ -81,60 +116,124 @@ class AdaptiveSpeculator:
         probes = self._idle_steps >= _PROBE_STEPS
         if not probes and not self._may_pay(rows, step, seconds):
             return []
-        proposals = self._propose(rows)
-        order = sorted(self._ranked(proposals), reverse=True)[: min(budget, _MOST_COMPARED)]
+        depth = max(int(probes), self._depth(rows, step, seconds))
+        drafted = self._propose([(request, min(most, self._most)) for request, most in rows], depth)
+        order = sorted(self._ranked(drafted), reverse=True)[: min(budget, _MOST_COMPARED)]
         number = best_number(step.num_decodes, [chance for chance, _ in order], seconds)
         if probes and order:
             number, self._idle_steps = max(1, number), 0
-        counts = dict.fromkeys(proposals, 0)
-        for _, name in order[:number]:
-            counts[name] += 1
-        return [(request, drafts[: counts[name]]) for name, (request, drafts) in proposals.items() if counts[name]]
+        counts = {name: _FIRST_TRY if self._is_new(each) else 0 for name, each in drafted.items()}
+        chosen = Counter(name for _, name in order[:number])
+        counts = {name: max(least, chosen[name]) for name, least in counts.items()}
+        return [(each.request, each.tokens[: counts[name]]) for name, each in drafted.items() if counts[name]]
+
+    def _is_new(self, drafted: _Drafted) -> bool:
+        """Whether the drafts come from a text that was not tried yet."""
+        tried = self.acceptance.is_tried(drafted.request.request_id, drafted.source)
+        return drafted.source is Source.PREDICTED and not tried
 
     def _may_pay(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float]
     ) -> bool:
         """Whether any draft would pay if every row had drafts. It avoids the search for drafts in full batches."""
-        chances = sorted((self._chances.get(request.request_id, _PRIOR) for request, _ in rows), reverse=True)
+        chances: list[float] = []
+        for request, _ in rows:
+            name = request.request_id
+            if request.prediction and not self.acceptance.is_tried(name, Source.PREDICTED):
+                return True
+            chances.append(max((self.acceptance.chance(name, each) for each in self._sources_of(request)), default=0.0))
+        chances.sort(reverse=True)
         powers = (chance**at for chance in chances[:_MOST_COMPARED] for at in range(1, self._most + 1))
         return best_number(step.num_decodes, sorted(powers, reverse=True)[:_MOST_COMPARED], seconds) > 0
 
-    def _propose(self, rows: Iterable[tuple[Request, int]]) -> Mapping[str, tuple[Request, Sequence[int]]]:
-        found = {}
+    def _depth(self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float]) -> int:
+        """Most drafts that the proposer is to make of a row: where they cost time, as many as pay if all are used."""
+        price = 0.0 if self._proposer is None else self._proposer.seconds(len(rows))
+        if not price:
+            return self._most
+        chances = [self.acceptance.chance(request.request_id, Source.PROPOSED) for request, _ in rows]
+        depth, tokens = 0, float(step.num_decodes)
+        rate = tokens / seconds(0) * _LEAST_GAIN
+        for number in range(1, self._most + 1):
+            tokens += sum(chance**number for chance in chances)
+            found = tokens / (seconds(number * len(rows)) + number * price)
+            if found > rate:
+                depth, rate = number, found
+        return depth
+
+    def _sources_of(self, request: Request) -> Iterable[Source]:
+        """Where drafts of the request may come from."""
+        if request.is_guided and self._guide is not None:
+            yield Source.FORCED
+        if request.prediction:
+            yield Source.PREDICTED
+        if self._proposer is not None:
+            yield Source.PROPOSED
+
+    def _propose(self, rows: Sequence[tuple[Request, int]], depth: int) -> Mapping[str, _Drafted]:
+        """Request id -> its drafts, of those requests that have some. The proposer makes at most ``depth`` of each."""
+        found: dict[str, _Drafted] = {}
+        others: list[tuple[Request, int]] = []
         for request, most in rows:
-            name = request.request_id
-            index = self._indexes.get(name)
-            if index is None:
-                index = self._indexes[name] = NgramIndex(self._size, self._hint_of(request))
-            drafts = index.propose(request.token_ids, request.num_prompt_tokens, min(most, self._most))
-            if drafts:
-                found[name] = (request, drafts)
+            if request.is_guided and self._guide is not None and (drafts := self._guide.forced(request, most)):
+                found[request.request_id] = _Drafted(request, drafts, Source.FORCED)
+            elif request.prediction and (drafts := self._expected(request, most)):
+                found[request.request_id] = _Drafted(request, drafts, Source.PREDICTED)
+            else:
+                others.append((request, min(most, depth)))
+        if self._proposer is not None and others and depth:
+            for (request, _), drafts in zip(others, self._proposer.propose(others), strict=True):
+                if drafts:
+                    found[request.request_id] = _Drafted(request, drafts, Source.PROPOSED)
+        self._sources = {name: each.source for name, each in found.items()}
         return found
 
-    def _ranked(self, proposals: Mapping[str, tuple[Request, Sequence[int]]]) -> Iterable[tuple[float, str]]:
-        """(probability, request id) of each draft. Within a row, probabilities fall."""
-        for name, (_, drafts) in proposals.items():
-            chance = self._chances.get(name, _PRIOR)
-            for at in range(1, len(drafts) + 1):
+    def _expected(self, request: Request, most: int) -> Sequence[int]:
+        """What comes next in the text that the request expects."""
+        text = self._texts.get(request.request_id)
+        if text is None:
+            text = self._texts[request.request_id] = PredictedText(request.prediction)
+        return text.propose(request.token_ids, request.num_prompt_tokens, most)
+
+    def _ranked(self, drafted: Mapping[str, _Drafted]) -> Iterable[tuple[float, str]]:
+        """(probability, request id) of each draft; those of one row fall along the row."""
+        for name, each in drafted.items():
+            chance = self.acceptance.chance(name, each.source)
+            for at in range(1, len(each.tokens) + 1):
                 yield chance**at, name
 
     def verified(self, request: Request, drafts: Sequence[int], num_accepted: int) -> None:
         """See :class:`~chairlift.scheduler.drafts.Speculator`."""
         self._idle_steps = 0
-        chance = self._chances.get(request.request_id, _PRIOR)
-        for right in [1.0] * num_accepted + [0.0] * (num_accepted < len(drafts)):
-            chance += _MEMORY * (right - chance)
-        self._chances[request.request_id] = min(chance, 0.98)
+        source = self._sources.get(request.request_id, Source.PROPOSED)
+        self.acceptance.learn(request.request_id, source, len(drafts), num_accepted)
+        if source is Source.PREDICTED:
+            request.num_accepted_predicted += num_accepted
+            request.num_rejected_predicted += len(drafts) - num_accepted
 
     def forget(self, request: Request) -> None:
         """See :class:`~chairlift.scheduler.drafts.Speculator`."""
-        self._chances.pop(request.request_id, None)
-        self._indexes.pop(request.request_id, None)
+        self.acceptance.forget(request.request_id)
+        self._texts.pop(request.request_id, None)
+        if self._proposer is not None:
+            self._proposer.forget(request)
 
 
-def speculator_from_config(config: SchedulerConfig, costs: Costs) -> AdaptiveSpeculator | None:
-    """The speculator of the settings; None without speculative decoding. Raises ConfigError."""
+def speculator_from_config(
+    config: SchedulerConfig,
+    costs: Costs,
+    num_lookahead_steps: int,
+    has_states: bool = False,
+    guide: Guide | None = None,
+    drafter: Proposer | None = None,
+) -> AdaptiveSpeculator | None:
+    """None where steps take no drafts (:meth:`SchedulerConfig.takes_drafts`). Where none are asked for, requests that
+    bring a text that they expect, or follow a grammar, have some. ``drafter`` is the model that drafts, if one was
+    loaded. Raises ConfigError."""
     asked = config.speculation
-    if asked is None:
+    if not config.takes_drafts(num_lookahead_steps, has_states):
         return None
-    return AdaptiveSpeculator(costs.model.step_seconds, asked.num_speculative_tokens, asked.prompt_lookup_min)
+    if asked is None:
+        return AdaptiveSpeculator(costs.model.step_seconds, _MOST_KNOWN, guide=guide)
+    proposer = NgramProposer(asked.prompt_lookup_min) if drafter is None else drafter
+    return AdaptiveSpeculator(costs.model.step_seconds, asked.num_speculative_tokens, proposer, guide)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["NgramIndex"]
+from chairlift.request import Request
+
+__all__ = ["NgramIndex", "NgramProposer"]
 
 _MOST_PER_CALL = 4096
 """Most tokens that one call adds to the index, so that a long prompt does not delay a step."""
@@ -18,38 +20,26 @@ class NgramIndex:
     """Last place of each n-gram of ``size`` tokens in one text, which only grows.
 
     Args:
-        size: Length of an n-gram, in tokens.
-        hint: A text that is expected in the answer, as a whole or in parts (OpenAI's ``prediction``). It is searched as
-            if it came before the prompt.
+        size: Tokens that must be equal.
     """
 
-    __slots__ = ("_ends", "_hint", "_num_indexed", "_size")
+    __slots__ = ("_ends", "_num_indexed", "_size")
 
-    def __init__(self, size: int, hint: Sequence[int] = ()) -> None:
+    def __init__(self, size: int) -> None:
         self._size = size
-        self._hint = list(hint)
         self._ends: dict[tuple[int, ...], int] = {}
-        """N-gram -> index of the token after it; a negative index counts from the end of the hint."""
+        """Run -> index of the token behind it."""
         self._num_indexed = 0
-        """Number of leading tokens of the text whose n-grams are in the index."""
-        for end in range(size, len(self._hint)):
-            self._ends[tuple(self._hint[end - size : end])] = end - len(self._hint)
+        """Leading tokens of the text whose runs are in the index."""
 
-    def propose(self, token_ids: Sequence[int], num_prompt_tokens: int, most: int) -> Sequence[int]:
-        """Up to ``most`` tokens that may follow ``token_ids``, of which the first ``num_prompt_tokens`` are the
-        prompt."""
-        begin = len(token_ids) - num_prompt_tokens
-        if self._hint and begin < self._size and list(token_ids[num_prompt_tokens:]) == self._hint[:begin]:
-            return self._hint[begin : begin + most]
+    def propose(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
+        """Up to ``most`` tokens that may follow ``token_ids``."""
         self._index(token_ids)
         if self._num_indexed < len(token_ids) - 1:
             return ()
         end = self._ends.get(tuple(token_ids[-self._size :]))
         if end is None:
             return ()
-        if end < 0:
-            begin = len(self._hint) + end
-            return self._hint[begin : begin + most]
         found = token_ids[end : end + most]
         if len(found) < most:  # the text repeats itself
             period = len(token_ids) - end
@@ -63,3 +53,37 @@ class NgramIndex:
         for end in range(max(size, self._num_indexed + 1), last + 1):
             ends[tuple(token_ids[end - size : end])] = end
         self._num_indexed = max(self._num_indexed, last)
+
+
+class NgramProposer:
+    """An index per request. See :class:`~chairlift.spec_decode.adaptive.Proposer`.
+
+    Args:
+        size: Tokens that must be equal for a draft.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._indexes: dict[str, NgramIndex] = {}
+
+    def __len__(self) -> int:
+        """Requests that have an index."""
+        return len(self._indexes)
+
+    def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
+        """What followed the last tokens of each row before."""
+        return [self._index(request).propose(request.token_ids, most) for request, most in rows]
+
+    def seconds(self, num_rows: int) -> float:
+        """Next to nothing."""
+        return 0.0
+
+    def _index(self, request: Request) -> NgramIndex:
+        index = self._indexes.get(request.request_id)
+        if index is None:
+            index = self._indexes[request.request_id] = NgramIndex(self._size)
+        return index
+
+    def forget(self, request: Request) -> None:
+        """The request has left for good."""
+        self._indexes.pop(request.request_id, None)

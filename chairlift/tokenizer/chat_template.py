@@ -6,6 +6,8 @@ import contextlib
 import datetime
 import functools
 import json
+import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -28,6 +30,8 @@ MAX_TEXT: Final = 16 * 1024 * 1024
 _INPUTS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 _OPTIONAL_INPUTS: Final = ("tools", "documents", "chat_template")
 _PROBE: Final = "probe_function"
+_BEGIN_MARK, _END_MARK = "chairlift_generation_begins", "chairlift_generation_ends"
+_HAS_MARKS: Final = re.compile(r"\{%[-+]?\s*generation\b")
 _END_OF_FINAL_MESSAGE: Final = "CHAIRLIFT_END_OF_FINAL_MESSAGE"
 
 
@@ -83,6 +87,34 @@ class ChatTemplate:
             return self._render(chat, add_generation_prompt, scalars)
         marked = [*chat[:-1], _marked(chat[-1])]
         return _up_to_final_message(chat, self._render(chat, False, scalars), self._render(marked, False, scalars))
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template says with ``{% generation %}`` what is learnt in training."""
+        return self._source is not None and _HAS_MARKS.search(self._source) is not None
+
+    def names(self, word: str) -> bool:
+        """Whether the template has this name, as an attribute or in quotes: it may read such a key of a message."""
+        return self._forms.names(word)
+
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], /, tools: Sequence[Mapping[str, Any]] | None = None, **scalars: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a chat without an opened answer, and what stands inside ``{% generation %}``: (begin, end) in
+        characters. Raises as :meth:`render`.
+        """
+        word = secrets.token_hex(8)  # nobody can write it into a message
+        marks = {_BEGIN_MARK: f"\x02{word}", _END_MARK: f"\x03{word}"}
+        text = self.render(messages, False, tools=tools, **{**scalars, **marks})
+        plain, spans, begin = "", [], 0
+        for piece in re.split(f"([\x02\x03]{word})", text):
+            if piece == marks[_BEGIN_MARK]:
+                begin = len(plain)
+            elif piece == marks[_END_MARK]:
+                spans.append((begin, len(plain)))
+            else:
+                plain += piece
+        return plain, spans
 
     def _render(
         self, chat: list[dict[str, Any]], add_generation_prompt: bool, scalars: Mapping[str, Any] | None = None
@@ -167,8 +199,8 @@ class ChatTemplate:
     def _tree(self) -> jinja2.nodes.Template:
         if self._source is None:
             raise TemplateError(
-                "this model has no chat template; send a plain prompt or token ids instead (generate), "
-                "or put a chat_template.jinja into the model directory"
+                "this model has no chat template; send a plain prompt instead (/v1/completions, or generate --raw), "
+                "or give a template: chat_template.jinja in the model directory, or --chat-template of the server"
             )
         with _complaining():
             return _environment().parse(self._source)
@@ -286,13 +318,19 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's words for training. Here its contents are rendered."""
+    """``{% generation %}`` marks the assistant's words for training; when serving it renders what it encloses.
+
+    Variables around it print the marks of :meth:`ChatTemplate.render_marked`, and nothing where they are not given.
+    """
 
     tags = {"generation"}  # noqa: RUF012  (the base class declares it as an instance attribute)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        begin, end = (
+            jinja2.nodes.Output([jinja2.nodes.Name(name, "load")], lineno=line) for name in (_BEGIN_MARK, _END_MARK)
+        )
+        return [begin, *parser.parse_statements(("name:endgeneration",), drop_needle=True), end]
 
 
 class _Namespace(jinja2.utils.Namespace):

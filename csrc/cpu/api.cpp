@@ -98,13 +98,14 @@ bool valid(const cl_program& program, const cl_batch& batch) {
 
 int32_t cl_abi_version(void) { return CL_ABI_VERSION; }
 
-void cl_struct_sizes(int64_t sizes[6]) {
+void cl_struct_sizes(int64_t sizes[7]) {
   sizes[0] = sizeof(cl_op);
   sizes[1] = sizeof(cl_kv_layer);
   sizes[2] = sizeof(cl_program);
   sizes[3] = sizeof(cl_batch);
   sizes[4] = sizeof(cl_sampling_row);
   sizes[5] = sizeof(cl_experts);
+  sizes[6] = sizeof(cl_lora);
 }
 
 int32_t cl_supported_isas(void) {

@@ -13,7 +13,7 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 4 };
+enum { CL_ABI_VERSION = 5 };
 
 // Dtype of a program's activations, KV and dense weights (a KV layer may have another kind). Sums are always float32.
 enum cl_dtype { CL_F32 = 0, CL_BF16 = 1 };
@@ -57,10 +57,15 @@ enum cl_op_kind {
   CL_OP_SCALE = 18,       // out[T, n] = in * scale
   // what QKV does after its product, for rows in[T, (heads + 2 kv_heads) * head_dim]; flags: CL_ALL_HEADS
   CL_OP_HEADS = 19,
+  // out[T, n] = causal convolution over k tokens of each channel, with the states of `layer`. The input is in[T, n]; with
+  // CL_GATED it is b * x of in[T, 3 n] = (b, c, x), and the sum is multiplied with c. weight float32 [k, n]; flag CL_SILU
+  CL_OP_SHORT_CONV = 20,
 };
 enum {
   CL_PACKED = 1,     // the weight is packed
   CL_POSITIONS = 2,  // rows by positions, not by token_ids
+  CL_GATED = 8,      // SHORT_CONV: the input is (b, c, x)
+  CL_SILU = 16,      // SHORT_CONV: silu of the sum
   CL_ALL_HEADS = 4,  // q_norm [heads * head_dim] and k_norm [kv_heads * head_dim] are norms over all heads together
 };
 enum cl_activation { CL_NONE = 0, CL_GELU = 1, CL_GELU_TANH = 2, CL_RELU = 3, CL_RELU_SQUARED = 4 };
@@ -99,6 +104,8 @@ typedef struct {
   int32_t rotary;         // rotary table (ROTARY, QKV); -1: no rotation
   int32_t heads, kv_heads, head_dim;
   int32_t window;         // number of tokens that a query sees, itself included; 0: all
+  int32_t site;           // of a product: 1 + its column in the table of adapters; 0: no adapter changes it
+  int32_t reserved;
   float eps, scale;       // scale 0 means 1
   // c > 0: scores (ATTENTION) and logits (cl_head) s become c * tanh(s / c), before masks; 0: no cap
   float cap;
@@ -118,7 +125,10 @@ typedef struct {
 // codes of V as uint8 [head_dim / 16][16 tokens / 2][16][2]; float32 scales [16] and minima [16] of V. A number is
 // minimum + scale * code. Each token and head has its own scale and minimum, so that stored numbers of a token depend
 // on that token alone. A scale of NaN means that some number was not finite.
-enum cl_kv_kind { CL_KV_PLAIN = 0, CL_KV_INT8 = 1 };
+//
+// With CL_KV_STATE it is a part of the states of a recurrent layer. Each block is one state of `head_dim` bytes. An entry
+// of a block table stands for `block_size` positions, and its block holds the state after the newest token among them.
+enum cl_kv_kind { CL_KV_PLAIN = 0, CL_KV_INT8 = 1, CL_KV_STATE = 2 };
 typedef struct {
   void* kv;
   int32_t group;          // cache group, which selects the block table and slot mapping
@@ -127,6 +137,16 @@ typedef struct {
   int32_t kind;           // cl_kv_kind
   int32_t reserved;
 } cl_kv_layer;
+
+// What an adapter adds to one product (LoRA; Hu et al., 2021): (x @ a.T) @ b.T, before everything else that is done with the
+// product's result. Both are packed panels in the program's dtype. The first product is rounded to that dtype.
+typedef struct {
+  const void* a;          // [rank, k]; null: this adapter leaves the product alone
+  const void* b;          // [n, rank], its columns in the order of the product's weight
+  const int32_t* slices;  // [panels of n][2]: which piece of rank a panel of b has numbers in: first and count, multiples of 32
+  int32_t rank;           // a multiple of 32
+  int32_t reserved;
+} cl_lora;
 
 typedef struct {
   const cl_op* ops;
@@ -138,8 +158,11 @@ typedef struct {
   int32_t num_ops, num_buffers, num_rotary, num_kv_layers;
   int32_t dtype, isa;
   int32_t capacity;              // rows of every buffer
-  int32_t reserved;
+  int32_t num_sites;             // products that adapters may change
   void* codes;                   // scratch [capacity, cl_code_bytes(largest k)], if there are weights in codes
+  const cl_lora* lora;           // [adapters, num_sites], or null
+  void* lora_rows;               // scratch [capacity, lora_stride] float32, if there are adapters
+  int64_t lora_stride;           // at least the largest rank, and 16
 } cl_program;
 
 // One step: N rows with T tokens in total. A row is the newest tokens of a sequence.
@@ -150,6 +173,7 @@ typedef struct {
   const int32_t* seq_lens;       // [N]
   const int32_t* block_tables;   // [groups, N, table_width]
   const int64_t* slot_mapping;   // [groups, T]
+  const int32_t* adapters;       // [T] row of each token's adapter in the table, negative: none; or null where no token has one
   int32_t num_tokens, num_rows, num_groups, table_width;
 } cl_batch;
 
@@ -192,8 +216,8 @@ enum cl_sample_status {
 typedef struct cl_pool cl_pool;
 
 CL_EXPORT int32_t cl_abi_version(void);
-// Sizes of cl_op, cl_kv_layer, cl_program, cl_batch, cl_sampling_row, cl_experts.
-CL_EXPORT void cl_struct_sizes(int64_t sizes[6]);
+// Sizes of cl_op, cl_kv_layer, cl_program, cl_batch, cl_sampling_row, cl_experts, cl_lora.
+CL_EXPORT void cl_struct_sizes(int64_t sizes[7]);
 // Bit i set: this processor, operating system and build can run isa i.
 CL_EXPORT int32_t cl_supported_isas(void);
 

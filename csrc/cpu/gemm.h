@@ -138,9 +138,10 @@ struct Ahead {
 };
 static const Ahead NOTHING = {nullptr, 0};
 
+// By vectors, on every path.
 template <typename Row, typename Weight>
-static void panel_product(const Panels<Weight>&, int rows, const Left<Row, Weight>* a, int64_t a_stride, const Weight* panel,
-                          int64_t k, float* out, int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<Row>* kv) {
+static void vector_product(int rows, const Left<Row, Weight>* a, int64_t a_stride, const Weight* panel, int64_t k, float* out,
+                           int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<Row>* kv) {
   enum { P = Packed<Weight>::P };
   const int steps = int(k / P), groups = groups_at_once(rows, CL_PANEL / LANES);
   const int blocks = (rows + most_rows(groups) - 1) / most_rows(groups), calls = CL_PANEL / LANES / groups * blocks;
@@ -162,6 +163,11 @@ static void panel_product(const Panels<Weight>&, int rows, const Left<Row, Weigh
         product<Row, Weight, 2, PANEL, true>(here, a_here, a_stride, columns, out_here, out_stride, accumulate, share);
     }
   }
+}
+template <typename Row, typename Weight>
+static void panel_product(const Panels<Weight>&, int rows, const Left<Row, Weight>* a, int64_t a_stride, const Weight* panel,
+                          int64_t k, float* out, int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<Row>* kv) {
+  vector_product<Row, Weight>(rows, a, a_stride, panel, k, out, out_stride, accumulate, fetched, kv);
 }
 #if defined(CL_USE_AMX)
 template <>

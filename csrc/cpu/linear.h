@@ -1,8 +1,11 @@
 // Epilogues of the step program's products: bias, residual, SwiGLU, or heads for attention.
 #pragma once
+#include <type_traits>
+
 #include "elementwise.h"
 #include "gemm.h"
 #include "kv8.h"
+#include "lora.h"
 
 namespace CL_NS {
 
@@ -348,25 +351,29 @@ static void linear(cl_pool& pool, int thread, const cl_op& op, const Panels<Weig
                    const cl_batch& batch, GemmScratch<Row>& scratch, Ahead then, KVAhead<Row>& kv) {
   kv.begin(op);
   const int m = batch.num_tokens, chunk = chunk_of<Row>(op, weight, m, pool.num_threads());
+  const bool adapted = low_rank<Row>(pool, thread, op, program, batch, scratch);
   int64_t in_stride = program.strides[op.in];
   const auto* in = product_rows_of(pool, thread, weight, program, m, static_cast<const Row*>(program.buffers[op.in]), in_stride);
   Row* out = static_cast<Row*>(program.buffers[op.out]);
   const int64_t out_stride = program.strides[op.out];
+  const auto multiply = [&](const auto& store) {
+    typedef std::decay_t<decltype(store)> Store;
+    const WithAdapters<Row, Store> whole{store, op, program, batch, adapted};
+    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, whole, then, &kv);
+  };
   if (op.kind == CL_OP_LINEAR) {
     const Row* residual = op.aux >= 0 ? static_cast<const Row*>(program.buffers[op.aux]) : nullptr;
-    StoreResult<Row> store{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias, op.n,
-                           op.flags, op.scale != 0.0f ? op.scale : 1.0f};
-    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
+    multiply(StoreResult<Row>{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias, op.n, op.flags,
+                              op.scale != 0.0f ? op.scale : 1.0f});
   } else if (op.kind == CL_OP_LINEAR_SILU) {
-    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<Row, SiluGate>{out, out_stride, op.bias, {}}, then, &kv);
+    multiply(StoreGated<Row, SiluGate>{out, out_stride, op.bias, {}});
   } else if (op.kind == CL_OP_LINEAR_GELU) {
-    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<Row, GeluGate>{out, out_stride, op.bias, {}}, then, &kv);
+    multiply(StoreGated<Row, GeluGate>{out, out_stride, op.bias, {}});
   } else {
     const float* rotary = op.rotary >= 0 ? program.rotary[op.rotary] : nullptr;
     const cl_kv_layer& layer = program.kv_layers[op.layer];
     const int64_t* slots = batch.slot_mapping + int64_t(layer.group) * m;
-    StoreHeads<Row> store{op, layer, slots, m, rotary, out, out_stride};
-    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
+    multiply(StoreHeads<Row>{op, layer, slots, m, rotary, out, out_stride});
   }
 }
 

@@ -30,9 +30,12 @@ struct Pair<bf16, bf16> {
 // The AMX path multiplies bf16 with tiles only.
 #if defined(__AVX512BF16__) || defined(CL_USE_AMX)
   typedef bf16 Left;
-  enum { PARTS = 1 };
 #else
   typedef float Left;
+#endif
+#if defined(__AVX512BF16__)
+  enum { PARTS = 1 };
+#else
   enum { PARTS = 2 };
 #endif
 };
@@ -150,6 +153,11 @@ template <int V>
 CL_INLINE vf load_part(const bf16* p, int part) {
   return vf{load_eight<V == 1>(p, part), load_eight<V == 1>(p + LANES, part)};
 }
+#endif
+
+// Vectors of the AMX path where they cannot multiply bf16: no processor has the one without the other, but tests do.
+#if defined(CL_USE_AMX) && !defined(__AVX512BF16__)
+CL_INLINE vf broadcast_part(const bf16* p, int part) { return vset(to_float(p[part])); }
 #endif
 
 // Data that can be loaded again is not kept in registers either.

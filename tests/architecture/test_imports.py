@@ -12,7 +12,10 @@ import pytest
 from tests.architecture.source import imports, modules, tree
 
 # Package or module -> what of ours it may import besides itself. The longest name that matches a module decides.
-PLAIN = ["errors", "config", "outputs", "sampling_params", "service_class", "structured_outputs", "thinking"]
+PLAIN = [
+    *("errors", "config", "lora_request", "outputs", "sampling_params", "service_class", "structured_outputs"),
+    "thinking",
+]
 BRAIN = ["request", "kv_cache", "scheduler"]
 ALLOWED: dict[str, list[str]] = {
     "errors": [],
@@ -21,6 +24,7 @@ ALLOWED: dict[str, list[str]] = {
     "step_batch": [],
     "config": ["errors", "rerankers", "service_class", "tool_calls.formats"],
     "rerankers": [],
+    "lora_request": ["errors"],
     "service_class": ["errors"],
     "structured_outputs": ["errors"],
     "sampling_params": ["errors", "structured_outputs", "thinking"],
@@ -32,13 +36,37 @@ ALLOWED: dict[str, list[str]] = {
     "scheduler": ["errors", "config", "outputs", "request", "kv_cache", "service_class"],
     "spec_decode": ["errors", "config", "request", "scheduler"],
     "plugins": ["errors", "scheduler"],
-    "gguf": ["errors"],
-    "tokenizer": ["errors", "config", "gguf", "parent"],
+    "mistaken_models": ["errors"],
+    "quantities": ["errors"],
+    "vllm_names": ["errors"],
+    "gguf": ["errors", "mistaken_models"],
+    "tokenizer": ["errors", "config", "gguf", "mistaken_models", "parent"],
     "tool_calls": ["errors", "structured_outputs"],
     "kernels": ["errors", "step_batch"],
     "sampling": ["errors", "sampling_params", "step_batch"],
-    "models": ["errors", "config", "gguf", "kernels", "rerankers", "sampling.failures", "sampling.row", "step_batch"],
-    "executor": ["errors", "config", "scheduler.output", "models", "kernels", "sampling", "step_batch"],
+    "models": [
+        "errors",
+        "config",
+        "gguf",
+        "kernels",
+        "mistaken_models",
+        "rerankers",
+        "sampling.failures",
+        "sampling.row",
+        "step_batch",
+    ],
+    "lora": ["errors", "models", "kernels"],
+    "executor": [
+        "errors",
+        "config",
+        "request",
+        "scheduler.output",
+        "lora",
+        "models",
+        "kernels",
+        "sampling",
+        "step_batch",
+    ],
     "executor.executor": ["config", "scheduler.output", "step_batch"],
     "metrics": ["errors", "config"],
     "engine": [
@@ -57,7 +85,18 @@ ALLOWED: dict[str, list[str]] = {
     ],
     "batches": ["errors"],
     "version": [],
-    "loading": [*PLAIN, "version", "engine.info", "executor", "kernels", "models", "scheduler.cost_model", "tokenizer"],
+    "loading": [
+        *PLAIN,
+        "version",
+        "engine.info",
+        "loading_draft",
+        "executor",
+        "kernels",
+        "models",
+        "scheduler.cost_model",
+        "tokenizer",
+    ],
+    "loading_draft": ["errors", "config", "executor", "models"],
     "llm": [*PLAIN, "engine", "loading", "pooled_llm", "pooled_loading", "tokenizer", "tool_calls"],
     "pooled_llm": ["errors", "outputs", "engine"],
     "pooled_loading": ["errors", "config", "engine", "executor", "loading", "models", "rerankers"],
@@ -83,7 +122,7 @@ ALLOWED: dict[str, list[str]] = {
         "workbench.workload",
         "writing",
     ],
-    "train": ["errors", "models", "kernels", "parent", "tokenizer"],
+    "train": ["errors", "lora", "models", "kernels", "parent", "tokenizer", "writing"],
     "quantize": ["errors", "gguf", "kernels", "models", "tokenizer"],
     "rollout": [*PLAIN, "llm", "train"],
     "workbench.sim": [

@@ -159,3 +159,22 @@ def test_the_fake_model_has_no_floor(chairlift: Run) -> None:
     code, out, err = chairlift("bench", "offline", "hashlm")
     assert (code, out) == (2, [])
     assert "give traffic, such as --workload chat" in err[0]
+
+
+def test_speculation_in_continuous_and_static_batches_is_one_table(chairlift: Run, tmp_path: Path) -> None:
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
+    flags = ("--max-num-seqs", "1,3", "--compare", "speculation", "--rounds", "2", "--json", out, "--html", page)
+    code, lines, err = chairlift("bench", "offline", *QUICK, *flags)
+    assert (code, err) == (0, [])
+    rows = [line for line in lines if re.match(r"\d slots, (static|continuous), with", line)]
+    kinds = [f"{batching}, {drafts}" for drafts in ("with drafts", "without") for batching in ("continuous", "static")]
+    assert [row.split("  ")[0] for row in rows] == [f"{slots} slots, {kind}" for slots in (1, 3) for kind in kinds]
+    assert all(row.split()[-1] == "0" for row in rows), "nothing failed"
+    assert re.fullmatch(r"continuous batches with drafts, (\d slots: .* static batches with drafts.*){2}", lines[-1])
+    record = json.loads(out.read_text())
+    sides = {(side["kind"], side["max_num_seqs"]): side for side in record["sides"]}
+    assert len(sides) == 8 and all(len(side["runs"]) == 2 for side in sides.values())
+    for (kind, _), side in sides.items():
+        assert bool(side["settings"]["speculative_config"]) is kind.endswith("with drafts")
+        assert side["runs"][0]["drafts"].keys() == {"rows", "drafts", "accepted"}
+    assert page.read_text().count("<svg") == 1

@@ -43,7 +43,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 @pytest.fixture(scope="module")
 def alone() -> list[list[list[int]]]:
     """Each prompt by itself: free and held in turns, two answers each."""
-    llm = make(max_num_seqs=2)
+    llm = make(max_num_seqs=2, num_lookahead_steps=1)  # without drafts
     return [tokens(llm.generate(prompt, params))[0] for prompt, params in mixed()]
 
 
@@ -61,6 +61,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"max_num_batched_tokens": 8, "num_lookahead_steps": 1},
     {"batching": "static"},
     {"batching": "dynamic", "enable_prefix_caching": False},
+    {"speculative_config": '{"method": "ngram", "prompt_lookup_min": 1}'},
     {"kernels": "torch"},
 ]
 

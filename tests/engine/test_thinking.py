@@ -31,7 +31,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"max_num_batched_tokens": 8, "num_lookahead_steps": 1},
     {"batching": "static"},
     {"enable_prefix_caching": False},
-    {"speculative_config": '{"method": "ngram"}'},
+    {"speculative_config": '{"method": "ngram", "prompt_lookup_min": 1}'},
     {"kernels": "torch"},
 ]
 
@@ -60,7 +60,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[list[int]]]:
-    llm = make(max_num_seqs=2)
+    llm = make(max_num_seqs=2, num_lookahead_steps=1)  # without drafts
     return [tokens(llm.generate(prompt, params))[0] for prompt, params in zip(PROMPTS, mixed(), strict=True)]
 
 
@@ -134,7 +134,7 @@ def test_a_grammar_begins_after_the_reasoning(llm: LLM) -> None:
         assert end in answer.token_ids[:10]
 
 
-def test_who_may_have_drafts() -> None:
+def test_who_is_followed() -> None:
     llm = make(speculative_config='{"method": "ngram"}')
     core = llm.engine.core
     prepared = llm.engine._inputs.prepare("a", "Hi", asked(ignore_eos=True), llm.engine.clock.now())
@@ -143,9 +143,9 @@ def test_who_may_have_drafts() -> None:
     seen = []
     while core.has_work:
         core.step()
-        seen.append((request.num_output_tokens >= 12, request.may_draft))
-    assert {drafts for over, drafts in seen if not over} == {False}
-    assert {drafts for over, drafts in seen if over} == {True}
+        seen.append((request.num_output_tokens >= 12, request.is_guided))
+    assert {guided for over, guided in seen if not over} == {True}
+    assert {guided for over, guided in seen if over} == {False}
 
 
 @pytest.mark.parametrize(

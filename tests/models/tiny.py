@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-__all__ = ["EXPERT_FAMILIES", "FAMILIES", "MORE_FAMILIES", "hf_logits", "hf_model", "tiny_hf_model"]
+__all__ = [
+    "EXPERT_FAMILIES",
+    "FAMILIES",
+    "MORE_FAMILIES",
+    "RECURRENT_FAMILIES",
+    "hf_logits",
+    "hf_model",
+    "tiny_hf_model",
+]
 
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 128,
@@ -102,6 +110,14 @@ EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 3},
 }
 """Families with experts, which test_expert_families.py compares with transformers."""
+RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "lfm2": {
+        "block_multiple_of": 32,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "num_hidden_layers": 4,
+    },
+}
+"""Families with recurrent layers, which test_recurrent_families.py compares with transformers."""
 
 
 def tiny_hf_model(
@@ -118,7 +134,7 @@ def tiny_hf_model(
     Matrices and biases have standard deviation ``std`` (with 0.25 logits are far apart, so that greedy ties do not
     occur); norms are around 1. ``overrides`` are fields of the family's transformers config. There is no tokenizer.
     """
-    own = {**_FAMILY_DEFAULTS, **MORE_FAMILIES, **EXPERT_FAMILIES}.get(family, {})
+    own = {**_FAMILY_DEFAULTS, **MORE_FAMILIES, **EXPERT_FAMILIES, **RECURRENT_FAMILIES}.get(family, {})
     fields = {**_DEFAULTS, **own, **overrides}
     config = AutoConfig.for_model(family, **fields)
     generator = torch.Generator().manual_seed(seed)
@@ -144,5 +160,5 @@ def hf_model(model_dir: Path, dtype: torch.dtype = torch.float32) -> PreTrainedM
 def hf_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
     """Logits [n, vocab] of one sequence."""
     with torch.no_grad():
-        logits: Tensor = model(torch.tensor([token_ids])).logits[0]
+        logits: Tensor = model(torch.tensor([token_ids]), use_cache=False).logits[0]
     return logits

@@ -19,6 +19,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from chairlift.config import ServerConfig
+from chairlift.engine.adapter_names import AdapterNames
 from chairlift.engine.async_engine import EngineState
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.events import Events
@@ -138,6 +139,9 @@ class FakeEngine:
     def __init__(self, *, with_tokenizer: bool = True, state: EngineState = EngineState.READY) -> None:
         self.state = state
         self.failure = ""
+        self.adapters = AdapterNames()
+        self.adapters_asked: list[str] = []
+        """What each request that was submitted asked for."""
         self.info: EngineInfo | None = INFO if state is EngineState.READY else None
         self.tokenizer = byte_tokenizer() if with_tokenizer else None
         self.stats = RequestStats()
@@ -234,6 +238,11 @@ class FakeEngine:
         self.words_asked.append(tuple(params.bad_words or ()))
         return ()
 
+    async def encode_prediction(self, params: SamplingParams) -> SamplingParams:
+        if not isinstance(params.prediction, str):
+            return params
+        return dataclasses.replace(params, prediction=await self.encode(params.prediction, False))
+
     async def beside(self, work: Callable[[], Any]) -> Any:
         if self.full:
             raise QueueFullError("256 long texts wait already, as many as may; try again later")
@@ -280,7 +289,9 @@ class FakeEngine:
         arrival: float | None = None,
         has_room: bool = False,
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
+        adapter: str = "",
     ) -> FakeStream:
+        self.adapters_asked.append(adapter)
         self.arrivals.append(arrival)
         self.check_room()
         self._check(prompt, params)

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from chairlift.config import EngineConfig, ServerConfig
+from chairlift.engine.adapter_names import AdapterNames
 from chairlift.engine.async_engine import EngineState
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.intake import Intake
@@ -59,6 +60,7 @@ class StateOnlyEngine:
     def __init__(self, state: EngineState = EngineState.READY) -> None:
         self.state = state
         self.failure = ""
+        self.adapters = AdapterNames()
         self.info: EngineInfo | None = INFO
         self.tokenizer = None
         self.stats = RequestStats()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -314,6 +316,23 @@ def test_ignored_fields_are_in_a_header_streamed_or_not(http: TestClient) -> Non
         reply = ask(http, user="someone", new_thing=1, stream=stream, max_tokens=2)
         assert reply.headers["warning"] == '299 chairlift "ignored: new_thing, user"'
     assert "warning" not in ask(http, tools=[], store=False, service_tier="auto", max_tokens=2).headers
+
+
+def test_a_prediction_reaches_the_engine_and_its_use_is_counted(http: TestClient, engine: FakeEngine) -> None:
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
+    for content in ("abc", parts):
+        for takes in (True, False):
+            assert engine.info is not None
+            engine.info = dataclasses.replace(engine.info, takes_predictions=takes)
+            for stream in (False, True):
+                more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+                reply = ask(http, prediction={"type": "content", "content": content}, max_tokens=2, **more)
+                assert reply.headers.get("warning") == (None if takes else '299 chairlift "ignored: prediction"')
+                usage = json.loads(reply.text.split("data: ")[-2])["usage"] if stream else reply.json()["usage"]
+                counts = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+                assert usage["completion_tokens_details"] == counts
+                assert engine.submitted[-1][1].prediction == (64, 65, 66)
+    assert "completion_tokens_details" not in ask(http, max_tokens=2).json()["usage"]
 
 
 def test_without_a_tokenizer_chat_says_so() -> None:

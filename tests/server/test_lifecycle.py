@@ -354,6 +354,9 @@ def test_the_banner_says_what_there_is_room_for() -> None:
         assert f", {INFO.dtype} with fp8 weights\n" in fp8
         int8 = banner(make_state(), dataclasses.replace(INFO, kv_cache_dtype="int8"), "http://127.0.0.1:8000")
         assert f", {INFO.dtype}, KV cache in int8\n" in int8
+        drafts = dataclasses.replace(INFO, speculative_method="ngram", num_speculative_tokens=8)
+        line = "drafts    ngram, up to 8 tokens of a request in a step\n"
+        assert line in banner(make_state(), drafts, "http://127.0.0.1:8000") and "drafts" not in text
         assert "samples" not in text
         info = dataclasses.replace(INFO, sampling_defaults={"temperature": 0.7, "top_k": 20})
         samples = "samples   with temperature 0.7, top_k 20, where a request does not say\n"

@@ -42,7 +42,7 @@ def test_the_card_says_what_repeats() -> None:
     engine = FakeEngine()
     card: Any = client_of(engine).models.retrieve("fake")
     assert card.deterministic is True and "same tokens" in card.determinism
-    assert card.quantization is None and card.kv_cache_dtype is None
+    assert card.quantization is None and card.kv_cache_dtype is None and card.speculative_method is None
     engine.info = dataclasses.replace(INFO, deterministic=False, quantization="fp8", kv_cache_dtype="int8")
     card = client_of(engine).models.retrieve("fake")
     assert card.deterministic is False and "can differ" in card.determinism and card.quantization == "fp8"

@@ -174,6 +174,8 @@ def test_unknown_names_inside_are_reported() -> None:
     body = {**CHAT, "stream_options": {"include_obfuscation": False}}
     assert parse(ChatRequest, body)[1] == ["stream_options.include_obfuscation"]
     assert parse(CompletionRequest, {**TEXT, "messages": 5})[1] == ["messages"]
+    body = {**CHAT, "prediction": {"type": "content", "content": "x", "weight": 2}}
+    assert parse(ChatRequest, body)[1] == ["prediction.weight"]
 
 
 def test_the_warning_header_cannot_be_used_to_write_others() -> None:
@@ -221,6 +223,11 @@ BAD = [
     ("stream_options", 5, "must be an object"),
     ("stream_options.include_usage", {"include_usage": 1}, "true or false"),
     ("queue_timeout", 0, "above 0"),
+    ("prediction", "text", "must be an object"),
+    ("prediction.type", {"type": "diff", "content": "x"}, "prediction.type must be 'content'; got 'diff'"),
+    ("prediction.content", {"type": "content", "content": 7}, "a text or a list of 1 to 1024 entries; got 7"),
+    ("prediction.content", {"type": "content"}, "prediction.content is missing"),
+    ("prediction.content[0].type", {"type": "content", "content": [{"type": "image", "text": "x"}]}, "'text'"),
 ]
 
 

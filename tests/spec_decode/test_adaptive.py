@@ -9,14 +9,14 @@ import pytest
 
 from chairlift.request import Request
 from chairlift.scheduler.cost_model import StepFeatures
-from chairlift.spec_decode import adaptive
 from chairlift.spec_decode.adaptive import AdaptiveSpeculator, best_number
+from chairlift.spec_decode.ngram import NgramProposer
 
 REPEATS = [1, 2, 3, 4, 1, 2, 3]
 
 
-def row(name: str, tokens: Sequence[int] = REPEATS) -> Request:
-    return Request(name, list(tokens), max_tokens=50)
+def row(name: str, tokens: Sequence[int] = REPEATS, prediction: Sequence[int] = ()) -> Request:
+    return Request(name, list(tokens), max_tokens=50, prediction=tuple(prediction))
 
 
 def flat(step: StepFeatures) -> float:
@@ -30,7 +30,7 @@ def dear(step: StepFeatures) -> float:
 
 
 def make(seconds: Callable[[StepFeatures], float], most: int = 4) -> AdaptiveSpeculator:
-    return AdaptiveSpeculator(seconds, most, 2)
+    return AdaptiveSpeculator(seconds, most, NgramProposer(2))
 
 
 def choose(speculator: AdaptiveSpeculator, *rows: Request, most: int = 9, budget: int = 99) -> dict[str, list[int]]:
@@ -115,7 +115,7 @@ def test_a_probe_is_one_draft() -> None:
 
 def test_nothing_is_looked_up_in_steps_where_nothing_can_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    monkeypatch.setattr(adaptive.NgramIndex, "propose", lambda *given: looked.append(1) or ())
+    monkeypatch.setattr(NgramProposer, "propose", lambda *given: looked.append(1) or ())
     speculator = make(dear)
     for _ in range(23):
         choose(speculator, *(row(str(number)) for number in range(40)))
@@ -123,15 +123,44 @@ def test_nothing_is_looked_up_in_steps_where_nothing_can_pay(monkeypatch: pytest
 
 
 def test_a_request_that_left_leaves_nothing() -> None:
-    speculator, request = make(flat), row("a")
-    choose(speculator, request)
+    proposer = NgramProposer(2)
+    speculator, request, other = AdaptiveSpeculator(flat, 4, proposer), row("a"), row("b", prediction=[9, 9])
+    choose(speculator, request, other)
     speculator.verified(request, [4, 1], 1)
-    speculator.forget(request)
-    speculator.forget(row("never seen"))
-    assert not speculator._chances and not speculator._indexes
+    for each in (request, other, row("never seen")):
+        speculator.forget(each)
+    assert not len(speculator.acceptance) and not speculator._texts and not len(proposer)
 
 
 def test_the_text_that_a_request_expects_is_drafted() -> None:
-    speculator = AdaptiveSpeculator(flat, 3, 2, lambda request: [7, 8, 9] if request.request_id == "a" else ())
-    new = [50, 51]
-    assert choose(speculator, row("a", new), row("b", new)) == {"a": [7, 8, 9]}
+    new, expecting = [50, 51], row("a", [50, 51], prediction=[7, 8, 9])
+    assert choose(AdaptiveSpeculator(flat, 3), expecting, row("b", new)) == {"a": [7, 8, 9]}
+    assert choose(make(flat), expecting, row("b")) == {"a": [7, 8, 9], "b": [4, 1, 2, 3]}
+
+
+def test_only_drafts_from_the_text_count_as_predicted() -> None:
+    speculator, request = make(flat), row("a", prediction=[7, 8, 9])
+    assert choose(speculator, request) == {"a": [7, 8, 9]}
+    speculator.verified(request, [7, 8, 9], 2)
+    assert (request.num_accepted_predicted, request.num_rejected_predicted) == (2, 1)
+    request.token_ids += [7, 8, 50, 51, 52, 7, 8, 50]  # the text is lost, and there is a run that stood there before
+    assert choose(speculator, request) == {"a": [51, 52, 7, 8]}
+    speculator.verified(request, [51, 52, 7, 8], 4)
+    assert (request.num_accepted_predicted, request.num_rejected_predicted) == (2, 1)
+
+
+def test_a_text_that_is_expected_is_tried_at_once_whatever_drafts_cost() -> None:
+    speculator, request = AdaptiveSpeculator(dear, 8), row("a", [50, 51], prediction=[7, 8, 9, 10, 11])
+    assert choose(speculator, request) == {"a": [7, 8, 9, 10]}
+    speculator.verified(request, [7, 8, 9, 10], 0)
+    assert choose(speculator, request) == {}
+
+
+def test_what_comes_later_is_expected_to_be_as_right_as_what_came() -> None:
+    speculator = make(lambda step: 1 + 0.3 * step.num_decodes)
+    assert choose(speculator, row("new"))
+    for number in range(200):
+        speculator.verified(row(str(number)), [4, 1], 0)
+        speculator.forget(row(str(number)))
+    assert not len(speculator.acceptance)
+    assert choose(speculator, row("newer")) == {}

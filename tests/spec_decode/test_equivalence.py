@@ -8,6 +8,7 @@ that are stale. PyTorch rounds by the size of a batch, so there only the tokens 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import random
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from chairlift.request import Request
 from chairlift.scheduler.drafts import Drafts, Speculator
 from chairlift.scheduler.output import Chunk
 from chairlift.spec_decode.adaptive import AdaptiveSpeculator
+from chairlift.spec_decode.ngram import NgramProposer
 from chairlift.workbench.sim.drafts import ScriptedDrafts
 from tests.equivalence.cases import EOS, Job, longest, run
 from tests.equivalence.test_determinism import MODELS, SAMPLING, facts, first_difference
@@ -134,21 +136,40 @@ def scripted(seed: int, outputs: Sequence[RequestOutput]) -> Speculator:
 def by_ngrams(seed: int) -> Speculator:
     """The real proposer, for which every draft pays."""
     rng = random.Random(seed)
-    hint = [rng.randrange(2, VOCAB) for _ in range(5)] if rng.random() < 0.3 else []
-    return AdaptiveSpeculator(lambda step: 1.0, rng.randint(1, 8), rng.randint(1, 3), lambda request: hint)
+    return AdaptiveSpeculator(lambda step: 1.0, rng.randint(1, 8), NgramProposer(rng.randint(1, 3)))
 
 
-def check(models: Models, kernels: str, dtypes: Sequence[str], seed: int, ngrams: bool) -> collections.Counter[str]:
+def by_predictions(seed: int) -> Speculator:
+    """Texts that requests expect, alone or before n-grams."""
+    rng = random.Random(seed)
+    return AdaptiveSpeculator(lambda step: 1.0, rng.randint(1, 8), rng.choice((None, NgramProposer(2))))
+
+
+def expecting(job: Job, output: RequestOutput, rng: random.Random) -> Job:
+    """The request with a text that it expects: its answer with a few changes."""
+    text = list(rng.choice(output.outputs).token_ids)
+    for _ in range(rng.randint(0, 3)):
+        place = rng.randrange(len(text) + 1)
+        text[place : place + rng.randint(0, 2)] = [rng.randrange(2, VOCAB) for _ in range(rng.randint(0, 2))]
+    return Job(job.prompt, dataclasses.replace(job.params, prediction=text or None))
+
+
+def check(models: Models, kernels: str, dtypes: Sequence[str], seed: int, kind: str) -> collections.Counter[str]:
     rng = random.Random(seed)
     model, dtype, settings = rng.choice(list(MODELS)), rng.choice(dtypes), draw_settings(rng)
-    jobs = draw_jobs(rng, repetitive=ngrams)
+    jobs = draw_jobs(rng, repetitive=kind != "scripted")
     alone = models.alone(model, kernels, dtype)
     expected = [run(alone, [job])[0] for job in jobs]
     most = -(-longest(jobs) // settings["block_size"]) * max(job.params.n for job in jobs)
     blocks = most + 2 if rng.random() < 0.4 else len(jobs) * most + 2
     llm = models.llm(model, kernels, dtype, num_kv_blocks=blocks, **settings)
     scheduler = llm.engine.scheduler
-    scheduler.drafts = Drafts(scheduler.batch, by_ngrams(seed) if ngrams else scripted(seed, expected))
+    if kind == "predicted":
+        jobs = [expecting(job, output, rng) for job, output in zip(jobs, expected, strict=True)]
+        speculator = by_predictions(seed)
+    else:
+        speculator = by_ngrams(seed) if kind == "ngrams" else scripted(seed, expected)
+    scheduler.drafts = Drafts(scheduler.batch, speculator)
     arrival, preempting = rng.choice(("together", "reversed", "staggered", "staggered")), rng.random() < 0.3
     outputs = run(llm, jobs, arrival, preempting=preempting, seed=seed)
     look = only_tokens if kernels == "torch" else everything
@@ -158,7 +179,14 @@ def check(models: Models, kernels: str, dtypes: Sequence[str], seed: int, ngrams
                 f"{name} of request {i} of {len(jobs)} differ without and with drafts: {first_difference(truth, found)}"
                 f" ({model}, {dtype}, {kernels}, {settings}, {arrival}, {jobs[i].params})"
             )
+    told = collections.Counter[str]()
+    for answer in (answer for output in outputs for answer in output.outputs):
+        told.update(accepted=answer.accepted_prediction_tokens, rejected=answer.rejected_prediction_tokens)
+    if speculator.only_known:
+        assert told["accepted"] == scheduler.drafts.num_accepted
+        assert told.total() == scheduler.drafts.num_drafts
     return collections.Counter(
+        predicted=told["accepted"],
         accepted=scheduler.drafts.num_accepted,
         rejected=scheduler.drafts.num_drafts - scheduler.drafts.num_accepted,
         preempted=scheduler.num_preemptions,
@@ -168,12 +196,14 @@ def check(models: Models, kernels: str, dtypes: Sequence[str], seed: int, ngrams
 
 
 def check_all(
-    models: Models, kernels: str, dtypes: Sequence[str], count: int, ngrams: bool, request: pytest.FixtureRequest
+    models: Models, kernels: str, dtypes: Sequence[str], count: int, kind: str, request: pytest.FixtureRequest
 ) -> None:
     seen: collections.Counter[str] = collections.Counter()
-    sweep(request, count, lambda seed: seen.update(check(models, kernels, dtypes, seed, ngrams)))
+    sweep(request, count, lambda seed: seen.update(check(models, kernels, dtypes, seed, kind)))
     if request.config.getoption("--seeds") is None:  # else there may be too few to say
-        enough = {"accepted": 3.0, "rejected": 3.0}
+        enough = {"accepted": 3.0 if count >= 10 else 2.0, "rejected": 3.0}  # a few cases differ more
+        if kind == "predicted":
+            enough["predicted"] = 3.0
         if count >= 30:
             enough.update(cached=1, preempted=1 / 4, swapped=1 / 20)
         few = [name for name, share in enough.items() if seen[name] < share * count]
@@ -185,26 +215,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
+KINDS = ("scripted", "ngrams", "predicted")
 SHARE = 30 // max(1, len(supported_isas()))
 """Cases of each instruction-set path; many more at night."""
 
 
 @needs_kernels
 @pytest.mark.parametrize("count", [SHARE, pytest.param(20 * SHARE, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("ngrams", [False, True], ids=["scripted", "ngrams"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("isa", supported_isas())
 def test_drafts_change_no_bit_on_the_native_kernels(
-    isa: str, ngrams: bool, count: int, models: Models, request: pytest.FixtureRequest
+    isa: str, kind: str, count: int, models: Models, request: pytest.FixtureRequest
 ) -> None:
-    check_all(models, isa, ("bfloat16", "float32"), count, ngrams, request)
+    check_all(models, isa, ("bfloat16", "float32"), count, kind, request)
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(100, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("ngrams", [False, True], ids=["scripted", "ngrams"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_drafts_change_no_token_on_pytorch(
-    ngrams: bool, count: int, models: Models, request: pytest.FixtureRequest
+    kind: str, count: int, models: Models, request: pytest.FixtureRequest
 ) -> None:
-    check_all(models, "torch", ("float32",), count, ngrams, request)
+    check_all(models, "torch", ("float32",), count, kind, request)
 
 
 # -- the test can fail -------------------------------------------------------------------------------------------------
@@ -246,7 +277,7 @@ def test_a_planted_bug_is_noticed(
 
     def search() -> None:
         for seed in range(12):
-            check(models, supported_isas()[-1], ("float32",), seed, ngrams=False)
+            check(models, supported_isas()[-1], ("float32",), seed, "scripted")
 
     with pytest.raises((AssertionError, InvariantError)):
         search()

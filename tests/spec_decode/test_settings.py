@@ -11,7 +11,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from chairlift import LLM, ConfigError, SamplingParams
+from chairlift import LLM, ConfigError, RequestError, SamplingParams
 from chairlift.config import EngineConfig, SpeculativeConfig
 from chairlift.engine.step_recorder import StepRecorder
 from chairlift.executor import select
@@ -20,6 +20,7 @@ from chairlift.metrics.prometheus import render
 from chairlift.metrics.stats import EngineStats, RequestStats
 from chairlift.scheduler.drafts import Drafts
 from chairlift.spec_decode.adaptive import AdaptiveSpeculator
+from chairlift.spec_decode.ngram import NgramProposer
 from tests.executor.test_select import network
 from tests.kernels.cpu.models import tiny_model
 
@@ -30,8 +31,11 @@ from tests.kernels.cpu.models import tiny_model
         ("{", "speculative_config is not JSON"),
         ('"ngram"', "must be an object like"),
         ({"method": "ngram", "num_tokens": 3}, r"unknown keys \['num_tokens'\]; known: .*num_speculative_tokens"),
-        ({}, "method must be ngram, got None"),
-        ({"method": "eagle3"}, "method must be ngram, got 'eagle3'"),
+        ({}, "method must be ngram or draft_model, got None"),
+        ({"method": "eagle3"}, "method must be ngram or draft_model, got 'eagle3'"),
+        ({"method": "draft_model"}, "draft_model needs a model"),
+        ({"method": "ngram", "model": "x"}, "ngram has none; got method 'ngram' and model 'x'"),
+        ({"method": "draft_model", "model": 7}, "draft_model needs a model"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be .* from 1 to 64, got 0"),
         ({"method": "ngram", "num_speculative_tokens": 65}, "from 1 to 64, got 65"),
         ({"method": "ngram", "num_speculative_tokens": True}, "from 1 to 64, got True"),
@@ -112,15 +116,70 @@ def test_an_object_or_its_text_turns_drafts_on(model_dir: Path, asked: Any) -> N
     assert llm.generate([[5] * 9], PARAMS)[0].outputs[0].token_ids == [5] * 20
 
 
-def test_without_the_setting_there_are_none(model_dir: Path) -> None:
-    assert make(model_dir).engine.scheduler.drafts is None
+def test_without_the_setting_only_requests_with_a_prediction_have_drafts(model_dir: Path) -> None:
+    llm = make(model_dir)
+    drafts = llm.engine.scheduler.drafts
+    assert drafts is not None and drafts.speculator.only_known and llm.info.speculative_method is None
+    assert isinstance(drafts.speculator, AdaptiveSpeculator)
+    drafts.speculator._seconds = lambda step: 1.0
+    llm.generate([[5] * 9], PARAMS)
+    assert not drafts.num_drafts
+    expecting = dataclasses.replace(PARAMS, prediction=[5] * 15 + [6, 7])
+    without, answer = (output.outputs[0] for output in llm.generate([[5] * 9, [5] * 8], [PARAMS, expecting]))
+    assert without.token_ids == answer.token_ids == [5] * 20
+    assert not without.accepted_prediction_tokens
+    assert answer.accepted_prediction_tokens == drafts.num_accepted >= 14
+    assert answer.rejected_prediction_tokens == drafts.num_drafts - drafts.num_accepted >= 2
+    assert not drafts._known and not drafts.speculator._texts
+
+
+def test_a_prediction_that_cannot_be_used_changes_nothing(model_dir: Path) -> None:
+    llm = make(model_dir, num_lookahead_steps=1)
+    assert llm.engine.scheduler.drafts is None and not llm.info.takes_predictions
+    answer = llm.generate([[5] * 9], dataclasses.replace(PARAMS, prediction=[5] * 15))[0].outputs[0]
+    assert answer.token_ids == [5] * 20
+    assert (answer.accepted_prediction_tokens, answer.rejected_prediction_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("text", "prediction is text, but the tokenizer was not loaded"),
+        ([5, 1000], "prediction has token id 1000"),
+        ([5] * 1000, "prediction has 1000 tokens, but the model takes"),
+        ([-1], "each id in prediction must be between 0"),
+        ("\ud800", "prediction has half a surrogate pair"),
+        (7, "prediction must be a list of token ids, got 7"),
+    ],
+)
+def test_a_bad_prediction_is_refused(model_dir: Path, given: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        make(model_dir).generate([[5] * 9], SamplingParams(prediction=given))
+
+
+def test_the_metrics_say_who_drafts(model_dir: Path) -> None:
+    def told(**settings: Any) -> bool:
+        info = make(model_dir, **settings).info
+        text = render(RequestStats(), info, up=True, model_name="m", prefix="vllm", num_waiting=0, now=0.0).decode()
+        return 'method="ngram"' in text and 'num_speculative_tokens="8"' in text
+
+    assert told(speculative_config='{"method": "ngram"}') and not told()
+
+
+def test_an_empty_prediction_is_none() -> None:
+    assert SamplingParams(prediction="").prediction is None and SamplingParams(prediction=[]).prediction is None
+
+
+def test_what_is_on_is_said(model_dir: Path) -> None:
+    info = make(model_dir, speculative_config='{"method": "ngram", "num_speculative_tokens": 5}').info
+    assert (info.speculative_method, info.num_speculative_tokens, info.takes_predictions) == ("ngram", 5, True)
 
 
 def test_a_step_with_drafts_is_recorded_and_seen(model_dir: Path) -> None:
     llm = make(model_dir)
     engine = llm.engine
     scheduler = engine.scheduler
-    scheduler.drafts = Drafts(scheduler.batch, AdaptiveSpeculator(lambda step: 1.0, 4, 2))
+    scheduler.drafts = Drafts(scheduler.batch, AdaptiveSpeculator(lambda step: 1.0, 4, NgramProposer(2)))
     recorder = StepRecorder(engine.core)
     llm.generate([[5] * 9], PARAMS)
     verifies = [record for record in engine.core.step_log if any(chunk.drafts for _, chunk in record.chunks)]
@@ -134,13 +193,15 @@ def test_a_step_with_drafts_is_recorded_and_seen(model_dir: Path) -> None:
     assert scheduler.drafts.accepted_at[:1] == [scheduler.drafts.num_verified]
 
 
-@pytest.mark.parametrize(("batching", "has_drafts"), [("continuous", True), ("static", False), ("dynamic", False)])
-def test_batches_that_end_as_one_have_no_drafts(model_dir: Path, batching: str, has_drafts: bool) -> None:
-    """Their rows compute to the end of the batch whatever they know, and nobody would take the tokens."""
+@pytest.mark.parametrize("batching", ["continuous", "static", "dynamic"])
+def test_rows_that_have_ended_have_no_drafts(model_dir: Path, batching: str) -> None:
+    """Those of a static batch compute to its end, and nobody would take the tokens."""
     llm = make(model_dir, batching=batching)
     scheduler = llm.engine.scheduler
-    scheduler.drafts = Drafts(scheduler.batch, AdaptiveSpeculator(lambda step: 1.0, 4, 2))
+    scheduler.drafts = Drafts(scheduler.batch, AdaptiveSpeculator(lambda step: 1.0, 4, NgramProposer(2)))
     short = dataclasses.replace(PARAMS, max_tokens=3)
     outputs = llm.generate([[5] * 9, [5] * 8], [PARAMS, short])
     assert [answer.outputs[0].token_ids for answer in outputs] == [[5] * 20, [5] * 3]
-    assert bool(scheduler.drafts.num_drafts) is has_drafts
+    assert 10 < scheduler.drafts.num_drafts < 22
+    held = sum(record.num_held for record in llm.engine.step_log)
+    assert bool(held) is (batching == "static")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -33,10 +34,12 @@ __all__ = [
     "LIBRARY_PATH",
     "MAX_THREADS",
     "SAMPLING_ROW",
+    "STATE_KIND",
     "Batch",
     "Experts",
     "KVLayer",
     "Library",
+    "LowRank",
     "Memory",
     "Op",
     "Pool",
@@ -49,7 +52,7 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 """``CL_ABI_VERSION`` of the header that this module mirrors."""
 
 ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
@@ -108,6 +111,8 @@ class Op(ctypes.Structure):
         ("kv_heads", c_int32),
         ("head_dim", c_int32),
         ("window", c_int32),
+        ("site", c_int32),
+        ("reserved", c_int32),
         ("eps", c_float),
         ("scale", c_float),
         ("cap", c_float),
@@ -121,7 +126,7 @@ class Op(ctypes.Structure):
 
 
 class KVLayer(ctypes.Structure):
-    """``cl_kv_layer``: addresses of K and V of one layer."""
+    """``cl_kv_layer``: addresses of K and V of one layer, or of a part of its recurrent states."""
 
     _fields_ = [
         ("kv", c_void_p),
@@ -137,6 +142,20 @@ class KVLayer(ctypes.Structure):
 
 KV_KINDS = {torch.float32: 0, torch.bfloat16: 0, torch.int8: 1}
 """``cl_kv_kind`` by the dtype of K and V."""
+STATE_KIND = 2
+"""``cl_kv_kind`` of recurrent states."""
+
+
+class LowRank(ctypes.Structure):
+    """``cl_lora``: what an adapter adds to one product."""
+
+    _fields_ = [
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("slices", c_void_p),
+        ("rank", c_int32),
+        ("reserved", c_int32),
+    ]
 
 
 class Program(ctypes.Structure):
@@ -155,8 +174,11 @@ class Program(ctypes.Structure):
         ("dtype", c_int32),
         ("isa", c_int32),
         ("capacity", c_int32),
-        ("reserved", c_int32),
+        ("num_sites", c_int32),
         ("codes", c_void_p),
+        ("lora", c_void_p),
+        ("lora_rows", c_void_p),
+        ("lora_stride", c_int64),
     ]
 
 
@@ -170,6 +192,7 @@ class Batch(ctypes.Structure):
         ("seq_lens", c_void_p),
         ("block_tables", c_void_p),
         ("slot_mapping", c_void_p),
+        ("adapters", c_void_p),
         ("num_tokens", c_int32),
         ("num_rows", c_int32),
         ("num_groups", c_int32),
@@ -177,12 +200,15 @@ class Batch(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, step: StepBatch) -> Batch:
-        """A batch that points to the arrays of ``step``, which must outlive it."""
+    def of(cls, step: StepBatch, adapters: npt.NDArray[np.int32] | None = None) -> Batch:
+        """A batch that points to the arrays of ``step`` and to ``adapters``, which must outlive it. ``adapters`` [T]
+        are rows of the table of adapters."""
         spans = step.token_ids, step.positions, step.cu_seqlens, step.seq_lens
         arrays = *spans, step.block_tables, step.slot_mapping
         num_groups, num_rows, width = step.block_tables.shape
-        return cls(*(array.ctypes.data for array in arrays), len(step.token_ids), num_rows, num_groups, width)
+        addresses = [array.ctypes.data for array in arrays]
+        table = None if adapters is None else adapters.ctypes.data
+        return cls(*addresses, table, len(step.token_ids), num_rows, num_groups, width)
 
 
 SAMPLING_ROW = np.dtype(
@@ -200,7 +226,8 @@ SAMPLING_ROW = np.dtype(
 )
 """``cl_sampling_row`` as a numpy record, so that all rows of a step are filled and read by columns."""
 
-_STRUCT_SIZES = (*map(ctypes.sizeof, (Op, KVLayer, Program, Batch)), SAMPLING_ROW.itemsize, ctypes.sizeof(Experts))
+_STRUCT_SIZES = (*map(ctypes.sizeof, (Op, KVLayer, Program, Batch)), SAMPLING_ROW.itemsize)
+_STRUCT_SIZES = (*_STRUCT_SIZES, ctypes.sizeof(Experts), ctypes.sizeof(LowRank))
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cl_abi_version": (c_int32, []),

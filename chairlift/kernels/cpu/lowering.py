@@ -19,8 +19,9 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
-from chairlift.kernels.cpu.packing import PackedMatrix
-from chairlift.kernels.recording import Node, Op, Value, add, attention
+from chairlift.kernels.cpu.packing import PANEL, PackedMatrix
+from chairlift.kernels.recording import Node, Op, Value, add, attention, recurrence
+from chairlift.kernels.short_conv import ShortConv
 
 __all__ = ["Activation", "FusedOp", "OpFlag", "OpKind", "Plan", "lower", "narrow_at"]
 
@@ -42,6 +43,7 @@ class OpKind(enum.IntEnum):
     LINEAR_GELU = 17
     SCALE = 18
     HEADS = 19
+    SHORT_CONV = 20
 
 
 class OpFlag(enum.IntFlag):
@@ -50,6 +52,8 @@ class OpFlag(enum.IntFlag):
     PACKED = 1
     POSITIONS = 2
     ALL_HEADS = 4
+    GATED = 8
+    SILU = 16
 
 
 class Activation(enum.IntEnum):
@@ -110,8 +114,9 @@ def lower(nodes: Sequence[Node], output: Value) -> Plan:
 def narrow_at(ops: Sequence[FusedOp], output: Value) -> tuple[int, set[Value]]:
     """Index of the first operation after which tokens do not depend on each other, and the activations read from there
     on."""
-    shared = (OpKind.EMBED, OpKind.ROTARY, OpKind.QKV, OpKind.HEADS)
-    at = max((i for i, op in enumerate(ops) if op.kind in shared), default=-1) + 1
+    shared = (OpKind.EMBED, OpKind.ROTARY, OpKind.QKV, OpKind.HEADS, OpKind.SHORT_CONV)
+    recurrent = [op.call is not None and op.call.op is recurrence for op in ops]
+    at = max((i for i, op in enumerate(ops) if op.kind in shared or recurrent[i]), default=-1) + 1
     read = {value for op in ops[at:] for value in op.inputs} | {output}
     return at, read & {op.out for op in ops[:at] if op.out.role == "rows"}
 
@@ -278,6 +283,29 @@ def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     yield FusedOp(OpKind.ATTENTION, node.out, (q,), fields, sinks=attended["sinks"])
 
 
+def _recurrence(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    """A recurrent layer: those whose cell has no kernel are computed in plain torch, on the same states."""
+    make = _CELLS.get(type(node.attributes["cell"]))
+    found = None if make is None else make(node, node.attributes["cell"])
+    yield from _call(fuser, node) if found is None else (found,)
+
+
+def _short_conv(node: Node, cell: ShortConv) -> FusedOp | None:
+    channels, taps = cell.channels, cell.taps
+    if channels % PANEL or taps > MOST_TAPS:
+        return None
+    flags = (OpFlag.GATED if cell.gated else 0) | (OpFlag.SILU if cell.silu else 0)
+    fields = {"n": channels, "k": taps, "layer": node.attributes["layer"], "flags": int(flags)}
+    weight = cell.weight.detach().view(channels, taps).t()
+    return FusedOp(OpKind.SHORT_CONV, node.out, node.inputs, fields, weight, bias=cell.bias)
+
+
+MOST_TAPS = 8
+"""``MOST_TAPS`` of ``csrc/cpu/recurrent.h``."""
+
+_CELLS: dict[type, Callable[[Node, Any], FusedOp | None]] = {ShortConv: _short_conv}
+"""Cells of recurrent layers that have a native kernel."""
+
 _GATED: dict[Op[..., Any], OpKind] = {
     ops.gelu_tanh_and_mul: OpKind.LINEAR_GELU,
     ops.silu_and_mul: OpKind.LINEAR_SILU,
@@ -302,6 +330,7 @@ _CLAIMED: dict[Op[..., Any], tuple[Op[..., Any], ...]] = {
 _KERNELS: dict[Op[..., Any], Callable[[_Fuser, Node], Iterable[FusedOp]]] = {
     add: _add,
     attention: _attention,
+    recurrence: _recurrence,
     ops.embedding: _embedding,
     ops.experts: _experts,
     ops.layer_norm: _layer_norm,

@@ -81,7 +81,7 @@ class PackedCodes(PackedMatrix):
                 packed = torch.stack((packed & 15, packed >> 4), dim=2).reshape(self.panels, -1, PANEL, 4)
             codes.append(packed.transpose(1, 2).reshape(self.panels * PANEL, count))
             at += header + count * PANEL * bits // 8
-        columns = self._columns()
+        columns = self.columns()
         scales = torch.stack([table[:, :PANEL].reshape(-1) for table in tables], dim=1)[columns]
         minimums = torch.stack([table[:, -PANEL:].reshape(-1) for table in tables], dim=1)[columns]
         all_codes = torch.cat(codes, dim=1)[columns, : self.k]

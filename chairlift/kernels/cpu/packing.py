@@ -87,6 +87,8 @@ class PackedMatrix(abc.ABC):
         """Memory of the panels; the first begins at its address."""
         self.bias: Tensor | None = None
         """float32 [panels * 32] in packed column order, or None."""
+        self.site = 0
+        """1 + the column of this product in tables of adapters; 0 where no adapter may change it."""
 
     def pack_rows(self, source: Tensor | GroupedRows, first_row: int = 0, *, mapped: bool = False) -> None:
         """Write ``source`` [rows, in], of any float dtype and device, as outputs ``first_row`` and following.
@@ -118,12 +120,13 @@ class PackedMatrix(abc.ABC):
             raise ValueError(f"the bias has shape {list(bias.shape)}, but there are {self.out_features} outputs")
         if self.bias is None:
             self.bias = torch.zeros(self.panels * PANEL)
-        self.bias[self._columns()] = bias.float()
+        self.bias[self.columns()] = bias.float()
 
     def point(self, op: Op) -> None:
         """Set the weight and bias of an operation; both must outlive it."""
         op.weight, op.format, op.group = self.memory.address, self.format, self.group
         op.bias = None if self.bias is None else self.bias.data_ptr()
+        op.site = self.site
 
     @abc.abstractmethod
     def unpack(self) -> Tensor:
@@ -135,7 +138,7 @@ class PackedMatrix(abc.ABC):
     ) -> None:
         """Write rows into panels ``first_panel``, ``first_panel + panel_step`` and so on."""
 
-    def _columns(self) -> Tensor:
+    def columns(self) -> Tensor:
         """int64 [out]: the packed column of each output."""
         each, outputs = self.out_features // self.stack, torch.arange(self.out_features)
         base, outputs = outputs // each * (self.panels // self.stack * PANEL), outputs % each
@@ -167,7 +170,7 @@ class PackedWeight(PackedMatrix):
 
     def unpack(self) -> Tensor:
         rows = self._packed.transpose(1, 2).reshape(self.panels * PANEL, -1)
-        return rows[self._columns(), : self.k].contiguous()
+        return rows[self.columns(), : self.k].contiguous()
 
     def _pack(
         self, source: Tensor | GroupedRows, first_row: int, first_panel: int, panel_step: int, mapped: bool

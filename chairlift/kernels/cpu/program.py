@@ -8,7 +8,7 @@ the native run stops, the function gets the buffers as tensors, and the run cont
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,12 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels.cpu import library as lib
+from chairlift.kernels.cpu.low_rank import LowRankTable
 from chairlift.kernels.cpu.lowering import FusedOp, OpKind, lower, narrow_at
 from chairlift.kernels.cpu.packed_codes import PackedCodes
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, PackedMatrix
-from chairlift.kernels.recording import Recorder, Value
+from chairlift.kernels.recording import Node, Recorder, Value, recurrence
+from chairlift.kernels.recurrent import plan_pieces, recur_paged
 from chairlift.kernels.routing import GROUP_SCORES, SCORINGS, Routing
 from chairlift.step_batch import StepBatch
 
@@ -35,7 +37,9 @@ class StepProgram:
     """A model from token ids to ``output``, over KV caches laid out as ``kv_layers``.
 
     ``isa`` is one of :data:`~chairlift.kernels.cpu.library.ISA_NAMES`; a step has at most ``max_tokens`` tokens. The
-    memory that ``kv_layers`` points to belongs to the caller and must outlive the program.
+    memory that ``kv_layers`` points to belongs to the caller and must outlive the program. ``states`` are the parts of
+    the states of recurrent layers, by layer, for cells without a kernel. ``adapters`` are those that steps may name,
+    for ``max_tokens`` and :data:`SPARE_ROWS` tokens.
     """
 
     def __init__(
@@ -47,14 +51,20 @@ class StepProgram:
         *,
         isa: str,
         max_tokens: int,
+        states: Mapping[int, tuple[Tensor, ...]] | None = None,
+        adapters: LowRankTable | None = None,
     ) -> None:
         self._library = lib.require()
+        self._adapters = adapters
+        self._adapter_rows: npt.NDArray[np.int32] | None = None
         self._pool = pool
         self._max_tokens = max_tokens
         self._step: StepBatch | None = None
         """The step that ``_batch`` points to."""
         self._batch = lib.Batch()
         self._recorder = recorder
+        self._states = states or {}
+        self._state_layers = {layer: (kv_layers[layer].group, kv_layers[layer].block_size) for layer in self._states}
         self.plan = lower(recorder.nodes, output)
         self._kept: list[Any] = []
         """Objects that a struct points to, kept alive."""
@@ -85,6 +95,8 @@ class StepProgram:
             codes=self._codes(capacity),
         )
         self._share_scratch()
+        if adapters is not None:
+            adapters.point(self._program)
         self._output = self._buffers[self.plan.buffer_of[output]][:, : output.width]
         self._num_rows, self._rows = -1, self._output
         self._narrow_at, narrowed = narrow_at(self.plan.ops, output)
@@ -119,7 +131,10 @@ class StepProgram:
     def _run(self, step: StepBatch, at: int, end: int) -> None:
         """Run operations from ``at`` to ``end``."""
         if step is not self._step:  # a step that was advanced in place has the same arrays
-            self._step, self._batch = step, lib.Batch.of(step)
+            self._adapter_rows = None
+            if self._adapters is not None and step.adapters is not None:
+                self._adapter_rows = self._adapters.rows_of(step.adapters)
+            self._step, self._batch = step, lib.Batch.of(step, self._adapter_rows)
         self._program.num_ops = end
         while (at := self._library.cl_run(self._pool.handle, self._program, self._batch, at)) != end:
             if not 0 <= at < end:
@@ -286,13 +301,21 @@ class StepProgram:
         num_tokens = len(step.token_ids)
         given = [self._argument(value, step) for value in op.inputs]
         with torch.inference_mode():
-            result = op.call.compute(*given)
+            result = self._recur(op.call, step, given) if op.call.op is recurrence else op.call.compute(*given)
         if not isinstance(result, Tensor) or result.shape != (num_tokens, op.out.width):
             shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise InvariantError(f"{op.call.op.name} returned {shape}, and said it would be [T, {op.out.width}]")
         rows = self._buffers[self.plan.buffer_of[op.out]][:num_tokens]
         rows[:, : op.out.width] = result
         rows[:, op.out.width :] = 0  # products read the padding, where an earlier row may have left NaN
+
+    def _recur(self, node: Node, step: StepBatch, given: Sequence[Tensor]) -> Tensor:
+        """A recurrent layer in plain torch, on the states that kernels would read and write."""
+        layer, cell = node.attributes["layer"], node.attributes["cell"]
+        group, span = self._state_layers[layer]
+        tables = step.block_tables[group].tolist()
+        pieces = plan_pieces(step.cu_seqlens.tolist(), step.seq_lens.tolist(), tables, span)
+        return recur_paged(cell, tuple(given), self._states[layer], pieces)
 
     def _argument(self, value: Value, step: StepBatch) -> Tensor:
         if value.role == "rows":

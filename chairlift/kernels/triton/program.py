@@ -58,7 +58,7 @@ class StepTensors:
 class PagedKV:
     """The KV caches of a model."""
 
-    caches: Sequence[tuple[Tensor, Tensor]]
+    caches: Sequence[tuple[Tensor, ...]]
     """Per layer, each [num_blocks, block_size, Hkv, Dh]."""
     layer_groups: Sequence[int]
     """Layer -> cache group."""

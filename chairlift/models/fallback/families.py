@@ -26,7 +26,7 @@ ALLOWED: Final = frozenset(_SEEN_RIGHT.split())
 """Values of ``model_type`` that were tested. At load, each checkpoint is compared with transformers again."""
 
 REASONS: Final[Mapping[str, str]] = {
-    "state": "some of its layers keep a recurrent state, which Chairlift's cache does not hold",
+    "state": "some of its layers keep a recurrent state, which Chairlift's cache holds for native families only",
     "sparse": "its attention chooses blocks or tokens by an index, which Chairlift's cache does not hold",
     "chunked": "its attention is chunked: a token does not see the last tokens of the chunk before",
     "own": "its layers do not attend through transformers' AttentionInterface",

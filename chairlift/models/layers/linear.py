@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from chairlift.kernels import ops
 from chairlift.kernels.weights import PLAIN, MatrixShape, WeightFormat
 
-__all__ = ["Embedding", "Linear", "Matrix", "Stack"]
+__all__ = ["Adapted", "Embedding", "Linear", "Matrix", "Stack"]
 
 
 class Matrix(nn.Module):
@@ -43,14 +43,26 @@ class Matrix(nn.Module):
         self.format.finish(self.weight, self.bias)
 
 
+class Adapted(Protocol):
+    """What adapters make of a layer's result."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """``out`` [T, out], the layer's result for ``x`` [T, in], with what is added to rows that have an adapter."""
+        ...
+
+
 class Linear(Matrix):
     """``x[T, in] -> x @ weight.T + bias``, [T, out]; for ``interleaved`` see :class:`MatrixShape`."""
+
+    adapted: Adapted | None = None
+    """What adapters add in plain torch; None where the model is served without, or step programs add it."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, interleaved: bool = False) -> None:
         super().__init__(MatrixShape(out_features, in_features, interleaved), bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.format.linear(x, self.weight, self.bias)
+        out = self.format.linear(x, self.weight, self.bias)
+        return out if self.adapted is None else self.adapted(x, out)
 
 
 class Embedding(Matrix):

@@ -92,6 +92,21 @@ class _Matcher:
         del self._tokens[num_consumed:]
         return True
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        begin = self.num_consumed
+        count = 0
+        for token_id in token_ids:
+            if not self.consume(token_id):
+                break
+            count += 1
+        self.error = ""
+        self.rewind(begin)
+        return count
+
+    def forced(self, most: int) -> Sequence[int]:
+        allowed = self._script.allowed(self._tokens, self._stops)
+        return allowed if most and len(allowed) == 1 else ()
+
     def mask(self) -> npt.NDArray[np.uint32]:
         return mask_bits(self._script.allowed(self._tokens, self._stops), VOCAB_SIZE)
 

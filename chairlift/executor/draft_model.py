@@ -1,0 +1,215 @@
+"""A small model that drafts: its layers lie behind the model's in the same blocks, under the same block tables.
+
+It computes prompts beside the model, so what requests share, copy, swap out and bring back has its KV as well. Its
+tokens are drawn with the request's own settings and noise, as the model's are: where both models agree about what is
+likely, they draw the same token, also at a temperature. Speculative decoding with draft models: Leviathan et al., 2023.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from chairlift.executor.native_runner import NativeModelRunner
+from chairlift.request import Request
+from chairlift.scheduler.output import SchedulerOutput
+from chairlift.step_batch import StepBatch
+
+__all__ = ["DraftModel"]
+
+_MOST_CATCH_UP: Final = 256
+"""Tokens that one call computes of rows whose drafts paid again after a while, so that they do not hold up a step."""
+_MEMORY: Final = 0.1
+"""Weight of the newest pass in what a pass takes."""
+
+
+class _Part(NamedTuple):
+    """Tokens of one row in a pass."""
+
+    row: int
+    """Its index among the rows that were asked for."""
+    request: Request
+    start: int
+    end: int
+
+
+class DraftModel:
+    """Drafts of requests that decode. See :class:`~chairlift.spec_decode.adaptive.Proposer`.
+
+    Args:
+        runner: The small model, whose layers are part of the model's cache.
+        num_slots: Rows of the engine.
+        max_model_len: Longest sequence of the engine.
+        max_positions: Longest sequence of the small model.
+        block_size: Tokens per block.
+        max_tokens: Most tokens of a pass.
+    """
+
+    def __init__(
+        self,
+        runner: NativeModelRunner,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        max_positions: int,
+        block_size: int,
+        max_tokens: int,
+    ) -> None:
+        self._runner, self._block_size = runner, block_size
+        self._most_positions, self._max_tokens = min(max_positions, max_model_len), max_tokens
+        self._tokens = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
+        """Per slot the tokens that it was given, and behind them its drafts."""
+        self._counts = [0] * num_slots
+        """Leading positions of each slot whose KV the small model has computed, of the tokens in ``_tokens``."""
+        self._sure = [0] * num_slots
+        """Leading tokens of each slot that are the request's."""
+        self._owners: list[str | None] = [None] * num_slots
+        self._preempted: dict[str, int] = {}
+        """Request without a row -> leading positions whose KV the small model had when it left."""
+        self._seconds: dict[int, float] = {}
+        """Bit length of a number of rows -> seconds of a pass."""
+
+    # -- beside the model ----------------------------------------------------------------------------------------
+
+    def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
+        """Compute the prompt chunks of a step, after the model has copied and brought back its blocks."""
+        for slot in out.left:
+            self._leave(slot)
+        for row in out.joined:
+            count = len(row.token_ids)
+            self._tokens[row.slot, :count] = row.token_ids
+            self._leave(row.slot)
+            self._owners[row.slot], self._sure[row.slot] = row.request_id, count
+            behind = self._preempted.pop(row.request_id, row.num_computed_tokens)
+            self._counts[row.slot] = min(behind, row.num_computed_tokens)
+        kept: list[np.ndarray] = []
+        first = len(batch.slots) - len(out.chunks)
+        for row_index, chunk in enumerate(out.chunks, first):
+            if not chunk.drafts and chunk.start <= self._counts[chunk.slot]:
+                begin, end = batch.cu_seqlens[row_index : row_index + 2]
+                kept.append(np.arange(begin, end))
+                self._tokens[chunk.slot, chunk.start : chunk.end] = batch.token_ids[begin:end]
+                self._counts[chunk.slot] = chunk.end
+        if kept:
+            self._runner.forward(batch.only(np.concatenate(kept)))
+
+    # -- drafts --------------------------------------------------------------------------------------------------
+
+    def seconds(self, num_rows: int) -> float:
+        """Seconds that one draft for each of ``num_rows`` rows takes; 0 until any was made."""
+        size = num_rows.bit_length()
+        known = min(self._seconds, key=lambda each: abs(each - size), default=None)
+        return 0.0 if known is None else self._seconds[known]
+
+    def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
+        """For each row up to so many drafts, within the blocks that the request has."""
+        drafts: list[list[int]] = [[] for _ in rows]
+        most, parts, room = [0] * len(rows), list[_Part](), min(self._max_tokens, len(rows) + _MOST_CATCH_UP)
+        for index, (request, wanted) in enumerate(rows):
+            known = len(request.token_ids)
+            positions = min(len(table) for table in request.block_ids) * self._block_size
+            most[index] = min(wanted, min(positions, self._most_positions) - known + 1)
+            start = self._begin(request)
+            end = min(known, start + room)
+            if most[index] > 0 and start < end:
+                parts.append(_Part(index, request, start, end))
+                room -= end - start
+        begin = time.perf_counter()
+        for number in range(max(most, default=0)):
+            if not parts:
+                break
+            drawn = self._pass(parts)
+            parts = self._extend(parts, drawn, drafts, most)
+            self._note(len(rows), time.perf_counter() - begin if number else 0.0)
+            begin = time.perf_counter()
+        return drafts
+
+    def forget(self, request: Request) -> None:
+        """The request has left for good."""
+        self._preempted.pop(request.request_id, None)
+        if request.request_id in self._owners:
+            self._owners[self._owners.index(request.request_id)] = None
+
+    def _leave(self, slot: int) -> None:
+        """A request gives up its row, and may come back with the KV that it had."""
+        owner = self._owners[slot]
+        if owner is not None:
+            self._preempted[owner], self._owners[slot] = self._counts[slot], None
+
+    def _begin(self, request: Request) -> int:
+        """Take in the request's tokens. Returns the first position that the small model has to compute."""
+        slot, known = request.slot, len(request.token_ids)
+        if self._owners[slot] != request.request_id:
+            self._owners[slot], self._sure[slot], self._counts[slot] = request.request_id, 0, 0
+        sure = min(self._sure[slot], known)
+        fresh = np.array(request.token_ids[sure:], dtype=np.int32)
+        wrong = np.flatnonzero(self._tokens[slot, sure:known] != fresh)
+        right = sure + int(wrong[0]) if len(wrong) else known
+        self._tokens[slot, sure:known] = fresh
+        self._sure[slot] = known
+        self._counts[slot] = min(self._counts[slot], right, known - 1)
+        return self._counts[slot]
+
+    def _pass(self, parts: Sequence[_Part]) -> dict[int, int]:
+        """Compute these tokens. Returns the token drawn behind each row that is complete, by index of the row."""
+        slots = np.array([part.request.slot for part in parts], dtype=np.int32)
+        ends = np.array([part.end for part in parts], dtype=np.int32)
+        lengths = np.array([part.end - part.start for part in parts], dtype=np.int32)
+        cu_seqlens = np.concatenate(([0], np.cumsum(lengths)), dtype=np.int32)
+        positions = np.concatenate([np.arange(part.start, part.end, dtype=np.int32) for part in parts])
+        rows = np.repeat(np.arange(len(parts)), lengths)
+        tables = self._tables(parts, ends)
+        blocks = tables[:, rows, positions // self._block_size].astype(np.int64)
+        complete = [i for i, part in enumerate(parts) if part.end >= len(part.request.token_ids)]
+        batch = StepBatch(
+            token_ids=self._tokens[slots[rows], positions],
+            positions=positions,
+            cu_seqlens=cu_seqlens,
+            seq_lens=ends,
+            block_tables=tables,
+            slot_mapping=np.ascontiguousarray(blocks * self._block_size + positions % self._block_size),
+            slots=slots,
+            tokens=self._tokens,
+            sampling=[part.request.sampling for part in parts],
+            sample_rows=np.array(complete, dtype=np.int32),
+            sample_tokens=cu_seqlens[1:][complete] - 1,
+        )
+        hidden = self._runner.forward(batch)
+        for part in parts:
+            self._counts[part.request.slot] = part.end
+        tokens = self._runner.sample(hidden, batch, None).token_ids
+        return {parts[i].row: token for i, token in zip(complete, tokens, strict=True)}
+
+    def _tables(self, parts: Sequence[_Part], ends: np.ndarray) -> np.ndarray:
+        """int32 [G, N, M]."""
+        width = -(-int(ends.max()) // self._block_size)
+        tables = np.zeros((len(parts[0].request.block_ids), len(parts), width), dtype=np.int32)
+        for row, part in enumerate(parts):
+            for group, table in enumerate(part.request.block_ids):
+                used = table[:width]
+                tables[group, row, : len(used)] = used
+        return tables
+
+    def _extend(
+        self, parts: Sequence[_Part], drawn: dict[int, int], drafts: list[list[int]], most: Sequence[int]
+    ) -> list[_Part]:
+        """Append what was drawn to the drafts. Returns the next pass: one token of each row that may have more."""
+        coming: list[_Part] = []
+        for index, request, _, end in parts:
+            token = drawn.get(index, -1)
+            if token < 0:
+                continue
+            drafts[index].append(token)
+            if len(drafts[index]) < most[index]:
+                self._tokens[request.slot, end] = token
+                coming.append(_Part(index, request, end, end + 1))
+        return coming
+
+    def _note(self, num_rows: int, seconds: float) -> None:
+        """Learn what a pass takes. The first one of a call, which catches up, is left out."""
+        if seconds:
+            size = num_rows.bit_length()
+            self._seconds[size] = seconds + (self._seconds.get(size, seconds) - seconds) * (1 - _MEMORY)

@@ -1,0 +1,98 @@
+"""Loads the small model that drafts, after checking that it can draft for the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from chairlift.config import EngineConfig
+from chairlift.errors import ConfigError
+from chairlift.executor.draft_model import DraftModel
+from chairlift.executor.local import ModelRunner
+from chairlift.executor.native_runner import NativeModelRunner
+from chairlift.executor.select import choose_format, why_not_native
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.context import LayerState
+from chairlift.models.fallback.config import TransformersConfig
+from chairlift.models.hf_config import ModelConfig
+from chairlift.models.loader import Progress, load_model, resolve_model_dir
+from chairlift.models.model_files import read_network
+
+__all__ = ["LoadedDraftModel", "load_draft_model"]
+
+_SETTING = "speculative_config: the draft model"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedDraftModel:
+    """A small model in memory."""
+
+    model: CausalLM
+    max_positions: int
+    """Longest sequence that it takes."""
+
+    def drafter(self, runner: ModelRunner, **sizes: Any) -> DraftModel | None:
+        """The drafter over the runner of both models. ``sizes`` are :class:`DraftModel`'s. None without a runner."""
+        small = runner.draft if isinstance(runner, NativeModelRunner) else None
+        return None if small is None else DraftModel(small, max_positions=self.max_positions, **sizes)
+
+
+def load_draft_model(
+    config: EngineConfig,
+    model_dir: Path,
+    network: ModelConfig | TransformersConfig,
+    dtype: torch.dtype,
+    kernels: str,
+    progress: Progress | None = None,
+) -> LoadedDraftModel | None:
+    """Load the model that ``speculative_config`` names. None where it names none, or where no step takes drafts.
+
+    ``model_dir``, ``network``, ``dtype`` and ``kernels`` are those of the model that answers. Raises ConfigError for a
+    model that cannot draft for it, ModelLoadError for files that cannot be read.
+    """
+    asked = config.scheduler.speculation
+    if asked is None or asked.method != "draft_model" or not config.scheduler.takes_drafts(0):
+        return None
+    if kernels in ("torch", "triton"):
+        raise ConfigError(
+            f"speculative_config: draft_model runs on the native CPU kernels, and {kernels} runs this model; use method"
+            " ngram"
+        )
+    small_dir = resolve_model_dir(asked.model)
+    small = read_network(small_dir, "native")
+    if not isinstance(small, ModelConfig):
+        raise ConfigError(f"{_SETTING} {asked.model!r:.200} has no native family; use another")
+    if small.vocab_size != network.vocab_size:
+        raise ConfigError(
+            f"{_SETTING} {asked.model!r:.200} has {small.vocab_size} tokens, and the model {network.vocab_size}; use a"
+            " small model of the same series"
+        )
+    _check_tokenizers(model_dir, small_dir, asked.model)
+    if reason := why_not_native(small, dtype, torch.device("cpu"), config.cache.block_size):
+        raise ConfigError(f"{_SETTING} {asked.model!r:.200} cannot be run by the native kernels: {reason}")
+    length = min(config.model.max_model_len or small.max_model_len, small.max_model_len)
+    small = small.for_length(length)
+    model = load_model(small_dir, small, dtype, "cpu", progress, weight_format=choose_format(kernels, None))
+    if any(isinstance(layer, LayerState) for layer in model.kv_cache_spec()):
+        raise ConfigError(f"{_SETTING} {asked.model!r:.200} has recurrent states, which cannot go back; use another")
+    return LoadedDraftModel(model, length)
+
+
+def _check_tokenizers(model_dir: Path, small_dir: Path, name: str) -> None:
+    """Raise ConfigError where both directories have a tokenizer, and the ids do not mean the same. Drafts of another
+    tokenizer would hardly ever be right."""
+    files = [directory / "tokenizer.json" for directory in (model_dir, small_dir)]
+    if not all(file.exists() for file in files):
+        return
+    texts = [file.read_bytes() for file in files]
+    if texts[0] == texts[1]:
+        return
+    own, other = (Tokenizer.from_str(text.decode()).get_vocab(with_added_tokens=True) for text in texts)
+    different = sorted(token for token in own.keys() & other.keys() if own[token] != other[token])
+    if different or not own.keys() & other.keys():
+        found = f"{different[0]!r:.40} is another id there" if different else "no token is in both"
+        raise ConfigError(f"{_SETTING} {name!r:.200} has another tokenizer ({found}); use a model of the same series")

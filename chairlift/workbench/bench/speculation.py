@@ -1,0 +1,147 @@
+"""``bench offline --compare speculation``: what drafts gain in continuous batches, in static ones, and against none."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from chairlift.workbench.bench import plots
+from chairlift.workbench.bench.report import Block, Facts, Report, Section, Table, Text
+from chairlift.workbench.bench.serve_result import Figures
+
+__all__ = ["KINDS", "Drafted", "Side", "sides_of", "speculation_report", "speculation_table", "speculation_words"]
+
+KINDS: Final = (
+    ("continuous, with drafts", "continuous", True),
+    ("static, with drafts", "static", True),
+    ("continuous, without", "continuous", False),
+    ("static, without", "static", False),
+)
+"""Name, way of batching, and whether there are drafts."""
+_READ: Final = (
+    "Accepted length is the tokens that a row with drafts yields in a step, the one included that comes in any case. "
+    "Rows without drafts yield one. How many drafts are computed follows from what a step costs, so there may be none "
+    "in large batches. Answers are the same with and without."
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drafted:
+    """Drafts of a run."""
+
+    rows: int
+    """Rows of steps that had drafts."""
+    drafts: int
+    accepted: int
+
+    @property
+    def accepted_length(self) -> float | None:
+        """Tokens that such a row yielded in a step; None without drafts."""
+        return 1 + self.accepted / self.rows if self.rows else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Side:
+    """One of :data:`KINDS` with one number of slots, and its runs, one for each round."""
+
+    kind: str
+    slots: int
+    runs: Sequence[tuple[Figures, Drafted]]
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second: the median over the rounds."""
+        return statistics.median(figures.output_throughput for figures, _ in self.runs)
+
+    def time(self, name: str, part: str) -> float | None:
+        """Median over the rounds of one statistic of a time, in ms; see :class:`Stats`. None without values."""
+        found = [getattr(stats, part) for figures, _ in self.runs if (stats := figures.times[name]) is not None]
+        return statistics.median(found) if found else None
+
+    @property
+    def accepted_length(self) -> float | None:
+        """Median over the rounds that had drafts."""
+        found = [length for _, drafted in self.runs if (length := drafted.accepted_length) is not None]
+        return statistics.median(found) if found else None
+
+    def ratios(self, other: Side) -> list[float]:
+        """Throughput over that of another side, round by round."""
+        pairs = zip(self.runs, other.runs, strict=False)
+        return [mine.output_throughput / theirs.output_throughput for (mine, _), (theirs, _) in pairs]
+
+
+def sides_of(settings: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[str, int, dict[str, Any]]]:
+    """(kind, slots, settings of the engine) of every side. ``settings`` say who drafts; n-grams if they do not."""
+    asked = settings.get("speculative_config") or '{"method": "ngram"}'
+    found = []
+    for slots in sizes:
+        for kind, batching, drafts in KINDS:
+            more = {"batching": batching, "max_num_seqs": slots, "speculative_config": asked if drafts else ""}
+            found.append((kind, slots, {**settings, **more}))
+    return found
+
+
+def speculation_table(sides: Sequence[Side]) -> Table:
+    """A row for each side: medians over the rounds. Each is compared with continuous batches without drafts."""
+    plain = {side.slots: side for side in sides if side.kind == KINDS[2][0]}
+    rows = []
+    for side in sides:
+        ratios = side.ratios(plain[side.slots]) if side.slots in plain else []
+        row = [f"{side.slots} slots, {side.kind}", f"{side.throughput:,.1f}"]
+        row.append(f"{statistics.median(ratios):.2f}" if ratios else "-")
+        values = [side.time("tpot", "p50"), side.time("tpot", "p99"), side.time("e2el", "p50")]
+        row += ["-" if value is None else f"{value:,.1f}" for value in values]
+        length = side.accepted_length
+        row += ["-" if length is None else f"{length:.2f}", f"{sum(figures.failed for figures, _ in side.runs):,}"]
+        rows.append(row)
+    rounds = max((len(side.runs) for side in sides), default=0)
+    header = ["", "output tokens/s", "ratio", "TPOT p50", "p99", "E2EL p50", "accepted length", "failed"]
+    caption = (
+        f"times in ms, medians of {rounds} round{'s' * (rounds != 1)}; ratio: to continuous without drafts, of as many "
+        "slots; a static batch hands answers out whole, so it has no time per token"
+    )
+    return Table(header, rows, caption)
+
+
+def speculation_words(sides: Sequence[Side]) -> str:
+    """A sentence for each number of slots: continuous batches with drafts against both others."""
+    by_name = {(side.kind, side.slots): side for side in sides if side.runs}
+    words = []
+    for slots in dict.fromkeys(side.slots for side in sides):
+        with_drafts = by_name.get((KINDS[0][0], slots))
+        others = [by_name.get((kind, slots)) for kind in (KINDS[2][0], KINDS[1][0])]
+        if with_drafts is None or None in others:
+            continue
+        told = [_spread(with_drafts.ratios(other)) for other in others if other is not None]
+        words.append(f"{slots} slots: {told[0]} times without drafts, {told[1]} times static batches with drafts")
+    return "continuous batches with drafts, " + "; ".join(words) if words else "nothing was compared"
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+    return f"{statistics.median(ratios):.2f}{spread}"
+
+
+def speculation_report(record: Mapping[str, Any], sides: Sequence[Side], facts: Mapping[str, str]) -> Report:
+    """The table as a page."""
+
+    def blocks() -> Iterator[Block]:
+        yield speculation_table(sides)
+        yield Text(_READ)
+        yield plots.bars(
+            [f"{side.slots}, {side.kind}" for side in sides],
+            {"output tokens/s": [side.throughput for side in sides]},
+            title="Throughput",
+            y_label="output tokens/s",
+        )
+        yield Text("All of it was measured, in turns: each round runs every side once.")
+
+    lead = speculation_words(sides)
+    return Report(
+        record,
+        "What drafts gain",
+        f"{lead[:1].upper()}{lead[1:]}.",
+        [Section("Drafts", blocks()), Section("Settings", [Facts(facts)])],
+    )
