@@ -77,7 +77,7 @@ def _place(state: ServerState, given: str) -> tuple[Path, str]:
 
 
 async def _load(request: Request) -> Response:
-    """Answers when the adapter can be asked for."""
+    """Load an adapter. The answer comes when requests can use it."""
     state: ServerState = request.app.state.server
     check_admin(request)
     asked, ignored = parse(LoadRequest, await read_json(request))

@@ -15,7 +15,7 @@ _MEMORY: Final = 0.15
 _SHARED_MEMORY: Final = 0.005
 """Weight of the newest draft of any request in the estimate for those that come."""
 _MOST: Final = 0.98
-"""Nothing is certain: without this a long run of right drafts would outweigh any cost."""
+"""Upper limit of an estimated acceptance. Without it a long run of accepted drafts would outweigh any cost."""
 
 
 class Source(enum.Enum):
