@@ -203,13 +203,13 @@ class SpeculativeConfig:
     """Settings of speculative decoding. Names are vLLM's."""
 
     method: str
-    """Source of the drafts: ngram or draft_model."""
+    """Source of the drafts: ngram, draft_model or medusa."""
     num_speculative_tokens: int = 8
     """Most drafts of a row in one step."""
     prompt_lookup_min: int = 3
     """Length of the match, in tokens, that a draft of method ngram needs."""
     model: str = ""
-    """Small model of method draft_model: a directory, or its name on the Hugging Face Hub."""
+    """Small model of method draft_model, or heads of method medusa: a directory, or a name on the Hugging Face Hub."""
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> SpeculativeConfig:
@@ -227,12 +227,12 @@ class SpeculativeConfig:
         if unknown:
             raise ConfigError(f"speculative_config has unknown keys {unknown}; known: {sorted(known)}")
         method, model = given.get("method"), given.get("model", "")
-        if method not in ("ngram", "draft_model"):
-            raise ConfigError(f"speculative_config: method must be ngram or draft_model, got {method!r:.80}")
-        if not isinstance(model, str) or bool(model) != (method == "draft_model"):
+        if method not in ("ngram", "draft_model", "medusa"):
+            raise ConfigError(f"speculative_config: method must be ngram, draft_model or medusa, got {method!r:.80}")
+        if not isinstance(model, str) or bool(model) != (method != "ngram"):
             raise ConfigError(
-                "speculative_config: method draft_model needs a model, the directory or name of the small one, and"
-                f" ngram has none; got method {method!r} and model {model!r:.200}"
+                "speculative_config: draft_model and medusa need a model, the directory or name of the small one or of"
+                f" the heads, and ngram has none; got method {method!r} and model {model!r:.200}"
             )
         for name, most in (("num_speculative_tokens", 64), ("prompt_lookup_min", 16)):
             number = given.get(name, 1)
@@ -286,9 +286,9 @@ class SchedulerConfig:
     speculative_config: str = ""
     """JSON object that turns speculative decoding on, like {"method": "ngram"}. ngram drafts the tokens that followed
     an earlier occurrence of the last few tokens; prompt_lookup_min (3) is the length of the match. draft_model drafts
-    with a small model with the same tokenizer, named by model. num_speculative_tokens (8) is the most drafts of a row.
-    The number of drafts that are checked depends on the cost of a step. Answers stay the same, bit for bit. Steps are
-    then not scheduled ahead."""
+    with a small model with the same tokenizer, medusa with heads on the model's hidden state; both are named by model.
+    num_speculative_tokens (8) is the most drafts of a row. The number of drafts that are checked depends on the cost of
+    a step. Answers stay the same, bit for bit. Steps are then not scheduled ahead."""
     admission_watermark: float = 0.01
     """Share of the blocks that stays free when a request joins a running batch."""
     governor: str = "off"

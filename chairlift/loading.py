@@ -20,6 +20,9 @@ from chairlift.version import __version__
 if TYPE_CHECKING:
     import torch
 
+    from chairlift.executor.kv_tensors import KVPlan
+    from chairlift.executor.local import LocalExecutor
+    from chairlift.loading_draft import LoadedDraftModel
     from chairlift.models.causal_lm import CausalLM
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.fallback.model import TransformersLM
@@ -188,8 +191,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     import torch
 
     from chairlift.executor.kv_tensors import check_fits, plan_kv_cache
-    from chairlift.executor.local import LocalExecutor
-    from chairlift.executor.select import choose_dtype, make_runner, refuse_for_states
+    from chairlift.executor.select import choose_dtype, refuse_for_states
     from chairlift.loading_draft import load_draft_model
     from chairlift.models.context import LayerState
     from chairlift.models.model_files import read_network
@@ -198,11 +200,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     network = read_network(model_dir, config.model.model_impl)
     asked_of_model = config.model.generation_config == "auto"
     sampling = dict(network.sampling_defaults) if asked_of_model else {}
-    try:
-        SamplingParams(**sampling)
-    except RequestError as error:
-        where = model_dir / "generation_config.json"
-        raise ConfigError(f"{where}: {error}; correct it, or set generation_config to vllm") from None
+    _check_sampling(sampling, model_dir)
     max_model_len = _max_model_len(config.model.max_model_len, network.max_model_len)
     network = network.for_length(max_model_len)
     device = find_device(config.model.device)
@@ -213,7 +211,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     drafting = load_draft_model(config, model_dir, network, dtype, kernels, progress)
     scheduler, memory = config.scheduler, config.cache.kv_cache_memory_bytes
     plan = plan_kv_cache(
-        [*model.kv_cache_spec(), *([] if drafting is None else drafting.model.kv_cache_spec())],
+        [*model.kv_cache_spec(), *([] if drafting is None else drafting.kv_cache_spec)],
         dtype=dtype,
         kv_dtype=torch.int8 if config.cache.kv_cache_dtype == "int8" else None,
         block_size=config.cache.block_size,
@@ -227,20 +225,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         snapshot_interval=config.cache.state_snapshot_interval,
     )
     check_fits(plan, device)
-    rows, most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-    try:
-        small = None if drafting is None else drafting.model
-        runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len, small)
-    except (MemoryError, torch.OutOfMemoryError):
-        message = f"no memory for {plan.total_bytes:,} bytes of KV cache (num_kv_blocks, kv_cache_memory_bytes)"
-        raise ConfigError(f"{message} and steps of {most:,} tokens (max_num_batched_tokens); lower one") from None
-    try:
-        sizes = {"num_slots": rows, "max_model_len": max_model_len, "block_size": plan.block_size}
-        drafter = None if drafting is None else drafting.drafter(runner, max_tokens=most, **sizes)
-        executor = LocalExecutor(runner, **sizes, drafter=drafter)
-    except MemoryError:  # the length comes from the model's files and may be absurd
-        message = f"no memory for {rows} rows (max_num_seqs) of {max_model_len:,} tokens (max_model_len); lower one"
-        raise ConfigError(message) from None
+    executor = _make_executor(model, plan, config, dtype, device, kernels, max_model_len, drafting)
     return LoadedExecutor(
         executor=executor,
         model_dir=str(model_dir),
@@ -264,6 +249,49 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         kv_cache_dtype=None if plan.dtype == dtype else str(plan.dtype).removeprefix("torch."),
         step_cost=_step_cost(network, kernels, dtype, model.quantization, plan.dtype),
     )
+
+
+def _check_sampling(sampling: dict[str, Any], model_dir: Path) -> None:
+    """Raise ConfigError where the model's own sampling parameters are none."""
+    try:
+        SamplingParams(**sampling)
+    except RequestError as error:
+        where = model_dir / "generation_config.json"
+        raise ConfigError(f"{where}: {error}; correct it, or set generation_config to vllm") from None
+
+
+def _make_executor(
+    model: CausalLM | TransformersLM,
+    plan: KVPlan,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: str,
+    max_model_len: int,
+    drafting: LoadedDraftModel | None,
+) -> LocalExecutor:
+    """Allocate the caches, and what a step needs. Raises ConfigError without memory for them."""
+    import torch
+
+    from chairlift.executor.local import LocalExecutor
+    from chairlift.executor.select import make_runner
+
+    scheduler = config.scheduler
+    rows, most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    try:
+        small = None if drafting is None else drafting.model
+        runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len, small)
+    except (MemoryError, torch.OutOfMemoryError):
+        message = f"no memory for {plan.total_bytes:,} bytes of KV cache (num_kv_blocks, kv_cache_memory_bytes)"
+        raise ConfigError(f"{message} and steps of {most:,} tokens (max_num_batched_tokens); lower one") from None
+    try:
+        sizes = {"num_slots": rows, "max_model_len": max_model_len, "block_size": plan.block_size}
+        drafter = None if drafting is None else drafting.drafter(runner, max_tokens=most, **sizes)
+        executor = LocalExecutor(runner, **sizes, drafter=drafter)
+    except MemoryError:  # the length comes from the model's files and may be absurd
+        message = f"no memory for {rows} rows (max_num_seqs) of {max_model_len:,} tokens (max_model_len); lower one"
+        raise ConfigError(message) from None
+    return executor
 
 
 def _step_cost(

@@ -1,8 +1,9 @@
-"""Loads the small model that drafts, after checking that it can draft for the model."""
+"""Loads the small model or the heads that draft, after checking that they can draft for the model."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 from tokenizers import Tokenizer
 
 from chairlift.config import EngineConfig
-from chairlift.errors import ConfigError
+from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.draft_model import DraftModel
-from chairlift.executor.local import ModelRunner
+from chairlift.executor.local import Drafter, ModelRunner
+from chairlift.executor.medusa import MedusaHead, MedusaHeads, load_medusa
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.select import choose_format, why_not_native
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.context import LayerState
+from chairlift.models.context import LayerCache, LayerState
 from chairlift.models.fallback.config import TransformersConfig
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.loader import Progress, load_model, resolve_model_dir
@@ -29,16 +31,26 @@ _SETTING = "speculative_config: the draft model"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedDraftModel:
-    """A small model in memory."""
+    """A small model in memory, or heads."""
 
-    model: CausalLM
-    max_positions: int
-    """Longest sequence that it takes."""
+    model: CausalLM | None
+    """None for heads."""
+    max_positions: int = 0
+    """Longest sequence that the small model takes."""
+    heads: Sequence[MedusaHead] = ()
 
-    def drafter(self, runner: ModelRunner, **sizes: Any) -> DraftModel | None:
-        """The drafter over the runner of both models. ``sizes`` are :class:`DraftModel`'s. None without a runner."""
-        small = runner.draft if isinstance(runner, NativeModelRunner) else None
-        return None if small is None else DraftModel(small, max_positions=self.max_positions, **sizes)
+    @property
+    def kv_cache_spec(self) -> list[LayerCache | LayerState]:
+        """The layers that it adds to the model's cache."""
+        return [] if self.model is None else self.model.kv_cache_spec()
+
+    def drafter(self, runner: ModelRunner, **sizes: Any) -> Drafter:
+        """The drafter over the runner of the model. ``sizes`` are :class:`DraftModel`'s."""
+        if not isinstance(runner, NativeModelRunner):
+            raise InvariantError(f"{type(runner).__name__} runs no draft model")
+        if runner.draft is None:
+            return MedusaHeads(self.heads, runner, sizes["num_slots"])
+        return DraftModel(runner.draft, max_positions=self.max_positions, **sizes)
 
 
 def load_draft_model(
@@ -49,20 +61,24 @@ def load_draft_model(
     kernels: str,
     progress: Progress | None = None,
 ) -> LoadedDraftModel | None:
-    """Load the model that ``speculative_config`` names. None where it names none, or where no step takes drafts.
+    """Load what ``speculative_config`` names. None where it names nothing, or where no step takes drafts.
 
     ``model_dir``, ``network``, ``dtype`` and ``kernels`` are those of the model that answers. Raises ConfigError for a
     model that cannot draft for it, ModelLoadError for files that cannot be read.
     """
     asked = config.scheduler.speculation
-    if asked is None or asked.method != "draft_model" or not config.scheduler.takes_drafts(0):
+    if asked is None or asked.method == "ngram" or not config.scheduler.takes_drafts(0):
         return None
     if kernels in ("torch", "triton"):
         raise ConfigError(
-            f"speculative_config: draft_model runs on the native CPU kernels, and {kernels} runs this model; use method"
-            " ngram"
+            f"speculative_config: {asked.method} runs on the native CPU kernels, and {kernels} runs this model; use"
+            " method ngram"
         )
     small_dir = resolve_model_dir(asked.model)
+    if asked.method == "medusa":
+        if not isinstance(network, ModelConfig):
+            raise ConfigError("speculative_config: medusa needs a model with a native family; use method ngram")
+        return LoadedDraftModel(None, heads=load_medusa(small_dir, network.vocab_size, network.hidden_size, dtype))
     small = read_network(small_dir, "native")
     if not isinstance(small, ModelConfig):
         raise ConfigError(f"{_SETTING} {asked.model!r:.200} has no native family; use another")

@@ -131,6 +131,10 @@ class AsyncEngine:
           it is that answer's ERROR or DEADLINE.
         - ``steps(lines)``: lines of the core's recorder.
         """
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        """No engine runs yet, and no request has come."""
         self._client: ProcessClient | None = None
         self._inputs: InputProcessor | None = None
         self._outputs: OutputProcessor | None = None
@@ -340,9 +344,8 @@ class AsyncEngine:
         ``tenant`` is charged for the request; ``name`` is the caller's name for it. ``arrival`` is on the monotonic
         clock (default: now). ``has_room``: :meth:`check_room` was called already. ``bad_word_ids`` come from
         :meth:`encode_words`. ``adapter`` is the name of a loaded one. Timeouts are seconds from the arrival and replace
-        the engine's own. Raises RequestError
-        for a request that cannot be served, QueueFullError when the queue is full or the forecast exceeds the timeouts,
-        and EngineDeadError.
+        the engine's own. Raises RequestError for a request that cannot be served, QueueFullError when the queue is full
+        or the forecast exceeds the timeouts, and EngineDeadError.
         """
         since, (prompt, text) = time.monotonic() if arrival is None else arrival, unnamed(prompt)
         if isinstance(prompt, str):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.request import Request
@@ -95,6 +96,9 @@ class DraftModel:
                 self._counts[chunk.slot] = chunk.end
         if kept:
             self._runner.forward(batch.only(np.concatenate(kept)))
+
+    def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
+        """Nothing is needed: it has its own hidden states."""
 
     # -- drafts --------------------------------------------------------------------------------------------------
 

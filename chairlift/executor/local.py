@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
@@ -12,10 +13,7 @@ from chairlift.executor.input_batch import Awaited, InputBatch
 from chairlift.scheduler.output import SchedulerOutput
 from chairlift.step_batch import Masks, SampledTokens, StepBatch
 
-if TYPE_CHECKING:
-    from chairlift.executor.draft_model import DraftModel
-
-__all__ = ["LocalExecutor", "ModelRunner"]
+__all__ = ["Drafter", "LocalExecutor", "ModelRunner"]
 
 
 class ModelRunner(Protocol):
@@ -31,6 +29,18 @@ class ModelRunner(Protocol):
 
     def sample(self, hidden: Any, batch: StepBatch, masks: Masks | None) -> SampledTokens | PendingTokens:
         """One token per sample position. Pending tokens must be available to the next step on the device."""
+        ...
+
+
+class Drafter(Protocol):
+    """Drafts beside a runner: a :class:`~chairlift.spec_decode.adaptive.Proposer` that sees the steps."""
+
+    def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
+        """Called when the model has computed a step."""
+        ...
+
+    def saw(self, hidden: Any, batch: StepBatch, token_ids: Sequence[int]) -> None:
+        """Called when a step's tokens are drawn. ``hidden`` is what the runner's ``forward`` returned."""
         ...
 
 
@@ -68,7 +78,7 @@ class LocalExecutor:
         num_slots: int,
         max_model_len: int,
         block_size: int,
-        drafter: DraftModel | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.cache_groups = runner.cache_groups
         self.block_size = block_size
@@ -77,7 +87,7 @@ class LocalExecutor:
         """Names of the operations without a kernel, which PyTorch computes."""
         self.num_lookahead_steps = 1 if getattr(runner, "runs_ahead", False) else 0
         self.drafter = drafter
-        """A small model that drafts; see ``speculative_config``."""
+        """A small model or heads that draft; see ``speculative_config``."""
         self.adapters: AdapterMemory | None = getattr(runner, "adapters", None)
         """Adapters beside the model; None where none are served."""
         self._runner = runner
@@ -95,6 +105,8 @@ class LocalExecutor:
         hidden, batch = handle
         tokens = self._runner.sample(hidden, batch, masks)
         if isinstance(tokens, SampledTokens):
+            if self.drafter is not None:
+                self.drafter.saw(hidden, batch, tokens.token_ids)
             self._input.store(batch, tokens.token_ids)
             return _Ready(tokens)
         return _Arriving(tokens, self._input, self._input.expect(batch))

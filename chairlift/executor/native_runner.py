@@ -17,7 +17,7 @@ from chairlift.executor.native_kv import NativeKV
 from chairlift.executor.sampling_rows import NativeRows, RowTemplates
 from chairlift.kernels import ops
 from chairlift.kernels.cpu.library import Memory, Pool
-from chairlift.kernels.cpu.packing import PackedMatrix
+from chairlift.kernels.cpu.packing import PANEL, PackedMatrix
 from chairlift.kernels.cpu.program import SPARE_ROWS, StepProgram
 from chairlift.kernels.recording import Recorder
 from chairlift.lora.bank import NativeAdapters
@@ -90,7 +90,7 @@ class NativeModelRunner:
         self._cap: float | None = head[1].attributes["cap"] if capped else None
         self._head_weight: PackedMatrix = head[0].attributes["weight"]
         self._templates = RowTemplates(self._head_weight.n)
-        self._max_tokens = max_tokens
+        self._max_tokens, self._dtype = max_tokens, dtype
         self._logits: Tensor | None = None
         self.draft: NativeModelRunner | None = None
         """Runs the small model that drafts."""
@@ -111,9 +111,9 @@ class NativeModelRunner:
     def sample(self, hidden: Tensor, batch: StepBatch, masks: Masks | None) -> SampledTokens:
         """Project the sample positions to logits and sample, in one call."""
         # Begin of each row's hidden states, and rows of the sample positions.
-        at, hidden_rows = batch.cu_seqlens, batch.sample_tokens
+        at, hidden_rows = batch.cu_seqlens, self.sample_places(batch)
         if (kept := _kept(batch)) is not None:
-            at, hidden_rows = (np.searchsorted(kept, places).astype(np.int32) for places in (at, hidden_rows))
+            at = np.searchsorted(kept, at).astype(np.int32)
         tokens = SampledTokens([])
         if len(hidden_rows):
             rows = self._templates.fill(batch, masks)
@@ -131,20 +131,36 @@ class NativeModelRunner:
             tokens.prompt_logprobs.append(report)
         return tokens
 
+    def sample_places(self, batch: StepBatch) -> npt.NDArray[np.int32]:
+        """[P] row of each sample position in what :meth:`forward` returned."""
+        kept = _kept(batch)
+        return batch.sample_tokens if kept is None else np.searchsorted(kept, batch.sample_tokens).astype(np.int32)
+
+    def project(self, states: Tensor, rows: NativeRows, head: PackedMatrix) -> None:
+        """Multiply hidden states [R, D] of any dtype with an output head, and sample ``rows``."""
+        width, dtype = states.shape[1], self._dtype
+        padded = torch.zeros((len(states), -(-width // PANEL) * PANEL + PANEL), dtype=dtype)
+        padded[:, :width] = states
+        self._head(padded[:, :width], np.arange(len(states), dtype=np.int32), rows, head)
+
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
         """See :func:`~chairlift.models.loader.replace_weights`; the step program keeps its addresses."""
         replace_weights(self._model, source, progress)
         self.program.refresh()
 
-    def _head(self, hidden: Tensor, token_rows: npt.NDArray[np.int32], rows: NativeRows) -> None:
-        """Sample rows ``token_rows`` of ``hidden``; in several calls if not all logits fit into the scratch memory."""
+    def _head(
+        self, hidden: Tensor, token_rows: npt.NDArray[np.int32], rows: NativeRows, head: PackedMatrix | None = None
+    ) -> None:
+        """Sample rows ``token_rows`` of ``hidden``; in several calls if not all logits fit into the scratch memory.
+        Logits of another output head than the model's are not capped."""
         stored = rows.storing
+        weight, cap = (self._head_weight, self._cap) if head is None else (head, None)
         if not len(stored):
-            self.program.head(self._head_weight, hidden, token_rows, rows.records, None, self._cap)
+            self.program.head(weight, hidden, token_rows, rows.records, None, cap)
             return
         logits = self._scratch()
         if len(stored) <= len(logits):
-            self.program.head(self._head_weight, hidden, token_rows, rows.records, logits, self._cap)
+            self.program.head(weight, hidden, token_rows, rows.records, logits, cap)
             return
         rest = np.flatnonzero(~rows.needs_logits)
         for start in range(0, len(stored), len(logits)):
@@ -153,7 +169,7 @@ class NativeModelRunner:
                 index = np.concatenate((rest, index))
             part = rows.part(index)
             these = np.ascontiguousarray(token_rows[index])
-            self.program.head(self._head_weight, hidden, these, part.records, logits, self._cap)
+            self.program.head(weight, hidden, these, part.records, logits, cap)
             rows.records[index] = part.records
 
     def _scratch(self) -> Tensor:

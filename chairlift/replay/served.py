@@ -186,7 +186,7 @@ class Collector:
         self.busy += record.end - max(record.start, self.busy_until)
         self.busy_until = record.end
 
-    def served(self, refused: int, core: EngineCore, preemptions: int) -> ServedTrace:
+    def served(self, refused: int, preemptions: int) -> ServedTrace:
         done = [timing for timing in self.timings.values() if timing.ended]
         begin = min((timing.request.arrival for timing in self.timings.values()), default=0.0)
         seconds = max((timing.last for timing in done), default=begin) - begin
@@ -217,7 +217,7 @@ class Collector:
             steps=self.steps,
             mean_rows=self.rows / self.steps if self.steps else 0.0,
             utilisation=min(1.0, self.busy * per_second),
-            preemptions=core.scheduler.num_preemptions - preemptions,
+            preemptions=preemptions,
             preemption_rate=sum(timing.preempted for timing in over) / len(over) if over else 0.0,
             goodput=sum(kept) / len(kept) if kept else None,
             delivered_whole=self._held,

@@ -47,7 +47,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     """The first of the model's names."""
     parent: str | None = None
-    """For an adapter, the name of the model that it adapts."""
+    """Name of the model that an adapter adapts; null for a model."""
     max_model_len: int | None = None
     """Longest prompt and answer together, in tokens; null while the model loads."""
     quantization: str | None = None

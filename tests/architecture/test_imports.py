@@ -107,7 +107,17 @@ ALLOWED: dict[str, list[str]] = {
         *("version", "batches", "engine", "loading", "metrics", "parent", "replay", "tokenizer", "tool_calls"),
     ],
     "writing": ["errors"],
-    "replay": [*PLAIN, "engine", "step_batch", "models.hf_config", "models.model_files", "scheduler", "writing"],
+    "distributed": ["errors", "request", "scheduler"],
+    "replay": [
+        *PLAIN,
+        "distributed",
+        "engine",
+        "step_batch",
+        "models.hf_config",
+        "models.model_files",
+        "scheduler",
+        "writing",
+    ],
     "workbench.workload": ["errors", "replay.traced_request", "writing"],
     "workbench.bench": [
         *PLAIN,

@@ -222,6 +222,10 @@ class Simulation:
             scheduler.drafts = Drafts(
                 scheduler.batch, ScriptedDrafts(world.seed, self._answer_of), self.engine.core.grammars
             )
+        self._begin_counts()
+
+    def _begin_counts(self) -> None:
+        """Nothing has happened yet."""
         self.num_reserved = 0
         """Requests that joined in a reserved row."""
         self.pending: dict[str, _Submitted] = {}

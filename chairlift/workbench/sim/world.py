@@ -134,9 +134,8 @@ def make_world(seed: int) -> World:
         scheduler |= {"batching": "continuous", "max_num_batched_tokens": max(48, scheduler["max_num_batched_tokens"])}
     if seed % 10 == 6:
         events = _draft(random.Random(seed ^ 0x6D1A), scheduler, events, horizon)
-    adapters = None
-    if seed % 100 in (54, 94):
-        events, adapters = _adapt(random.Random(seed ^ 0x10A4), events, horizon)
+    chosen = seed % 100 in (54, 94)
+    events, adapters = _adapt(random.Random(seed ^ 0x10A4), events, horizon) if chosen else (events, None)
     world = World(
         seed=seed,
         block_size=block_size,

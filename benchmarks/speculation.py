@@ -1,0 +1,223 @@
+"""What drafts gain, and what they cost where they are useless. Runs with and without take turns in one process.
+
+    python benchmarks/speculation.py scripted MODEL [--rows 1 4 16] [--acceptance 0.8] [--fixed 1 2 4 8]
+    python benchmarks/speculation.py useless MODEL [--rows 64] [--rounds 10]
+    python benchmarks/speculation.py texts MODEL [--rows 1 4 16 64]
+
+``scripted``: drafts of no cost, each right with a given probability, of fixed numbers and of the number that is chosen.
+``useless``: n-grams at a temperature, with answers that repeat nothing. ``texts``: n-grams for answers that repeat much
+of their prompts (editing, extraction). Ratios are of output tokens per second, with drafts over without, pair by pair:
+their median, and the interval of their mean (95 %, Student's t, of logarithms). Answers must be equal, or it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from chairlift import LLM, SamplingParams
+from chairlift.request import Request
+from chairlift.scheduler.drafts import Drafts
+from chairlift.spec_decode.adaptive import AdaptiveSpeculator
+from chairlift.spec_decode.ngram import NgramProposer
+
+T_95 = [math.nan, 12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]
+"""Student's t by degrees of freedom."""
+NOTE = (
+    "The cable car leaves the lower station at 8:15. Tickets cost 24 francs for adults and 12 francs for children. "
+    "The ride takes nine minutes. At the upper station there is a restaurant with a terrace, and a path to the lake."
+)
+TEXTS = [
+    f"Copy this text exactly, but write 'gondola' instead of 'cable car':\n\n{NOTE}",
+    f"Correct nothing. Repeat the following text word for word:\n\n{NOTE}",
+    f"List every sentence of this text that has a number in it, word for word:\n\n{NOTE}",
+    "Add a comment to this function and print all of it again:\n\ndef area(width, height):\n"
+    "    result = width * height\n    if result < 0:\n        raise ValueError('negative area')\n    return result\n",
+    'Write this as JSON with the keys "name", "city" and "phone", one object for each line:\n\n'
+    "Anna Berger, Chur, 081 555 10 10\nBeat Caluori, Davos, 081 555 20 20\nClara Derungs, Arosa, 081 555 30 30\n",
+]
+
+
+class Scripted:
+    """Drafts from known answers, each spoiled with a probability. Answers are known by their prompts, all different.
+
+    See :class:`~chairlift.spec_decode.adaptive.Proposer`.
+    """
+
+    def __init__(self, answers: dict[tuple[int, ...], Sequence[int]], acceptance: float) -> None:
+        self._answers, self._acceptance = answers, acceptance
+        self._rng = random.Random(0)
+
+    def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
+        """What comes next, with mistakes."""
+        found = []
+        for request, most in rows:
+            answer = self._answers.get(tuple(request.token_ids[: request.num_prompt_tokens]), ())
+            coming = answer[request.num_output_tokens : request.num_output_tokens + most]
+            found.append([token if self._rng.random() < self._acceptance else (token + 1) % 3000 for token in coming])
+        return found
+
+    def seconds(self, num_rows: int) -> float:
+        """Nothing: they were known before."""
+        return 0.0
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept."""
+
+
+class Fixed(AdaptiveSpeculator):
+    """As many drafts as there are, up to a fixed number, whatever they cost."""
+
+    def choose(self, rows: Any, step: Any, budget: int) -> Any:
+        """See :class:`~chairlift.scheduler.drafts.Speculator`."""
+        proposals = self._proposer.propose([(request, min(most, self._most)) for request, most in rows])  # type: ignore[union-attr]
+        return [(request, drafts) for (request, _), drafts in zip(rows, proposals, strict=True) if drafts]
+
+
+Make = Callable[[], AdaptiveSpeculator]
+
+
+def timed(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, make: Make | None
+) -> tuple[float, list[list[int]], dict[str, Any]]:
+    """Output tokens per second, the answers, and what became of the drafts. ``make`` makes who drafts; None: nobody."""
+    scheduler = llm.engine.scheduler
+    scheduler.drafts = None if make is None else Drafts(scheduler.batch, make())
+    begin = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    seconds = time.perf_counter() - begin
+    answers = [list(output.outputs[0].token_ids) for output in outputs]
+    drafts = scheduler.drafts
+    told = (
+        {"drafts": 0, "accepted": 0}
+        if drafts is None
+        else {"drafts": drafts.num_drafts, "accepted": drafts.num_accepted}
+    )
+    if drafts is not None and drafts.num_verified:
+        told["accepted_length"] = round(1 + drafts.num_accepted / drafts.num_verified, 2)
+    return sum(map(len, answers)) / seconds, answers, told
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """Where the mean ratio lies with 95 %."""
+    logs = [math.log(ratio) for ratio in ratios]
+    if len(logs) < 2:
+        return ratios[0], ratios[0]
+    half = T_95[min(len(logs) - 1, len(T_95) - 1)] * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(statistics.fmean(logs) - half), math.exp(statistics.fmean(logs) + half)
+
+
+def pairs(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, sides: dict[str, Make], rounds: int, **about: Any
+) -> list[dict[str, Any]]:
+    """Each side against none, in turns: a record each."""
+    ratios: dict[str, list[float]] = {name: [] for name in sides}
+    told: dict[str, dict[str, Any]] = {}
+    plain: list[float] = []
+    for number in range(rounds):
+        order = [None, *sides] if number % 2 == 0 else [*reversed(sides), None]
+        rates: dict[str | None, float] = {}
+        answers: list[list[list[int]]] = []
+        for name in order:
+            rates[name], answer, counts = timed(llm, prompts, params, None if name is None else sides[name])
+            answers.append(answer)
+            if name is not None:
+                told[name] = counts
+        if any(answer != answers[0] for answer in answers):
+            raise SystemExit("answers with and without drafts differ")
+        plain.append(rates[None])
+        for name in sides:
+            ratios[name].append(rates[name] / rates[None])
+    records = []
+    for name, found in ratios.items():
+        low, high = interval(found)
+        records.append(
+            {
+                **about,
+                "rows": len(prompts),
+                "drafts_by": name,
+                "ratio": round(statistics.median(found), 3),
+                "interval": [round(low, 3), round(high, 3)],
+                "ratios": [round(ratio, 3) for ratio in found],
+                "without": round(statistics.median(plain), 1),
+                **told[name],
+            }
+        )
+        print(
+            f"{len(prompts)} rows, {name}: {records[-1]['ratio']:.2f} ({low:.2f} to {high:.2f}), {told[name]}",
+            flush=True,
+        )
+    return records
+
+
+def scripted(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Drafts of a given acceptance, fixed numbers of them and the number that is chosen."""
+    llm = LLM(args.model, skip_tokenizer_init=True, max_num_seqs=64, num_kv_blocks=1024, enable_prefix_caching=False)
+    seconds, records, rng = llm.engine.core.costs.model.step_seconds, [], random.Random(1)
+    for rows in args.rows:
+        prompts = [[rng.randrange(100, 3000) for _ in range(24)] for _ in range(rows)]
+        params = SamplingParams(temperature=0.0, max_tokens=max(16, args.tokens // max(1, rows // 4)), ignore_eos=True)
+        _, answers, _ = timed(llm, prompts, params, None)
+        known = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
+        source = Scripted(known, args.acceptance)
+        sides: dict[str, Make] = {"chosen": lambda source=source: AdaptiveSpeculator(seconds, 16, source)}
+        for most in args.fixed:
+            sides[f"{most} fixed"] = lambda most=most, source=source: Fixed(seconds, most, source)
+        timed(llm, prompts, params, sides["chosen"])  # what steps of many rows cost is learnt here
+        records += pairs(llm, prompts, params, sides, args.rounds, acceptance=args.acceptance)
+    return records
+
+
+def useless(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """N-grams where answers repeat nothing: random weights at a temperature."""
+    llm = LLM(args.model, skip_tokenizer_init=True, max_num_seqs=64, num_kv_blocks=1024, enable_prefix_caching=False)
+    seconds, records, rng = llm.engine.core.costs.model.step_seconds, [], random.Random(2)
+    for rows in args.rows:
+        prompts = [[rng.randrange(100, 3000) for _ in range(32)] for _ in range(rows)]
+        params = SamplingParams(temperature=1.0, seed=5, max_tokens=args.tokens, ignore_eos=True)
+        sides: dict[str, Make] = {"ngram": lambda: AdaptiveSpeculator(seconds, 8, NgramProposer(3))}
+        timed(llm, prompts, params, sides["ngram"])
+        records += pairs(llm, prompts, params, sides, args.rounds)
+    return records
+
+
+def texts(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """N-grams where answers repeat their prompts."""
+    llm = LLM(args.model, max_num_seqs=64, num_kv_blocks=2048, enable_prefix_caching=False)
+    seconds, records = llm.engine.core.costs.model.step_seconds, []
+    for rows in args.rows:
+        asked = [[{"role": "user", "content": TEXTS[i % len(TEXTS)] + "\n" * (i // len(TEXTS))}] for i in range(rows)]
+        prompts = [llm.encode_chat(each) for each in asked]
+        params = SamplingParams(temperature=0.0, max_tokens=args.tokens)
+        sides: dict[str, Make] = {"ngram": lambda: AdaptiveSpeculator(seconds, 8, NgramProposer(3))}
+        timed(llm, prompts, params, sides["ngram"])
+        records += pairs(llm, prompts, params, sides, args.rounds)
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("what", choices=("scripted", "useless", "texts"))
+    parser.add_argument("model", nargs="?", default="bundled")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--acceptance", type=float, default=0.8)
+    parser.add_argument("--fixed", type=int, nargs="*", default=[])
+    parser.add_argument("--json", type=Path, help="append the records to a file")
+    args = parser.parse_args()
+    records = [{"what": args.what, "model": args.model, **each} for each in globals()[args.what](args)]
+    if args.json is not None:
+        before = json.loads(args.json.read_text()) if args.json.exists() else []
+        args.json.write_text(json.dumps([*before, *records], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

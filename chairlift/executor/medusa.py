@@ -1,0 +1,199 @@
+"""Medusa: heads on the model's last hidden state, each of which guesses a token further ahead (Cai et al., 2024).
+
+The model's own output head draws the next token from the hidden state of the newest known one. Head 0 guesses the token
+behind that, head 1 the one behind head 0's, and so on, all from the same state. Only chains are drafted, of each head
+the token that it draws with the request's settings and noise.
+
+The files are those that Medusa publishes: ``medusa_num_heads`` and ``medusa_num_layers`` in ``config.json``. Each head
+has ``{head}.{layer}.linear.weight`` and ``.bias`` of its blocks, x + SiLU(Wx + b), and ``{head}.{layers}.weight``, an
+output head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from chairlift.errors import ModelLoadError
+from chairlift.executor.native_runner import NativeModelRunner
+from chairlift.executor.sampling_rows import RowTemplates
+from chairlift.kernels.cpu.packing import PackedMatrix
+from chairlift.kernels.weights import NATIVE, MatrixShape
+from chairlift.request import Request
+from chairlift.scheduler.output import SchedulerOutput
+from chairlift.step_batch import StepBatch
+
+__all__ = ["MedusaHead", "MedusaHeads", "load_medusa"]
+
+_FILES: Final = ("medusa_lm_head.safetensors", "model.safetensors")
+_MOST_HEADS: Final = 64
+_MEMORY: Final = 0.1
+"""Weight of the newest head in what a head takes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MedusaHead:
+    """One head."""
+
+    blocks: Sequence[tuple[Tensor, Tensor]]
+    """Weight [D, D] and bias [D] of each block, in float32."""
+    head: PackedMatrix
+    """[V, D]."""
+
+
+class MedusaHeads:
+    """Drafts of requests that decode. See :class:`~chairlift.spec_decode.adaptive.Proposer`.
+
+    Args:
+        heads: In the order of what they guess.
+        runner: The model that they guess for.
+        num_slots: Rows of the engine.
+    """
+
+    def __init__(self, heads: Sequence[MedusaHead], runner: NativeModelRunner, num_slots: int) -> None:
+        self._heads, self._runner = heads, runner
+        self._templates = RowTemplates(heads[0].head.n)
+        self._states = np.zeros((num_slots, heads[0].head.k), dtype=np.float32)
+        """Per slot the hidden state that its newest token was drawn from."""
+        self._tokens: np.ndarray = np.zeros((num_slots, 0), dtype=np.int32)
+        """Every slot's sequence: the engine's own array, whose part behind the known tokens is free."""
+        self._seconds: dict[int, float] = {}
+        """Bit length of a number of rows -> seconds of a head."""
+
+    def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
+        """Nothing is computed beside the model."""
+
+    def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
+        """Keep the hidden states of a step's newest tokens: with drafts that of the last right one."""
+        self._tokens = batch.tokens
+        if not len(batch.sample_tokens):
+            return
+        places = self._runner.sample_places(batch).copy()
+        slots = batch.sample_slots.copy()
+        for first, slot, chunk in batch.verifies:
+            accepted = chunk.num_accepted(token_ids[first : first + chunk.samples])
+            places[first : first + chunk.samples] = places[first + accepted]
+            slots[first : first + chunk.samples] = slot
+        # A slot may have several sample positions: numpy leaves the last.
+        self._states[slots] = hidden[torch.from_numpy(places.astype(np.int64))].float().numpy()
+
+    def seconds(self, num_rows: int) -> float:
+        """Seconds that one draft for each of ``num_rows`` rows takes; 0 until any was made."""
+        size = num_rows.bit_length()
+        known = min(self._seconds, key=lambda each: abs(each - size), default=None)
+        return 0.0 if known is None else self._seconds[known]
+
+    def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
+        """For each row up to so many drafts, one of each head."""
+        drafts: list[list[int]] = [[] for _ in rows]
+        slots = np.array([request.slot for request, _ in rows], dtype=np.int32)
+        known = np.array([len(request.token_ids) for request, _ in rows], dtype=np.int32)
+        sampling = [request.sampling for request, _ in rows]
+        states = torch.from_numpy(self._states[slots])
+        for number, head in enumerate(self._heads[: max((most for _, most in rows), default=0)]):
+            begin = time.perf_counter()
+            drawn = self._draw(head, states, slots, known + number, sampling)
+            for row, token in enumerate(drawn):
+                if len(drafts[row]) == number < rows[row][1] and token >= 0:
+                    drafts[row].append(token)
+                    self._tokens[slots[row], known[row] + number] = token
+            size, taken = len(rows).bit_length(), time.perf_counter() - begin
+            self._seconds[size] = taken + (self._seconds.get(size, taken) - taken) * (1 - _MEMORY)
+        return drafts
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept: the next request in the slot begins with its own state."""
+
+    def _draw(
+        self, head: MedusaHead, states: Tensor, slots: np.ndarray, lengths: np.ndarray, sampling: list[object]
+    ) -> list[int]:
+        """A token of each row, drawn with the noise of place ``lengths``; -1 where none could be drawn."""
+        for weight, bias in head.blocks:
+            states = states + torch.nn.functional.silu(torch.addmm(bias, states, weight.T))
+        lengths = np.minimum(lengths, self._tokens.shape[1] - 1)
+        every = np.arange(len(slots), dtype=np.int32)
+        none = np.zeros((0, 0, 0), dtype=np.int32)
+        batch = StepBatch(
+            token_ids=self._tokens[slots, lengths - 1],
+            positions=lengths - 1,
+            cu_seqlens=np.arange(len(slots) + 1, dtype=np.int32),
+            seq_lens=lengths,
+            block_tables=none,
+            slot_mapping=none.astype(np.int64),
+            slots=slots,
+            tokens=self._tokens,
+            sampling=sampling,
+            sample_rows=every,
+            sample_tokens=every,
+        )
+        rows = self._templates.fill(batch, None)
+        self._runner.project(states, rows, head.head)
+        return rows.sampled().token_ids
+
+
+def load_medusa(folder: Path, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> list[MedusaHead]:
+    """Read heads for a model of so many tokens and so wide a hidden state. Raises ModelLoadError."""
+    count, layers = _sizes(folder)
+    found = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    if found is None:
+        raise ModelLoadError(
+            f"{folder} has none of {', '.join(_FILES)}; heads in other files, such as medusa_lm_head.pt, are pickled"
+            " and not read: convert them to safetensors"
+        )
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(count):
+        for layer in range(layers):
+            shapes[f"{head}.{layer}.linear.weight"] = (hidden_size, hidden_size)
+            shapes[f"{head}.{layer}.linear.bias"] = (hidden_size,)
+        shapes[f"{head}.{layers}.weight"] = (vocab_size, hidden_size)
+    try:
+        with safe_open(found, "pt") as file:
+            names_given = list(file.keys())
+            _check(found, {name: tuple(file.get_slice(name).get_shape()) for name in names_given}, shapes)
+            packed = NATIVE.empty([MatrixShape(vocab_size, hidden_size)] * count, dtype, torch.device("cpu"))
+            heads: list[MedusaHead] = []
+            for head, matrix in enumerate(packed):
+                NATIVE.write(matrix, 0, file.get_tensor(f"{head}.{layers}.weight"), mapped=False)
+                names = [f"{head}.{layer}.linear" for layer in range(layers)]
+                parts = [(file.get_tensor(f"{name}.weight"), file.get_tensor(f"{name}.bias")) for name in names]
+                heads.append(MedusaHead([(weight.float(), bias.float()) for weight, bias in parts], matrix))
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{found} cannot be read: {error}") from None
+    return heads
+
+
+def _sizes(folder: Path) -> tuple[int, int]:
+    """Heads, and blocks of each."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        sizes = [config["medusa_num_heads"], config["medusa_num_layers"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelLoadError(f"{path} does not say how many Medusa heads there are: {error!r:.200}") from None
+    for name, size in zip(("medusa_num_heads", "medusa_num_layers"), sizes, strict=True):
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MOST_HEADS:
+            raise ModelLoadError(f"{path}: {name} must be a whole number from 1 to {_MOST_HEADS}, got {size!r:.80}")
+    return sizes[0], sizes[1]
+
+
+def _check(path: Path, given: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:
+    """Raise ModelLoadError unless the file has exactly these tensors."""
+    if missing := sorted(wanted.keys() - given.keys()):
+        raise ModelLoadError(f"{path} lacks {missing[0]!r} ({len(missing)} tensors in all); is config.json its own?")
+    if surplus := sorted(given.keys() - wanted.keys()):
+        raise ModelLoadError(f"{path} has {surplus[0]!r}, which Medusa heads have not ({len(surplus)} in all)")
+    for name, shape in wanted.items():
+        if given[name] != shape:
+            raise ModelLoadError(
+                f"{path}: {name} has shape {list(given[name])}, and this model needs {list(shape)}; use heads that were"
+                " trained for it"
+            )
