@@ -1,4 +1,4 @@
-"""Which adapter a request is answered with, as plain data."""
+"""The adapter of a request, as plain data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter by name, number and directory, in vLLM's form. It is read when it is first asked for.
+    """An adapter by name, number and directory, in vLLM's form. It is read at its first use.
 
-    The same number means the same adapter until it is removed. Raises RequestError for another name or number.
+    A number means the same adapter until that is removed. Raises RequestError for an invalid name or number.
     """
 
     lora_name: str

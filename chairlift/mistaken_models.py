@@ -1,7 +1,7 @@
-"""What a path or a name is that was given for a model and is none, and what to give instead. Standard library only.
+"""Explains a path or name that is no model, and suggests another. Standard library only.
 
-Each function returns one sentence for an error message. Files that are looked at are data from a stranger: of each, a
-few kilobytes are read.
+Each function returns one sentence for an error message. The files are untrusted data: at most a few kilobytes of each
+are read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check_content(path: Path) -> None:
 
 
 def of_name(name: str) -> str:
-    """What is wrong with the name of a model that is neither a directory here nor a Hub id."""
+    """Fault of a model name that is neither a local directory nor a Hub id."""
     path = Path(name).expanduser()
     if path.is_file():
         return _of_file(path)
@@ -64,7 +64,7 @@ def of_unknown_id(name: str) -> str:
 
 
 def of_directory(folder: Path) -> str:
-    """What is wrong with a directory that has no ``config.json``."""
+    """Fault of a directory without ``config.json``."""
     if (adapter := _of_adapter(folder)) is not None:
         return adapter
     if (folder / "model_index.json").is_file():
@@ -85,7 +85,7 @@ def of_directory(folder: Path) -> str:
 
 
 def of_weights(folder: Path) -> str:
-    """What is wrong with a directory that has ``config.json`` and no ``*.safetensors`` of a whole model."""
+    """Fault of a directory with ``config.json`` but no ``*.safetensors`` of a whole model."""
     if (adapter := _of_adapter(folder)) is not None:
         return adapter
     gguf = sorted(path.name for path in folder.glob("*.gguf"))
@@ -133,7 +133,7 @@ def _of_ollama(name: str) -> str:
 
 
 def _neighbours(path: Path) -> str:
-    """Names beside a path that is not there, the nearest one or the GGUF files."""
+    """Names beside a missing path: the most similar one, or the GGUF files."""
     try:
         names = [each.name for each, _ in zip(path.parent.iterdir(), range(_MOST_ENTRIES), strict=False)]
     except OSError:

@@ -1,7 +1,7 @@
-"""Settings of vLLM's that Chairlift does not have: accepted where they change nothing, translated, or refused by name.
+"""vLLM's settings that Chairlift does not have: accepted if they have no effect, translated, or refused by name.
 
-So that a script or a command line made for vLLM runs after its import or its first word is changed, and says at once
-what it asks for that is not there. Names that both have are in :mod:`chairlift.config`. Standard library only.
+So a script or command line for vLLM runs after a change of its import or first word, and unsupported settings are
+reported at once. :mod:`chairlift.config` has the settings that both have. Standard library only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Name:
     why: str
     """Why they change nothing, for a line when one is given."""
     instead: str = ""
-    """What to do for another value."""
+    """Remedy for another value."""
 
 
 NAMES: Final[dict[str, Name]] = {
@@ -126,7 +126,7 @@ def _check(name: str, known: Name, value: Any) -> None:
 
 
 def _ours(name: str, value: Any) -> dict[str, Any]:
-    """What one of vLLM's settings is by our names."""
+    """Chairlift's settings for one of vLLM's settings."""
     if name == "enforce_eager":
         return {"cuda_graphs": "off"} if value else {}
     if name == "swap_space":

@@ -1,4 +1,4 @@
-"""The command line, a module per command. It knows every other part; no other part knows it."""
+"""The command line, with a module per command. It uses all other parts; no other part uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``chairlift bench``: how fast are the kernels and the engine here, and how fast could they be?"""
+"""``chairlift bench``: measures the kernels and the engine, and compares them with the limits of this machine."""
 
 from __future__ import annotations
 
@@ -82,9 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one benchmark; 0, or another exit code of the benchmark's own. What keeps it from running raises
-    ChairliftError.
-    """
+    """Run one benchmark. Returns 0, or another exit code of the benchmark. Raises ChairliftError if it cannot run."""
     for flag, other in (("json", "html"), ("html", "json")):
         others = [getattr(args, each, None) for each in (other, "trace", "config")]
         check_writable(getattr(args, flag, None), flag, *others)
@@ -168,7 +166,7 @@ def _run_kernels(args: argparse.Namespace) -> tuple[Report, int]:
                 _print("", *text(kernel_table(measurements)))
             measured += measurements
         after = limits_now(quick=device.type == "cpu" or args.quick)
-    except (OSError, torch.OutOfMemoryError) as error:  # the threads; what else uses the GPU
+    except (OSError, torch.OutOfMemoryError) as error:  # too many threads, or a GPU without free memory
         raise ConfigError(str(error)) from None
     roofs = [each.roof(settings.isa, settings.dtype, settings.threads) for each in (limits, after)]
     _print("", *doubts(machine, *roofs, followed=device.type == "cpu"))

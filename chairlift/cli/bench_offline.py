@@ -48,7 +48,7 @@ Exit code 1: some requests failed, and are counted by kind."""
 _STATIC_ROWS: Final = 16
 _SPECULATION: Final = "speculation"
 _SPECULATION_SIZES: Final = [1, 4, 16, 64]
-"""Slots of --compare speculation, where nobody says how many."""
+"""Default numbers of slots for --compare speculation."""
 _DEFAULTS: Final = {"skip_tokenizer_init": True, "cuda_graphs": "start"}  # or graphs are recorded in measured time
 _TRAFFIC: Final = ("trace", "workload", "input_len", "output_len", "request_rate", "arrivals", "burstiness")
 """With any of these, and those of the next, traffic is meant."""
@@ -57,7 +57,7 @@ _print: Final = functools.partial(print, sep="\n", flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags; those of traffic are spelled as in ``bench serve``."""
+    """Add the flags; those of traffic have the same names as in ``bench serve``."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
     add_traffic_flags(parser)
     measured = parser.add_argument_group("what is measured")
@@ -269,7 +269,7 @@ def _run_speculation(args: argparse.Namespace, settings: Mapping[str, Any]) -> t
 
 
 def _changes(text: str) -> dict[str, Any]:
-    """``static`` and ``max_num_seqs=8,block_size=32``: settings by name. Raises ConfigError."""
+    """Settings by name, from ``static`` or ``max_num_seqs=8,block_size=32``. Raises ConfigError."""
     flags = {flag.name: flag for flag in flat_fields() if flag.name != "model"}
     changes = {}
     for part in text.split(","):

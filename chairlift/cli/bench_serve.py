@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> tuple[Report, int]:
 
 
 def _plan(args: argparse.Namespace, slo: Mapping[str, float]) -> tuple[Plan, list[dict[str, Any]]]:
-    """The plan, and of each load what the record says about it."""
+    """The plan, and additional facts of each load for the record."""
     from chairlift.workbench.bench.serve import Plan
 
     check_ranges(
@@ -236,9 +236,9 @@ def check_ranges(args: argparse.Namespace, **more: tuple[float, float]) -> None:
 def loads_of(
     args: argparse.Namespace, slo: Mapping[str, float], **fields: Any
 ) -> tuple[list[Load], list[dict[str, Any]]]:
-    """A load for each rate, or with ``--compare`` for each round, and of each what the record says about it.
+    """A load for each rate, or with ``--compare`` for each round, and additional facts of each for the record.
 
-    ``fields`` are further ones of the loads.
+    ``fields`` are further fields of the loads.
     """
     from chairlift.workbench.bench.serve_run import Load
 
@@ -301,7 +301,7 @@ def _source(args: argparse.Namespace) -> Source:
 
 
 def _texts(args: argparse.Namespace) -> tuple[Source, Sequence[Said]]:
-    """Requests of a data set by rate, and what each says; what there is to know of it is printed."""
+    """Requests of a data set by rate, with their contents. Prints notes about the data set."""
     from chairlift.workbench.workload.arrivals import AllAtOnce
     from chairlift.workbench.workload.formats import load_texts
 

@@ -79,11 +79,11 @@ def _choose_model(args: argparse.Namespace, engine: dict[str, Any]) -> _Model:
 
 
 class _Model(Protocol):
-    """A model to chat with: in this process, or behind a server."""
+    """A model to chat with: in this process, or on a server."""
 
     @property
     def title(self) -> str:
-        """How a person is told who answers."""
+        """Name of the model for the user."""
 
     @property
     def room(self) -> int:
@@ -95,8 +95,8 @@ class _Model(Protocol):
     def stream(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[str, None, None]:
         """The answer in pieces, some of which may be empty.
 
-        Ctrl-C in it raises KeyboardInterrupt where the next message can still be answered, else SystemExit. Closing the
-        iterator stops the answer. Raises ChairliftError.
+        Ctrl-C inside it raises KeyboardInterrupt if the next message can still be answered, otherwise SystemExit.
+        Closing the iterator stops the answer. Raises ChairliftError.
         """
 
 
@@ -172,7 +172,7 @@ class _Chat:
                 try:
                     self._answer(command)
                 except ChairliftError as error:
-                    self._turns = before  # also what was left out for a message that does not fit anyway
+                    self._turns = before  # restores turns that were dropped for a message that did not fit
                     code = 1
                     print(f"chairlift: error: {' '.join(str(error).split())}", file=sys.stderr)
         return code

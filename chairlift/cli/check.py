@@ -1,4 +1,4 @@
-"""``chairlift check``: will this model run here, how much fits, and is what it says right?"""
+"""``chairlift check``: tests whether a model runs here, how much fits, and whether its answers are right."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 0 when the model passed. What is wrong with it raises ChairliftError."""
+    """Print the report. Returns 0 when the model passed. Raises ChairliftError for a fault."""
     settings, _ = read_settings(args, sampling=False)
     name = settings.get("model", BUNDLED_MODEL) if args.model is None else args.model
     from chairlift.executor.local import LocalExecutor
@@ -144,7 +144,7 @@ def _tell(label: str, value: str) -> None:
 
 
 def _count(llm: LLM, network: ModelConfig | TransformersConfig) -> tuple[int, int, int]:
-    """Parameters, and bytes of KV per token: in the model's dtype, and as they are kept."""
+    """Number of parameters, and bytes of KV per token in the model's dtype and in the cache's."""
     import torch
 
     from chairlift.models.causal_lm import CausalLM
@@ -163,7 +163,7 @@ def _count(llm: LLM, network: ModelConfig | TransformersConfig) -> tuple[int, in
     model.tie_weights()
     dtype, kept_as = resolve_dtype(network, llm.info.dtype), llm.config.cache.kv_cache_dtype
     kept_dtype = dtype if kept_as == "auto" else getattr(torch, kept_as)
-    caches = [layer for layer in model.kv_cache_spec() if isinstance(layer, LayerCache)]  # the others keep states
+    caches = [layer for layer in model.kv_cache_spec() if isinstance(layer, LayerCache)]  # other layers keep states
     sizes = [sum(layer.token_bytes(each) for layer in caches) for each in (dtype, kept_dtype)]
     return sum(parameter.numel() for parameter in model.parameters()), sizes[0], sizes[1]
 
@@ -185,7 +185,7 @@ def _describe(llm: LLM, network: ModelConfig | TransformersConfig) -> str:
     tokenizer = llm.tokenizer
     template = "no"
     if tokenizer is not None and tokenizer.chat_template is not None:
-        llm.encode_chat([{"role": "user", "content": "Hi"}])  # a broken one is better found here than by a user
+        llm.encode_chat([{"role": "user", "content": "Hi"}])  # finds a broken chat template before users do
         template = "yes"
     _tell(
         "architecture", f"{network.model_type}, {network.num_hidden_layers} layers, vocabulary {network.vocab_size:,}"
@@ -239,7 +239,7 @@ def _self_test(llm: LLM, vocab_size: int, tie: float) -> str:
 
 
 def _speed(llm: LLM, vocab_size: int) -> str:
-    """What to expect of this machine, as it is now: how fast prompts are read, and answers are written."""
+    """Expected speed of this machine in its present state: reading prompts and writing answers."""
     length = min(_PROMPT, llm.max_model_len // 2)
     count = min(_NUM_TOKENS * 2, llm.max_model_len - length - 1)
     alone, *together = prompts = _some_tokens(vocab_size, _TOGETHER + 1, length)

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print everything. What is wrong raises ChairliftError."""
+    """Print all results. Raises ChairliftError for a fault."""
     settings, _ = read_settings(args, sampling=False)
     texts = [text for text in args.texts if text != "-"]
     if not args.texts or "-" in args.texts:

@@ -74,7 +74,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Collection[str]
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """The same for the settings of the server (:class:`~chairlift.config.ServerConfig`)."""
+    """Add the flags of the server's settings (:class:`~chairlift.config.ServerConfig`)."""
     group = parser.add_argument_group("server")
     for flag in server_fields():
         _add_flag(group, flag, _SERVER)
@@ -183,7 +183,7 @@ def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
 
 
 def _json_text(name: str, value: str) -> str:
-    """The text of a setting that is JSON; ``@FILE`` stands for what is in the file. Raises ConfigError."""
+    """Text of a JSON setting; ``@FILE`` means the content of the file. Raises ConfigError."""
     if not value.startswith("@"):
         return value
     return _read_text(f"the file of {_spelled(name)}", Path(value[1:]))

@@ -51,7 +51,7 @@ class _Job:
 
     index: int
     place: str
-    """How the person who wrote it finds it again (``line 3``)."""
+    """Place of the job in its input (``line 3``), for messages."""
     prompt: Any = None
     id: Any = None
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     engine, sampling = read_settings(args, sampling=True)
     if args.json_schema is not None:
         sampling["structured_outputs"] = {"json": _read_schema(args.json_schema)}
-    SamplingParams.from_dict(sampling)  # what is wrong for all is told once, before the model loads
+    SamplingParams.from_dict(sampling)  # reports a fault of all jobs once, before the model loads
     jobs = _read_jobs(args)
     with contextlib.ExitStack() as stack:
         write = stack.enter_context(_json_writer(args.output)) if _wants_json(args) else _text_writer(len(jobs))
@@ -140,7 +140,8 @@ def _same_file(one: str, other: Path) -> bool:
 
 
 def _lines(name: str) -> list[tuple[int, bytes]]:
-    """Line numbers, from 1, and lines that are not blank. Bytes, so that one bad line leaves the others readable."""
+    """(number from 1, bytes) of lines that are not blank. Bytes, so that one invalid line leaves the others
+    readable."""
     try:
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
@@ -162,7 +163,7 @@ def _text_job(index: int, place: str, prompt: str) -> _Job:
 
 
 def _not_utf8(argument: str) -> str | None:
-    """What is wrong with an argument whose bytes are not UTF-8; they are counted from 0, as in a file."""
+    """Fault of an argument whose bytes are not UTF-8, with the offset from 0; None if it is valid."""
     raw = argument.encode("utf-8", "surrogateescape")
     try:
         raw.decode()
@@ -196,7 +197,7 @@ def _parse_line(index: int, number: int, line: bytes) -> _Job:
 def _answered(
     jobs: Sequence[_Job], llm: LLM | None, sampling: Mapping[str, Any], *, raw: bool, quiet: bool
 ) -> Iterator[_Job]:
-    """The jobs in their order, each as soon as it and all before it have ended."""
+    """The jobs in order, each as soon as it and all earlier ones have ended."""
     running: dict[str, _Job] = {}
     if llm is not None:
         for job in jobs:
@@ -238,7 +239,7 @@ def _submit(llm: LLM, job: _Job, sampling: Mapping[str, Any], raw: bool) -> str:
 
 
 class _Progress:
-    """A bar with tokens per second on standard error; nothing when it is not to be shown."""
+    """A progress bar with tokens per second on standard error, if it is to be shown."""
 
     def __init__(self, total: int, done: int, show: bool) -> None:
         from tqdm import tqdm
@@ -256,7 +257,7 @@ class _Progress:
         self._bar.close()
 
     def hide(self) -> None:
-        """Make room for other output, up to the next step."""
+        """Remove the bar until the next step, so that other output can be printed."""
         self._bar.clear()
         self._shown = 0.0
 
@@ -285,14 +286,14 @@ def _wants_json(args: argparse.Namespace) -> bool:
 
 @contextlib.contextmanager
 def _json_writer(path: Path | None) -> Iterator[Any]:
-    """A function that writes a job as a JSON line, each at once, to a file or to standard output.
+    """A function that writes a job as a JSON line to a file or to standard output, at once.
 
-    A wrong path is found before anything else is done, so that it costs no waiting; what the file held before goes
-    only when there is something to write.
+    An invalid path raises an error before other work. The old content of a file is removed only when there is something
+    to write.
     """
     if path is None:
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(encoding="utf-8")  # as JSON always is, whatever the terminal speaks
+            sys.stdout.reconfigure(encoding="utf-8")  # JSON is UTF-8, whatever the terminal uses
         yield lambda job: _put(sys.stdout, job)
         return
     check_writable(path, "output")
@@ -305,7 +306,7 @@ def _json_writer(path: Path | None) -> Iterator[Any]:
                     opened.append(stack.enter_context(path.open("w", encoding="utf-8")))
                 _put(opened[0], job)
             except OSError as error:
-                with contextlib.suppress(OSError):  # what could not be written cannot be flushed either
+                with contextlib.suppress(OSError):  # the error was reported by the write already
                     stack.close()
                 message = f"cannot write the output file {path}: {error.strerror}; give another --output"
                 raise ConfigError(message) from None

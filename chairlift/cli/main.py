@@ -74,7 +74,7 @@ def _accept_any_text() -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser of a command or of a subcommand. Wrong usage prints one line and exits with 2, like every other error."""
+    """Parser of a command or subcommand. A usage error prints one line and exits with 2, like every other error."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **how)
@@ -88,14 +88,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         flags = [word for word in self._given if word.startswith("--") and word.partition("=")[0] not in self._flags()]
-        if "invalid choice" in message and flags:  # the value of a mistyped flag was taken for a command
+        if "invalid choice" in message and flags:  # the value of a mistyped flag looks like a command
             message = self.unknown(flags[0])
         elif re.fullmatch(r"(?s)argument \[?(COMMAND|NAME)\]?: invalid choice: .*|.*required: (COMMAND|NAME)", message):
             message = self._no_command()
         self.exit(_fail(f"{message}; see {self.prog} --help"))
 
     def _no_command(self) -> str:
-        """What to say where the command is missing or unknown."""
+        """Message for a missing or unknown command."""
         action = next(each for each in self._actions if isinstance(each, argparse._SubParsersAction))
         known = list(action.choices)
         given = next((word for word in self._given if not word.startswith("-")), None)
@@ -135,7 +135,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 class _OneLine(logging.Formatter):
-    """Log records without their traceback, which tells nothing to who runs a command."""
+    """Log records without traceback, which does not help users of a command."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"chairlift: {record.levelname.lower()}: {' '.join(record.getMessage().split())}"

@@ -1,4 +1,4 @@
-"""``chairlift pack``: how well would this file pack?"""
+"""``chairlift pack``: packs a file of sequences and prints how well they pack."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PREFIX.idx), NeMo (.parquet, .npy) or TRL (.parquet, .jsonl).
 _BATCH: Final = 8
 _BAR: Final = 40
 _LONGEST: Final = 100_000_000
-"""Tokens of one sequence of which only the length is given: each takes memory until it is packed."""
+"""Most tokens of one sequence given by its length only, because it takes memory until it is packed."""
 _FILLS: Final = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
@@ -89,7 +89,7 @@ class _Tally:
     """Packs by how full they are."""
     batch: list[int] = dataclasses.field(default_factory=list)
     padded: int = 0
-    """Places in batches of :data:`_BATCH`, each as long as its longest sequence."""
+    """Tokens, with padding, of batches of :data:`_BATCH` sequences, each padded to its longest."""
     next_fit: int = 0
     room: int = 0
     """Left in the pack that next-fit fills."""
@@ -115,7 +115,7 @@ class _Tally:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Pack and print; 0. What keeps it from running raises ChairliftError."""
+    """Pack and print the result. Returns 0. Raises ChairliftError if it cannot run."""
     from chairlift.train.encoder import fitting
     from chairlift.train.sources import RecordSource
     from chairlift.train.stream import PackStream
@@ -183,12 +183,12 @@ def _plain_writer(path: Path) -> Iterator[Callable[[Pack], None]]:
 
 
 def _num_tokens(pack: Pack, align: int) -> int:
-    """Tokens without those that ``align`` added: where it adds any, all others but first ones are targets."""
+    """Tokens without those that ``align`` added. (If it adds any, all others except first tokens are targets.)"""
     return len(pack.lengths) + int((pack.weights != 0).sum()) if align > 1 else pack.num_tokens
 
 
 def _reader(args: argparse.Namespace) -> tuple[Encode, int]:
-    """What reads records, and a bound of its token ids (0: unknown)."""
+    """Function that reads records, and an upper bound of its token ids (0: unknown)."""
     from chairlift.train.encoder import Encoder
 
     if args.length_field is None:

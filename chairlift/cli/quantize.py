@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantise and print; 0. What keeps it from running raises ChairliftError."""
+    """Quantise and print the result. Returns 0. Raises ChairliftError if it cannot run."""
     from chairlift.models.loader import resolve_model_dir
     from chairlift.quantize.run import quantize_model
 

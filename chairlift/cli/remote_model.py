@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible server: what ``chairlift chat --url`` talks to. Standard library only."""
+"""A model on an OpenAI-compatible server, for ``chairlift chat --url``. Standard library only."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class RemoteModel:
                 answer = self._server.ask("POST", "/tokenize", {"model": self._name, "messages": list(messages)})
             except NotThereError:
                 self._counts = False
-            except RequestError:  # SGLang's and TGI's want other fields; what is wrong here, the answer says
+            except RequestError:  # SGLang and TGI have other fields; real faults show in the answer
                 return 0
             else:
                 count, room = answer.get("count"), answer.get("max_model_len")
-                if isinstance(room, int):  # which a server that was still loading could not list
+                if isinstance(room, int):  # a server that was still loading could not list it
                     self._room = room
                 return count if isinstance(count, int) else 0
         return 0

@@ -22,20 +22,20 @@ MOST_BYTES: Final = 1 << 20
 """Most bytes that are read of an answer that is not streamed, and of one line of a streamed answer."""
 _CONNECT_SECONDS: Final = 10.0
 _ANSWER_SECONDS: Final = 600.0
-"""Longest wait for the next piece of an answer; it may be in a queue."""
+"""Longest wait in seconds for the next piece of an answer, which may be in a queue."""
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Characters that could move the cursor, change the terminal or reverse the direction of text."""
 
 
 class NotThereError(RequestError):
-    """The server knows no such path or model."""
+    """The server does not know the path or model."""
 
 
 class RemoteServer:
-    """Where a server is and who asks. Nothing is sent before :meth:`request`.
+    """Address and key of a server. Nothing is sent before :meth:`request`.
 
-    ``url`` is http or https, with or without a path that ends in /v1; ``name`` is what the person called it.
-    ``api_key_file`` is what :func:`read_key` reads. Raises ConfigError.
+    ``url`` is http or https, with or without a path that ends in /v1; ``name`` is the user's name for it.
+    ``api_key_file`` is read by :func:`read_key`. Raises ConfigError.
     """
 
     def __init__(self, url: str, *, api_key_file: Path | None = None, name: str = "--url") -> None:
@@ -71,11 +71,12 @@ class RemoteServer:
         seconds: float = _ANSWER_SECONDS,
         statuses: Collection[int] = (200,),
     ) -> Iterator[http.client.HTTPResponse]:
-        """The answer to a request, once its status is one of ``statuses``; the connection ends with the block.
+        """The answer to a request, if its status is one of ``statuses``. The connection is closed at the end of the
+        block.
 
-        ``seconds`` is the longest wait for the next piece. Raises ConfigError when nobody is there or the key is
-        refused, NotThereError for an unknown path, OverloadedError, PromptTooLongError or RequestError for a refusal,
-        and EngineDeadError when the server fails or breaks off.
+        ``seconds`` is the longest wait for the next piece. Raises ConfigError when the server does not answer or
+        refuses the key, NotThereError for an unknown path, OverloadedError, PromptTooLongError or RequestError for a
+        refusal, and EngineDeadError when the server fails or breaks off.
         """
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=min(seconds, _CONNECT_SECONDS))
@@ -105,7 +106,7 @@ class RemoteServer:
             connection.close()
 
     def break_off(self) -> None:
-        """End the request that another thread waits for: it sees the connection close."""
+        """End a request of another thread by closing its connection."""
         sock = self._socket
         if sock is not None:
             with suppress(OSError):
@@ -142,7 +143,7 @@ def message(answer: Mapping[str, Any]) -> str:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Raises RequestError for what is no JSON object."""
+    """Parse a JSON object. Raises RequestError for anything else."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):

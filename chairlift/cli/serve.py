@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to stop; the exit codes are in ``DESCRIPTION``."""
+    """Serve until stopped; ``DESCRIPTION`` lists the exit codes."""
     engine, server = read_server_settings(args)
     if None not in (args.model, args.model_flag) and args.model != args.model_flag:
         raise ConfigError(f"two models are given, {args.model!r} and {args.model_flag!r}; give one")

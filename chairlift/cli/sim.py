@@ -1,4 +1,4 @@
-"""``chairlift sim``: what would these settings do to that traffic?"""
+"""``chairlift sim``: simulates the effect of settings on traffic."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _BUSY: Final = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift sim``, and its other simulations."""
+    """Add the flags of ``chairlift sim`` and its subcommands."""
     parser.set_defaults(simulation=None)
     add_traffic_flags(parser, required=False)
     machine = parser.add_argument_group("machine")
@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate; 0. What keeps it from running raises ChairliftError."""
+    """Simulate. Returns 0. Raises ChairliftError if it cannot run."""
     if args.simulation is not None:
         from chairlift.workbench.sim.__main__ import run_seeds
         from chairlift.workbench.sim.gate import run_gate
@@ -179,7 +179,7 @@ def _simulate(
 
 
 def _configs(settings: dict[str, Any], compare: str | None) -> list[tuple[str, EngineConfig]]:
-    """The settings of each simulation, with the value that tells it from the others."""
+    """Settings of each simulation, with the value that differs."""
     if compare is None:
         return [("", EngineConfig.from_flat(settings))]
     name, _, values = compare.partition("=")
@@ -224,7 +224,7 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, required: bool) -> Non
 
 
 def read_traffic(args: argparse.Namespace) -> tuple[list[TracedRequest], int | None, str]:
-    """The requests, how many users send them in a closed loop (None: nobody waits), and what they are in words.
+    """The requests, the number of users in a closed loop (None: open loop), and a description.
 
     Raises ConfigError.
     """
@@ -357,5 +357,5 @@ def _comparison_lines(compare: str, reports: list[tuple[str, SimReport]]) -> lis
 
 
 def _seconds(value: float) -> str:
-    """In the unit that people would say it in."""
+    """A duration in a suitable unit."""
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s" if value < 100 else f"{value:,.0f} s"

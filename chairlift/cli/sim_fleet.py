@@ -1,4 +1,4 @@
-"""``chairlift sim --replicas N``: how many replicas does that traffic need?"""
+"""``chairlift sim --replicas N``: simulates a traffic on several replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``chairlift top``: what a server is doing, live on a terminal."""
+"""``chairlift top``: shows a server's activity live on a terminal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _STYLES: Final = {
     **{"dim": "2", "busy": "36"},
 }
 _ENTER: Final = "\x1b[?1049h\x1b[?25l\x1b[?7l"
-"""Another screen, no cursor, and no line that goes on in the next row."""
+"""Alternate screen, no cursor, no wrapping of long lines."""
 _LEAVE: Final = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 
 
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watch until somebody quits; 0. ``--once`` raises what keeps it from seeing anything."""
+    """Watch until the user quits. Returns 0. ``--once`` raises an error if the server cannot be read."""
     if not 0.1 <= args.interval <= 3600:
         raise ConfigError(f"--interval must be from 0.1 to 3600 seconds, got {args.interval:g}")
     observer = _Observer(RemoteServer(args.url, api_key_file=args.api_key_file, name="URL"))
@@ -81,7 +81,7 @@ def _print_once(observer: _Observer, interval: float) -> int:
 
 
 class _Observer:
-    """Asks a server how it is. One thread uses it."""
+    """Reads the state of a server. One thread uses it."""
 
     def __init__(self, server: RemoteServer) -> None:
         self.failure: ChairliftError | None = None
@@ -159,7 +159,7 @@ class _Screen:
         self._colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
 
     def show(self) -> int:
-        """Until somebody quits; 0, or 128 and the number of the signal that ended it."""
+        """Show the view until the user quits. Returns 0, or 128 plus the number of the signal that ended it."""
         watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
         before: Snapshot | None = None
         now: Snapshot | None = None
@@ -187,7 +187,7 @@ class _Screen:
             os.read(self._bell, 4096)
         if not keyboard or keyboard[0] not in ready:
             return b""
-        return os.read(keyboard[0], 64) or b"q"  # nobody will press a key any more
+        return os.read(keyboard[0], 64) or b"q"  # the keyboard was closed
 
     def _heed(self, keys: bytes) -> None:
         if keys.startswith(b"\x1b"):  # an arrow, or another key without a meaning here
@@ -221,7 +221,7 @@ class _Screen:
 
     @contextmanager
     def _taken(self) -> Iterator[None]:
-        """The terminal is ours inside the block, and as it was afterwards, whatever ends it."""
+        """Take over the terminal inside the block, and restore it afterwards in any case."""
 
         def end(number: int, frame: object) -> None:
             self._ended_by = number
@@ -236,7 +236,7 @@ class _Screen:
             if keyboard is not None:
                 tty.setcbreak(keyboard)
                 quiet = termios.tcgetattr(keyboard)
-                quiet[6][termios.VSUSP] = b"\x00"  # stopped by Ctrl-Z it would leave its screen behind
+                quiet[6][termios.VSUSP] = b"\x00"  # Ctrl-Z would stop it without restoring the screen
                 termios.tcsetattr(keyboard, termios.TCSADRAIN, quiet)
             sys.stdout.write(_ENTER)
             yield

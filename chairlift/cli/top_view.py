@@ -100,8 +100,8 @@ def quantile(before: Mapping[float, float], after: Mapping[float, float], share:
 def view(
     now: Snapshot, before: Snapshot | None, *, width: int, height: int, sort: str = "age", keys: str = ""
 ) -> list[Line]:
-    """The screen: at most ``height`` lines; who paints them cuts them at ``width``. Rates and latencies are those since
-    ``before``, where there is one. ``keys`` says what may be pressed."""
+    """The screen: at most ``height`` lines; the caller cuts them at ``width``. Rates and latencies cover the time since
+    ``before``, if given. ``keys`` is the help text for keys."""
     lines = [*_header(now, width), *_gauges(now, before), [(keys, "dim")]]
     if now.requests is None:
         why = "this server does not list its requests" if now.metrics is not None else ""
@@ -175,7 +175,7 @@ def _gauges(now: Snapshot, before: Snapshot | None) -> list[Line]:
 
 
 def _floor(share: float | None) -> str:
-    """How near steps come to what the machine allows; nothing where a server does not know."""
+    """Share of the machine's limits that steps reach; empty if the server does not report it."""
     return "" if share is None else f"machine   {share:.0%} of its floor"
 
 
@@ -209,7 +209,7 @@ def _bar(value: float | None, most: float | None, width: int) -> Line:
 
 
 def _of(most: float | None) -> str:
-    return f" of {most:,.0f}" if most else ""  # a server that has not made a step yet says 0
+    return f" of {most:,.0f}" if most else ""  # a server without a step reports 0
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the command says; its exit code. What keeps it from being done raises ChairliftError."""
+    """Run the command. Returns its exit code. Raises ChairliftError if it cannot run."""
     commands = {"show": _show, "sample": _sample, "draw": _draw, "record": trace_record.run}
     commands |= {"view": trace_view.run, "replay": trace_view.replay}
     return commands[args.trace_command](args)
@@ -189,7 +189,7 @@ def _load(args: argparse.Namespace) -> LoadedTrace:
 
 
 def _counter(folder: Path) -> Callable[[str], int]:
-    """How many tokens a text has."""
+    """Function that counts the tokens of a text."""
     from chairlift.tokenizer.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_dir(folder)
@@ -197,7 +197,7 @@ def _counter(folder: Path) -> Callable[[str], int]:
 
 
 def _check_output(args: argparse.Namespace) -> None:
-    """Found before anything is read: what is there already, and what cannot be written."""
+    """Check the output before anything is read: an existing file, or a path that cannot be written."""
     if args.output.is_file() and not args.force:
         raise ConfigError(f"{args.output} is there already; give another -o, or --force to replace it")
     check_writable(args.output, "output")

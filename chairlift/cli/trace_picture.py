@@ -65,7 +65,7 @@ def fact_lines(trace: Sequence[TracedRequest], notes: Sequence[str] = ()) -> lis
 
 
 def histogram_lines(trace: Sequence[TracedRequest]) -> list[str]:
-    """Histograms of prompts, answers and arrivals, as wide as the terminal, in ASCII if it has no more."""
+    """Histograms of prompts, answers and arrivals, as wide as the terminal; in ASCII if it supports no more."""
     lines: list[str] = []
     for name, lengths in (
         ("prompt lengths", [request.prompt_tokens for request in trace]),
@@ -80,7 +80,7 @@ def histogram_lines(trace: Sequence[TracedRequest]) -> list[str]:
 
 
 def write_picture(path: Path, name: str, trace: Sequence[TracedRequest]) -> None:
-    """The same as a PNG. Raises ConfigError when it cannot be written."""
+    """Write the histograms as a PNG. Raises ConfigError when it cannot be written."""
     from chairlift.workbench.bench import plots
 
     lengths = {
@@ -108,7 +108,7 @@ def write_picture(path: Path, name: str, trace: Sequence[TracedRequest]) -> None
 
 
 def _length_bins(lengths: Sequence[int]) -> tuple[list[str], list[int]]:
-    """Labels and counts of bins, each of which ends at twice (or more) of what it begins with."""
+    """Labels and counts of bins, each of which ends at twice (or more) its beginning."""
     for factor in (1, 2, 3, 4):
         bins = (np.array([length.bit_length() for length in lengths]) - 1) // factor
         low, high = int(bins.min()), int(bins.max())
@@ -175,7 +175,7 @@ def _class_words(request: TracedRequest) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """In the unit that people would say it in."""
+    """A duration in a suitable unit."""
     for unit, size in (("days", _DAY), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size or (seconds >= size and seconds % size == 0):
             return f"{seconds / size:.3g} {unit.removesuffix('s') if seconds == size else unit}"

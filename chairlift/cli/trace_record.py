@@ -31,9 +31,9 @@ A request counts when it comes after the recording began, and is written when it
   chairlift trace record http://127.0.0.1:8000 -o monday.jsonl --duration 10m"""
 
 _SILENCE_SECONDS: Final = 60.0
-"""The server says something every 15 s."""
+"""Seconds without data after which the connection counts as broken; the server sends something every 15 s."""
 _KEPT_SECONDS: Final = 60.0
-"""As long as a server keeps a recording whose listener has gone."""
+"""Seconds for which a server keeps a recording without a listener."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
 _LOOK_SECONDS: Final = 0.25
 _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Record; 0, or 1 when there was nothing to record. What keeps it from recording raises ChairliftError."""
+    """Record. Returns 0, or 1 when there was nothing to record. Raises ChairliftError if it cannot run."""
     duration = None if args.duration is None else _seconds(args.duration)
     if args.requests is not None and args.requests < 1:
         raise ConfigError(f"--requests must be at least 1, got {args.requests}")
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _record(feed: _Feed, trace: _TraceFile, stopped: threading.Event) -> None:
-    """Write what comes, and say now and then how it goes, until the end or ``stopped``."""
+    """Write records and progress until the end of the recording or until ``stopped``."""
     shown = 0.0
     terminal = sys.stderr.isatty()
     while not stopped.is_set():
@@ -88,7 +88,7 @@ def _record(feed: _Feed, trace: _TraceFile, stopped: threading.Event) -> None:
         if terminal and now - shown >= _LOOK_SECONDS:
             shown = now
             print(f"\r\x1b[K{trace.progress()}{feed.state}", end="", file=sys.stderr, flush=True)
-    while not feed.records.empty():  # what had come when it was stopped
+    while not feed.records.empty():  # records that had arrived when it was stopped
         if (record := feed.records.get()) is not None:
             trace.write(record)
     if terminal:
@@ -96,7 +96,7 @@ def _record(feed: _Feed, trace: _TraceFile, stopped: threading.Event) -> None:
 
 
 class _TraceFile:
-    """FILE.recording while it grows, in the order in which requests ended, then FILE, in the order of arrival."""
+    """Output files: FILE.recording grows in the order of the ends of requests; FILE is in order of arrival."""
 
     def __init__(self, path: Path, block_size: int, *, force: bool) -> None:
         self.path = path
@@ -125,7 +125,7 @@ class _TraceFile:
                 raise OSError(0, "the disk is full")
         except OSError as error:
             with suppress(OSError):
-                self.file.truncate(size)  # no half of a line
+                self.file.truncate(size)  # removes an incomplete line
             raise ConfigError(f"cannot write {self.growing}: {error.strerror}; {self._kept()}") from None
 
     def _lines(self, record: Mapping[str, Any]) -> bytes:
@@ -151,13 +151,13 @@ class _TraceFile:
         return "".join(f"{line}\n" for line in lines).encode()
 
     def progress(self) -> str:
-        """How far it is, in words."""
+        """Progress in words."""
         elapsed = time.monotonic() - self._begin
         clock = f"{elapsed // 3600:02.0f}:{elapsed // 60 % 60:02.0f}:{elapsed % 60:02.0f}"
         return f"recorded {self.num_requests:,} requests in {clock}, {self.num_requests / max(elapsed, 1e-3):.1f}/s"
 
     def finish(self, feed: _Feed) -> int:
-        """Put it in order, and say what became of the recording; the exit code."""
+        """Sort the records, and print the result. Returns the exit code."""
         from chairlift.workbench.workload.formats import read_trace, write_trace
 
         if not self.num_lines:

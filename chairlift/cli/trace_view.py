@@ -70,7 +70,7 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve the page until Ctrl-C; 0. Raises ConfigError for what is no recording."""
+    """Serve the page until Ctrl-C. Returns 0. Raises ConfigError for a file that is no recording."""
     if args.demo == (args.file is not None):
         raise ConfigError("say what to show: a FILE, or --demo")
     if not 0 <= args.port <= 65535:
@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Simulate, and print the report; 0. Raises ConfigError for what is no recording, or cannot be simulated."""
+    """Simulate, and print the report. Returns 0. Raises ConfigError for a file that is no recording, or cannot be
+    simulated."""
     from chairlift.cli.sim import report_lines
     from chairlift.replay.replay import replay as simulate
     from chairlift.replay.side_by_side import compare_sides, recorded_config, recorded_deployment, recorded_trace

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; 0, or 130 after an interruption. What keeps it from running raises ChairliftError."""
+    """Train. Returns 0, or 130 after an interruption. Raises ChairliftError if it cannot run."""
     from chairlift.train.config import TrainConfig
 
     overrides = [*args.overrides, *([] if args.output is None else [f"output={args.output}"])]
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         from chairlift.train.parallel import launch
         from chairlift.train.run import prepare
 
-        prepare(config, resume=args.resume, ranks=max(1, args.processes))  # launch says what is wrong with fewer
+        prepare(config, resume=args.resume, ranks=max(1, args.processes))  # launch reports a lower number
         flags = ["--resume", args.resume, *(["--quiet"] if args.quiet else [])]
         for override in overrides:
             flags += ["--set", override]
@@ -163,7 +163,7 @@ class _Progress:
             from tqdm import tqdm
 
             pause = 0.1 if sys.stderr.isatty() else _QUIET_TERMINAL_SECONDS
-            # The first step took the time before the bar was made, and tells nothing of what remains.
+            # The first step is not typical: it ended before the bar was made.
             self._bar = tqdm(
                 total=self._steps, initial=result.step, mininterval=pause, bar_format=_BAR_FORMAT, file=sys.stderr
             )
@@ -180,5 +180,5 @@ class _Progress:
         self._changes = len(events)
         if self._tokens:
             self._bar.update(1)
-        else:  # the first step: whoever watches a log sees that it runs
+        else:  # the first step, so that a reader of the log sees progress
             self._bar.refresh()

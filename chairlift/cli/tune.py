@@ -1,4 +1,4 @@
-"""``chairlift tune``: what does batching do for this traffic, and what should be run?"""
+"""``chairlift tune``: measures the gain of batching for a traffic, and recommends settings."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune; 0. What keeps it from running raises ChairliftError."""
+    """Tune. Returns 0. Raises ChairliftError if it cannot run."""
     requests, users, what = read_traffic(args)
     what += "" if args.rate_scale == 1 else f", {args.rate_scale:g} times as fast"
     fixed, _ = read_settings(args, sampling=False)
@@ -169,7 +169,7 @@ def _described(requests: Sequence[TracedRequest], users: int | None, what: str) 
 
 
 def _model(name: str, fixed: Mapping[str, Any]) -> tuple[MakeCore, Any]:
-    """How to make an engine with this model in it, and the model's shape."""
+    """Function that makes an engine with this model, and the model's shape."""
     from chairlift import LLM
     from chairlift.models.loader import resolve_dtype, resolve_model_dir
     from chairlift.models.model_files import read_config

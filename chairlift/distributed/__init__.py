@@ -1,5 +1,5 @@
-"""More than one replica: which of them serves a request, and when it is sent there.
+"""Several replicas: which of them serves a request, and when the request is sent to it.
 
-:mod:`~chairlift.distributed.door` keeps the requests that wait, :mod:`~chairlift.distributed.routing` chooses. Both
-know nothing of processes and networks, and take the time from their caller, so that the simulator runs the same code.
+:mod:`~chairlift.distributed.door` holds the waiting requests, :mod:`~chairlift.distributed.routing` chooses a replica.
+Neither uses processes or networks, and their caller gives the time, so that the simulator runs the same code.
 """

@@ -44,7 +44,7 @@ class Door:
         return len(self._waiting)
 
     def add(self, request: Request, keys: Sequence[int], now: float) -> None:
-        """A request arrives, or comes back from a replica that is gone. ``keys`` are those of its prompt."""
+        """Add a request that has arrived, or whose replica has died. ``keys`` are those of its prompt."""
         request.sequence = self._num_seen
         self._num_seen += 1
         self._requests[request.request_id], self._keys[request.request_id] = request, keys
@@ -94,7 +94,7 @@ class Door:
         return request, replica
 
     def _follow_policy(self, now: float) -> None:
-        """Let the policy see who runs, and move requests whose place in the queue has changed."""
+        """Tell the policy which requests run, and move requests whose place in the queue has changed."""
         self._policy.observe([self._requests[name] for name in self._at], now)
         for _ in self._policy.late(now):
             pass  # the replica drops or downgrades it
@@ -129,8 +129,8 @@ class Door:
         self._policy.forgotten(request)
 
     def lose(self, replica: Replica) -> tuple[list[Request], list[Request]]:
-        """A replica is gone. Returns its requests without a token and with tokens; the door knows them no more, and
-        the caller may :meth:`add` them again."""
+        """Remove a dead replica. Returns its requests without a token, and with tokens. The door forgets them; the
+        caller may :meth:`add` them again."""
         replica.accepting = False
         lost: tuple[list[Request], list[Request]] = [], []
         for kind, names in zip(lost, replica.lost(), strict=True):

@@ -79,23 +79,23 @@ class PrefixIndex:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast a replica is. All replicas of a fleet are alike."""
+    """Speed of a replica. All replicas of a fleet are alike."""
 
     prefill_seconds: Callable[[int], float]
-    """Seconds to compute a prompt of so many tokens alone."""
+    """Seconds to compute a prompt of this many tokens alone."""
     decode_seconds: Callable[[int], float]
-    """Seconds of a step with so many requests that decode."""
+    """Seconds of a step with this many decoding requests."""
     step_tokens: int
     """Most tokens in a step."""
 
 
 class Replica:
-    """What the door knows of one replica: the events that have reached it, not the state of now."""
+    """State of one replica as the door knows it, from the events that have arrived."""
 
     def __init__(self, index: int, pace: Pace, *, max_num_seqs: int, cache_tokens: int) -> None:
         self.index, self.pace = index, pace
         self.accepting = False
-        """Whether it serves: it has started, lives, and is not being drained."""
+        """Whether it serves: it has started, is alive, and is not being drained."""
         self.unstarted: dict[str, int] = {}
         """Requests sent there that have no token yet -> prompt tokens to compute, without those expected in its
         cache."""
@@ -123,7 +123,7 @@ class Replica:
         return self._unstarted_tokens < self._most_unstarted and self.num_requests < self._most_requests
 
     def first_token_seconds(self, uncached: int) -> float:
-        """Predicted time to the first token of a prompt with so many tokens to compute."""
+        """Predicted seconds to the first token of a prompt with ``uncached`` tokens to compute."""
         tokens = self._unstarted_tokens + uncached
         steps = -(-tokens // self.pace.step_tokens)
         return self.pace.prefill_seconds(max(1, tokens)) + steps * self.pace.decode_seconds(len(self.started))
@@ -134,7 +134,7 @@ class Replica:
         self.prefixes.add(keys)
 
     def begun(self, request_id: str) -> None:
-        """It has its first token."""
+        """Note the first token of a request."""
         tokens = self.unstarted.pop(request_id, None)
         if tokens is not None:
             self._unstarted_tokens -= tokens
@@ -145,7 +145,7 @@ class Replica:
         self.started.discard(request_id)
 
     def lost(self) -> tuple[list[str], list[str]]:
-        """Forget everything: it is gone. Returns its requests without and with a token, in the order of sending."""
+        """Forget all requests of a dead replica. Returns those without and with a token, in the order of sending."""
         lost = list(self.unstarted), sorted(self.started)
         self.unstarted.clear()
         self.started.clear()
@@ -217,7 +217,7 @@ class _Forecast:
 
 
 def _not_overloaded(replicas: Sequence[Replica]) -> list[Replica]:
-    """Those that have not many more requests than the mean. A replica with a popular beginning would get all."""
+    """Replicas without many more requests than the mean. Otherwise a replica with a popular prefix would get all."""
     most = _OVER_MEAN * sum(each.num_requests for each in replicas) / len(replicas) + _MORE_REQUESTS
     return [each for each in replicas if each.num_requests <= most]
 

@@ -1,8 +1,8 @@
-"""Adapters in an engine: read beside the loop, kept within bounds, and let go of behind their last request.
+"""Adapters of an engine: they are read beside the loop, limited in number, and freed after their last request.
 
-An adapter is known by a number that grows with every load, so that another load under the same name is another adapter:
-its requests share no KV with those of the one before, and none of them ever changes its adapter. Those that are in
-memory can be in the next step. Others wait in a line of their own until theirs has been read again.
+Each load of an adapter has a new number. So another load under the same name is another adapter: its requests share no
+KV with earlier ones, and no request ever changes its adapter. Requests whose adapter is in memory can be in the next
+step. Others wait in a queue of their own until their adapter has been read again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_KNOWN: Final = 100_000
 _MOST_NAMED: Final = 64
 
 Beside = Callable[[Callable[[], Any]], "Future[Any]"]
-"""Has an adapter read beside the loop."""
+"""Reads an adapter beside the loop."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class AdapterLoad:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterState:
-    """How a load ended: well where ``error`` is empty."""
+    """Result of a load; ``error`` is empty after success."""
 
     adapter_id: int
     error: str = ""
@@ -54,19 +54,20 @@ class AdapterState:
 class _Known:
     load: AdapterLoad
     digest: str = ""
-    """Digest of what was read first. Anything else is another adapter."""
+    """Digest of the first read. Content with another digest is another adapter."""
     reading: Future[Any] | None = None
     resident: bool = False
     retired: bool = False
-    """Its name is gone; it leaves with its last request."""
+    """Whether its name was removed. It leaves with its last request."""
     users: int = 0
     """Requests that have not ended."""
     active: int = 0
-    """Those of them that may be in a step: it must be in memory for them."""
+    """Number of these requests that may be in a step; the adapter must be in memory for them."""
 
 
 class Adapters:
-    """``memory`` holds ``config.num_cpu_loras`` adapters; both are None where the engine serves none.
+    """Adapters of an engine. ``memory`` holds ``config.num_cpu_loras`` of them; both are None if the engine serves
+    none.
 
     ``beside`` reads (default: on a thread). One thread owns the object.
     """
@@ -77,10 +78,10 @@ class Adapters:
         self._memory, self._config, self._beside = memory, config, beside
         self._known: dict[int, _Known] = {}
         self._resident: OrderedDict[int, _Known] = OrderedDict()
-        """Least recently asked for first."""
+        """Adapters in memory, least recently used first."""
         self._line: list[tuple[_Known, Request]] = []
-        """Requests whose adapter is not in memory, and those behind one for which there is no room: while there is
-        none, nobody keeps an adapter in memory that came later."""
+        """Requests whose adapter is not in memory, and later requests while there is no room for it, so that these keep
+        no other adapter in memory."""
         self._blocked = False
         self._of: dict[str, _Known] = {}
         """Requests that have not ended."""
@@ -88,16 +89,16 @@ class Adapters:
         self._failed: list[tuple[Request, str]] = []
         self._thread: ThreadPoolExecutor | None = None
         self.num_reads = self.num_hits = self.num_evictions = 0
-        """Adapters read, requests whose adapter was in memory, adapters that made room for others."""
+        """Adapters read, requests whose adapter was in memory, adapters evicted."""
 
     @property
     def capacity(self) -> int:
-        """How many may be in memory."""
+        """Most adapters in memory."""
         return 0 if self._config is None else self._config.num_cpu_loras
 
     @property
     def max_loras(self) -> int:
-        """How many may be in a step; 0 where none are served."""
+        """Most adapters in a step; 0 if none are served."""
         return 0 if self._config is None else self._config.max_loras
 
     @property
@@ -112,11 +113,11 @@ class Adapters:
 
     @property
     def resident(self) -> tuple[int, ...]:
-        """Those in memory, least recently asked for first."""
+        """Adapters in memory, least recently used first."""
         return tuple(self._resident)
 
     def in_use(self, running: Collection[int]) -> tuple[list[str], list[str]]:
-        """Names of adapters that requests have: of those whose numbers run, and of the others; 64 at most of each."""
+        """Names of adapters with running requests, and of those with waiting ones only; at most 64 of each."""
         used = [known.load for known in self._known.values() if known.users]
         names = sorted((load.adapter_id not in running, load.name) for load in used)
         running_names, waiting = ([name for waits, name in names if waits == which] for which in (False, True))
@@ -125,7 +126,7 @@ class Adapters:
     # -- loading ---------------------------------------------------------------------------------------------------
 
     def load(self, load: AdapterLoad) -> None:
-        """Read an adapter beside the loop; :meth:`take_states` tells how that ended. Requests may name it already."""
+        """Read an adapter beside the loop; :meth:`take_states` returns the result. Requests may use it already."""
         if self._memory is None:
             self._states.append(AdapterState(load.adapter_id, _NOT_ENABLED))
         elif len(self._known) >= _MOST_KNOWN:
@@ -143,14 +144,15 @@ class Adapters:
         self._known[load.adapter_id] = known
 
     def unload(self, adapter_id: int) -> None:
-        """Its requests go on; it leaves memory with the last of them. Nothing happens when it is unknown."""
+        """Remove an adapter. Its requests continue, and it leaves memory with the last of them. Unknown ids are
+        ignored."""
         known = self._known.get(adapter_id)
         if known is not None:
             known.retired = True
             self._let_go(known)
 
     def take_states(self) -> list[AdapterState]:
-        """How loads ended since."""
+        """Results of loads since the last call."""
         states, self._states = self._states, []
         return states
 
@@ -182,7 +184,7 @@ class Adapters:
         known.reading = self._thread.submit(work)
 
     def _take(self, known: _Known) -> None:
-        """What was read has come."""
+        """Take the result of a read."""
         future, known.reading = known.reading, None
         first = not known.digest
         try:
@@ -216,7 +218,7 @@ class Adapters:
             self._resident[known.load.adapter_id] = known
 
     def _make_room(self, *, reading: bool = True) -> bool:
-        """Whether one more may be in memory, after somebody whom nobody needs has left it if need be."""
+        """Whether there is room for one more adapter in memory. An unused one may be evicted for it."""
         coming = sum(known.reading is not None for known, _ in self._waiting()) if reading else 0
         while len(self._resident) + coming >= self.capacity:
             idle = next((known for known in self._resident.values() if not known.active), None)
@@ -227,7 +229,7 @@ class Adapters:
         return True
 
     def _waiting(self) -> list[tuple[_Known, Request]]:
-        """The line, one request for each adapter."""
+        """The queue, with one request per adapter."""
         return list({id(known): (known, request) for known, request in self._line}.values())
 
     def _evict(self, known: _Known) -> None:
@@ -245,9 +247,9 @@ class Adapters:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def add(self, requests: Sequence[Request], adapter_id: int) -> None:
-        """The answers of one request are to have an adapter: those that have to wait for it are not ready then.
+        """Set the adapter of the answers of one request. Answers that must wait for it are marked as not ready.
 
-        Raises RequestError for an adapter that is not known.
+        Raises RequestError for an unknown adapter.
         """
         self._held()
         known = self._known.get(adapter_id)
@@ -284,7 +286,7 @@ class Adapters:
         self._resident.move_to_end(known.load.adapter_id)
 
     def _advance(self) -> list[Request]:
-        """Who in the line is ready, in its order, and read what the others need."""
+        """Requests in the queue that are now ready, in order. Starts to read the adapters of the others."""
         ready: list[Request] = []
         kept: list[tuple[_Known, Request]] = []
         self._blocked = False

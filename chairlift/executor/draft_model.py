@@ -1,8 +1,8 @@
-"""A small model that drafts: its layers lie behind the model's in the same blocks, under the same block tables.
+"""A small model that drafts. Its layers follow the model's in the same blocks, under the same block tables.
 
-It computes prompts beside the model, so what requests share, copy, swap out and bring back has its KV as well. Its
-tokens are drawn with the request's own settings and noise, as the model's are: where both models agree about what is
-likely, they draw the same token, also at a temperature. Speculative decoding with draft models: Leviathan et al., 2023.
+It computes prompts together with the model, so shared, copied and swapped blocks contain its KV as well. Its tokens are
+sampled with the request's own parameters and noise, like the model's. So where both models have similar probabilities
+they draw the same token, at any temperature. Speculative decoding with draft models: Leviathan et al., 2023.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Part(NamedTuple):
     """Tokens of one row in a pass."""
 
     row: int
-    """Its index among the rows that were asked for."""
+    """Its index among the requested rows."""
     request: Request
     start: int
     end: int
@@ -62,7 +62,7 @@ class DraftModel:
         self._runner, self._block_size = runner, block_size
         self._most_positions, self._max_tokens = min(max_positions, max_model_len), max_tokens
         self._tokens = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
-        """Per slot the tokens that it was given, and behind them its drafts."""
+        """Per slot the tokens of its sequence, followed by its drafts."""
         self._counts = [0] * num_slots
         """Leading positions of each slot whose KV the small model has computed, of the tokens in ``_tokens``."""
         self._sure = [0] * num_slots
@@ -98,7 +98,7 @@ class DraftModel:
             self._runner.forward(batch.only(np.concatenate(kept)))
 
     def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
-        """Nothing is needed: it has its own hidden states."""
+        """Do nothing: it has its own hidden states."""
 
     # -- drafts --------------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class DraftModel:
         return 0.0 if known is None else self._seconds[known]
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
-        """For each row up to so many drafts, within the blocks that the request has."""
+        """For each row up to the given number of drafts, within the blocks of the request."""
         drafts: list[list[int]] = [[] for _ in rows]
         most, parts, room = [0] * len(rows), list[_Part](), min(self._max_tokens, len(rows) + _MOST_CATCH_UP)
         for index, (request, wanted) in enumerate(rows):
@@ -158,7 +158,7 @@ class DraftModel:
         return self._counts[slot]
 
     def _pass(self, parts: Sequence[_Part]) -> dict[int, int]:
-        """Compute these tokens. Returns the token drawn behind each row that is complete, by index of the row."""
+        """Compute these tokens. Returns the token sampled after each complete row, by index of the row."""
         slots = np.array([part.request.slot for part in parts], dtype=np.int32)
         ends = np.array([part.end for part in parts], dtype=np.int32)
         lengths = np.array([part.end - part.start for part in parts], dtype=np.int32)
@@ -200,7 +200,7 @@ class DraftModel:
     def _extend(
         self, parts: Sequence[_Part], drawn: dict[int, int], drafts: list[list[int]], most: Sequence[int]
     ) -> list[_Part]:
-        """Append what was drawn to the drafts. Returns the next pass: one token of each row that may have more."""
+        """Append the sampled tokens to the drafts. Returns the next pass: one token of each row that may have more."""
         coming: list[_Part] = []
         for index, request, _, end in parts:
             token = drawn.get(index, -1)

@@ -51,11 +51,11 @@ class MedusaHead:
 
 
 class MedusaHeads:
-    """Drafts of requests that decode. See :class:`~chairlift.spec_decode.adaptive.Proposer`.
+    """Drafts for decoding requests. See :class:`~chairlift.spec_decode.adaptive.Proposer`.
 
     Args:
-        heads: In the order of what they guess.
-        runner: The model that they guess for.
+        heads: Heads in the order of the positions that they guess.
+        runner: The model.
         num_slots: Rows of the engine.
     """
 
@@ -70,7 +70,7 @@ class MedusaHeads:
         """Bit length of a number of rows -> seconds of a head."""
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
-        """Nothing is computed beside the model."""
+        """Do nothing: nothing is computed beside the model."""
 
     def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
         """Keep the hidden states of a step's newest tokens: with drafts that of the last right one."""
@@ -93,7 +93,7 @@ class MedusaHeads:
         return 0.0 if known is None else self._seconds[known]
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
-        """For each row up to so many drafts, one of each head."""
+        """For each row up to the given number of drafts, one per head."""
         drafts: list[list[int]] = [[] for _ in rows]
         slots = np.array([request.slot for request, _ in rows], dtype=np.int32)
         known = np.array([len(request.token_ids) for request, _ in rows], dtype=np.int32)
@@ -111,7 +111,7 @@ class MedusaHeads:
         return drafts
 
     def forget(self, request: Request) -> None:
-        """Nothing is kept: the next request in the slot begins with its own state."""
+        """Do nothing: the next request in the slot begins with its own state."""
 
     def _draw(
         self, head: MedusaHead, states: Tensor, slots: np.ndarray, lengths: np.ndarray, sampling: list[object]
@@ -141,7 +141,7 @@ class MedusaHeads:
 
 
 def load_medusa(folder: Path, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> list[MedusaHead]:
-    """Read heads for a model of so many tokens and so wide a hidden state. Raises ModelLoadError."""
+    """Read the heads for a model with these sizes. Raises ModelLoadError."""
     count, layers = _sizes(folder)
     found = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if found is None:

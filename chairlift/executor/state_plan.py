@@ -1,4 +1,4 @@
-"""How many recurrent states there is memory for, and at which positions snapshots of them are kept."""
+"""Number of recurrent states that fit into memory, and positions of their snapshots."""
 
 from __future__ import annotations
 

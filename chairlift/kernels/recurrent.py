@@ -1,8 +1,8 @@
-"""Recurrent layers over ragged batches: a cell computes, this module knows whose state it computes on.
+"""Recurrent layers over ragged batches. A cell computes; this module selects the states.
 
-A *cell* is the arithmetic of one recurrent layer. It takes tokens one behind the other. States lie in blocks like K and
-V. A step is divided into *pieces*: tokens of one row whose states end up in one block. A row that begins at position 0
-begins with a state of zeros, so no block is ever cleared.
+A *cell* is the arithmetic of one recurrent layer. It processes tokens one after another. States are stored in blocks
+like K and V. A step is divided into *pieces*: tokens of one row whose states end up in one block. A row that begins at
+position 0 begins with a state of zeros, so no block is ever cleared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Cell(Protocol):
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """What a state consists of."""
+        """Parts of a state."""
         ...
 
     def width(self, *widths: int) -> int:
@@ -40,8 +40,8 @@ class Cell(Protocol):
         ...
 
     def scan(self, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """B sequences of n tokens: inputs [B, n, ...] and states [B, ...] before them -> results [B, n, width], and
-        the states behind them."""
+        """Process B sequences of n tokens: inputs [B, n, ...] and states [B, ...] before them -> results [B, n, width],
+        and the states after them."""
         ...
 
 
@@ -52,9 +52,9 @@ class Piece:
     start: int
     end: int
     read: int
-    """Block with the state before them; -1: they are the first of their sequence."""
+    """Block with the state before them; -1 for the first piece of a sequence."""
     write: int
-    """Block for the state behind them."""
+    """Block for the state after them."""
     alone: bool = False
     """Whether it is the only token of its row in the step."""
 
@@ -102,7 +102,7 @@ def recur_paged(cell: Cell, inputs: tuple[Tensor, ...], states: tuple[Tensor, ..
 
 
 def _kept(part: Tensor, fresh: Tensor) -> Tensor:
-    """States [B, ...], of which those of fresh sequences are zeros, whatever the memory held."""
+    """States [B, ...] with zeros for new sequences, whatever the memory contains."""
     return part.masked_fill(fresh.view(-1, *[1] * (part.dim() - 1)), 0)
 
 

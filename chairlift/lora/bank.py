@@ -1,4 +1,4 @@
-"""Adapters in memory beside a model: for plain torch, and for step programs of the native CPU kernels."""
+"""Adapters in memory for a model: in plain torch, and for step programs of the native CPU kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["NativeAdapters", "TorchAdapters"]
 
 
 class _Held:
-    """An adapter as a bank wants it."""
+    """An adapter in the form that a bank stores."""
 
     def __init__(self, adapter: Adapter, held: Any, nbytes: int) -> None:
         self.digest, self.rank, self.held, self.nbytes = adapter.digest, adapter.rank, held, nbytes
@@ -40,7 +40,7 @@ def _finite(adapter: Adapter, dtype: torch.dtype, path: Path) -> None:
 
 
 class TorchAdapters:
-    """For a model that PyTorch runs. ``begin`` says before each step which tokens have which adapter."""
+    """Adapters for a model that PyTorch runs. ``begin`` sets the adapter of each token before a step."""
 
     def __init__(self, model: CausalLM, dtype: torch.dtype, device: torch.device, *, max_rank: int) -> None:
         self._sites, self._dtype, self._device, self._max_rank = sites_of(model), dtype, device, max_rank
@@ -57,7 +57,7 @@ class TorchAdapters:
         return self._tokens
 
     def begin(self, adapters: npt.NDArray[np.int32] | None) -> None:
-        """The step that is computed next has these adapters, [T], or none."""
+        """Set the adapters [T] of the next step; None for no adapters."""
         self._tokens = []
         for adapter_id in () if adapters is None else np.unique(adapters).tolist():
             if adapter_id:
@@ -76,18 +76,18 @@ class TorchAdapters:
         return _Held(adapter, held, adapter.numbers * self._dtype.itemsize)
 
     def put(self, adapter_id: int, adapter: _Held) -> None:
-        """Let steps name it by a number above 0."""
+        """Add an adapter under a number above 0, which steps may then use."""
         for name, parts in adapter.held.items():
             self._layers[name].parts[adapter_id] = parts
 
     def drop(self, adapter_id: int) -> None:
-        """No later step names it."""
+        """Remove an adapter. No later step uses it."""
         for layer in self._layers.values():
             layer.parts.pop(adapter_id, None)
 
 
 class _AdaptedLayer:
-    """What each adapter adds to one layer."""
+    """Low-rank products that each adapter adds to one layer."""
 
     def __init__(self, bank: TorchAdapters) -> None:
         self.bank = bank
@@ -102,9 +102,9 @@ class _AdaptedLayer:
 
 
 class NativeAdapters:
-    """For a model in the native layout, which a step program runs; made before that is recorded.
+    """Adapters for a model in the native layout, run by a step program; create it before the program is recorded.
 
-    ``capacity`` adapters of at most ``max_rank`` fit, and steps have at most ``max_tokens`` tokens.
+    It holds ``capacity`` adapters of at most ``max_rank``; steps have at most ``max_tokens`` tokens.
     """
 
     def __init__(self, model: CausalLM, dtype: torch.dtype, *, max_rank: int, capacity: int, max_tokens: int) -> None:
@@ -126,11 +126,11 @@ class NativeAdapters:
         return _Held(adapter, packed, packed.nbytes)
 
     def put(self, adapter_id: int, adapter: _Held) -> None:
-        """Let steps name it by a number above 0."""
+        """Add an adapter under a number above 0, which steps may then use."""
         self.table.put(adapter_id, adapter.held)
 
     def drop(self, adapter_id: int) -> None:
-        """No later step names it."""
+        """Remove an adapter. No later step uses it."""
         self.table.drop(adapter_id)
 
 
@@ -139,6 +139,6 @@ def _parts(adapter: Adapter, name: str) -> list[tuple[int, Tensor, Tensor]]:
 
 
 def _most_parts(sites: Sites) -> int:
-    """The most modules that one of our layers is made of."""
+    """Most modules of which one layer here is made."""
     names = [part.parameter for part in sites.parts.values()]
     return max(map(names.count, set(names)))

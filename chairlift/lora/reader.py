@@ -41,12 +41,12 @@ _SAID: Final = (
     ),
     (r"bias$", "biases are not adapted; train the adapter with bias='none' and lora_bias=False"),
 )
-"""Parts of names of tensors, and why they are refused."""
+"""Regular expressions of tensor names, and the reasons why they are refused."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to rows ``start`` and following of one layer: ``x @ a.T @ b.T``."""
+    """Low-rank matrices that an adapter adds to rows ``start`` and following of one layer: ``x @ a.T @ b.T``."""
 
     start: int
     a: Tensor
@@ -57,23 +57,23 @@ class LowRank:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter in memory, as it was read."""
+    """An adapter in memory."""
 
     layers: dict[str, list[LowRank]]
-    """Name of our layer -> its parts, in the order of their rows."""
+    """Name of the layer here -> its parts, in the order of their rows."""
     digest: str
-    """Digest of all that was read. Another digest is another adapter."""
+    """Digest of all data that was read. Adapters with different digests are different."""
     rank: int
-    """The largest of any part."""
+    """Largest rank of any part."""
 
     @property
     def numbers(self) -> int:
-        """How many there are."""
+        """Number of stored values."""
         return sum(part.a.numel() + part.b.numel() for parts in self.layers.values() for part in parts)
 
 
 def adapter_directory(path: Path) -> Path:
-    """A local directory as it is, else the snapshot of an adapter with that id on the Hugging Face Hub. Raises
+    """Directory of an adapter: a local one as it is, otherwise the Hugging Face Hub's snapshot of this id. Raises
     ModelLoadError."""
     if path.is_dir() or not _HUB_ID.fullmatch(str(path)):
         return path
@@ -144,7 +144,7 @@ class _Pair:
 
 
 def _checked(file: Any, settings: AdapterSettings, sites: Sites, max_rank: int, where: Path) -> list[_Pair]:
-    """The pairs of tensors, with their shapes compared; nothing of them has been read."""
+    """Pairs of tensors whose shapes were checked; no data was read."""
     names: dict[str, dict[str, str]] = {}
     modules = dict(sites.parts)
     if sites.prefix:

@@ -1,4 +1,4 @@
-"""What an adapter's ``adapter_config.json`` says (PEFT's LoraConfig), and what of it is refused."""
+"""Reads an adapter's ``adapter_config.json`` (PEFT's LoraConfig), and refuses unsupported settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _REFUSED: Final = {
     "megatron_config": "layers of Megatron are not known",
     "ensure_weight_tying": "embeddings are not adapted",
 }
-"""Keys whose values, unless they are empty, false or null, change what is computed, and why that is refused."""
+"""Keys that change the computation unless their value is empty, false or null, and the reasons why they are refused."""
 _HARMLESS: Final = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out"),
@@ -45,7 +45,7 @@ _HARMLESS: Final = {
     *("alpha_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     *("qalora_group_size", "runtime_config"),
 }
-"""Keys that are read here, or say how an adapter was made. Which layers it has is said by its tensors."""
+"""Keys that are read here, or that only describe the adapter's origin. The tensors determine its layers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,13 +66,14 @@ class AdapterSettings:
         return int(_matching(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """What the product is multiplied with: alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski, 2023)."""
+        """Factor of the product: alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski, 2023)."""
         rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
 
 def read_settings(path: Path) -> AdapterSettings:
-    """Read ``adapter_config.json``. Raises ModelLoadError for what is damaged, not LoRA, or refused by name."""
+    """Read ``adapter_config.json``. Raises ModelLoadError for a damaged file, an adapter that is not LoRA, and refused
+    settings."""
     raw = read_json(path)
     _refuse(raw, path)
     patterns: dict[str, dict[str, float]] = {}
@@ -117,7 +118,7 @@ def _refuse(raw: Mapping[str, Any], path: Path) -> None:
 
 
 def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """As PEFT looks them up."""
+    """Value of the first matching pattern, with PEFT's rules."""
     for pattern, value in patterns.items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return value
@@ -125,7 +126,7 @@ def _matching(patterns: Mapping[str, float], module: str, default: float) -> flo
 
 
 def _pattern(path: Path, key: str, name: Any) -> str:
-    """A regular expression that cannot take for ever: without groups, and with few repetitions."""
+    """A regular expression with limited time: it has no groups, and few repetitions."""
     plain = isinstance(name, str) and len(name) <= 256 and re.fullmatch(r"[\w.|^$*+?\\\[\]-]*", name)
     plain = plain and sum(map(name.count, "*+?")) <= 4
     try:

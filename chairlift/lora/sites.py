@@ -1,4 +1,4 @@
-"""Where an adapter may change a model: its linear layers, by the names that PEFT has for them."""
+"""Layers of a model that an adapter may change: its linear layers, by PEFT's names."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Sites:
     transposed: bool
     """Whether some of their weights are stored as [in, out], for which PEFT sets ``fan_in_fan_out``."""
     parts: dict[str, CheckpointPart]
-    """Name of a module in transformers' model -> the rows of our layer that it is."""
+    """Name of a module in transformers' model -> its rows in a layer here."""
     prefix: str = ""
-    """What an adapter of the bare model leaves out of all names."""
+    """Prefix that an adapter of the bare model leaves out of all names."""
 
     @property
     def layers(self) -> dict[str, tuple[int, int]]:
-        """Name of our layer -> its inputs and outputs."""
+        """Name of the layer here -> (inputs, outputs)."""
         sizes: dict[str, tuple[int, int]] = {}
         for part in self.parts.values():
             name = layer_of(part)
@@ -43,7 +43,7 @@ class Sites:
 
 
 def layer_of(part: CheckpointPart) -> str:
-    """The name of our layer that a part belongs to."""
+    """Name of the layer to which a part belongs."""
     return part.parameter.rpartition(".")[0]
 
 
@@ -55,7 +55,7 @@ def sites_of(model: CausalLM) -> Sites:
 
 
 def sites_in(config: ModelConfig) -> Sites:
-    """The same of every model with this config."""
+    """The linear layers of every model with this config."""
     with torch.device("meta"):
         blank = CausalLM(config)
     linear = {name for name, module in blank.named_modules() if isinstance(module, Linear) and name != _HEAD}

@@ -1,6 +1,6 @@
-"""An adapter that is trained (LoRA; Hu et al., 2021): the base stands still, and each product learns two matrices.
+"""A trainable adapter (LoRA; Hu et al., 2021): the base weights are frozen, and each product learns two matrices.
 
-What is written is PEFT's directory, which the server, PEFT and transformers read.
+It writes PEFT's directory, which the server, PEFT and transformers read.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from chairlift.models.layers.linear import Linear
 __all__ = ["ALL_LINEAR", "TrainableAdapter", "target_parts"]
 
 ALL_LINEAR: Final = "all-linear"
-"""The target that means every linear layer except the output head and the experts, as in PEFT."""
+"""Target for every linear layer except the output head and the experts, as in PEFT."""
 
 
 def target_parts(sites: Sites, targets: Sequence[str]) -> list[CheckpointPart]:
-    """The modules that targets name: by a whole name, by the end of one (``q_proj``), or ``all-linear``.
+    """Modules of the targets, which are whole names, ends of names (``q_proj``), or ``all-linear``.
 
-    Raises ConfigError for a target that names none.
+    Raises ConfigError for a target without modules.
     """
     chosen: dict[str, CheckpointPart] = {}
     for target in targets:
@@ -96,7 +96,7 @@ class TrainableAdapter:
 
     @property
     def scale(self) -> float:
-        """What the product of A and B is multiplied with."""
+        """Factor of the product of A and B."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
     def _attach(self) -> None:
@@ -111,7 +111,8 @@ class TrainableAdapter:
             layer.adapted = _AdaptedLayer(layer, parts, self.scale, self.dropout)
 
     def settings(self) -> dict[str, Any]:
-        """What an adapter that goes on from this one's numbers must agree with: scale and base, as plain data."""
+        """Settings that must be equal when an adapter continues with this one's matrices: scale and base, as plain
+        data."""
         return {"r": self.r, "alpha": float(self.alpha), "rslora": self.rslora, "base": self._base_digest}
 
     @functools.cached_property
@@ -164,14 +165,14 @@ def _tensor(module: str, which: str) -> str:
 
 
 def _target_modules(names: list[str], sites: Sites, config: ModelConfig) -> list[str]:
-    """The ends of names where they name these modules and no others, else whole names. Sorted."""
+    """Ends of names if they match exactly these modules, otherwise whole names. Sorted."""
     ends = {_last(name) for name in names}
     others = sum(_last(name) in ends for name in sites.parts) - len(names)
     return sorted(names) if others or config.experts is not None else sorted(ends)
 
 
 class _AdaptedLayer:
-    """What one layer's forward pass adds."""
+    """Forward pass of one adapted layer."""
 
     def __init__(
         self, layer: Linear, parts: list[tuple[int, nn.Parameter, nn.Parameter]], scale: float, dropout: float

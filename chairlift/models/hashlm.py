@@ -28,7 +28,7 @@ _MASK = (1 << 64) - 1
 HASHLM_POSITION_BYTES = 16
 """Two words per KV position, and per state."""
 STATE = 0
-"""Stands in a list of windows for a group of recurrent states."""
+"""Marks a group of recurrent states in a list of windows."""
 _BASE = 0x9E3779B97F4A7C15  # odd, so that its powers never vanish modulo 2**64
 _TOKEN, _PLACE, _TAG = 0xD6E8FEB86659FD93, 0xA0761D6478BD642F, 0xE7037ED1A0B428DB
 _STATE = 0x8EBC6AF09C88C6E3

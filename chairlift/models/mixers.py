@@ -1,4 +1,4 @@
-"""What a layer may have in place of attention, as data. Needs no torch."""
+"""Layers that may replace attention, as data. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ShortConvConfig:
     """Whether the products and the convolution have biases."""
 
     def products(self, hidden: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(out, in) of the products before the state, and of those behind it."""
+        """(out, in) of the products before the state, and of those after it."""
         return [(3 * hidden, hidden)], [(hidden, hidden)]
 
     def num_plain(self, hidden: int) -> tuple[int, int]:
-        """Other weights: of products and the convolution before the state and in it, and behind it."""
+        """Numbers of other weights: before and in the state (including the convolution), and after it."""
         return hidden * self.taps + 4 * hidden * self.bias, hidden * self.bias
 
 

@@ -34,7 +34,7 @@ __all__ = ["FleetPlan", "FleetReport", "replay_fleet"]
 
 _MOST_REPLICAS: Final = 16
 _TOKEN: Final = 1
-"""What the simulated executor answers with."""
+"""Token in every simulated answer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,8 @@ class FleetPlan:
     failures: tuple[tuple[int, float], ...] = ()
     """(replica, time) at which it dies, with its cache and its requests."""
     resume: bool = False
-    """Whether a request whose replica dies goes on elsewhere from what was delivered. Otherwise it ends with an
-    error, unless nothing was delivered."""
+    """Whether a request continues on another replica, after its delivered tokens, when its replica dies. Otherwise it
+    ends with an error, unless nothing was delivered."""
     rollout_at: float | None = None
     """When replicas begin to be updated, one at a time: drained, then started again."""
 
@@ -69,7 +69,7 @@ class FleetPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FleetReport:
-    """What became of a trace behind a door."""
+    """Results of a trace on a fleet."""
 
     replicas: int
     routing: str
@@ -142,9 +142,9 @@ class _Fleet:
         self.door = Door(views, router_from_name(plan.routing), policy_from_config(whole))
         self._keep_prefixes = bool(cached)
         self._prepared: dict[str, PreparedRequest] = {}
-        """Requests that are not over, as they were sent or as they go on elsewhere."""
+        """Unfinished requests, as they were sent or as they continue on another replica."""
         self._whole: dict[str, PreparedRequest] = {}
-        """The same, as they were sent."""
+        """Unfinished requests, as they were sent."""
         self.collector = Collector(None, self.replicas[0].core.scheduler.membership.held)
         self.collector.timings = self.timings
         self.clients = Clients(trace, 0.0, users)
@@ -230,7 +230,7 @@ class _Fleet:
     # -- replicas --------------------------------------------------------------------------------------------------
 
     def _wake(self, replica: _Simulated) -> None:
-        """Step a replica that was idle as soon as it can."""
+        """Schedule a step of an idle replica as soon as possible."""
         if replica.idle and replica.core.has_work:
             replica.idle, life = False, replica.life
             self.at(max(self.now, replica.clock.now()), lambda: self._step(replica, life))
@@ -267,12 +267,12 @@ class _Fleet:
             self._update(replica)
 
     def _die(self, replica: _Simulated) -> None:
-        """All that it held is gone; it starts again."""
+        """Kill a replica: all its requests are lost, and it starts again."""
         unstarted, started = self.door.lose(replica.view)
         replica.restart()
         for request in (*unstarted, *started):
             name = request.request_id
-            if name not in self._prepared:  # it has ended, and the door was about to hear of it
+            if name not in self._prepared:  # it has ended, and the door had not been told yet
                 continue
             timing = self.timings[name]
             if not timing.tokens or self.plan.resume:
@@ -289,7 +289,7 @@ class _Fleet:
         replica.view.accepting = True
 
     def _drain(self, index: int) -> None:
-        """Send no more to a replica, and update it when it is empty."""
+        """Send no more requests to a replica, and update it when it is empty."""
         replica = self.replicas[index]
         replica.view.accepting, replica.draining = False, True
         if replica.idle and not replica.core.has_work:
@@ -308,7 +308,7 @@ class _Fleet:
 
 
 def _rest_of(prepared: PreparedRequest, delivered: int) -> PreparedRequest:
-    """The request that goes on behind the tokens that were delivered."""
+    """The rest of a request after its delivered tokens."""
     if not delivered:
         return prepared
     left = prepared.max_tokens - delivered

@@ -1,7 +1,7 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: which adapters clients may ask for, while the server runs.
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: change the served adapters while the server runs.
 
-Names and bodies are vLLM's. Whoever may do this decides what others are answered, and which directories of this machine
-are read: it takes the API key that is named ``admin``, and what is loaded lies below ``--lora-dir``.
+Names and bodies are vLLM's. A caller of these endpoints controls answers to all clients, and the directories that are
+read. So they need the API key named ``admin``, and adapters must be below ``--lora-dir``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class LoadRequest(msgspec.Struct, kw_only=True):
     """The body of /v1/load_lora_adapter."""
 
     lora_name: AdapterName
-    """What requests give as their ``model``."""
+    """Value of ``model`` for requests that use the adapter."""
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
-    """A directory below ``--lora-dir``, where the server runs: by its place there, or whole."""
+    """Directory below ``--lora-dir`` on the server's machine: relative to it, or absolute."""
     load_inplace: bool = False
-    """Replace the adapter of that name. Requests that have begun go on with the one before."""
+    """Replace the adapter of that name. Requests that have begun continue with the old one."""
 
 
 class UnloadRequest(msgspec.Struct, kw_only=True):
@@ -53,7 +53,7 @@ class _Module(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class AdapterReply(msgspec.Struct, kw_only=True):
-    """What was done."""
+    """Result of the change."""
 
     lora_name: str
     loaded: bool
@@ -77,7 +77,7 @@ def _place(state: ServerState, given: str) -> tuple[Path, str]:
 
 
 async def _load(request: Request) -> Response:
-    """Answers when the adapter can be asked for."""
+    """Load an adapter. The answer comes when requests can use it."""
     state: ServerState = request.app.state.server
     check_admin(request)
     asked, ignored = parse(LoadRequest, await read_json(request))
@@ -93,7 +93,7 @@ async def _load(request: Request) -> Response:
 
 
 async def _unload(request: Request) -> Response:
-    """Answers at once; requests that have begun go on."""
+    """Unload an adapter. The answer comes at once; requests that have begun continue."""
     state: ServerState = request.app.state.server
     check_admin(request)
     asked, ignored = parse(UnloadRequest, await read_json(request))

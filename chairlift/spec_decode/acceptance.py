@@ -1,6 +1,6 @@
-"""How likely drafts are right: for each request and each source of its drafts, from those that were verified.
+"""Estimates how likely drafts are accepted, for each request and each source of drafts.
 
-A request that was never tried has the likelihood of its source: a prior, which moves slowly with everybody's drafts.
+A request without verified drafts has the estimate of its source: a prior that slowly follows all requests.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _MEMORY: Final = 0.15
 _SHARED_MEMORY: Final = 0.005
 """Weight of the newest draft of any request in the estimate for those that come."""
 _MOST: Final = 0.98
-"""Nothing is certain: without this a long run of right drafts would outweigh any cost."""
+"""Upper limit of an estimated acceptance. Without it a long run of accepted drafts would outweigh any cost."""
 
 
 class Source(enum.Enum):
-    """Who drafted, and how likely its first draft is right. Names say where the tokens come from."""
+    """Source of drafts, and the prior acceptance of its first draft."""
 
     FORCED = 0.95
     """A grammar, where it leaves one text: only its split into tokens is a guess."""
@@ -50,7 +50,7 @@ class Acceptance:
         return source in self._own.get(request_id, ())
 
     def learn(self, request_id: str, source: Source, num_drafts: int, num_accepted: int) -> None:
-        """Learn from a row of drafts. Those behind the first wrong one say nothing."""
+        """Learn from a row of drafts. Drafts after the first wrong one tell nothing."""
         chance, common = self.chance(request_id, source), self._common[source]
         for right in [1.0] * num_accepted + [0.0] * (num_accepted < num_drafts):
             chance += _MEMORY * (right - chance)

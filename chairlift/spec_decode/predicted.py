@@ -1,7 +1,7 @@
-"""Drafts from a text that the caller expects the answer to repeat: OpenAI's ``prediction``.
+"""Drafts from a text that the answer is expected to repeat: OpenAI's ``prediction``.
 
-An edited file is mostly the old file, and who asks for the edit has it. While the answer follows the text, what comes
-next in the text is drafted. Where they part, the place is found again by what the answer ends with.
+For example, an edited file mostly equals the old file, which the caller has. While the answer follows the text, the
+next tokens of the text are drafted. After a difference, the place is found again from the last tokens of the answer.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MOST_COMPARED: Final = 64
 
 
 class PredictedText:
-    """Where an answer stands in the text that was expected. One per answer: it follows the answer as that grows.
+    """Place of one growing answer in the expected text.
 
     Args:
-        token_ids: The text. The answer is expected to begin at its beginning.
+        token_ids: The text. The answer is expected to begin like it.
     """
 
     __slots__ = ("_ends", "_lost_at", "_num_seen", "_place", "_text")
@@ -33,15 +33,15 @@ class PredictedText:
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._text = tuple(token_ids)
         self._ends: dict[tuple[int, ...], list[int]] | None = None
-        """Two tokens -> places behind them, ascending. Made when the text is lost for the first time."""
+        """Two tokens -> places after them, ascending. Made when the answer first leaves the text."""
         self._place: int | None = 0
         """Index of the token that comes next; None while the answer is elsewhere."""
         self._lost_at = 0
         self._num_seen = 0
 
     def propose(self, token_ids: Sequence[int], num_prompt_tokens: int, most: int) -> Sequence[int]:
-        """Up to ``most`` tokens that may follow ``token_ids``, of which the first ``num_prompt_tokens`` are the
-        prompt. None while the answer has left the text."""
+        """Up to ``most`` tokens that may follow ``token_ids``, of which the first ``num_prompt_tokens`` are the prompt.
+        Empty while the answer has left the text."""
         text, fresh = self._text, tuple(token_ids[num_prompt_tokens + self._num_seen :])
         self._num_seen += len(fresh)
         if self._place is not None:
@@ -55,8 +55,8 @@ class PredictedText:
         return () if self._place is None else text[self._place : self._place + most]
 
     def _find(self, token_ids: Sequence[int], num_prompt_tokens: int) -> int | None:
-        """The place behind the longest run of tokens that the answer ends with; of equally long ones the first behind
-        where the text was lost, or else the nearest before."""
+        """Place after the longest match of the answer's last tokens. Among equally long matches: the first after the
+        place where the text was left, otherwise the nearest before it."""
         if self._num_seen < _LEAST_MATCH:
             return None
         if self._ends is None:
@@ -70,7 +70,7 @@ class PredictedText:
         return max(near, key=lambda end: self._match(answer, end), default=None)  # of equal ones the first
 
     def _match(self, answer: Sequence[int], end: int) -> int:
-        """How many of the last tokens of ``answer`` stand before ``end`` in the text."""
+        """Number of last tokens of ``answer`` that equal the text before ``end``."""
         most = min(len(answer), end)
         for count in range(_LEAST_MATCH, most):
             if answer[-count - 1] != self._text[end - count - 1]:

@@ -36,14 +36,15 @@ _GROUP: Final = re.compile(r"\((?:\?(?::|i:|[=!]|<[=!]))?(?!\?)")
 _TIMES: Final = re.compile(r"(?:([?*+])|\{([0-9]{0,3})(,?)([0-9]{0,3})\})(\+?)")
 _RUNS: Final = ("*", "+", "*+", "++")
 _DEEPEST: Final = 6
-"""Groups in groups."""
+"""Largest depth of nested groups."""
 _MOST_STEPS: Final = 1024
-"""What a place in a text may take at which nothing matches, in characters looked at: some microseconds."""
+"""Most characters that may be read at a place where nothing matches; they take some microseconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What an alternative has in a row: an atom, how often, and the alternatives within when it is a group."""
+    """One element of an alternative: an atom, its number of repetitions, and the alternatives inside it if it is a
+    group."""
 
     atom: str
     least: int = 1
@@ -51,11 +52,11 @@ class _Part:
     times: str = ""
     inner: tuple[tuple[_Part, ...], ...] = ()
     empty: bool = False
-    """It is an anchor or looks around: it may fail, and takes no character."""
+    """Whether it is an anchor or a look-around: it may fail, and consumes no character."""
 
     @property
     def plain(self) -> bool:
-        """One class of characters."""
+        """Whether it is one class of characters."""
         return not self.inner and not self.empty
 
     @property
@@ -67,11 +68,11 @@ _Row = tuple[_Part, ...]
 
 
 def is_steady(pattern: str) -> bool:
-    """Whether splitting any text with it takes time that grows only as the text does."""
+    """Whether splitting any text with the pattern takes time linear in the text's length."""
     rows = _read(pattern)
     if rows is None or _steps(rows) > _MOST_STEPS:
         return False
-    run = None  # what the alternatives before may have read in vain
+    run = None  # the run that earlier alternatives may have read without a match
     for row in rows:
         here = _run(row)
         if run is not None and here != run:
@@ -86,13 +87,13 @@ def is_steady(pattern: str) -> bool:
 
 
 def shortest(pattern: str) -> int:
-    """Characters that a match has at least; 0 where it cannot be told."""
+    """Least number of characters in a match; 0 if unknown."""
     rows = _read(pattern)
     return 0 if rows is None else min(map(_least, rows))
 
 
 def _least(row: _Row) -> int:
-    # A group may ignore case, and then one character can stand for several letters.
+    # A group may ignore case, and then one character can match several letters.
     return sum(
         part.least * (min(1, min(map(_least, part.inner))) if part.inner else 1) for part in row if not part.empty
     )
@@ -109,15 +110,15 @@ def _run(row: _Row) -> tuple[str, str] | None:
 
 
 def _goes_on(row: _Row) -> bool:
-    """Whether an alternative that begins with ``P?X*`` goes on with nothing but a ``Q``, which is not found twice at
-    one place."""
+    """Whether an alternative that begins with ``P?X*`` continues only with a ``Q`` that is not found twice at one
+    place."""
     start = 0 if row[0].times in _RUNS else 1
     rest = row[start + 1 :]
     return _prompt(rest) and (row[start].least > 0 or _least(rest) > 0)
 
 
 def _leaves_one(row: _Row) -> bool:
-    r"""Whether it is ``\s+(?!\S)``, of whatever class."""
+    r"""Whether it is ``\s+(?!\S)``, for any class."""
     if len(row) != 2 or row[0].times != "+":
         return False
     kind = row[0].atom[1:]
@@ -125,7 +126,7 @@ def _leaves_one(row: _Row) -> bool:
 
 
 def _prompt(row: _Row) -> bool:
-    """Whether it fails after some steps, and otherwise takes time for what it matches."""
+    """Whether it fails after a limited number of steps, and otherwise takes time linear in its match."""
     endless = False
     for part in row:
         if (endless and part.least) or not all(map(_prompt, part.inner)):
@@ -137,7 +138,7 @@ def _prompt(row: _Row) -> bool:
 
 
 def _steps(rows: tuple[_Row, ...]) -> float:
-    """Characters looked at, at most, to find that none of the alternatives matches, or that one more turn does not."""
+    """Most characters read to find that none of the alternatives matches, or that one more repetition does not."""
     return sum(max(1, len(row)) * math.prod(map(_tries, row)) for row in rows)
 
 
@@ -151,7 +152,7 @@ def _tries(part: _Part) -> float:
 
 
 def _read(pattern: str) -> tuple[_Row, ...] | None:
-    """The alternatives of a pattern; None for one that is not understood."""
+    """Alternatives of a pattern; None for an unsupported one."""
     try:
         rows, end = _rows(pattern, 0, 0)
     except ValueError:
@@ -191,7 +192,7 @@ def _part(text: str, at: int, depth: int) -> tuple[_Part, int]:
     else:
         raise ValueError(text)
     if part.empty and any(each.endless for row in part.inner for each in row):
-        raise ValueError(text)  # it would read without end, from each place again
+        raise ValueError(text)  # it would read without end, again from each place
     times = _TIMES.match(text, at)
     if times is not None:
         if part.empty:
@@ -216,7 +217,7 @@ def _repeated(part: _Part, times: re.Match[str]) -> _Part:
 
 
 def _class_end(text: str, at: int) -> int:
-    """Where the class that begins at ``at`` ends. Classes within are counted; ``[:alpha:]`` is not understood."""
+    """End of the class that begins at ``at``. Nested classes are counted; ``[:alpha:]`` is not supported."""
     depth = 0
     while at < len(text):
         if text[at] == "[":

@@ -25,29 +25,29 @@ __all__ = ["ContentForm", "TemplateForms", "loops_over_content"]
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 _FIRST: Final = "alphachair"
-"""A word that no template has, for the text of messages tried; and so are the next three."""
+"""A word that occurs in no template, used as the text of test messages; so are the next three."""
 _SECOND: Final = "omegalift"
 _DUMP: Final = "dumpedpart"
 _KEY: Final = "argumentkey"
 _SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
 
 Render = Callable[[list[dict[str, Any]], bool], str]
-"""Messages, and whether the assistant's turn is opened -> the text. Raises TemplateError."""
+"""(messages, whether the assistant's turn is opened) -> text. Raises TemplateError."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ContentForm:
-    """What a template does with the content of one role's messages."""
+    """Forms of one role's contents that a template supports."""
 
     text: bool = True
-    """It prints a string."""
+    """Whether it prints a string."""
     parts: bool = False
-    """It prints all of several text parts, and nothing of the list around them."""
+    """Whether it prints all of several text parts, without the list around them."""
     one_part: bool = False
-    """It prints a list of one text part."""
+    """Whether it prints a list of one text part."""
 
     def fit(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        """The content as the template takes it; parts that must become one text are joined by newlines, as in vLLM."""
+        """The content in a supported form. Parts that must become one text are joined by newlines, as in vLLM."""
         if isinstance(content, str):
             wrapped = not self.text and (self.parts or self.one_part)
             return [{"type": "text", "text": content}] if wrapped else content
@@ -58,7 +58,7 @@ class ContentForm:
 
 
 class TemplateForms:
-    """The forms in which one template takes messages. ``render`` renders it; each role is tried when it first comes."""
+    """Forms of messages that one template supports. ``render`` renders it. Each role is tested when it first occurs."""
 
     def __init__(self, tree: nodes.Template, render: Render) -> None:
         self._render = render
@@ -75,18 +75,19 @@ class TemplateForms:
         return word in self._names
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Plain messages as the template takes them.
+        """Plain messages in the forms that the template supports.
 
-        - The content of each is a string or a list of parts, as the template prints it.
-        - ``developer`` is ``system`` for a template that does not know the word.
-        - An assistant's reasoning is there as ``reasoning_content`` and ``thinking``, as in transformers, and as
+        - The content of each is a string or a list of parts, whichever the template prints.
+        - ``developer`` becomes ``system`` for a template that does not know the word.
+        - An assistant's reasoning is given as ``reasoning_content`` and ``thinking``, as in transformers, and as
           ``reasoning`` for a template that knows this name.
-        - A message without a content has an empty one, unless the template takes it as it is.
-        - The ``arguments`` of tool calls are objects, unless the template wants JSON text.
-        - The ids of tool calls have nine letters or digits for a template that takes no others, as Mistral's; a longer
+        - A message without a content gets an empty one, unless the template accepts it without.
+        - The ``arguments`` of tool calls are objects, unless the template needs JSON text.
+        - The ids of tool calls have nine letters or digits for a template that accepts no others, such as Mistral's; a
+          longer
           one becomes a hash.
 
-        Raises RequestError for a role that the template does not know, or prints nothing of.
+        Raises RequestError for a role that the template does not know, or of which it prints nothing.
         """
         return [self._fit(f"messages[{index}]", index, message) for index, message in enumerate(messages)]
 
@@ -125,9 +126,9 @@ class TemplateForms:
         return role
 
     def content(self, role: str, *, first: bool = True) -> ContentForm | None:
-        """How the template takes the content of a role's messages; None when it prints nothing of them.
+        """Supported forms of a role's contents; None when the template prints none of them.
 
-        ``first`` is whether it is the chat's first message, where a template may look for instructions.
+        ``first`` is whether it is the chat's first message, where a template may expect instructions.
         """
         key = (role, first or role not in ("system", "developer"))
         if key not in self._content:
@@ -137,7 +138,7 @@ class TemplateForms:
     def _try_content(self, role: str, first: bool) -> ContentForm | None:
         part = {"type": "text", "text": _FIRST, "unknown": _DUMP}
         contents = (_FIRST, [part, {**part, "text": _SECOND}], [part])
-        # Per chat and form: printed, not printed, or None for an error, which says nothing.
+        # Per chat and form: printed, not printed, or None for an error, which tells nothing.
         seen: list[tuple[bool | None, ...]] = []
         for wrapped in (False, True):
             for chat in _chats(role, first, wrapped):
@@ -150,12 +151,12 @@ class TemplateForms:
         if not shown:
             if seen and role != "user" and self._prints_users():
                 return None
-            return ContentForm(parts=self._loops, one_part=self._loops)  # an error, or no word, whatever it is given
+            return ContentForm(parts=self._loops, one_part=self._loops)  # always an error, or the word is never printed
         forms = zip(*shown, strict=True)
         return ContentForm(*[any(prints) and False not in prints for prints in forms])
 
     def _prints_users(self) -> bool:
-        """Whether what a user says is in the text at all: it is not where a template only counts messages, say."""
+        """Whether the text of a user's message is printed. A template that only counts messages does not print it."""
         form = self.content("user")
         return form is not None and any(
             self._prints(chat, form.fit(_FIRST)) for wrapped in (False, True) for chat in _chats("user", True, wrapped)
@@ -172,7 +173,7 @@ class TemplateForms:
         return first >= 0 and _DUMP not in text and (not several or text.find(_SECOND, first) >= 0)
 
     def _takes_no_content(self) -> bool:
-        """Whether it renders a message with tool calls only; some templates add its content to a text."""
+        """Whether it renders a message that has only tool calls; some templates concatenate its content."""
         if self._no_content is None:
             calling = _calling({"place": "x"} if self._takes_arguments() == "object" else '{"place": "x"}')
             del calling["content"]
@@ -185,13 +186,13 @@ class TemplateForms:
         return self._no_content
 
     def _id(self, given: Any) -> Any:
-        """The id of a call as the template takes it."""
+        """The id of a call in a form that the template accepts."""
         if not isinstance(given, str) or _SHORT_ID.fullmatch(given) or not self._takes_short_ids():
             return given
         return hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:9]
 
     def _takes_short_ids(self) -> bool:
-        """Whether it takes ids of nine letters or digits only."""
+        """Whether it accepts only ids of nine letters or digits."""
         if self._short is None:
             calling = _calling({"place": "x"} if self._takes_arguments() == "object" else '{"place": "x"}')
             user, renders = {"role": "user", "content": self._fitted("user", "x")}, list[bool]()
@@ -242,7 +243,7 @@ class TemplateForms:
         return self._arguments
 
     def _prints_arguments(self, arguments: Any) -> bool:
-        """Whether they are in the text, neither as Python prints an object nor as text in quotes within quotes."""
+        """Whether they are printed, neither in Python's form nor as quoted text."""
         user = {"role": "user", "content": self._fitted("user", "x")}
         try:
             text = self._render([user, _calling(arguments), {**user}], True)
@@ -270,7 +271,7 @@ def _calling(arguments: Any) -> dict[str, Any]:
 
 
 def _chats(role: str, first: bool, wrapped: bool) -> Iterator[Callable[[Any], list[dict[str, Any]]]]:
-    """Small chats with a message of the role in them. ``wrapped``: the other messages have parts."""
+    """Small chats with a message of the role. With ``wrapped`` the other messages have parts."""
 
     def other(name: str) -> dict[str, Any]:
         return {"role": name, "content": [{"type": "text", "text": "x"}] if wrapped else "x"}
@@ -299,9 +300,9 @@ def _chats(role: str, first: bool, wrapped: bool) -> Iterator[Callable[[Any], li
 
 
 def loops_over_content(tree: nodes.Template) -> bool:
-    """Whether a template has a loop over a message's ``content``, also by way of variables and macros (as vLLM asks).
+    """Whether a template loops over a message's ``content``, also through variables and macros (vLLM's criterion).
 
-    It decides where trying fails, because the template raises an error for every small chat.
+    It decides when tests fail because the template raises an error for every small chat.
     """
     names = {"content"}
     macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}

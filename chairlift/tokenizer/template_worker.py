@@ -1,9 +1,9 @@
-"""Chat templates in processes that can be killed: whatever a template does with the messages, the server goes on.
+"""Renders chat templates in processes that can be killed, so that no template can stop the server.
 
-A sandbox bounds what a template reaches, not what it computes: a few nested loops run for years, a few joins take all
-memory. So a worker process renders, with limits on memory and processor time that the kernel keeps, and the server
-kills and replaces the worker when a chat takes longer than it may. Frames of length-prefixed JSON go in and out; what
-comes back is checked like any other input. Memory limits need Linux.
+A sandbox limits a template's access, not its computation: a few nested loops run for years, a few joins take all
+memory. So a worker process renders, with the kernel's limits of memory and processor time. The server kills and
+replaces the worker when a chat takes too long. Requests and replies are frames of length-prefixed JSON; replies are
+checked like any other input. Memory limits need Linux.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _HEADER: Final = 4
 _START_SECONDS: Final = 30.0
 _MAX_ERROR: Final = 1000
 _BYTES_PER_CHAR: Final = 6
-"""The longest a character gets as JSON in UTF-8."""
+"""Most bytes of a character as JSON in UTF-8."""
 _PATIENCE: Final = 10
-"""How many times its limit a chat may take on a machine that has no processor for it."""
+"""Factor by which a chat may exceed its time limit on a machine without a free processor."""
 _TICK: Final = 1 / os.sysconf("SC_CLK_TCK")
 _CPU_SECONDS: Final = 3
-"""Processor time per chat after which the kernel ends a worker that nobody killed."""
+"""Processor seconds per chat after which the kernel kills a worker that was not killed before."""
 _RETIRE_SHARE: Final = 0.25
-"""A worker that has grown by this share of what it may is replaced: the next chat shall have all of it."""
+"""A worker that has grown by this share of its limit is replaced, so that the next chat has all of it."""
 _EXIT_SECONDS: Final = 1.0
-"""How long the end of a process may be news, once its pipe has ended."""
+"""Seconds to wait for the exit status of a process whose pipe has ended."""
 _OWN_SIGNALS: Final = frozenset({signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS})
-"""How a worker ends that met its limits: processor time, or memory where a library needed it. Other signals come from
-outside: an operator, or the kernel when the machine has no memory left."""
+"""Signals that end a worker at its own limits: processor time, or memory inside a library. Other signals come from
+outside: an operator, or the kernel without free memory."""
 
 
 class WorkerPool:
-    """Processes that answer one request each at a time, and are killed when that takes longer than it may.
+    """Processes that answer one request at a time, and are killed when a request takes too long.
 
-    ``module`` is what they run; ``setup`` is sent to each at its start, with ``memory_bytes``, what it may take beyond
-    what it has then. ``what`` names the requests in errors, ``max_reply`` is the longest answer in bytes.
-    ``num_workers`` requests at a time; one more worker is kept ready, so that a killed one delays nobody by the start
-    of an interpreter. At most ``most_waiting`` requests wait for their turn. One event loop owns the object.
+    ``module`` is their program. ``setup`` is sent to each at its start, with ``memory_bytes``, the memory that it may
+    take beyond that. ``what`` names the requests in errors, ``max_reply`` is the longest answer in bytes.
+    ``num_workers`` requests run at a time. One more worker is kept ready, so that a killed one delays no request by the
+    start of an interpreter. At most ``most_waiting`` requests wait in the queue. One event loop owns the object.
     """
 
     def __init__(
@@ -76,26 +76,26 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """The workers that run now, busy or not."""
+        """Process ids of all workers, busy or not."""
         return [process.pid for process in self._processes]
 
     async def start(self) -> None:
-        """Have a worker ready before the first request. Raises OverloadedError when none can be started."""
+        """Start a worker before the first request. Raises OverloadedError when none can be started."""
         if not self._idle:
             self._idle.append(await self._start_process())
 
     async def ask(self, fields: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """The reply to a request that may take ``seconds`` of processor time.
+        """Reply to a request that may take ``seconds`` of processor time.
 
-        Raises TimeoutError when the time is up, EOFError when the process dies of the request, ValueError when it sends
-        nonsense, and OverloadedError when no process can be started, it gets no processor, or (as QueueFullError) too
-        many requests wait, or (as WorkerLostError) two processes in a row were ended from outside.
+        Raises TimeoutError when the time is up, EOFError when the request kills the process, and ValueError for an
+        invalid reply. Raises OverloadedError when no process can be started or it gets no processor; QueueFullError
+        when too many requests wait; WorkerLostError when two processes in a row were killed from outside.
         """
-        # A caller that goes away leaves the worker to finish: killing it would cost more than the request.
+        # If the caller leaves, the worker finishes the request: killing it would cost more.
         return await self._turns.take(lambda: self._background(self._exchange(fields, seconds)))
 
     async def _exchange(self, fields: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """A request whose worker was ended from outside is tried once more."""
+        """Exchange a request and its reply. If its worker was killed from outside, the request is tried once more."""
         try:
             return await self._ask_one(fields, seconds)
         except WorkerLostError:
@@ -112,7 +112,7 @@ class WorkerPool:
         except (EOFError, OSError):
             from_outside = await process.ended_from_outside()
             self._discard(process)
-            if self._closed:  # the request did nothing wrong
+            if self._closed:  # the request is not at fault
                 raise OverloadedError("the server is stopping") from None
             if from_outside:
                 raise WorkerLostError(
@@ -127,7 +127,7 @@ class WorkerPool:
         return reply
 
     async def close(self) -> None:
-        """End all workers. Chats under way end with an error."""
+        """End all workers. Running requests fail."""
         self._closed = True
         self._idle.clear()
         while self._processes or self._tasks:
@@ -136,8 +136,8 @@ class WorkerPool:
             await asyncio.gather(*map(self._reap, self._processes), *self._tasks, return_exceptions=True)
 
     async def _in_time(self, process: _Process, frame: bytes, limit: float) -> dict[str, Any]:
-        """The reply. Raises TimeoutError when the worker has computed for too long, and OverloadedError when it does
-        not come to that: it got no processor, for which the chat is not to blame."""
+        """The reply. Raises TimeoutError when the worker has computed for too long, and OverloadedError when it got no
+        processor, which is not the request's fault."""
         task = asyncio.ensure_future(process.ask(frame, self._max_reply))
         begin, used, waited = process.seconds_computed(), 0.0, 0.0
         try:
@@ -146,7 +146,8 @@ class WorkerPool:
                 await asyncio.wait({task}, timeout=timeout)
                 if task.done():
                     return task.result()
-                waited += timeout  # not by the clock: while this process stood still it could not hear the reply
+                # not by the clock, because this process cannot receive the reply while it stands still
+                waited += timeout
                 used = process.seconds_computed() - begin
                 if used >= limit:
                     raise TimeoutError
@@ -155,7 +156,7 @@ class WorkerPool:
             task.cancel()
 
     async def _take(self) -> _Process:
-        """A worker nobody uses, and another one on its way where that was the last."""
+        """A free worker. If it was the last one, another is started."""
         process = None
         while self._idle and process is None:
             process = self._idle.pop()
@@ -213,16 +214,16 @@ class WorkerPool:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # its caller may have gone; an error nobody fetches would be logged
+            task.exception()  # the caller may have left, and an error that is never fetched would be logged
 
 
 class TemplateWorker(WorkerPool):
-    """Renders chats as :class:`~chairlift.tokenizer.chat_template.ChatTemplate` does, out of process.
+    """Renders chats like :class:`~chairlift.tokenizer.chat_template.ChatTemplate`, in worker processes.
 
-    ``num_workers`` chats at a time; one more worker is kept ready, so that a killed one delays nobody by the start of
-    an interpreter. ``time_limit`` is in seconds of processor time per chat, ``memory_bytes`` what a worker may take
-    beyond what it has after its start, ``max_chars`` the longest text, and ``most_waiting`` how many chats wait for
-    their turn at most. One event loop owns the object.
+    ``num_workers`` chats are rendered at a time; one more worker is kept ready, so that a killed one delays no chat by
+    the start of an interpreter. ``time_limit`` is in seconds of processor time per chat, ``memory_bytes`` the memory
+    that a worker may take after its start, ``max_chars`` the longest text, and ``most_waiting`` the most waiting chats.
+    One event loop owns the object.
     """
 
     def __init__(
@@ -248,15 +249,15 @@ class TemplateWorker(WorkerPool):
         self._time_limit = time_limit
 
     async def start(self) -> None:
-        """Have a worker ready before the first chat. Raises OverloadedError when none can be started."""
+        """Start a worker before the first chat. Raises OverloadedError when none can be started."""
         if self._has_template:
             await super().start()
 
     async def check(self) -> None:
-        """Raise what every chat will: TemplateError for a template that is invalid or fails for small chats, or
-        RequestError for one that takes too long. A model without a template is fine."""
+        """Raise the error that every chat would raise: TemplateError for a template that is invalid or fails for small
+        chats, or RequestError for one that takes too long. A model without a template passes."""
         if self._has_template:
-            self._starting = True  # no spare for it
+            self._starting = True  # no spare worker for it
             try:
                 await self._text_of(self._exchange({"check": True}, self._time_limit))
             finally:
@@ -274,15 +275,15 @@ class TemplateWorker(WorkerPool):
         """The text of a chat; see :meth:`ChatTemplate.render <chairlift.tokenizer.ChatTemplate.render>`.
 
         Raises :class:`~chairlift.errors.RequestError` for messages or variables of another form and when the time is
-        up, :class:`~chairlift.errors.TemplateError` when there is no template, it fails or its process dies of it, and
-        :class:`~chairlift.errors.OverloadedError` when no process can be started, it gets no processor, or (as
-        QueueFullError) too many chats wait, or (as WorkerLostError) two processes in a row were ended from outside.
+        up. Raises :class:`~chairlift.errors.TemplateError` when there is no template, or it fails or kills its process.
+        Raises :class:`~chairlift.errors.OverloadedError` when no process can be started or it gets no processor;
+        QueueFullError when too many chats wait; WorkerLostError when two processes in a row were killed from outside.
         """
         variables = dict(variables or {})
         check_variables(variables)
         plain = normalize_messages(messages)
         if not self._has_template:
-            return ChatTemplate(None).render(plain)  # raises, and says what to do
+            return ChatTemplate(None).render(plain)  # raises an error with the remedy
         fields = {
             "messages": plain,
             "add_generation_prompt": bool(add_generation_prompt),
@@ -293,7 +294,7 @@ class TemplateWorker(WorkerPool):
         return await self._text_of(self.ask(fields, self._time_limit))
 
     async def _text_of(self, replies: Awaitable[dict[str, Any]]) -> str:
-        """The text of a worker's reply. Raises as :meth:`render`."""
+        """Text in a worker's reply. Raises the errors of :meth:`render`."""
         try:
             reply = await replies
         except TimeoutError:
@@ -315,7 +316,7 @@ class TemplateWorker(WorkerPool):
 
 
 class _Process:
-    """One worker, seen from the server."""
+    """One worker process, in the server."""
 
     def __init__(self, process: asyncio.subprocess.Process, stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader):
         self._process = process
@@ -330,7 +331,8 @@ class _Process:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(),
-            start_new_session=True,  # Ctrl-C reaches a terminal's whole group, and a worker that starts knows no better
+            # Ctrl-C signals the terminal's whole group, and a starting worker does not handle it yet
+            start_new_session=True,
         )
         if process.stdin is None or process.stdout is None:
             raise OSError("no pipes")
@@ -338,20 +340,22 @@ class _Process:
 
     @property
     def alive(self) -> bool:
-        # The event loop may not have heard of its end yet.
+        # The event loop may not know of its end yet.
         return not (self._process.returncode is not None or self._stdout.at_eof() or has_ended(self.pid))
 
     def seconds_computed(self) -> float:
-        """Processor time since its start; where the system does not tell, time."""
+        """Processor seconds since its start; elapsed time if the system does not tell."""
         try:
-            with open(f"/proc/{self.pid}/stat", "rb", 0) as file:  # each chat asks: half the time of read_text
+            # called for each chat, and twice as fast as read_text
+            with open(f"/proc/{self.pid}/stat", "rb", 0) as file:
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
             return time.monotonic()
         return (int(fields[11]) + int(fields[12])) * _TICK
 
     async def ask(self, frame: bytes, most: int) -> dict[str, Any]:
-        """Send a frame and wait for the answer; raises OSError or EOFError when the process dies, else ValueError."""
+        """Send a frame and wait for the answer. Raises OSError or EOFError when the process dies, and ValueError for an
+        invalid answer."""
         self._stdin.write(frame)
         await self._stdin.drain()
         length = int.from_bytes(await self._stdout.readexactly(_HEADER), "big")
@@ -363,10 +367,10 @@ class _Process:
         return reply
 
     async def ended_from_outside(self) -> bool:
-        """Whether a process whose pipe has ended was killed, and not by limits of its own."""
+        """Whether a process whose pipe has ended was killed from outside, not by its own limits."""
         try:
             code = await asyncio.wait_for(self._process.wait(), _EXIT_SECONDS)
-        except TimeoutError:  # it has closed its pipe and lives
+        except TimeoutError:  # it closed its pipe and still runs
             return False
         return code < 0 and -code not in _OWN_SIGNALS
 
@@ -374,7 +378,7 @@ class _Process:
         kill_child(self.pid)
 
     async def wait(self) -> None:
-        """Until a killed process has ended and its pipes are closed."""
+        """Wait until a killed process has ended and its pipes are closed."""
         await self._process.wait()
         self._stdin.close()
         with contextlib.suppress(OSError):
@@ -382,26 +386,26 @@ class _Process:
 
 
 def _frame(fields: Mapping[str, Any]) -> bytes:
-    # Half surrogate pairs stay in one piece: whoever encodes the text for the model refuses them with a good message.
+    # Halves of surrogate pairs are kept: the tokenizer refuses them later with a good message.
     body = json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return len(body).to_bytes(_HEADER, "big") + body
 
 
 def _read_frame(pipe: IO[bytes]) -> dict[str, Any] | None:
-    """The next frame, None at the end."""
+    """The next frame; None at the end of the pipe."""
     header = pipe.read(_HEADER)
     body = pipe.read(int.from_bytes(header, "big"))
     return json.loads(body) if body else None
 
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
-"""From a request to its reply."""
+"""Makes the reply to a request."""
 Prepare = Callable[[dict[str, Any]], tuple[Answer, Callable[[], object]]]
-"""From the setup to what answers, and what is to be done once the limits hold."""
+"""Takes the setup. Returns the function that answers, and a function to call once the limits are set."""
 
 
 def _serve(requests: IO[bytes], replies: IO[bytes], prepare: Prepare, too_much: str) -> None:
-    """The worker's life: a frame with its setup, then one per request, until the server closes the pipe."""
+    """Main loop of a worker: a frame with its setup, then one per request, until the server closes the pipe."""
     setup = _read_frame(requests)
     if setup is None:
         return
@@ -456,13 +460,13 @@ def _reply(template: ChatTemplate, chat: dict[str, Any]) -> dict[str, Any]:
 
 
 def limit_resources(memory_bytes: int, seconds: int) -> None:
-    """Have the kernel end this process when it takes so much more memory, or so many more seconds of processor time."""
+    """Set the kernel's limits for further memory and further processor seconds of this process."""
     _limit_memory(_address_space(), memory_bytes)
     _limit_processor_time(seconds)
 
 
 def _address_space() -> int:
-    """Bytes of address space in use; 0 where the system does not tell."""
+    """Bytes of used address space; 0 if the system does not tell."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -490,8 +494,8 @@ def _limit_processor_time(more: int) -> None:
 
 
 def serve(prepare: Prepare, too_much: str) -> None:
-    """A worker's main(): its parent's process id is the first argument. ``too_much`` is the error for a request that
-    takes more memory than it may."""
+    """Main function of a worker. Its first argument is the parent's process id. ``too_much`` is the error for a request
+    that takes too much memory."""
     die_with_parent(int(sys.argv[1]))
     # Whoever stops the server may signal its whole group; the server still needs its workers while it drains.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,7 +1,7 @@
-"""Texts to token ids in processes that can be killed, for tokenizers of which nobody can tell how long they take.
+"""Tokenizes texts in processes that can be killed, for tokenizers whose time is unknown.
 
-As with chat templates the kernel keeps the limits: processor time and memory. What ``growth`` has no doubt about is
-encoded in the server's own process, which is faster.
+As for chat templates, the kernel limits processor time and memory. Tokenizers that ``growth`` knows to be limited run
+in the server's own process, which is faster.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ __all__ = ["TextWorker"]
 
 _MOST_TOKENS: Final = 1 << 22
 _BYTES_PER_TOKEN: Final = 12
-"""Bytes of an id as JSON, with its separator."""
+"""Bytes of a token id as JSON, with its separator."""
 _BYTES_PER_CHAR: Final = 256
-"""Memory that encoding takes per character: a million take 100 MB."""
+"""Memory for encoding per character; real tokenizers take 100 MB for a million."""
 _SECONDS: Final = 1.0
 _SECONDS_PER_CHAR: Final = 10e-6
-"""Ten times what they take: a million take a second."""
+"""Processor seconds per character: ten times the real value of a second per million."""
 
 
 def _try(folder: str, file_bytes: int) -> int:
-    """In the process with limits: 0 when all is well, 1 when what is wrong was printed, else another code."""
+    """Try the tokenizer in a limited process. Returns 0 if it works, 1 if an error was printed, otherwise another
+    code."""
     limit_resources(TRIAL_BYTES + TRIAL_BYTES_PER_BYTE * file_bytes, TRIAL_SECONDS)
     try:
         tokenizer = Tokenizer.from_dir(folder, probe=False)
@@ -46,7 +47,7 @@ def _try(folder: str, file_bytes: int) -> int:
 
 
 class TextWorker(WorkerPool):
-    """Encodes with the tokenizer in ``folder``, out of process. ``max_chars`` is the longest text there is."""
+    """Encodes with the tokenizer in ``folder`` in worker processes. ``max_chars`` is the longest text."""
 
     def __init__(self, folder: str, max_chars: int, most_waiting: int = 256, memory_bytes: int = 128 << 20) -> None:
         memory = memory_bytes + _BYTES_PER_CHAR * max_chars
@@ -57,8 +58,8 @@ class TextWorker(WorkerPool):
         """Seconds of processor time for a short text."""
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises RequestError for one that takes too long or too much memory, and what
-        :meth:`WorkerPool.ask` raises when it is not to blame."""
+        """Token ids of a text. Raises RequestError for one that takes too much time or memory. Errors of
+        :meth:`WorkerPool.ask` mean that the text is not at fault."""
         if not isinstance(text, str):
             raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
         seconds = self.seconds + _SECONDS_PER_CHAR * len(text)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the ``tokenizers`` library and a Hugging Face model directory."""
+"""Conversion of text to token ids and back, with the ``tokenizers`` library and a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _log = logging.getLogger(__name__)
 
 _EACH_BYTE: Final = "chairlift.each_byte"
 _MOST_BYTES: Final = 4
-"""Largest number of bytes of a character."""
+"""Most bytes of a UTF-8 character."""
 _ALONE: Final = 512
-"""Characters or tokens of one text. Longer ones go through the library's functions for batches: the functions for one
-text keep the interpreter's lock until they are done, so every other thread waits, the event loop's too."""
+"""Most characters or tokens for the library's functions for one text. These hold the interpreter's lock, so every other
+thread and the event loop wait. Longer texts use the functions for batches."""
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -43,7 +43,7 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2, Radford et al., 2019)."""
+    """Printable character of each byte in byte-level vocabularies (GPT-2, Radford et al., 2019)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -54,25 +54,25 @@ _BYTE_OF: Final = byte_level_alphabet()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ByteDecoding:
-    """How a token becomes bytes, for decoders that look at one token at a time.
+    """Conversion of a token to bytes, for decoders that need one token at a time.
 
-    These are the byte-level decoder (GPT-2, Llama 3, Qwen) and the one with byte fallback that SentencePiece models
-    use (Llama 2, Mistral, Gemma): the text is the UTF-8 reading of the tokens' bytes in a row. Other decoders
-    (Metaspace, WordPiece) look at neighbours and have no such form.
+    These are the byte-level decoder (GPT-2, Llama 3, Qwen) and the one with byte fallback of SentencePiece models
+    (Llama 2, Mistral, Gemma): the text is the concatenated bytes of the tokens, read as UTF-8. Other decoders
+    (Metaspace, WordPiece) depend on neighbours and have no such form.
     """
 
     byte_level: bool
-    """Each character of a token stands for one byte."""
+    """Whether each character of a token is one byte."""
     replacements: tuple[tuple[str, str], ...] = ()
     """Substitutions within a token, in order (``▁`` to a space)."""
     byte_fallback: bool = False
-    """``<0xE4>`` stands for that byte."""
+    """Whether ``<0xE4>`` is that byte."""
     strip_start: bool = False
-    """One space at the very start of a sequence is dropped."""
+    """Whether one space at the start of a sequence is dropped."""
 
     @classmethod
     def of(cls, decoder: Mapping[str, Any] | None) -> ByteDecoding | None:
-        """Read the ``decoder`` entry of a ``tokenizer.json``; None when it looks at more than one token at a time."""
+        """Read the ``decoder`` entry of a ``tokenizer.json``; None if it needs more than one token at a time."""
         parts = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         kinds = [part["type"] for part in parts]
         if kinds == ["ByteLevel"]:
@@ -94,11 +94,11 @@ class ByteDecoding:
 
     @property
     def errors(self) -> str:
-        """The codec error handler: one U+FFFD per broken character, or per byte where byte fallback counts bytes."""
+        """Codec error handler: one U+FFFD per broken character, or per byte with byte fallback."""
         return "replace" if self.byte_level else _EACH_BYTE
 
     def token_bytes(self, token: str) -> bytes:
-        """The bytes that one vocabulary entry stands for."""
+        """Bytes of one vocabulary entry."""
         if self.byte_level:
             mapped = [_BYTE_OF.get(char, -1) for char in token]
             return token.encode() if -1 in mapped else bytes(mapped)
@@ -113,10 +113,10 @@ class ByteDecoding:
 
 
 class Tokenizer:
-    """A tokenizer read from ``tokenizer.json``, with the special tokens and chat template that stand beside it.
+    """A tokenizer read from ``tokenizer.json``, with its special tokens and chat template.
 
-    ``named_tokens`` maps ``bos_token``, ``eos_token`` and their like to their text; ``backend`` is the library's own
-    tokenizer, which knows more and must not be changed. Safe to share between threads.
+    ``named_tokens`` maps names such as ``bos_token`` and ``eos_token`` to texts. ``backend`` is the library's
+    tokenizer, which must not be changed. Threads may share the object.
     """
 
     def __init__(
@@ -125,26 +125,26 @@ class Tokenizer:
         named_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
     ) -> None:
-        # A file saved while training may cut or pad every text; a prompt must arrive whole.
+        # The file may still contain truncation or padding from training, but a prompt must be complete.
         backend.no_truncation()
         backend.no_padding()
         self.backend: Final = backend
         self.folder: Path | None = None
-        """Where it was read from."""
+        """Directory from which it was read."""
         self.doubt = ""
-        """Why nobody can tell how long it takes to encode a text; empty where its time and memory are bounded."""
+        """Reason why the time of encoding is unknown; empty if time and memory are limited."""
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
         added = backend.get_added_tokens_decoder()
         self.named_tokens: dict[str, str] = dict(named_tokens or {})
         self.chat_template: str | None = chat_template
         self.special_texts: dict[int, str] = {i: token.content for i, token in added.items() if token.special}
-        """How the vocabulary spells each special token."""
+        """Text of each special token in the vocabulary."""
         self.special_ids: frozenset[int] = frozenset(self.special_texts)
         self.vocab_size: int = max([backend.get_vocab_size(with_added_tokens=True) - 1, *added]) + 1
-        """Every id the tokenizer can produce is below this; a model may have more rows."""
+        """Upper bound of the ids that the tokenizer can produce; a model may have more rows."""
         self.num_added: tuple[int, int] = _num_added(backend)
-        """How many special tokens ``encode`` adds before a text, and how many behind it."""
+        """Numbers of special tokens that ``encode`` adds before and behind a text."""
         self.bos_token_id: int | None = self._named_id("bos_token")
         eos = self._named_id("eos_token")
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
@@ -158,12 +158,12 @@ class Tokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` from a model directory, or all
         three from a GGUF file.
 
-        Only ``tokenizer.json`` must be there. Raises :class:`~chairlift.errors.ModelLoadError`. With ``probe``, one of
-        which nobody can tell how long it takes is tried in a process with limits first.
+        Only ``tokenizer.json`` is required. Raises :class:`~chairlift.errors.ModelLoadError`. With ``probe``, a
+        tokenizer whose time is unknown is first tried in a limited process.
         """
         folder = Path(path)
         file, data, config = _contents(folder)
-        # The library normalizes added tokens while it reads, so what must not run is refused before.
+        # The library normalizes added tokens while it reads, so dangerous files are refused before.
         parts = read_parts(data)
         check_growth(parts)
         doubt = doubt_about(parts)
@@ -195,19 +195,19 @@ class Tokenizer:
         return None if token is None else self.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; ``add_special_tokens`` adds what the model expects around it (a BOS, say).
+        """Token ids of ``text``. ``add_special_tokens`` adds the model's special tokens around it (such as a BOS).
 
         Text that spells a special token becomes that token, unless the model has split_special_tokens. A rendered chat
-        template already has its special tokens: encode it without more. Raises
-        :class:`~chairlift.errors.RequestError` for text that no encoding can hold, or for which it has no tokens.
+        template contains its special tokens: encode it without more. Raises :class:`~chairlift.errors.RequestError` for
+        invalid text, or text without tokens in the vocabulary.
         """
         ids: list[int] = self._encoding(text, add_special_tokens).ids
         return ids
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int], list[int]]:
-        """Token ids of two texts as one, their token types, and the places of the second text's own tokens.
+        """Token ids of two texts as one, their token types, and the indices of the second text's own tokens.
 
-        Special tokens are added as the model expects them. Raises RequestError as :meth:`encode`.
+        Special tokens are added as the model expects them. Raises RequestError like :meth:`encode`.
         """
         for text in (first, second):
             self._check_text(text)
@@ -235,7 +235,7 @@ class Tokenizer:
 
     def _encoding(self, text: str, add_special_tokens: bool, with_offsets: bool = False) -> tokenizers.Encoding:
         self._check_text(text)
-        # A batch does not hold the interpreter lock, and the fast one leaves offsets out.
+        # The batch functions release the interpreter's lock, and the fast one omits offsets.
         encode_many = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
         try:
             if len(text) <= _ALONE:
@@ -249,12 +249,12 @@ class Tokenizer:
             raise RequestError(f"the model's tokenizer cannot encode the text ({reason}); change it") from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True, final: bool = True) -> str:
-        """The text of a whole sequence. Ids outside the vocabulary contribute nothing; broken UTF-8 becomes U+FFFD.
-        Not ``final``: more tokens follow, and a character that they may complete is left out (:attr:`byte_decoding`).
+        """The text of a sequence. Unknown ids are skipped; broken UTF-8 becomes U+FFFD. Without ``final`` more tokens
+        will follow, and an incomplete character at the end is left out (:attr:`byte_decoding`).
 
-        As the ``tokenizers`` library decodes, except that a run of ``<0x..>`` byte tokens which is not valid UTF-8 as a
-        whole keeps the characters in it that are; the library replaces every byte of such a run. A character that was
-        already streamed could otherwise be unmade by a later token.
+        It decodes like the ``tokenizers`` library with one exception: in a run of ``<0x..>`` byte tokens that is not
+        valid UTF-8 as a whole, valid characters are kept. The library replaces every byte of such a run, so a later
+        token could change a character that was already streamed.
         """
         decoding = self.byte_decoding
         if decoding is None:
@@ -264,7 +264,8 @@ class Tokenizer:
         return text[1:] if decoding.strip_start and text.startswith(" ") else text
 
     def _decode_together(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """As the library decodes; what its decoder breaks over token by token, and one that is to blame as U+FFFD."""
+        """Decode with the library. If its decoder fails, decode token by token, with U+FFFD for each token that
+        fails."""
         try:
             if len(ids) > _ALONE:
                 text: str = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
@@ -272,15 +273,15 @@ class Tokenizer:
                 text = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # a panic in the native library is no Exception, and must not end what others wait for
+        except BaseException:  # a panic in the native library is no Exception, and must not end other requests
             if len(ids) == 1:
                 return "\ufffd"
             return "".join([self._decode_together([i], skip_special_tokens) for i in ids])
         return text
 
     def token_text(self, token_id: int) -> str:
-        """What one token reads like within a text, special tokens included: where a decoder drops the space at the
-        start of a sequence (at the end, where it marks the ends of words), a token keeps its own."""
+        """Text of one token inside a sequence, special tokens included. A space that a decoder drops at the start (or
+        end) of a sequence is kept."""
         decoding = self.byte_decoding
         if decoding is not None:
             return self.token_bytes(token_id, skip_special_tokens=False).decode("utf-8", decoding.errors)
@@ -302,7 +303,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _neighbour(self) -> tuple[list[int], str]:
-        """A token that reads like a letter, alone and beside itself, and that letter."""
+        """A token that reads like a letter, alone and repeated, and that letter."""
         for token_id in range(self.vocab_size):
             if token_id not in self.special_ids:
                 text = self._decode_together([token_id], False)
@@ -311,21 +312,21 @@ class Tokenizer:
         return [], ""
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Where each token of :meth:`encode` begins in ``text``, in characters: with its own space, where it has one.
-        A part of a character begins where the character does. Raises as ``encode``."""
+        """Offset in ``text`` of each token of :meth:`encode`, in characters, including the token's own space. A part of
+        a character begins where the character does. Raises the errors of ``encode``."""
         encoding = self._encoding(text, add_special_tokens, with_offsets=True)
         found, end = [], 0
         for token_id, added, span in zip(encoding.ids, encoding.special_tokens_mask, encoding.offsets, strict=True):
             start = end if added else span[0]
             own = self.token_text(token_id)
-            for _ in range(len(own) - len(own.lstrip())):  # which the library may leave out
+            for _ in range(len(own) - len(own.lstrip())):  # the library may omit these
                 start -= start > end and text[start - 1].isspace()
             found.append(start)
             end = end if added else max(end, span[1])
         return found
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
-        """What one token adds to the text; needs ``byte_decoding``. Empty for skipped and for unknown ids."""
+        """Bytes that one token adds to the text; needs ``byte_decoding``. Empty for skipped and unknown ids."""
         if skip_special_tokens and token_id in self.special_ids:
             return b""
         piece = self._bytes.get(token_id)
@@ -337,8 +338,8 @@ class Tokenizer:
         return piece
 
     def tail_bytes(self, ids: Sequence[int], skip_special_tokens: bool = True) -> bytes:
-        """The end of a sequence, for what follows it: enough for any incomplete character, and empty only where no
-        token has any bytes. Needs ``byte_decoding``."""
+        """Last bytes of a sequence, enough for any incomplete character; empty only if no token has bytes. Needs
+        ``byte_decoding``."""
         tail = b""
         for token_id in reversed(ids):
             tail = self.token_bytes(token_id, skip_special_tokens) + tail
@@ -347,7 +348,7 @@ class Tokenizer:
         return tail
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a vocabulary entry, spelled as in the vocabulary; None when there is none."""
+        """Id of a vocabulary entry by its text in the vocabulary; None if there is none."""
         found: int | None = self.backend.token_to_id(token)
         return found
 
@@ -364,7 +365,7 @@ def _num_added(backend: tokenizers.Tokenizer) -> tuple[int, int]:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    """A JSON object from a file, empty when there is no such file (a device or a pipe is none: it may have no end)."""
+    """A JSON object from a file; empty if there is no regular file (a device or a pipe may have no end)."""
     if not file.is_file():
         return {}
     try:
@@ -377,7 +378,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _contents(folder: Path) -> tuple[Path, bytes, dict[str, Any]]:
-    """The file that a tokenizer is read from, the content of ``tokenizer.json``, and what is said beside it."""
+    """The file of a tokenizer, the content of ``tokenizer.json``, and its configuration."""
     file = folder / "tokenizer.json"
     if file.is_file():
         try:
@@ -388,7 +389,7 @@ def _contents(folder: Path) -> tuple[Path, bytes, dict[str, Any]]:
         beside = _read_object(folder / "special_tokens_map.json") | _read_object(folder / "tokenizer_config.json")
         return file, data, beside
     if (model := find_gguf(folder)) is not None:
-        # These need numpy, which takes a while to import, and most models come without.
+        # These modules need numpy, which is slow to import, and most models do not need them.
         from chairlift.gguf.reader import GGUFModel
         from chairlift.tokenizer.gguf_tokenizer import gguf_tokenizer
 
@@ -415,7 +416,7 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Sequence[str]) -> None:
-    """Add the tokens that only the config has, in the order of transformers 5; those it names are special."""
+    """Add the tokens that only the config has, in the order of transformers 5. Tokens in ``named`` are special."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     further = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
     try:
@@ -444,14 +445,15 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named:
 
 
 def _added_token(given: Any) -> tokenizers.AddedToken:
-    """From its text alone, which means a special one, or with its flags."""
+    """An added token, from its text alone (a special one), or from its text and flags."""
     if isinstance(given, str):
         return tokenizers.AddedToken(given, special=True)
     return tokenizers.AddedToken(given["content"], **{flag: given[flag] for flag in _TOKEN_FLAGS if flag in given})
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """``chat_template.jinja`` goes first, as in transformers; of several named templates the one called default."""
+    """The chat template: ``chat_template.jinja`` first, as in transformers; of several named templates the one called
+    default."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:

@@ -1,4 +1,4 @@
-"""Try a tokenizer in a process with limits before it is used where a hang would stop everybody."""
+"""Tries a tokenizer in a limited process before it runs where a hang would stop everything."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PROGRAM: Final = "chairlift.tokenizer.text_worker"
 TRIAL_SECONDS: Final = 20
 TRIAL_BYTES: Final = 1 << 30
 TRIAL_BYTES_PER_BYTE: Final = 32
-"""What a tokenizer takes of processor time and memory while it is read: the largest files, of 30 MB, a tenth of it."""
+"""Limit of memory and time for reading a tokenizer, per byte of its file. The largest files, of 30 MB, need a tenth."""
 
 
 def try_out(folder: Path, file_bytes: int, doubt: str) -> None:
-    """Raise ModelLoadError for a tokenizer that a process with limits cannot read, or use for short texts."""
+    """Raise ModelLoadError for a tokenizer that a limited process cannot read, or use for short texts."""
     command = [sys.executable, "-P", "-m", _PROGRAM, "try", str(folder), str(file_bytes)]
     try:
         trial = subprocess.run(

@@ -1,4 +1,4 @@
-"""Work that takes turns: a few at a time, a bounded line for the others, and an error for those beyond it."""
+"""Runs a few jobs at a time, with a limited queue and an error for further ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _T = TypeVar("_T")
 
 
 class Turns:
-    """``at_once`` works under way and ``most_waiting`` (at least 1) callers in line; ``what`` names them in errors.
+    """``at_once`` running jobs and at most ``most_waiting`` (at least 1) waiting callers; ``what`` names them in
+    errors.
 
-    Work whose caller leaves goes on, and keeps its place until it ends: what runs on a thread, or in a process that is
-    kept, cannot be stopped.
+    A job whose caller leaves continues, and keeps its place until it ends, because work on a thread or in a worker
+    process cannot be stopped.
     """
 
     def __init__(self, at_once: int, most_waiting: int, what: str) -> None:
@@ -27,10 +28,10 @@ class Turns:
         self._what = what
         self.num_waiting = 0
         self._seconds = 0.0
-        """That a work takes, as a running mean."""
+        """Running mean of a job's seconds."""
 
     async def take(self, start: Callable[[], asyncio.Future[_T]]) -> _T:
-        """What the work brings that ``start`` begins. Raises QueueFullError when the line is full."""
+        """Result of the job that ``start`` begins. Raises QueueFullError when the queue is full."""
         if self.num_waiting >= self._most_waiting:
             message = f"{self.num_waiting} {self._what} wait already, as many as may; try again later"
             raise QueueFullError(message, min(60.0, self.num_waiting * self._seconds / self._at_once) or 1.0)
@@ -47,4 +48,4 @@ class Turns:
         self._free.release()
         self._seconds += (0.2 if self._seconds else 1.0) * (asyncio.get_running_loop().time() - began - self._seconds)
         if not work.cancelled():
-            work.exception()  # its caller may have gone; an error nobody fetches would be logged
+            work.exception()  # the caller may have left, and an error that is never fetched would be logged

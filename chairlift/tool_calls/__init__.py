@@ -1,4 +1,4 @@
-"""Tool calls and reasoning in the text of an answer: formats as data, one streaming reader, the checks of requests."""
+"""Tool calls and reasoning in answers: formats as data, a streaming reader, and validation of requests."""
 
 from chairlift.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS, reasoning_format_of, tool_format_of
 from chairlift.tool_calls.held import Thinking, held_to, thinking_of

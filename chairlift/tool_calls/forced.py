@@ -1,9 +1,9 @@
-"""Calls as a grammar: the text that an answer consists of where ``tool_choice`` is required or names a function.
+"""Grammars for forced calls, where ``tool_choice`` is ``required`` or names a function.
 
-The values are formats of structural tags (``chairlift/grammar/structural_tag.py`` lists them), which are plain data.
-What follows them is read as calls by :class:`~chairlift.tool_calls.reader.AnswerReader`, and the arguments satisfy
-their schemas. An object gets the properties of its schema only, unless the schema has ``additionalProperties``: models
-that may invent keys do not stop.
+The values are formats of structural tags (``chairlift/grammar/structural_tag.py`` lists them), which are plain data. An
+answer that follows them is read by :class:`~chairlift.tool_calls.reader.AnswerReader`, and its arguments satisfy their
+schemas. An object has only the properties of its schema, unless the schema has ``additionalProperties``: models that
+may invent keys do not stop.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ __all__ = ["calls_format"]
 
 _NUMBER: Final = "(0|[1-9][0-9]?)"
 _COMBINED: Final = ("patternProperties", "allOf", "anyOf", "oneOf", "$ref", "not", "if")
-"""Keywords beside ``properties`` that may allow or need more of them."""
+"""Keywords beside ``properties`` that may allow or require more properties."""
 _DESCRIBES: Final = (
     *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
     *("title", "description", "$schema", "$id", "$comment", "default", "examples"),
 )
-"""Keywords of an object's schema that are kept where each argument is written by itself."""
+"""Keywords of an object's schema that are kept if each argument is written separately."""
 _OF_TEXT: Final = ("pattern", "format", "minLength", "maxLength", "allOf", "anyOf", "oneOf", "not")
-"""Keywords that a text cannot be held to where it is written without quotes."""
+"""Keywords that cannot be enforced on text without quotes."""
 
 
 def calls_format(form: ToolFormat, tools: Tools) -> dict[str, Any]:
-    """One or more calls of the functions that may be called, and nothing else; one where ``tools.parallel`` is false, a
-    function is named, or the format has room for no other.
+    """Format of one or more calls of the allowed functions, and nothing else. It is one call if ``tools.parallel`` is
+    false, a function is named, or the format allows no more.
 
-    Raises RequestError for a format that has no form for this, and for schemas that have none in it.
+    Raises RequestError for a format without such a form, and for schemas that it cannot express.
     """
     schemas = tools.schemas
     names = [tools.named] if tools.named else list(schemas)
@@ -58,7 +58,7 @@ def calls_format(form: ToolFormat, tools: Tools) -> dict[str, Any]:
 
 
 def literal(text: str) -> Iterator[dict[str, Any]]:
-    """The text as a format; none where it is empty."""
+    """The text as a format; none if it is empty."""
     if text:
         yield {"type": "const_string", "value": text}
 
@@ -69,7 +69,7 @@ def sequence(*elements: dict[str, Any]) -> dict[str, Any]:
 
 
 def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
-    """A content between two texts. ``{number}`` in ``begin`` stands for a number of one or two digits."""
+    """A content between two texts. ``{number}`` in ``begin`` is a number of one or two digits."""
     head, mark, tail = begin.partition("{number}")
     if mark:
         content = sequence({"type": "regex", "pattern": _NUMBER}, *literal(tail), content)
@@ -77,12 +77,12 @@ def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
 
 
 def optional(one: dict[str, Any]) -> dict[str, Any]:
-    """A tag that may be left out."""
+    """An optional tag."""
     return {"type": "tags_with_separator", "tags": [one], "separator": "", "stop_after_first": True}
 
 
 def _series(form: ToolFormat) -> tuple[str, str | None, str]:
-    """(text before a series of calls, between them, behind it). None: there is one call only."""
+    """Texts (before a series of calls, between them, after it). None for the second: only one call is possible."""
     if form.body is Body.HARMONY or not form.section:
         return "", None, ""
     if form.body is Body.JSON and form.wrapped is not None:
@@ -129,7 +129,7 @@ def _tagged(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> dict[str,
         one = _argument(form, f"{where}.{key}", key, value if isinstance(value, Mapping) else {}, shared)
         parts.append(one if key in required else optional(one))
     section = form.section[0] + "\n" if form.bare_call else ""
-    # The line ends within the call: a grammar cannot tell "\n" from the beginning of "\n</section>".
+    # The line ends inside the call, because a grammar cannot tell "\n" from the beginning of "\n</section>".
     end = form.call_end + ("\n" + form.section_end if form.bare_call else "\n" if form.call else "")
     head = section + (form.call or form.section[0]) + name + form.name_ends[0].removesuffix("\n") + "\n"
     return tag(head, sequence(*parts, *literal(end)), "")
@@ -176,7 +176,7 @@ def _not_here(form: ToolFormat, where: str, what: str) -> RequestError:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema, with objects that have the properties it names and no others. It allows no more than the schema."""
+    """The schema with closed objects, which have only the named properties. It allows no more than the schema."""
     return schema if '"allOf"' in json.dumps(schema) else _close(schema)
 
 

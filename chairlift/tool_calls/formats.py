@@ -1,7 +1,7 @@
-"""How models write tool calls and reasoning: a row of data per format, and which row a chat template belongs to.
+"""Formats of tool calls and reasoning: a row of data per format, and the recognition of a chat template's format.
 
-The rows follow what the models' published chat templates print. llama.cpp derives most of such markers by rendering a
-template in pairs and comparing the texts; a table is shorter, can be read, and can be overridden by name.
+The rows follow the models' published chat templates. llama.cpp derives most markers by rendering a template in pairs
+and comparing the texts. A table is shorter, readable, and can be overridden by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NONE: Final = "none"
 
 
 class Body(enum.Enum):
-    """What stands between the markers of a call."""
+    """Contents between the markers of a call."""
 
     JSON = "json"
     """One JSON object with name and arguments, or a list of such objects."""
@@ -45,20 +45,20 @@ class Body(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """One way to write tool calls. Markers are literal text; white space between parts is always allowed."""
+    """A format of tool calls. Markers are literal text; white space between parts is always allowed."""
 
     name: str
-    """What ``--tool-call-parser`` calls it."""
+    """Value of ``--tool-call-parser`` for it."""
     body: Body
     signs: tuple[tuple[str, ...], ...]
-    """A chat template has this format when it contains all texts of one of these groups."""
+    """Groups of texts. A chat template has this format if it contains all texts of one group."""
     section: tuple[str, ...] = ()
     """Texts that begin one call or a series of calls. None: the call is the whole message."""
     section_end: str = ""
     call: str = ""
     """Text that begins each call of a series."""
     bare_call: bool = False
-    """``call`` may come without a ``section`` before it."""
+    """Whether ``call`` may come without a ``section`` before it."""
     name_ends: tuple[str, ...] = ()
     """Texts that end the name."""
     id_mark: str = ""
@@ -70,16 +70,16 @@ class ToolFormat:
     """(text before a value, how to read it: ``schema`` by the tool's schema, ``text``, ``json``)."""
     value_end: str = ""
     prefix: str = ""
-    """Text before a tool's name that is no part of it."""
+    """Text before a tool's name that does not belong to it."""
     numbered: bool = False
-    """The model writes ``NAME:NUMBER``, and that is the id of the call."""
+    """Whether the model writes ``NAME:NUMBER``, which is the id of the call."""
     wrapped: tuple[str, str, str] | None = None
     """Text before a forced call with a JSON body, key of its arguments, text after it. A first text that ends with
     ``[`` begins a list of calls."""
     opening: str = '{"name": '
     """Text before the function's name, in a forced call with a JSON body."""
     own_line: bool = False
-    """Values stand on lines of their own."""
+    """Whether values are on separate lines."""
 
     @property
     def begins(self) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ class ToolFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All texts that must not be hidden from the reader, even where they are special tokens."""
+        """All texts that the reader needs, even if they are special tokens."""
         parts = (*self.begins, self.section_end, self.call, *self.name_ends, self.id_mark, self.call_end)
         values = tuple(mark for mark, _ in self.values)
         tags = (self.key, self.key_end, self.value_end, *values, *_BODY_MARKERS.get(self.body, ()))
@@ -326,23 +326,23 @@ TOOL_FORMATS: Final = {row.name: row for row in _ROWS}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a model marks what it thinks before it answers."""
+    """Marks around a model's reasoning before its answer."""
 
     name: str
-    """What ``--reasoning-parser`` calls it."""
+    """Value of ``--reasoning-parser`` for it."""
     begin: str
     end: str
     signs: tuple[tuple[str, ...], ...]
-    """As in :class:`ToolFormat`."""
+    """Like those of :class:`ToolFormat`."""
     opened: bool = False
-    """Every answer begins inside the reasoning, whether the template writes ``begin`` or not."""
+    """Whether every answer begins inside the reasoning, even if the template does not write ``begin``."""
     goes_on: str = ""
-    """Text between the reasoning and what follows it, where it is not white space."""
+    """Text between the reasoning and the rest, if it is not white space."""
     content: str = ""
     """Text before the content."""
 
     def is_open_after(self, prompt_end: str) -> bool:
-        """Whether a prompt that ends with this text has opened the reasoning for the answer."""
+        """Whether a prompt that ends with this text has begun the reasoning."""
         return prompt_end.rstrip().endswith(self.begin)
 
 
@@ -368,12 +368,12 @@ REASONING_FORMATS: Final = {row.name: row for row in _REASONING_ROWS}
 
 
 def tool_format_of(template: str | None) -> ToolFormat | None:
-    """The format in which a chat template prints tool calls; None when the table has none for it."""
+    """Format in which a chat template prints tool calls; None if the table has none for it."""
     return next((row for row in _ROWS if _has(template, row.signs)), None)
 
 
 def reasoning_format_of(template: str | None) -> ReasoningFormat | None:
-    """The format in which a chat template prints reasoning; None when it prints none, or in one that is not known."""
+    """Format in which a chat template prints reasoning; None if it prints none, or its format is unknown."""
     return next((row for row in _REASONING_ROWS if _has(template, row.signs)), None)
 
 

@@ -1,6 +1,6 @@
-"""What an answer with reasoning and calls is held to as a whole: the reasoning first, then calls, or a form.
+"""One grammar for a whole answer: the reasoning first, then calls, or a content with a given form.
 
-One grammar holds all of it, so nobody has to find out at which token it begins.
+With one grammar for everything, no code has to detect the token where the content begins.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SPACE: Final = {"type": "regex", "pattern": "[ \\n]{0,4}"}
 
 
 class Thinking(enum.Enum):
-    """Where an answer stands to its reasoning when it begins."""
+    """State of the reasoning at the begin of an answer."""
 
     NONE = "none"
-    """There is none, or it is over."""
+    """There is no reasoning, or it is over."""
     MAY = "may"
     """The model may begin it."""
     INSIDE = "inside"
@@ -32,7 +32,7 @@ class Thinking(enum.Enum):
 
 
 def thinking_of(form: ReasoningFormat | None, prompt_end: str) -> Thinking:
-    """For an answer to a prompt that ends with this text."""
+    """State after a prompt that ends with this text."""
     if form is None:
         return Thinking.NONE
     if form.opened or form.is_open_after(prompt_end):
@@ -47,10 +47,11 @@ def held_to(
     reasoning: ReasoningFormat | None,
     thinking: Thinking,
 ) -> StructuredOutputsParams | None:
-    """The form of the whole answer, for one whose content is to have the form ``asked``; None: it is free.
+    """Form of the whole answer if its content must have the form ``asked``; None: no restriction.
 
-    Calls that must come take the place of the content. Calls that may come stand beside it, but for a grammar and for
-    structural tags, which say themselves what an answer is. Raises RequestError for what cannot be expressed.
+    Forced calls replace the content. Optional calls are alternatives to the content, except with a grammar or
+    structural tags, which already describe the whole answer. Raises RequestError for combinations that cannot be
+    expressed.
     """
     forced = tools.choice in ("required", "named")
     if tool_format is None or not (forced or (asked is not None and _is_content(asked) and tools.schemas)):
@@ -95,7 +96,7 @@ def _is_content(asked: StructuredOutputsParams) -> bool:
 
 
 def _form(asked: StructuredOutputsParams) -> dict[str, Any]:
-    """The form of a content as a format of structural tags."""
+    """Form of a content as a format of structural tags."""
     if asked.json is not None or asked.json_object:
         schema = {"type": "object"} if asked.json is None else json.loads(str(asked.json))
         return {"type": "json_schema", "json_schema": schema}

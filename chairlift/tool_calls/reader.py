@@ -1,9 +1,9 @@
-"""The streaming reader of answers: text in, pieces of content and reasoning and whole tool calls out.
+"""Streaming reader of answers: text goes in; pieces of content, pieces of reasoning and whole tool calls come out.
 
-One state machine for all formats, written as generators; what differs stands in the rows of
-:mod:`~chairlift.tool_calls.formats`. A call is delivered when it is complete and proves to be one: its function is
-offered and its arguments are an object. What begins like a call and turns out to be none is delivered as text, with a
-reason. The events, joined, are a function of the whole text: it does not matter where its pieces were cut.
+One state machine, written as generators, handles all formats; the rows of :mod:`~chairlift.tool_calls.formats` have the
+differences. A call is delivered when it is complete and valid: its function is offered and its arguments are an object.
+Text that begins like a call but is none is delivered as text, with a reason. The joined events depend only on the whole
+text, not on how it was divided into pieces.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call. ``arguments`` is the JSON text of an object; ``id`` is empty unless the model gave one."""
+    """A tool call. ``arguments`` is the JSON text of an object; ``id`` is empty unless the model wrote one."""
 
     name: str
     arguments: str
@@ -45,7 +45,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Broken:
-    """Why something that began like a call was delivered as text."""
+    """Reason why text that began like a call was delivered as text."""
 
     reason: str
 
@@ -55,7 +55,7 @@ Event = Piece | Call | Broken
 
 @dataclasses.dataclass(slots=True)
 class Answer:
-    """An answer, read as a whole."""
+    """A whole answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -64,7 +64,7 @@ class Answer:
     """Reasons, one for each text that began like a call."""
 
     def add(self, events: Sequence[Event]) -> None:
-        """Append what a reader brought."""
+        """Append events of a reader."""
         for event in events:
             if isinstance(event, Call):
                 self.calls.append(event)
@@ -79,9 +79,9 @@ class Answer:
 class AnswerReader:
     """Reads one answer. ``tools`` maps the names of the offered functions to the schemas of their arguments.
 
-    Without ``tool_format`` nothing is a call, and without ``reasoning`` everything is content. ``inside``: the prompt
-    has opened the reasoning already. ``hidden`` are texts of special tokens that are left out of content and reasoning.
-    Where ``parallel`` is false, calls after the first are left out.
+    Without ``tool_format`` there are no calls, and without ``reasoning`` everything is content. ``inside``: the prompt
+    has already begun the reasoning. ``hidden`` are texts of special tokens that are removed from content and reasoning.
+    With ``parallel`` false, calls after the first are dropped.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class AnswerReader:
         self._text = TextScanner()
         self._code = CodeBlocks()
         self._space = ""
-        """White space that is delivered if text of the same kind follows."""
+        """White space that is delivered only if text of the same kind follows."""
         self._kind = _CONTENT
         self._at_start = False
-        """White space is dropped."""
+        """Whether leading white space is dropped."""
         self._said: set[str] = set()
         """Kinds of text that were delivered."""
         self.num_calls = 0
@@ -118,14 +118,14 @@ class AnswerReader:
         next(self._run, None)
 
     def feed(self, text: str) -> list[Event]:
-        """What is certain with this text behind what was there."""
+        """Add text. Returns the events that are certain now."""
         if text:
             self._text.add(text)
             next(self._run, None)
         return self._take()
 
     def finish(self) -> list[Event]:
-        """What is left, now that the answer has ended."""
+        """End the answer. Returns the remaining events."""
         self._text.ended = True
         for _ in self._run:
             pass
@@ -138,17 +138,18 @@ class AnswerReader:
         return self._take()
 
     def num_reasoning_tokens(self, starts: Sequence[int]) -> int:
-        """How many tokens are reasoning or its markers; ``starts`` are their first bytes in the text, in order."""
+        """Number of tokens that are reasoning or its markers; ``starts`` are the offsets of the tokens' first bytes, in
+        order."""
         spans = [*self._spans, *([1 << 62] if len(self._spans) % 2 else [])]
         ends = [bisect.bisect_left(starts, place) for place in spans]
         return sum(ends[1::2]) - sum(ends[::2])
 
     def is_reasoning(self, place: int) -> bool:
-        """Whether the byte at this place of the text is reasoning, or a part of its marks."""
+        """Whether the byte at this offset of the text is reasoning or a part of its marks."""
         return bisect.bisect_right(self._spans, place) % 2 == 1
 
     def _take(self) -> list[Event]:
-        """The events since the last call; neighbouring pieces of a kind are one."""
+        """Events since the last call, with neighbouring pieces of one kind joined."""
         events: list[Event] = []
         for event in self._events:
             last = events[-1] if events else None
@@ -184,7 +185,7 @@ class AnswerReader:
         self._space += text[len(body) :]
 
     def _stream(self, kind: str, markers: tuple[str, ...]) -> Reading[str]:
-        """Deliver text up to the first marker, which is returned; empty at the end of the answer."""
+        """Deliver text up to the first marker, and return the marker; empty at the end of the answer."""
         every = markers_of((*markers, *self._hidden))
         while True:
             text, marker = yield from self._text.flow(every)
@@ -215,7 +216,7 @@ class AnswerReader:
         self._space, self._at_start = "", True
 
     def _whole(self) -> Reading[None]:
-        """The life of an answer."""
+        """Read a whole answer."""
         yield from self._think()
         form = self._format
         if form is None:
@@ -230,7 +231,7 @@ class AnswerReader:
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _try(self, body: Reading[None]) -> Reading[None]:
-        """Read calls; what is none is delivered as text."""
+        """Read calls; invalid ones are delivered as text."""
         try:
             yield from body
             self._text.record = None
@@ -240,7 +241,7 @@ class AnswerReader:
                 self._events.append(Broken(str(error)))
 
     def _commit(self, name: str, arguments: Mapping[str, Any], call_id: str = "") -> None:
-        """A call is complete."""
+        """Deliver a complete call."""
         self._text.record = []
         if self._kind == _CONTENT:
             self._space, self._at_start = "", True
@@ -289,7 +290,7 @@ class AnswerReader:
             if not (yield from text.skip_space()):
                 raise NotReadable(CUT_OFF)
             if not (yield from text.peek(("{", "["))):
-                raise NotReadable("")  # a word about the marker
+                raise NotReadable("")  # text that only mentions the marker
             value, _ = json_value((yield from text.json()))
             for name, arguments in [self._from_json(each) for each in (value if isinstance(value, list) else [value])]:
                 self._commit(name, arguments)
@@ -300,7 +301,7 @@ class AnswerReader:
                 return
 
     def _begins_call(self, form: ToolFormat, is_first: bool) -> Reading[bool]:
-        """Read what comes before a name in a series of calls; False where the series has ended."""
+        """Read the text before a name in a series of calls. False at the end of the series."""
         goes_on = yield from self._text.skip_space()
         if not goes_on and is_first:
             raise NotReadable(CUT_OFF)
@@ -311,7 +312,7 @@ class AnswerReader:
         return bool(mark) and mark == form.call
 
     def _series(self, form: ToolFormat, marker: str, one: Callable[[ToolFormat], Reading[None]]) -> Reading[None]:
-        """The calls of a section, or the one where there are no sections."""
+        """Read the calls of a section, or the single call of a format without sections."""
         if not form.call:
             yield from one(form)
             return
@@ -390,7 +391,7 @@ class AnswerReader:
     # --- answers that are a call as a whole -------------------------------------------------------------------------
 
     def _message(self, form: ToolFormat) -> Reading[None]:
-        """A message that is nothing but calls; any other is text, and so is JSON that describes no call."""
+        """Read a message that consists of calls only. Any other message is text, even JSON that describes no call."""
         text = self._text
         text.record, reason = [], ""
         sign = "{" if form.body is Body.JSON else "["
@@ -444,7 +445,7 @@ class AnswerReader:
     # --- gpt-oss ----------------------------------------------------------------------------------------------------
 
     def _harmony(self) -> Reading[None]:
-        """Messages one after another, each with a header; text before the first header is content."""
+        """Read messages one after another, each with a header; text before the first header is content."""
         text = self._text
         marker = yield from text.take((*_HEADERS, " to=", "to="))
         marker = marker or (yield from self._stream(_CONTENT, _HEADERS))
@@ -511,7 +512,7 @@ _BODIES: Final[Mapping[Body, Callable[[AnswerReader, ToolFormat, str], Reading[N
 
 
 def read_answer(text: str, reader: AnswerReader) -> Answer:
-    """A whole answer, by a new reader."""
+    """Read a whole answer with a new reader."""
     answer = Answer()
     answer.add(reader.feed(text))
     answer.add(reader.finish())

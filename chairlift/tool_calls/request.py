@@ -1,4 +1,4 @@
-"""What a request says about tools, checked: definitions, the choice, and the calls and results in the conversation."""
+"""Validation of the tools in a request: definitions, the choice, and calls and results in the conversation."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _LONGEST: Final = 60
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of one request, and which calls it wants."""
+    """Tools of one request, and the wanted calls."""
 
     definitions: tuple[Mapping[str, Any], ...] = ()
-    """``{"type": "function", "function": {...}}`` each, as the chat template gets them."""
+    """Entries ``{"type": "function", "function": {...}}``, as the chat template gets them."""
     choice: str = "auto"
     """``auto``, ``none``, ``required``, or ``named``."""
     named: str = ""
-    """The function that must be called."""
+    """The function of a ``named`` choice."""
     parallel: bool = True
-    """Several calls in one answer are wanted."""
+    """Whether one answer may have several calls."""
     allowed: tuple[str, ...] | None = None
-    """The functions that may be called; None: all. The model is told of the others, too."""
+    """Functions that may be called; None: all. The model sees the others, too."""
 
     @property
     def offered(self) -> tuple[Mapping[str, Any], ...]:
-        """The tools that the model is told about."""
+        """Tools that the model sees."""
         return () if self.choice == "none" else self.definitions
 
     @property
@@ -48,9 +48,9 @@ class Tools:
 
 
 def check_tools(tools: Any, tool_choice: Any = None, parallel: bool | None = None) -> Tools:
-    """The fields ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request, in the form of OpenAI's API.
+    """Validate the fields ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request, in OpenAI's form.
 
-    Raises RequestError that begins with the path of what is wrong.
+    Raises RequestError. The message begins with the path of the wrong value.
     """
     given: Sequence[Any] = () if tools is None else tools
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
@@ -98,7 +98,7 @@ def _definition(where: str, tool: Any) -> dict[str, Any]:
     parameters = function.get("parameters")
     if parameters is not None:
         _schema(f"{where}.function.parameters", parameters)
-    try:  # plain data of its own: no subclass of dict reaches the template
+    try:  # a copy as plain data, so that no subclass of dict reaches the template
         plain: dict[str, Any] = json.loads(json.dumps({key: v for key, v in tool.items() if v is not None}))
     except (TypeError, ValueError, RecursionError):
         raise RequestError(f"{where} must be plain JSON data, at most {_MAX_DEPTH} deep") from None
@@ -110,7 +110,7 @@ def _definition(where: str, tool: Any) -> dict[str, Any]:
 
 
 def _schema(where: str, schema: Any) -> None:
-    """A schema of arguments describes an object."""
+    """Check that a schema of arguments describes an object."""
     if not isinstance(schema, Mapping):
         _wrong(where, "must be a JSON schema of an object", schema)
     if schema.get("type", "object") != "object":
@@ -159,11 +159,11 @@ def _choice(given: Any, names: Sequence[str]) -> tuple[str, str]:
 
 
 def check_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a conversation, with the ``name`` of the function in every tool's message that lacks one.
+    """The messages of a conversation, with the function's ``name`` added to every tool message without one.
 
-    Some templates print the name of the function beside its result, and clients send the id of the call only. Raises
-    RequestError for a call without a name, for ids that are twice in one message, and for a result whose id no earlier
-    call has. Messages of another form are left to the validator of chats.
+    Some templates print the function's name beside its result, but clients send only the id of the call. Raises
+    RequestError for a call without a name, for equal ids in one message, and for a result with an unknown id. Messages
+    of another form are left to the validator of chats.
     """
     known: dict[str, str] = {}
     checked: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
-"""Text that comes in pieces, read by generators that wait for more where a decision needs it.
+"""Scanner for text that arrives in pieces. Its generators wait for more text where a decision needs it.
 
-Every decision depends on the text alone, never on where its pieces were cut.
+Every decision depends on the text alone, never on how it was divided into pieces.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ __all__ = ["CUT_OFF", "CodeBlocks", "Markers", "Reading", "TextScanner", "marker
 
 _T = TypeVar("_T")
 Reading = Generator[None, None, _T]
-"""Yields where it needs more text, or the word that there is none."""
+"""A generator that yields where it needs more text, or the signal that the text has ended."""
 
 CUT_OFF: Final = "the answer ends inside the call"
 _SPACE: Final = re.compile(r"[ \t\r\n]+")
 
 
 class Markers:
-    """Texts to look for. A set of them is prepared once, because a model may have a thousand special tokens."""
+    """Texts to search for. A set of them is prepared once, because a model may have a thousand special tokens."""
 
     def __init__(self, texts: tuple[str, ...]) -> None:
         self._pattern = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
@@ -31,8 +31,8 @@ class Markers:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def find(self, text: str, at: int) -> tuple[int, str]:
-        """(place, marker) of the first marker; without one, where the end of the text begins that may be the
-        beginning of one, and nothing."""
+        """(offset, text) of the first marker. Without one: the offset where the end of the text may be the beginning of
+        a marker, and an empty text."""
         places = range(max(at, len(text) - self._longest), len(text))
         held = next((start for start in places if text[start:] in self._beginnings), len(text))
         found = None if self._pattern is None else self._pattern.search(text, at)
@@ -41,12 +41,12 @@ class Markers:
 
 @functools.lru_cache(maxsize=256)
 def markers_of(texts: tuple[str, ...]) -> Markers:
-    """The markers of these texts, prepared once."""
+    """The prepared markers of these texts."""
     return Markers(texts)
 
 
 class TextScanner:
-    """A text, how far it was read, and what of it belongs to the call that is being read."""
+    """A text, the position in it, and a record of the call that is being read."""
 
     def __init__(self) -> None:
         self.rest = ""
@@ -58,12 +58,12 @@ class TextScanner:
         """Everything read since a call began."""
 
     def add(self, text: str) -> None:
-        """More text has come."""
+        """Add text."""
         self.rest = self.rest[self.at :] + text
         self.at = 0
 
     def advance(self, to: int) -> str:
-        """Read up to a place in ``rest``."""
+        """Read up to an offset in ``rest``."""
         text = self.rest[self.at : to]
         self.at = to
         self.num_bytes += len(text.encode("utf-8", "replace"))
@@ -72,20 +72,20 @@ class TextScanner:
         return text
 
     def take_record(self) -> str:
-        """What was recorded; nothing is recorded any more."""
+        """End the recording, and return the recorded text."""
         text = "".join(self.record or ())
         self.record = None
         return text
 
     def more(self) -> Reading[bool]:
-        """Wait for text; False when there is no more."""
+        """Wait for text. False at the end of the text."""
         if self.ended:
             return False
         yield
         return True
 
     def skip_space(self) -> Reading[bool]:
-        """Read white space; False when the text ends behind it."""
+        """Read white space. False if the text ends after it."""
         while True:
             if (space := _SPACE.match(self.rest, self.at)) is not None:
                 self.advance(space.end())
@@ -95,7 +95,7 @@ class TextScanner:
                 return False
 
     def peek(self, markers: Sequence[str]) -> Reading[str]:
-        """The marker that comes next, which is not read; empty when none does. None begins with another."""
+        """The next marker, without reading it; empty if there is none. No marker may be the beginning of another."""
         longest = max(map(len, markers))
         while True:
             view = self.rest[self.at : self.at + longest]
@@ -106,13 +106,13 @@ class TextScanner:
                 return ""
 
     def take(self, markers: Sequence[str]) -> Reading[str]:
-        """The same, and the marker is read."""
+        """Read the next marker and return it; empty if there is none."""
         marker = yield from self.peek(markers)
         self.advance(self.at + len(marker))
         return marker
 
     def until(self, texts: tuple[str, ...]) -> Reading[str]:
-        """The text before the first marker, which is read. Raises NotReadable at the end of the text."""
+        """Text before the first marker, which is read too. Raises NotReadable at the end of the text."""
         markers, pieces = markers_of(texts), []
         while True:
             place, found = markers.find(self.rest, self.at)
@@ -125,8 +125,8 @@ class TextScanner:
                 raise NotReadable(CUT_OFF)
 
     def word(self, texts: tuple[str, ...], keep: Sequence[str] = (), most: int = 128) -> Reading[tuple[str, str]]:
-        """(text, marker): what stands before the first marker, which is read unless it is one to ``keep``. Raises
-        NotReadable for more than ``most`` characters or a line break, at that place."""
+        """(text before the first marker, marker). The marker is read unless it is in ``keep``. Raises NotReadable after
+        ``most`` characters or a line break."""
         markers, text = markers_of(texts), ""
         while True:
             left = self.at + most - len(text)
@@ -144,7 +144,7 @@ class TextScanner:
                 raise NotReadable(CUT_OFF)
 
     def json(self) -> Reading[str]:
-        """The text of a JSON object or list. Raises NotReadable where it is none."""
+        """Text of a JSON object or list. Raises NotReadable for anything else."""
         scanner, pieces = JsonScanner(), []
         while True:
             pieces.append(self.advance(scanner.feed(self.rest, self.at)))
@@ -156,8 +156,8 @@ class TextScanner:
                 raise NotReadable(CUT_OFF)
 
     def flow(self, markers: Markers) -> Reading[tuple[str, str]]:
-        """(text, marker): text that is certain to come before any marker, and the marker where it follows at once.
-        Both are empty where the text has ended."""
+        """(text that certainly comes before any marker, marker if it follows at once). Both are empty at the end of the
+        text."""
         while True:
             place, found = markers.find(self.rest, self.at)
             if found or place > self.at:
@@ -169,18 +169,18 @@ class TextScanner:
 
 
 class CodeBlocks:
-    """Whether a place in Markdown is inside a code block between fences, or in code within a line."""
+    """Tells whether a place in Markdown is inside a fenced code block, or in inline code."""
 
     _FENCE: Final = re.compile(r" {0,3}(`{3,}|~{3,})")
 
     def __init__(self) -> None:
         self._open = ""
         self._head = ""
-        """The beginning of the line; a fence is there or nowhere."""
+        """Beginning of the line; a fence can only be there."""
         self._ticks = 0
 
     def feed(self, text: str) -> None:
-        """Go on by this text."""
+        """Advance by this text."""
         lines = text.split("\n")
         for index, line in enumerate(lines):
             if index:

@@ -1,7 +1,6 @@
-"""Arguments of tool calls as models write them: where JSON ends, Python and Gemma literals, text read by a schema.
+"""Arguments of tool calls: the end of JSON values, Python and Gemma literals, and text converted by a schema.
 
-Nothing here evaluates what it reads (CVE-2025-9141 is a parser that did), no pattern has nested quantifiers, and depth
-is bounded.
+Nothing is evaluated (CVE-2025-9141 was a parser that did), no pattern has nested quantifiers, and depth is limited.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Any, Final
 __all__ = ["MAX_DEPTH", "JsonScanner", "NotReadable", "by_schema", "gemma_call", "json_value", "python_calls"]
 
 MAX_DEPTH: Final = 64
-"""Lists and objects inside each other."""
+"""Largest depth of nested lists and objects."""
 
 
 class NotReadable(ValueError):
-    """The text is not what it should be; the message says why."""
+    """The text does not have the expected form; the message has the reason."""
 
 
 _PLAIN: Final = re.compile(r'[^"\\]+')
@@ -30,23 +29,23 @@ _HEX: Final = "0123456789abcdefABCDEF"
 
 
 class JsonScanner:
-    """Finds the end of one JSON object or list in text that comes in pieces, and the first place where it is no JSON.
+    """Finds the end of one JSON object or list in text that arrives in pieces, or the first invalid place.
 
-    Raw control characters inside strings pass, because models write line breaks there.
+    Raw control characters inside strings are accepted, because models write line breaks there.
     """
 
     def __init__(self) -> None:
         self.done = False
         self.fault = ""
-        """Why it is no JSON; empty as long as it may be."""
+        """Reason why it is invalid; empty while it may be valid."""
         self._stack: list[str] = []
         self._want = "value"
         self._scalar = ""
         self._escape = 0
-        """Characters of an escape that are still to come."""
+        """Number of missing characters of an escape."""
 
     def feed(self, text: str, at: int) -> int:
-        """Read from ``at``; the place behind what was read. Stops at the end of the value and at a fault."""
+        """Read from ``at``. Returns the offset after the read part. Stops at the end of the value and at a fault."""
         while at < len(text) and not self.done and not self.fault:
             at = self._in_string(text, at) if self._want in ("key text", "text") else self._outside(text, at)
         return at
@@ -114,7 +113,7 @@ class JsonScanner:
 
 
 def json_value(text: str) -> tuple[Any, str]:
-    """A value and its JSON text: ``text`` itself where it is strict JSON, else written again. Raises NotReadable."""
+    """A value and its JSON text, which is ``text`` itself if it is strict JSON. Raises NotReadable."""
     try:
         return _loads(text, True), text
     except ValueError:
@@ -317,9 +316,9 @@ _PYTHON_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
 
 
 def by_schema(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """The value that an argument's text stands for, by the argument's JSON schema; ``root`` is where ``$ref`` looks.
+    """Value of an argument's text, by the argument's JSON schema. ``root`` is the schema for ``$ref``.
 
-    A text stays a text where the schema wants one, and where it fits nothing that the schema allows.
+    Text stays text where the schema allows text, and where it fits no allowed type.
     """
     types = _types(schema, root, 0)
     if types == {"string"}:
@@ -346,7 +345,7 @@ def by_schema(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
-    """The types that a schema allows; empty where it says nothing."""
+    """Types that a schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
     reference = schema.get("$ref")

@@ -1,14 +1,15 @@
-// What adapters add to a product before its epilogue (LoRA; Hu et al., 2021): r more steps of each row's own chain of sums.
+// Low-rank products that adapters add before an epilogue (LoRA; Hu et al., 2021): r more steps in each row's chain of
+// sums.
 //
-// Rows are taken in runs of one adapter, as Punica does it (Chen et al., 2023). A row without an adapter keeps its sums, and
-// with one its sums do not depend on its neighbours: each number is one chain over k, then one over r. Tiles are not used, for
-// runs are short.
+// Rows are processed in runs with one adapter, as in Punica (Chen et al., 2023). A row without an adapter keeps its
+// sums. With one, its sums do not depend on its neighbours: each number is one chain over k, then one over r. Tiles are
+// not used, because runs are short.
 #pragma once
 #include "gemm.h"
 
 namespace CL_NS {
 
-// Calls `then(first token, token behind the last, adapter)` for each run of tokens whose adapter changes this product.
+// Calls `then(first token, token after the last, adapter)` for each run of tokens whose adapter changes this product.
 template <typename Then>
 CL_INLINE void adapter_runs(const cl_op& op, const cl_program& program, const cl_batch& batch, int begin, int end,
                             const Then& then) {
@@ -21,7 +22,7 @@ CL_INLINE void adapter_runs(const cl_op& op, const cl_program& program, const cl
   }
 }
 
-// The first product of so many rows, with one panel of a.
+// The product of a group of rows with one panel of a.
 template <typename Row>
 static void low_rank_rows(const Row* in, int64_t in_stride, int rows, const Panels<Row>& a, int panel, Left<Row, Row>* to,
                           int64_t to_stride, GemmScratch<Row>& scratch) {
@@ -43,7 +44,7 @@ static void low_rank_rows(const Row* in, int64_t in_stride, int rows, const Pane
       vstore(to + r * to_stride + panel * CL_PANEL + c, vrounded(vload(tile + r * tile_stride + c), Row()));
 }
 
-// The first products of all rows, made by all threads. False where no adapter of this step changes the product.
+// The products of all rows with a, computed by all threads. False if no adapter of this step changes the product.
 template <typename Row>
 static bool low_rank(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
                      GemmScratch<Row>& scratch) {
@@ -66,7 +67,7 @@ static bool low_rank(cl_pool& pool, int thread, const cl_op& op, const cl_progra
   return item > 0;
 }
 
-// An epilogue behind what adapters add.
+// An epilogue that first adds the adapters' products.
 template <typename Row, typename Epilogue>
 struct WithAdapters {
   const Epilogue& epilogue;

@@ -22,7 +22,7 @@ _SPARE = 16
 
 
 class LowRankPart(NamedTuple):
-    """What is added to outputs ``start`` and following of a product: ``x @ a.T @ b.T``."""
+    """Low-rank matrices added to outputs ``start`` and following of a product: ``x @ a.T @ b.T``."""
 
     start: int
     a: Tensor
@@ -87,7 +87,7 @@ def _fill(a: PackedWeight, b: PackedWeight, parts: Sequence[LowRankPart]) -> npt
 
 
 class LowRankTable:
-    """All adapters that a step program may be asked for, by numbers of the caller's. One thread owns it."""
+    """All adapters of a step program by the caller's numbers. One thread owns it."""
 
     def __init__(self, num_sites: int, num_adapters: int, max_rank: int, max_tokens: int) -> None:
         self.num_sites = num_sites

@@ -1,4 +1,4 @@
-"""Recurrent layers that stand in place of attention."""
+"""Recurrent layers that replace attention."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ShortConvMixer(nn.Module):
 
     @property
     def state(self) -> LayerState:
-        """What the layer keeps per request."""
+        """Shape of the layer's state per request."""
         return LayerState(self._cell().parts)
 
     def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
@@ -55,7 +55,7 @@ Mixer = ShortConvMixer
 
 
 def make_mixer(config: ModelConfig, layer: int) -> Mixer | None:
-    """The recurrent layer that ``config`` asks for in place of attention; None where a layer attends."""
+    """The recurrent layer in place of attention that ``config`` names; None where a layer has attention."""
     mixer = config.mixer(layer)
     return None if mixer is None else _MIXERS[type(mixer)](config, mixer, layer)
 

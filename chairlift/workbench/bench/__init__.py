@@ -1,1 +1,2 @@
-"""Benchmarks: what this machine could do at best, what the kernels and the engine make of it, and the share between."""
+"""Benchmarks: limits of this machine, speed of the kernels and the engine, and the share of the limits that they
+reach."""

@@ -1,7 +1,7 @@
-"""One kernel at a time on a GPU: what :mod:`chairlift.workbench.bench.programs` is for the compiled kernels.
+"""Runs single kernels on a GPU, as :mod:`chairlift.workbench.bench.programs` does for the compiled kernels.
 
-Each case is recorded once as a CUDA graph of equal operations on different memory, as the engine's decode steps are, so
-that what is timed is the device and not the launching. Before a run, as much is read as the L2 cache cannot hold.
+Each case is recorded once as a CUDA graph of equal operations on different memory, like the engine's decode steps. So
+the device is timed, not the launching. Before a run, more bytes are read than the L2 cache can hold.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _ALIGNED: Final = 1024
 class DeviceKernels:
     """Single kernels of a CUDA device in one dtype; on the CPU, in Triton's interpreter, for tests.
 
-    In fp8 (float8_e4m3fn) there are products only, of weights; activations are bfloat16, in the interpreter float32.
-    ``region_bytes`` of normal random numbers, or more where a cache could hold so many, are cycled through; no single
-    operation may read more. Raises torch.OutOfMemoryError without so much memory.
+    In fp8 (float8_e4m3fn) there are only products with fp8 weights; activations are bfloat16, in the interpreter
+    float32. Operations cycle through ``region_bytes`` of normal random numbers, or more if a cache could hold these; no
+    single operation may read more. Raises torch.OutOfMemoryError without enough memory.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, region_bytes: int) -> None:
@@ -130,7 +130,7 @@ class DeviceKernels:
         return [(self._take(n, k),) for _ in range(count)]
 
     def _timed(self, kernel: Callable[..., Tensor], operands: Sequence[tuple[Tensor, ...]]) -> Prepare:
-        """``kernel`` with one after the other. A run returns what the last of them gave."""
+        """Run ``kernel`` with each of the operands in turn. A run returns the last result."""
         graph: Graph[Tensor] | None = None
 
         def step() -> Tensor:
@@ -158,7 +158,7 @@ class DeviceKernels:
             torch.cuda.synchronize(self._device)
 
     def _take(self, *shape: int) -> Tensor:
-        """The next numbers of the region."""
+        """The next part of the region, as a tensor of this shape."""
         size = math.prod(shape)
         if self._next + size > len(self._region):
             self._next = 0

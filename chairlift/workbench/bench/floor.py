@@ -1,7 +1,8 @@
-"""The least time a workload can take on a machine: every step reads the weights once, or computes with them.
+"""Least time of a workload on a machine: every step reads the weights once, or computes with them.
 
-Kernels cannot be faster than memory delivers and instructions compute; an engine cannot be faster than that, summed
-over steps in which somebody has to wait for the token before. How near it comes can be compared between machines.
+A kernel cannot be faster than memory and instructions allow. An engine cannot be faster than the sum over steps in
+which a request waits for its previous token. The share of this limit that an engine reaches can be compared between
+machines.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BUDGETS: Final = (192, 256, 384, 512, 1024)
 """Tokens per step that the floor is sought among: large steps share the weights, small ones waste no place."""
 
 GPU_BUDGETS: Final = (1024, 4096, 16384)
-"""The same where so much is computed while the weights are read that only large steps share them."""
+"""Token budgets to try on a GPU. It computes so much while it reads the weights that only large steps are efficient."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -41,9 +41,10 @@ def limits_table(limits: Mapping[str, Any], caption: str = "") -> Table:
 
 
 def doubts(machine: Machine, before: Roof, after: Roof, *, followed: bool) -> Iterator[str]:
-    """The limits as they were measured once more at the end, and what speaks against trusting the figures.
+    """The limits as measured again at the end, and reasons not to trust the figures.
 
-    ``followed``: shares are of the limits around each run. Arithmetic only slows down when others use the processors.
+    ``followed``: shares are relative to the limits around each run. Arithmetic only becomes slower when other programs
+    use the processors.
     """
     yield f"limits at the end: memory read {after.bandwidth / 1e9:.1f} GB/s, products {after.peak / 1e12:.2f} TFLOP/s"
     memory, products = (1 - min(p) / max(p) for p in ((before.bandwidth, after.bandwidth), (before.peak, after.peak)))

@@ -1,7 +1,8 @@
-"""``bench kernels``: how near the compiled kernels come to this machine's limits, or the Triton kernels to a GPU's.
+"""``bench kernels``: the compiled kernels relative to this machine's limits, or the Triton kernels relative to a GPU's.
 
-Products, attention over the paged cache, and the output head with the choice of the token. Every case is timed several
-times, in turns with all others of its kind, so that a slow minute of the machine hits them all. Medians count.
+Cases are products, attention over the paged cache, and the output head with the choice of the token. Every case is
+timed several times, in turns with all others of its kind, so that a slow minute of the machine affects all of them. The
+median counts.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class Measurement:
     """``all`` for products, on a GPU ``streamed`` (few rows) and ``library`` (cuBLAS); ``paged`` and ``in order`` for
     attention, ``greedy`` and ``drawn`` for output heads."""
     extra_cost: float | None
-    """How much longer paged attention takes than that in order, drawing than taking the likeliest, or a product that
-    streams its weight than cuBLAS: the median over rounds, as a fraction. None for other products."""
+    """Additional time as a fraction (median over rounds): of paged attention over attention in order, of sampling over
+    the arg max, or of the product that streams its weight over cuBLAS. None for other products."""
 
     @property
     def main(self) -> Timing:
@@ -111,18 +112,18 @@ class _Case:
     taken: int
     """Bytes that one operation takes up, with padding."""
     variants: Callable[[AnyKernels, int], dict[str, Prepare]]
-    """How to run so many of it."""
+    """Makes runs with ``count`` repetitions."""
 
 
 def measure_kernels(
     settings: KernelSettings, machine: Machine, limits: Limits, now: Callable[[], Roof] | None = None
 ) -> Iterator[list[Measurement]]:
-    """All cases, kind by kind.
+    """Measure all cases, kind by kind.
 
-    ``limits`` say how long to run, and on a GPU what the shares are of; on a CPU these are of the limits ``now``,
-    measured between the runs unless given. Raises ConfigError when a case reads more at once than a quarter of the
-    memory, and OSError without the compiled kernels, or when the system does not start so many threads; on a GPU that
-    others have filled, torch.OutOfMemoryError.
+    ``limits`` have the length of a run, and on a GPU the limits for the shares. On a CPU the shares are relative to the
+    limits ``now``, measured between the runs unless given. Raises ConfigError when a case reads more at once than a
+    quarter of the memory, OSError without the compiled kernels or enough threads, and torch.OutOfMemoryError on a GPU
+    without free memory.
     """
     products_of = torch.int8 if settings.kind else settings.dtype
     roof = limits.roof(settings.isa, products_of, settings.threads)

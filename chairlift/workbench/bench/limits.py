@@ -1,7 +1,7 @@
-"""The limits of this machine, measured: how fast memory can be read, and how fast the product instructions run.
+"""Measures the limits of this machine: bytes read from memory per second, and product instructions per second.
 
-They are what a kernel is held against (the roofline model: Williams, Waterman and Patterson, 2009). A limit is the best
-of several trials, because whatever disturbs a trial can only slow it down; the median says how disturbed they were.
+Kernels are compared with them (the roofline model: Williams, Waterman and Patterson, 2009). A limit is the best of
+several trials, because disturbances only make a trial slower. The median shows how large they were.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peak:
-    """How fast the product instruction of one path runs from registers."""
+    """Speed of one path's product instruction, with operands in registers."""
 
     isa: str
     product: str
@@ -58,7 +58,7 @@ class Limits:
     """Measured limits of this machine."""
 
     buffer_bytes: int
-    """How much memory each trial read."""
+    """Bytes of memory that each trial read."""
     read: dict[int, Rate]
     """Threads -> bytes per second."""
     peaks: tuple[Peak, ...]
@@ -66,7 +66,7 @@ class Limits:
     """Kind of memory traffic that ``read`` is the rate of, in words."""
 
     def roof(self, isa: str, dtype: torch.dtype, threads: int) -> Roof:
-        """Limits for kernels of one path in a dtype; int8 stands for weights in codes of any number of bits. Raises
+        """Limits for kernels of one path in a dtype; int8 means weights in codes of any number of bits. Raises
         ConfigError for limits that were not measured."""
         wanted = product_isa(isa, dtype), threads, dtype == torch.int8
         for peak in self.peaks:
@@ -76,12 +76,12 @@ class Limits:
 
 
 def thread_counts(most: int, *others: int) -> list[int]:
-    """1, 2, 4, ... up to ``most``, that itself, and ``others``, in order."""
+    """1, 2, 4, ... up to ``most``, with ``most`` and ``others``, in ascending order."""
     return sorted({*(1 << power for power in range(most.bit_length())), most, *others})
 
 
 def beyond_cache(machine: Machine) -> int:
-    """How many bytes to cycle through so that none of them stays in the last-level cache, as far as memory allows."""
+    """Number of bytes to cycle through so that none stays in the last-level cache, if memory allows so many."""
     affordable = available_memory(torch.device("cpu")) // 4
     return min(max(_CACHES * machine.l3_bytes, _LEAST_BUFFER), affordable)
 
@@ -94,7 +94,7 @@ def measure_limits(machine: Machine, threads: int, *, quick: bool = False) -> Li
     library = require()
     nbytes = beyond_cache(machine)
     memory = Memory(nbytes)
-    memory.tensor(torch.uint8, (nbytes,)).fill_(1)  # pages that nobody has written to are one and the same
+    memory.tensor(torch.uint8, (nbytes,)).fill_(1)  # unwritten pages are all the same physical page
     seconds, trials = (0.01, 5) if quick else (0.05, 7)
     read: dict[int, Rate] = {}
     peaks: list[Peak] = []

@@ -38,13 +38,13 @@ _MOMENT = 0.25
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """Plain data, ready for JSON."""
+    """Description of a machine as plain data, ready for JSON."""
 
     cpu: str
     flags: tuple[str, ...]
     """Flags of the processor that matter to kernels."""
     processors: int
-    """How many this process may use."""
+    """Number of processors that this process may use."""
     l3_bytes: int
     """Last-level cache of those processors together; 64 MiB where the system doesn't tell."""
     memory_bytes: int
@@ -53,7 +53,7 @@ class Machine:
     isas: tuple[str, ...]
     """Instruction-set paths of the kernels that run here, weakest first."""
     busy: float
-    """Share of all processors' time that others used, in a moment in which this process waited."""
+    """Share of all processors' time that other programs used while this process waited."""
 
 
 def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
@@ -68,7 +68,7 @@ def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
 
 
 def describe_machine() -> Machine:
-    """This machine, as far as the system tells."""
+    """Description of this machine, as far as the system tells."""
     cpu, flags = _cpuinfo(Path("/proc/cpuinfo"))
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return Machine(

@@ -1,8 +1,8 @@
-"""``bench offline``: the engine in this process.
+"""``bench offline``: measures the engine in this process.
 
-A seeded workload, all requests at once, and how near it comes to the floor. Or traffic in an open loop, as in ``bench
-serve`` without HTTP: times are those at which the engine gives a token to its caller, counted from when the request was
-due.
+It runs a seeded workload with all requests at once, and compares it with the floor. Or it sends traffic in an open
+loop, like ``bench serve`` without HTTP: a time is when the engine gives a token to its caller, counted from the planned
+start of the request.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class NativePath:
 
     @property
     def kernels(self) -> str:
-        """As the setting ``kernels`` names them."""
+        """Value of the setting ``kernels``."""
         return "triton" if self.triton else self.isa or "torch"
 
     def describe(self) -> str:
@@ -101,7 +101,7 @@ class NativePath:
 
 
 def fit(requests: Requests, most_tokens: int) -> tuple[Requests, int]:
-    """The same for prompts with their ids as :func:`chairlift.workbench.bench.serve_run.fit` does for a trace."""
+    """Shorten prompts given by their ids; see :func:`chairlift.workbench.bench.serve_run.fit` for a trace."""
     lengths = [TracedRequest(arrival=0.0, prompt_tokens=len(ids), output_tokens=count) for ids, count in requests]
     fitting, cut = fit_trace(lengths, most_tokens)
     pairs = zip(requests, fitting, strict=True)
@@ -207,10 +207,10 @@ def _greedy(count: int) -> SamplingParams:
 def run_here(
     core: EngineCore, limits: ModelLimits, target: Target, load: Load, progress: Progress | None = None
 ) -> ServeRun:
-    """Answer a load greedily and to exactly its lengths, on the clock of ``core``, which must be idle.
+    """Answer a load greedily and with exactly its lengths, on the clock of ``core``, which must be idle.
 
-    What the engine refuses, drops or fails to compute is an outcome with status ``failed``. Ctrl-C ends the run early,
-    and what has come by then is returned; the engine cannot go on afterwards.
+    A request that the engine refuses, drops or fails to compute has the status ``failed``. Ctrl-C ends the run early,
+    and the results so far are returned; the engine cannot continue afterwards.
     """
     sent: list[RequestTiming] = []
     running = 0

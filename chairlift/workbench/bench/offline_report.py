@@ -1,4 +1,4 @@
-"""The record of ``chairlift bench offline`` as a page: the engine beside static batches and the machine's floor."""
+"""Page for a record of ``chairlift bench offline``: the engine, static batches and the machine's floor."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Values = NDArray[np.float64]
 Point = tuple[float, float, str]
 """Two values and a label, which may be empty."""
 Axes = Any
-"""``matplotlib.axes.Axes``. What matplotlib says about its types differs between the versions that will do."""
+"""``matplotlib.axes.Axes``. Its type annotations differ between the supported versions."""
 
 SERIES_COLOURS: Final = (
     ("#1b7a68", "#5fcfb4"),
@@ -44,7 +44,7 @@ SERIES_COLOURS: Final = (
     ("#8a6d00", "#e3c04a"),
     ("#6b7075", "#a5abb0"),
 )
-"""Colours of the series, for a light and a dark background; people who confuse red and green can tell them apart."""
+"""Colours of the series, for a light and a dark background. They are distinct with red-green colour blindness."""
 
 _FRONT, _SOFT, _FAINT = "#1d1f21", "#62676c", "#dedbd6"
 _WIDTH, _HEIGHT = 380, 250
@@ -53,7 +53,7 @@ _MARKERS: Final = ("o", "s", "^", "D", "v", "P")
 _MOST_POINTS: Final = 400
 _MOST_LABELS: Final = 24
 _FAR, _FAR_BAR, _MANY = 4.0, 6.0, 20
-"""Times as large as the largest of the others: such a value does not set the end of an axis."""
+"""A value this many times as large as the largest of the others does not determine the end of an axis."""
 _STYLE: Final[dict[str, Any]] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -78,14 +78,14 @@ _STYLE: Final[dict[str, Any]] = {
 
 
 class Figure:
-    """One chart, drawn when it is asked for."""
+    """One chart, drawn on demand."""
 
     def __init__(self, title: str, height: float, draw: Callable[[Axes], None]) -> None:
-        """``draw`` fills the axes; ``height`` is in units of which the width has 380."""
+        """Create a chart. ``draw`` fills the axes; ``height`` is in units, of which the width has 380."""
         self.title, self._height, self._draw = _printable(title), height, draw
 
     def svg(self) -> str:
-        """An ``<svg>`` element to put into a page: as wide as its place, without a visible heading.
+        """An ``<svg>`` element for a page, as wide as its container, without a visible heading.
 
         The same data give the same text.
         """
@@ -112,7 +112,7 @@ class Figure:
 
 
 def _canvas(height: float) -> Any:
-    """An empty ``matplotlib.figure.Figure``, in which a unit is a point."""
+    """An empty ``matplotlib.figure.Figure`` in which a unit is one point."""
     from matplotlib.figure import Figure as Canvas
 
     return Canvas(figsize=(_WIDTH / 72, height / 72), dpi=144, facecolor="none", layout="constrained")
@@ -129,17 +129,17 @@ def _pixels(canvas: Any) -> NDArray[np.uint8]:
 
 @contextmanager
 def _style(hashsalt: str = "") -> Iterator[None]:
-    """The settings of matplotlib for a chart, as they were afterwards."""
+    """Set matplotlib's settings for a chart inside the block."""
     import matplotlib
 
     settings: Any = _STYLE | {"svg.hashsalt": hashsalt}
     with matplotlib.rc_context(settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about glyphs that its font lacks: browsers have others
+        warnings.simplefilter("ignore")  # warnings about glyphs that its font lacks; browsers use other fonts
         yield
 
 
 def write_png(path: Path, figures: Sequence[Figure]) -> None:
-    """One picture with the charts below each other, 760 pixels wide, on white.
+    """One picture with all charts below each other, 760 pixels wide, on white.
 
     Raises ConfigError when ``path`` cannot be written, ValueError without a chart.
     """
@@ -238,8 +238,8 @@ def scatter(
 ) -> Figure:
     """Points ``(x, y, label)``.
 
-    Those of the series named in ``connect`` (True: of all) are joined in their order; those of the series in ``hollow``
-    are outlines. Labels are left out where they would cover something, and those of a series with many points.
+    Points of the series in ``connect`` (True: of all series) are joined in order; points of the series in ``hollow``
+    are outlines. Labels are omitted where they would overlap, and for series with many points.
     """
     data = {name: _points((x, y) for x, y, _ in points) for name, points in series.items()}
     labelled = [
@@ -294,7 +294,7 @@ def bars(groups: Sequence[str], values: Mapping[str, Sequence[float]], *, title:
             entries[name] = axes.barh(at, shown, 0.86 * thickness, color=colour)[0]
             for y, value in zip(at.tolist(), row.tolist(), strict=True):
                 if math.isfinite(value):
-                    text = _short(value) if value <= end else f"▸ {_short(value)}"  # its bar goes on beyond the chart
+                    text = _short(value) if value <= end else f"▸ {_short(value)}"  # the bar continues beyond the chart
                     axes.text(max(0.0, min(value, 1.02 * end)) + 0.015 * room, y, text, va="center", fontsize=10)
         axes.set_yticks(range(len(groups)), [textwrap.fill(_printable(group, 48), 18) for group in groups])
         axes.set_ylim(max(1, len(groups)) - 0.45, -0.55)
@@ -341,7 +341,7 @@ def _finish(axes: Axes, entries: Mapping[str, Any], x_label: str, y_label: str, 
 
 
 def _scale(axes: Axes, values: Values, log: bool) -> None:
-    """Limits of the horizontal axis, logarithmic where asked for and nothing is negative; zeros stand before it."""
+    """Limits of the horizontal axis: logarithmic if requested and no value is negative; zeros come before it."""
     if not len(values):
         return
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
@@ -371,9 +371,9 @@ def _from_zero(axes: Axes, data: Mapping[str, Values]) -> None:
 
 
 def _end_of_axis(values: Values, far: float, fewest: int) -> float:
-    """Where an axis may end: at the largest value, or before a few that are ``far`` times the largest of the others.
+    """End of an axis: the largest value, or less if a few values are ``far`` times the largest of the others.
 
-    At most one value in twenty, but one of any number from ``fewest`` on, may lie beyond.
+    At most one value in twenty may be outside, or one of ``fewest`` and more values.
     """
     ordered = np.sort(values[np.isfinite(values)])
     if not len(ordered):
@@ -387,7 +387,7 @@ def _end_of_axis(values: Values, far: float, fewest: int) -> float:
 
 
 def _leave_out_far(axes: Axes, data: Mapping[str, Values], *, across: bool) -> None:
-    """End the axes before a few values that are so far that all others would lie on one line; say how many."""
+    """End the axes before a few values that are so far that all others would collapse to a line; label their number."""
     everything = np.concatenate([np.empty((0, 2)), *data.values()])
     beyond = np.zeros(len(everything), bool)
     for axis in (0, 1) if across else (1,):
@@ -407,7 +407,7 @@ def _leave_out_far(axes: Axes, data: Mapping[str, Values], *, across: bool) -> N
 
 
 def _label(axes: Axes, labels: Iterable[Point], data: Mapping[str, Values], joined: Collection[str]) -> None:
-    """Put each text beside its point where it covers no point, line or other text, or else nowhere."""
+    """Write each text beside its point where it overlaps no point, line or other text; otherwise omit it."""
     axes.get_figure().draw_without_rendering()  # only now it is known where things are
     taken: list[tuple[float, ...]] = []
     for name, values in data.items():

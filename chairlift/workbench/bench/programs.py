@@ -1,7 +1,7 @@
-"""One kernel at a time: programs of equal operations that differ only in the memory they read.
+"""Runs single kernels as programs of equal operations that differ only in the memory they read.
 
-Each operation takes its weights, or its K and V, from the next place of a region that is cycled through, and the region
-is larger than every cache. So what is timed comes from memory, as it does in an engine whose model is larger too.
+Each operation reads its weights, or its K and V, from the next part of a region that is larger than every cache. So the
+data comes from memory, as in an engine with a large model.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Kernels:
     ) -> Prepare:
         """Attention of ``count`` layers, over ``batch`` sequences of ``context`` tokens whose last ``queries`` attend.
 
-        Each layer has K and V of its own. The blocks of the sequences lie in order, or ``shuffled`` among each other.
+        Each layer has its own K and V. The blocks of the sequences are in order, or ``shuffled``.
         """
         width = model.heads * model.head_dim
         buffers = [self._activations(batch * queries, width), self._buffer(batch * queries, width)]
@@ -212,7 +212,7 @@ class Kernels:
 
 
 class _Batch:
-    """``cl_batch`` of sequences with so many new tokens and tokens in all, and the arrays it points to."""
+    """A ``cl_batch`` of sequences with given numbers of new and total tokens, and the arrays that it points to."""
 
     def __init__(
         self, new: Iterable[int], lengths: Iterable[int], block_table: npt.NDArray[np.int32] | None = None

@@ -25,14 +25,14 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
-    """Names and what they are, side by side; a value may have several lines."""
+    """Names with their values; a value may have several lines."""
 
     facts: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """The first column is text, on the left; the others are figures, on the right."""
+    """A table. The first column is text, aligned left; the others are figures, aligned right."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -44,7 +44,7 @@ Block = Text | Facts | Table | Figure
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
-    """A heading and what stands below it. Charts that follow each other stand side by side where there is room."""
+    """A heading with its contents. Consecutive charts are side by side if there is room."""
 
     title: str
     blocks: Iterable[Block]
@@ -96,7 +96,7 @@ def text(*blocks: Text | Facts | Table) -> Iterator[str]:
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns: the first on the left, the others on the right."""
+    """Lines with aligned columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for first, *others in table:

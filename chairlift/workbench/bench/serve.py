@@ -1,7 +1,7 @@
-"""``bench serve``: requests sent to a server at their times, whatever the server does.
+"""``bench serve``: sends requests to a server at their planned times, whatever the server's state.
 
-An open loop, as in real traffic: who comes next does not know how the server does. With a limit of concurrency, or a
-fixed number of users, it is a closed loop, and a slow server is asked less often.
+This is an open loop, like real traffic: arrivals do not depend on the server. With a limit of concurrency, or a fixed
+number of users, it is a closed loop, and a slow server gets fewer requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FILES_BESIDES: Final = 64
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Loads that are sent one after the other: to one server, or each to both of two that are compared."""
+    """Loads to send one after another: to one server, or each to both of two compared servers."""
 
     urls: Sequence[str]
     loads: Sequence[Load]
@@ -43,17 +43,17 @@ class Plan:
     timeout: float = 600.0
     """Seconds that a request may take."""
     ready_timeout: float = 0.0
-    """Seconds to wait for a server that does not answer yet, or says that it still loads."""
+    """Seconds to wait for a server that does not answer yet, or is still loading."""
     say: Callable[[str], None] | None = None
-    """Told when it has to wait, and for what."""
+    """Called with the reason when the plan has to wait."""
 
 
 async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, ServeRun]]:
-    """Run a plan: index of the load, index of the server, and what became of it.
+    """Run a plan. Yields the index of the load, the index of the server, and the result.
 
-    Two servers take turns (A B, B A, A B, ...), so that what else the machine does meets both alike. Their prompts have
-    the same lengths, shared beginnings included, and other tokens. Ends after a run
-    that was interrupted. Raises ConfigError when a server cannot be measured.
+    Two servers take turns (A B, B A, A B, ...), so that other programs affect both alike. Their prompts have the same
+    lengths and shared beginnings, but other tokens. It ends after an interrupted run. Raises ConfigError when a server
+    cannot be measured.
     """
     async with connect(plan.urls, plan.api_key, plan.timeout) as servers:
         for server in servers:
@@ -70,7 +70,7 @@ async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, Ser
         for index, load in enumerate(loads):
             turn = list(enumerate(servers))
             for place, server in reversed(turn) if index % 2 else turn:
-                # Two URLs may be one server: it must not know its prompts from the other half of the round.
+                # Two URLs may be one server, which must not find the other half's prompts in its cache.
                 fresh = dataclasses.replace(load, salt=load.salt ^ place << 59)
                 with watch(server.url, len(load.requests)) as progress:
                     run = await run_load(server, fresh, progress)
@@ -163,7 +163,7 @@ class _Sender:
         )
 
     async def _dispatch(self) -> None:
-        """Start a task for each request when it is due. Its body is made before, so that this costs it no time."""
+        """Start a task for each request at its time. Its body was made before, so it costs no time here."""
         load = self._load
         for index, request in enumerate(load.requests):
             if request.prefix_ids:
@@ -211,7 +211,7 @@ class _Sender:
 
 
 def raise_file_limit(connections: int) -> None:
-    """Let this process open that many connections, as far as the system allows."""
+    """Allow this process to open this many connections, as far as the system permits."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

@@ -1,6 +1,6 @@
-"""The client of ``bench serve``: it sends requests to one OpenAI-compatible server, and times what comes back.
+"""Client of ``bench serve``: sends requests to one OpenAI-compatible server, and times the answers.
 
-A chunk's time is taken when it has been read from the socket, before it is understood.
+The time of a chunk is taken when it was read from the socket, before it is parsed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_BYTES: Final = 1 << 20
 _QUEUE: Final = ("front_door", "waiting_")
 """Prefixes of a Chairlift server's names for waiting, before the first step or after it; see docs/why-slow.md."""
 _VOCABULARIES: Final = (8000, 250)
-"""How many token ids prompts are made of; the second for models of bytes."""
+"""Sizes of the vocabulary of prompts; the second is for byte models."""
 _RULER: Final = (8, 136)
 """Words of the two prompts from which the number of tokens per word is learned."""
 _MOST_MESSAGE: Final = 300
@@ -43,13 +43,13 @@ _REFUSALS: Final = (400, 404, 405, 415, 422, 500, 501)
 
 
 class NotReadyError(ConfigError):
-    """Nobody answers yet, or only that it is too early: a server may still load its model."""
+    """The server does not answer yet, or is still loading its model."""
 
 
 class Server(Target):
-    """An OpenAI-compatible server, after :func:`connect` has asked it what it serves.
+    """An OpenAI-compatible server, after :func:`connect` has asked for its model.
 
-    Raises ConfigError from :meth:`learn` when it cannot be measured at all.
+    :meth:`learn` raises ConfigError when it cannot be measured.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, timeout: float) -> None:
@@ -131,7 +131,7 @@ class Server(Target):
     # -- what it is ------------------------------------------------------------------------------------------------
 
     async def learn(self, model: str | None, *, chat: bool, ignore_eos: bool) -> None:
-        """Find out what it serves and what it takes; ``notes`` say what it does not. Raises ConfigError."""
+        """Find the server's model and supported fields; ``notes`` list missing ones. Raises ConfigError."""
         await self._models(model)
         full = Dialect(
             chat=chat, vocab_size=0 if chat else _VOCABULARIES[0], ignore_eos=ignore_eos, timing=self.is_ours
@@ -176,7 +176,7 @@ class Server(Target):
         self.max_model_len = room if isinstance(room, int) and room > 1 else None
 
     async def _accepted(self, full: Dialect) -> Dialect:
-        """The most of ``full`` that it takes: all, else all but one field, else with more and more of them left out."""
+        """The largest part of ``full`` that the server accepts: all fields, all but one, or fewer and fewer."""
         changes: list[dict[str, Any]] = []
         if full.vocab_size:
             changes += [{"vocab_size": size} for size in (*_VOCABULARIES[1:], 0)]
@@ -243,7 +243,7 @@ async def connect(urls: Sequence[str], api_key: str | None, timeout: float) -> A
 
 
 async def _note_start(session: aiohttp.ClientSession, context: SimpleNamespace, params: Any) -> None:
-    """The request is made, and its connection is about to be opened: what comes before is the client's own time."""
+    """Note the time before a connection is opened; earlier time is the client's own."""
     if isinstance(context.trace_request_ctx, Outcome):
         context.trace_request_ctx.start = clock()
 
@@ -341,19 +341,19 @@ _decode: Final = msgspec.json.Decoder(_Event).decode
 class EventReader:
     """Reads the server-sent events of one answer into its :class:`Outcome`.
 
-    Tokens are counted as the server counts them where it says so with every chunk (``continuous_usage_stats``, which
-    vLLM introduced), else by chunks.
+    Tokens are counted from the usage in every chunk if the server sends it (``continuous_usage_stats``, which vLLM
+    introduced), otherwise one per chunk.
     """
 
     def __init__(self, outcome: Outcome) -> None:
         self.done = False
-        """Nothing more is expected: the stream's own end mark, or an error."""
+        """Whether no further event is expected, after the end mark or an error."""
         self._outcome = outcome
         self._rest = b""
         self._usage_per_chunk = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take what was read from the connection at time ``now``."""
+        """Parse bytes that were read from the connection at time ``now``."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:") and not self.done:
@@ -396,7 +396,7 @@ class EventReader:
             outcome.finish_reason = choices[0].finish_reason or outcome.finish_reason
         if (timing := event.timing) is not None:
             outcome.server_queue_ms = timing.queue_ms
-            if timing.queue_ms is None:  # an older server, which says no more than this
+            if timing.queue_ms is None:  # an older server, which sends no more than this
                 waits = sum(ms for cause, ms in timing.causes_ms.items() if cause.startswith(_QUEUE))
                 outcome.server_queue_ms = min(waits, 1000 * ([*outcome.times, now][0] - outcome.start))
             if timing.preempted_by is not None:
@@ -412,7 +412,7 @@ class EventReader:
                 outcome.cached_tokens = details.cached_tokens
             if usage.completion_tokens is not None:
                 outcome.completion_tokens = usage.completion_tokens
-                # Not where the last chunk alone has it: what came before was not counted so.
+                # False if only the last chunk has it, because earlier chunks were counted otherwise.
                 self._usage_per_chunk |= bool(choices and usage.completion_tokens and not outcome.counts)
         if self._usage_per_chunk:
             new = (outcome.completion_tokens or 0) - sum(outcome.counts) if choices else 0

@@ -38,7 +38,7 @@ COMPARED: Final = (
     "difference is unlikely to be chance. With fewer than five rounds it is hardly more than the smallest and "
     "the largest ratio."
 )
-"""How to read :func:`compared_table`."""
+"""Explanation of :func:`compared_table`."""
 _STATS: Final = ("mean", "std", "p50", "p90", "p99")
 
 
@@ -46,8 +46,8 @@ def serve_record(run: ServeRun, figures: Figures, settings: Mapping[str, Any]) -
     """One run as plain data.
 
     The keys are those of the file that ``vllm bench serve --save-result --save-detailed`` writes, without the texts.
-    Lists have an entry per request, which is 0 for what a failed one has not. What vLLM has no key for is under
-    ``chairlift``, with ``settings``: ``request_rate`` and ``burstiness`` must be among them.
+    Lists have an entry per request, which is 0 if a failed request has no value. Values without a key in vLLM are under
+    ``chairlift``, with ``settings``, which must include ``request_rate`` and ``burstiness``.
     """
     record: dict[str, Any] = {
         "date": run.date.strftime("%Y%m%d-%H%M%S"),
@@ -210,7 +210,7 @@ def _time_label(key: str) -> str:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 Results = Mapping[str, Sequence[tuple[ServeRun, Figures]]]
-"""Runs by what tells them from the others: a rate, or a server, which has one for each round."""
+"""Runs by rate, or by server with one run per round."""
 
 
 def serve_report(

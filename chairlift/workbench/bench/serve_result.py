@@ -1,6 +1,6 @@
-"""Results of a run, added up from its outcomes: figures, the record with vLLM's keys, lines for people, ratios.
+"""Summary of a run's outcomes: figures, the record with vLLM's keys, lines of text, ratios.
 
-No figure is an average over requests that failed, that the client left as its trace says, or that Ctrl-C cut off.
+Averages exclude requests that failed, that the client left as the trace says, or that Ctrl-C cut off.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Figures:
     input_tokens: int
     output_tokens: int
     cached_tokens: int | None
-    """Prompt tokens that came from the server's prefix cache; None where it does not say."""
+    """Prompt tokens from the server's prefix cache; None if it does not report them."""
     request_throughput: float
     output_throughput: float
     total_token_throughput: float
@@ -94,15 +94,17 @@ class Figures:
     """Requests per second within all limits; None without limits."""
     good: int
     times: Mapping[str, Stats | None]
-    """By vLLM's names (ttft, tpot, itl, e2el), and ``queueing`` (until the reply's headers) and ``server_queue``."""
+    """Times by vLLM's names (ttft, tpot, itl, e2el), and ``queueing`` (until the reply's headers) and
+    ``server_queue``."""
     counted: bool
-    """Whether the time between events is that between tokens: else events had several tokens, or nobody knows."""
+    """Whether the time between events is the time between tokens. Otherwise events have several tokens, or an unknown
+    number."""
     whole: int
     """Answers of several tokens that came whole, and so have no time per token."""
     shorter: int
-    """Answers that ended before the length that was asked for."""
+    """Answers that ended before the requested length."""
     preemption_rate: float | None
-    """Share of the completed requests that were preempted at least once; None where nobody says."""
+    """Share of the completed requests that were preempted at least once; None if the server does not report it."""
     lateness: Stats | None
     """Time from when a request was due to its sending, for requests that nothing held back. None without a client."""
     cpu_share: float | None

@@ -25,12 +25,12 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e]+")
 _SYLLABLES: Final = [a + b + c for c in ("", "n", "r", "s", "l") for b in "aeiou" for a in "bcdfghjklmnprstvwz"]
 """Words of prompts that are sent as text: short ones, which tokenizers know or cut alike."""
 _PERIOD: Final = 8
-"""Words after which a block of a prompt repeats: with so many words in the language, a number has so many digits."""
+"""Words after which a block of a prompt repeats; they are the digits of the block's number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """Request fields that help to measure, as far as a server accepts them."""
+    """Optional request fields that improve the measurement, if a server accepts them."""
 
     chat: bool
     vocab_size: int = 0
@@ -55,7 +55,7 @@ class Dialect:
         )
 
     def prompt(self, request: TracedRequest, index: int) -> list[int] | str:
-        """A prompt of the request's length. Those whose prefix ids begin alike begin alike."""
+        """A prompt of the request's length. Prompts whose prefix ids begin alike begin alike."""
         ids = prompt_token_ids(request, index, self.vocab_size or len(_SYLLABLES))
         if self.vocab_size:
             return ids
@@ -64,7 +64,7 @@ class Dialect:
         words: list[str] = []
         block, first = 0, 0
         for number in range(max(1, round((request.prompt_tokens - fixed) / per_word))):
-            # A block repeats a few ids, and a word stands for several tokens: the block's words take its ids in turn.
+            # A block repeats a few ids, and a word has several tokens, so the block's words use its ids in turn.
             at = min(int(number * per_word) // size, len(request.prefix_ids)) * size
             if at != block:
                 block, first = at, number
@@ -79,10 +79,10 @@ class Target:
     url: str = "in process"
     model: str = ""
     owner: str = ""
-    """As it says itself."""
+    """Owner of the model, as the server reports it."""
     max_model_len: int | None = None
     backend: str = "chairlift"
-    """As vLLM's records name the way it is spoken to."""
+    """Kind of server, as in vLLM's records."""
     dialect: Dialect = Dialect(chat=False)
     notes: list[str] = dataclasses.field(default_factory=list)
     """Features that the target refuses, in words."""
@@ -94,12 +94,13 @@ class Load:
 
     requests: Sequence[TracedRequest]
     max_concurrency: int | None = None
-    """Most requests under way; the others wait for their turn."""
+    """Most requests in flight; further ones wait."""
     temperature: float = 0.0
     promises: bool = False
     """Whether class, tenant and limits of the requests are sent."""
     salt: int = 0
-    """Changes what the prompts say: the same requests with another salt meet no cache that knows them. Below 2**60."""
+    """Changes the contents of prompts, so that the same requests with another salt find no cached prefix. Below
+    2**60."""
     said: Sequence[Said] | None = None
     """Content of each request, from a data set of texts. None: prompts are made up, with the requests' lengths."""
     shortened: int = 0
@@ -115,9 +116,9 @@ class Outcome:
     scheduled: float
     """When it was due; for one that had to wait for a free place or for the turn before it, the end of that wait."""
     wanted_tokens: int
-    """Output tokens that were asked for."""
+    """Requested number of output tokens."""
     prompt_tokens: int
-    """As the server counts them, or as many as were asked for where it does not say."""
+    """Number of prompt tokens by the server's count, or the requested number if it reports none."""
     held: bool = False
     """Whether it was held back, by the limit of concurrency or by an earlier turn."""
     start: float = 0.0
@@ -129,13 +130,13 @@ class Outcome:
     counts: list[int] = dataclasses.field(default_factory=list)
     """New tokens of each."""
     completion_tokens: int | None = None
-    """As the server counts them."""
+    """Number of output tokens by the server's count."""
     cached_tokens: int | None = None
-    """Prompt tokens that the server did not have to compute, where it says so."""
+    """Prompt tokens in the server's cache, if it reports them."""
     server_queue_ms: float | None = None
-    """Milliseconds in the server before it began with the prompt, where it says so."""
+    """Milliseconds in the server before it began with the prompt, if it reports them."""
     preempted: bool | None = None
-    """Whether it had to give way to others for a time, where that is said."""
+    """Whether it was preempted, if the server reports it."""
     finish_reason: str | None = None
     status: Status = "unfinished"
     kind: str = ""
@@ -183,12 +184,12 @@ class Outcome:
         return [] if self.came_whole else [now - before for before, now in itertools.pairwise(self.times)]
 
     def fail(self, kind: str, message: str) -> None:
-        """It is not answered."""
+        """Record an error in place of an answer."""
         self.status, self.kind, self.message = "failed", kind, _CONTROL.sub(" ", message)[:_MOST_MESSAGE].strip()
 
 
 Progress = Callable[[int, Outcome], None]
-"""Told of each request that has ended, and how many are under way."""
+"""Called with the number of requests in flight and each ended request."""
 
 Watch = Callable[[str, int], contextlib.AbstractContextManager[Progress]]
 """Called with a name and the number of requests at the beginning of each run."""
@@ -213,10 +214,10 @@ class ServeRun:
 
 
 def fit(requests: Sequence[TracedRequest], most_tokens: int | None) -> tuple[list[TracedRequest], int]:
-    """Requests shortened to ``most_tokens``, prompt and answer together, and how many of them were.
+    """Requests shortened to ``most_tokens``, prompt and answer together, and the number of shortened ones.
 
-    An answer gets at most half of the room, and a prompt what is left beside its answer. Raises ConfigError when there
-    is no room for two tokens.
+    An answer gets at most half of the room, and a prompt the room beside its answer. Raises ConfigError when there is
+    no room for two tokens.
     """
     if most_tokens is not None and most_tokens < 2:
         raise ConfigError(

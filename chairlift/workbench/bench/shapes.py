@@ -1,4 +1,4 @@
-"""Shapes to measure kernels at: those of models people know, or any product by its size."""
+"""Shapes for measuring kernels: those of known models, or any product by its size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelShape:
     vocab_size: int
 
     def products(self) -> list[Product]:
-        """The four products of a layer, as they are fused."""
+        """The four fused products of a layer."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return [
             Product(f"{self.name} qkv", self.hidden, q + 2 * kv),

@@ -1,4 +1,4 @@
-"""``bench offline --compare speculation``: what drafts gain in continuous batches, in static ones, and against none."""
+"""``bench offline --compare speculation``: continuous batches with drafts, static ones with drafts, and no drafts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Side:
 
 
 def sides_of(settings: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[str, int, dict[str, Any]]]:
-    """(kind, slots, settings of the engine) of every side. ``settings`` say who drafts; n-grams if they do not."""
+    """(kind, slots, settings of the engine) of every side. ``settings`` select the drafter; the default is n-grams."""
     asked = settings.get("speculative_config") or '{"method": "ngram"}'
     found = []
     for slots in sizes:
@@ -106,7 +106,7 @@ def speculation_table(sides: Sequence[Side]) -> Table:
 
 
 def speculation_words(sides: Sequence[Side]) -> str:
-    """A sentence for each number of slots: continuous batches with drafts against both others."""
+    """A sentence for each number of slots: continuous batches with drafts compared with both others."""
     by_name = {(side.kind, side.slots): side for side in sides if side.runs}
     words = []
     for slots in dict.fromkeys(side.slots for side in sides):

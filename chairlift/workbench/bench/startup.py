@@ -44,10 +44,10 @@ _PROMPT: Final = {"prompt": [11, 12, 13, 14], "max_tokens": 1, "ignore_eos": Tru
 
 
 def measure_startup(settings: Mapping[str, Any], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each phase in each round, after a round that does not count. ``settings`` are those of the engine.
+    """Seconds of each phase in each round, after a warm-up round. ``settings`` are those of the engine.
 
     Phases follow each other within a process; ``in all`` and ``server in all`` are their sums. Raises EngineDeadError
-    with the process's last words when one does not start.
+    with the process's last output when one does not start.
     """
     seconds: dict[str, list[float]] = {}
     for number in range(rounds + 1):

@@ -1,8 +1,8 @@
-"""``chairlift tune``: what does batching do for this traffic, and with which settings? One answer, from real runs.
+"""``chairlift tune``: finds the best settings for a traffic and the gain of batching, from real runs.
 
-The simulator, fitted on steps of this machine, looks at many settings; the real engine runs the few that matter, side
-by side. Where the two disagree, the real runs decide: what is claimed is what real runs showed. Where the simulator
-does not fit this machine, none of its figures is used, and real runs look at settings instead (``tune_measured``).
+The simulator, fitted to steps of this machine, tries many settings. The real engine runs the few best ones, in turns.
+Where the two disagree, the real runs decide; only results of real runs are claimed. Where the simulator does not fit
+this machine, its figures are not used, and real runs try settings instead (``tune_measured``).
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Refuted:
 
 @dataclasses.dataclass(kw_only=True)
 class Findings:
-    """The answer. Roles: ``static`` (slots that always fit), ``static_best``, ``equal`` (continuous, as many slots as
-    static), ``default``, ``chosen``."""
+    """Results of a tuning by role: ``static`` (slots that always fit), ``static_best``, ``equal`` (continuous, as many
+    slots as static), ``default``, ``chosen``."""
 
     traffic: Traffic
     cut: int
@@ -106,7 +106,7 @@ class Findings:
     """Whether memory is short: some simulated setting preempts."""
     settings: dict[str, Setting] = dataclasses.field(default_factory=dict)
     scores: dict[str, Score] = dataclasses.field(default_factory=dict)
-    """By role, simulated."""
+    """Simulated scores by role."""
     trusted: bool = True
     """Whether the simulator fits this machine now; else no simulated figure is used."""
     fit_error: float | None = None
@@ -120,7 +120,7 @@ class Findings:
     """Requests of each real run in which all come at once."""
     rounds: int = 0
     pace: float | None = None
-    """Requests per second of the runs that latencies are read from; None: those in which all come at once."""
+    """Requests per second in the runs that measure latencies; None: all requests arrive at once."""
     paced_count: int = 0
     ratios: dict[str, Ratio] = dataclasses.field(default_factory=dict)
     """Throughput, all at once, of the chosen settings over ``default`` and ``static_best`` (here the better of the two
@@ -128,8 +128,8 @@ class Findings:
     accuracy: dict[str, float] = dataclasses.field(default_factory=dict)
     """Simulated over measured throughput, by role."""
     by_slots: list[tuple[int, Figures]] = dataclasses.field(default_factory=list)
-    """The chosen settings with other max_num_seqs, all requests at once: simulated, or measured where the simulator is
-    not trusted."""
+    """Figures of the chosen settings with other values of max_num_seqs, all requests at once: simulated, or measured if
+    the simulator is not trusted."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Remarks that a reader needs besides the figures."""
 
@@ -176,9 +176,9 @@ def tune(
     clock: Clock,
     say: Callable[[str], None],
 ) -> Findings:
-    """Answer it; what was done before, according to ``state``, is not done again.
+    """Answer the question. Work that ``state`` already contains is not repeated.
 
-    Raises ConfigError when the question makes no sense. KeyboardInterrupt loses nothing but the run that it ends.
+    Raises ConfigError for an invalid question. KeyboardInterrupt loses only the current run.
     """
     timer = _Timer(clock, question.time_limit, say)
     pinned = {name: value for name, value in question.fixed.items() if name in SEARCHED}
@@ -226,7 +226,7 @@ def tune(
 
 
 def _learn(findings: Findings, lab: Lab, timer: _Timer) -> None:
-    """The two baselines for real, on as many requests as the time permits, for the simulator to learn from."""
+    """Run the two baselines on the real engine, with as many requests as the time permits, to fit the simulator."""
     settings = [findings.settings["static"], findings.settings["default"]]
     seconds = sum(lab.simulate(setting, None, findings.count).seconds for setting in settings)  # a first idea
     share = min(1.0, max(0.05, timer.left_until(_LEARN_UNTIL) / seconds))
@@ -315,10 +315,10 @@ def _look(findings: Findings, lab: Lab, space: Space, timer: _Timer) -> list[Set
 
 
 def _candidates(findings: Findings, lab: Lab, judge: Judge) -> list[Setting]:
-    """Settings to run for real, one or two, chosen by simulation.
+    """One or two settings to run on the real engine, chosen by simulation.
 
-    The first has the shortest waits of those that are nearly as good as the best. The second, if any, differs clearly
-    from it and preempts at most half as many requests.
+    The first has the shortest waits among those that are nearly as good as the best. The second, if any, differs
+    clearly from it and preempts at most half as many requests.
     """
     scores = {setting: score for setting, score in judge.scores.items() if score.exact}
     ranked = sorted(scores, key=lambda setting: scores[setting], reverse=True)
@@ -384,7 +384,7 @@ def _rounds(findings: Findings, lab: Lab, candidates: Sequence[Setting], timer: 
 
 
 def _full_count(findings: Findings, lab: Lab, settings: Sequence[Setting], timer: _Timer) -> int:
-    """So many requests that three rounds should fit into the time; but enough for two batches."""
+    """Number of requests with which three rounds fit into the time; at least two batches."""
     seconds = sum(lab.expected_seconds(setting, None, findings.count) for setting in settings)
     share = timer.left_until(_ROUNDS_UNTIL) / (_ROUNDS * _SLACK * seconds)
     least = min(findings.count, 2 * findings.settings["static"].max_num_seqs)
@@ -412,7 +412,7 @@ def _best_static(findings: Findings, lab: Lab) -> None:
 
 
 def _choose(findings: Findings, lab: Lab, candidates: list[Setting], timer: _Timer) -> None:
-    """The real runs decide between the candidates and the defaults; then come the runs that latencies are read from."""
+    """Choose between the candidates and the defaults by real runs, then make the runs that measure latencies."""
     settings, default = findings.settings, findings.settings["default"]
     timer.stage("5 of 5, real runs at a given rate")
     rated = list(dict.fromkeys([*candidates, default]))
@@ -424,7 +424,7 @@ def _choose(findings: Findings, lab: Lab, candidates: list[Setting], timer: _Tim
         allowed = [each for each in rated if _holds(_runs(findings, lab, each))]
         chosen = max(allowed or rated[:1], key=lambda each: medians[each])
         if default in allowed and medians[default] * _ALIKE >= medians[chosen]:
-            chosen = default  # nobody should have to keep a file of settings that change nothing
+            chosen = default  # a file of settings without a measured gain is useless
     else:
         chosen = rated[0]
     if chosen != rated[0] and chosen != default and findings.trusted:
@@ -452,7 +452,7 @@ def _score(findings: Findings, lab: Lab, setting: Setting) -> Score:
 
 
 def _holds(runs: Sequence[Figures]) -> bool:
-    """Whether few enough were preempted, and what was promised was kept."""
+    """Whether few enough requests were preempted, and the promises were kept."""
     kept = [each.goodput for each in runs if each.goodput is not None]
     few = statistics.fmean(each.preemption_rate for each in runs) < PREEMPTED
     return few and (not kept or statistics.fmean(kept) >= GOODPUT)
@@ -465,8 +465,8 @@ def _median(runs: Sequence[Figures]) -> float:
 def _confirm(findings: Findings, lab: Lab, rated: list[Setting], timer: _Timer) -> Setting:
     """The setting that keeps the promises at the highest rate on the real engine.
 
-    The simulator says where to start, or what real runs got through with all requests at once. After a rate that a run
-    refutes comes a lower one: below it, and below what that run got through.
+    The first rate comes from the simulator, or from the throughput of real runs with all requests at once. After a
+    failed rate the next one is lower than it, and lower than the throughput of the failed run.
     """
     rate = _first_rate(findings, lab, rated[0])
     if rate is None:
@@ -499,7 +499,7 @@ def _first_rate(findings: Findings, lab: Lab, setting: Setting) -> float | None:
 
 
 def _paced_count(findings: Findings, timer: _Timer, rate: float) -> int | None:
-    """Requests that fit into one run at a rate; None when they would be too few to say anything."""
+    """Number of requests that fit into one run at a rate; None when they are too few for a result."""
     wanted = findings.traffic.enough(rate, findings.count)
     count = min(wanted, int(rate * _ONE_PACED * timer.limit))
     return count if count >= min(_LEAST_PACED, findings.count) else None
@@ -554,7 +554,7 @@ def _paced(findings: Findings, lab: Lab, pace: float, timer: _Timer) -> None:
 
 
 def _by_slots(findings: Findings, lab: Lab, rows: Sequence[int]) -> None:
-    """The chosen settings with other numbers of slots, all requests at once."""
+    """Run the chosen settings with other numbers of slots, all requests at once."""
     chosen = findings.settings["chosen"]
     for slots in sorted({*rows, chosen.max_num_seqs}):
         setting = dataclasses.replace(chosen, max_num_seqs=slots)
@@ -615,7 +615,7 @@ def _conclude(findings: Findings, lab: Lab) -> None:
 
 
 def _tell_of_rates(findings: Findings) -> None:
-    """Say which rates real runs refuted, and that none confirmed one."""
+    """Report the rates that real runs failed at, and that none succeeded."""
     for each in findings.refuted[:_MOST_RATES]:
         kept = "" if each.goodput is None else f" the promises were kept for {each.goodput:.1%} of the requests,"
         preempted = f" {each.preemption_rate:.1%} were preempted," if each.preemption_rate > PREEMPTED else ""

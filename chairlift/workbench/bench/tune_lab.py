@@ -30,7 +30,7 @@ MakeCore = Callable[[Mapping[str, Any]], tuple[EngineCore, ModelLimits]]
 
 _SEED: Final = 0
 _LONG: Final = 5.0
-"""Requests of a run come for so many times as long as the longest promise lasts."""
+"""Duration of a run's arrivals, as a multiple of the longest promise."""
 _MOST_REPEATED: Final = 20_000
 _OTHER: Final = 0x1E37_79B9_7F4A_7C15
 _MOST_ID: Final = 1 << 62
@@ -56,7 +56,7 @@ class Traffic:
 
     @property
     def rate(self) -> float | None:
-        """Requests per second, as they came; None where the traffic does not say when."""
+        """Requests per second of the traffic; None if it has no times."""
         span = self.requests[-1].arrival - self.requests[0].arrival
         return (len(self.requests) - 1) / span if span > 0 and self.users is None else None
 
@@ -67,13 +67,13 @@ class Traffic:
 
     @property
     def has_promises(self) -> bool:
-        """Whether anything was promised to anybody."""
+        """Whether any request has a promise."""
         names = ("ttft_ms", "tpot_ms", "deadline_ms")
         return any(getattr(request, name) is not None for request in self.requests for name in names)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and the longest answer together: what a static batch must have room for."""
+        """Tokens of the longest prompt and the longest answer together, for which a static batch needs room."""
         return max(each.prompt_tokens for each in self.requests) + max(each.output_tokens for each in self.requests)
 
     @property
@@ -83,17 +83,16 @@ class Traffic:
         return max(promised, default=0.0) / 1000
 
     def enough(self, rate: float, least: int) -> int:
-        """Requests, ``least`` or more, after which a backlog at this rate could no longer hide behind a promise.
+        """Number of requests, at least ``least``, after which a backlog at this rate would break a promise.
 
-        The requests come for several times as long as the longest promise lasts.
+        Requests arrive for several times the longest promise.
         """
         return max(least, min(_MOST_REPEATED, math.ceil(rate * _LONG * self.longest_promise) + 1))
 
     def at(self, rate: float | None, count: int) -> list[TracedRequest]:
-        """The first ``count`` requests at a rate in requests per second: the gaps between them are all stretched alike,
-        so that these come at that rate. None: all at once. Those without times of their own get those of a Poisson
-        process. Where ``count`` is more than there are, they come again, as other requests of the same lengths.
-        """
+        """The first ``count`` requests at a rate in requests per second, with all gaps stretched by one factor. None:
+        all at once. Requests without times get those of a Poisson process. If there are fewer than ``count``, they are
+        repeated as other requests of the same lengths."""
         requests = [self._again(place) for place in range(count)] if count > len(self.requests) else self.requests
         requests = requests[:count]
         times = [0.0] * len(requests)
@@ -121,7 +120,7 @@ class Traffic:
 
 
 class Lab:
-    """Tries settings. Whatever has been tried before, also by an earlier command, is looked up."""
+    """Tries settings. Results of earlier trials, also by an earlier command, are reused."""
 
     def __init__(
         self,
@@ -188,11 +187,12 @@ class Lab:
 
     @property
     def trusted(self) -> bool:
-        """Whether the cost model fits this machine now, as far as is known: else no simulated figure is to be used."""
+        """Whether the cost model fits this machine now, as far as is known. Otherwise no simulated figure may be
+        used."""
         return self.state.fit_error is None or self.state.fit_error <= TRUSTED
 
     def expected_seconds(self, setting: Setting, rate: float | None, count: int) -> float:
-        """How long a real run will take: simulated, or by what real runs took where the simulator is not trusted."""
+        """Expected seconds of a real run: simulated, or from real runs if the simulator is not trusted."""
         if self.trusted:
             return self.simulate(setting, rate, count).seconds
         runs = [trial for trial in self.state if trial.round is not None and trial.rate is None]
@@ -224,7 +224,7 @@ class Lab:
         return trial.figures
 
     def measure(self, setting: Setting, rate: float | None, count: int, round_: int = 0) -> Figures:
-        """Measured figures of a setting: the same on the real engine, warmed up."""
+        """Measured figures of a setting, on the real engine after a warm-up."""
         known = self.state.find(setting, rate, count, round_)
         if known is not None:
             return known.figures
@@ -260,7 +260,7 @@ class Lab:
             figures=Figures.of(served, 1.0 if rate is None else keeping_up(timings, core.clock.now())),
             latencies=[] if round_ is None else kept_latencies(timings),
         )
-        if self.state.deployment is not None:  # what a first idea says is soon out of date
+        if self.state.deployment is not None:  # the prior is soon out of date
             self.state.add(trial)
         return trial
 

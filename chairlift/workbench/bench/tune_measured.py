@@ -23,10 +23,10 @@ _SPREAD: Final = 4
 def measured_candidates(
     settings: dict[str, Setting], lab: Lab, space: Space, count: int, left: Callable[[], float]
 ) -> tuple[list[Setting], Mapping[str, Score]]:
-    """The best continuous settings, best first, two of them or one; and the scores of all roles in ``settings``.
+    """The best one or two continuous settings, best first, and the scores of all roles in ``settings``.
 
-    Sets the role ``static_best``. ``count`` requests are served for each setting; ``left`` gives the seconds that are
-    left for this. The settings of the roles run whatever the time.
+    Sets the role ``static_best``. ``count`` requests are served for each setting; ``left`` returns the remaining
+    seconds. The settings of the roles run in any case.
     """
     roles = list(dict.fromkeys(settings.values()))
     for setting in roles:
@@ -56,7 +56,7 @@ def longest_run(state: State, setting: Setting) -> Trial | None:
 
 
 def measured_score(lab: Lab, setting: Setting) -> Score:
-    """By the real run of most requests, all at once; a setting without one keeps nothing."""
+    """Score from the real run with most requests, all at once; a setting without one gets the lowest score."""
     trial = longest_run(lab.state, setting)
     if trial is None:
         return Score(False, 0.0)

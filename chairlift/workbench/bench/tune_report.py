@@ -53,7 +53,7 @@ _TITLES: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Findings, and what they are about."""
+    """Findings and their subject."""
 
     findings: Findings
     state: State
@@ -87,7 +87,8 @@ class Column:
     rate_measured: bool
     """Whether real runs confirmed that rate."""
     tokens_per_second: float | None
-    """Output tokens that it may be asked for: at that rate, or all at once where nothing is promised."""
+    """Output tokens per second that it can sustain: at that rate, or with all requests at once if there are no
+    promises."""
     latencies: list[float]
 
     @property
@@ -217,7 +218,7 @@ def serve_command(answer: Answer) -> str:
 
 
 def verdict(answer: Answer) -> str:
-    """Recommended command and the reasons, in a few sentences; whatever no real run showed is called simulated."""
+    """Recommended command with the reasons, in a few sentences. Figures without a real run are called simulated."""
     findings, sides = answer.findings, {column.role: column for column in columns(answer)}
     chosen = sides["chosen"]
     statics = [sides[role] for role in ("static", "static_best") if role in sides]
@@ -267,7 +268,7 @@ def verdict(answer: Answer) -> str:
 
 
 def _latency_words(findings: Findings, chosen: Column, static: Column) -> str:
-    """How much sooner it answers; empty where it does not, or where only one of the two was measured."""
+    """How much lower its latency is; empty if it is not, or if only one of the two was measured."""
     waits = chosen.waits.e2el_p99 / static.waits.e2el_p99 if static.waits.e2el_p99 else 1.0
     alike = chosen.waits_measured == static.waits_measured and (chosen.paced is None) == (static.paced is None)
     simulated = "" if chosen.waits_measured else ", as simulated"
@@ -416,7 +417,7 @@ def _both(half: float, most: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """In the unit that people would say it in."""
+    """A duration in a suitable unit."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
@@ -426,7 +427,7 @@ def _duration(seconds: float) -> str:
 
 
 def tune_report(answer: Answer) -> Report:
-    """The page to show to others, and what tune.json says."""
+    """Page for readers, and the content of tune.json."""
     lead = verdict(answer)
     record = {"verdict": lead, **answer.findings.to_dict()}
     return Report(record, "What batching does for your traffic", lead, _sections(answer))
@@ -482,8 +483,8 @@ def _side_by_side(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
 def _bars(
     values: Sequence[tuple[Column, Mapping[str, float], bool]], *, title: str, y_label: str
 ) -> Iterator[plots.Figure]:
-    """Bars of each side, with its values by series and whether they were measured: what was measured, and what was only
-    simulated, in charts of their own."""
+    """Bars of each side, with its values by series and whether they were measured. Measured and simulated values have
+    separate charts."""
     for measured in (True, False):
         shown = [(side, series) for side, series, seen in values if seen == measured]
         if shown:
@@ -551,7 +552,7 @@ def _point(answer: Answer, trial: Trial) -> tuple[float, float, str]:
 
 
 def _front(points: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
-    """Points that no other beats in both (Pareto), by latency."""
+    """Points that no other point beats in both values (Pareto front), by latency."""
     front: list[tuple[float, float, str]] = []
     for point in sorted(points):
         if not front or point[1] < front[-1][1]:
@@ -599,7 +600,7 @@ def _tried(answer: Answer) -> Block:
         key = (trial.setting, trial.round is None)
         if key not in best or _rank(trial) > _rank(best[key]):
             best[key] = trial
-    # Where a setting makes no difference, the one that says least of it stands for all.
+    # If a setting makes no difference, the simplest one represents all.
     plain = {
         (trial.figures, trial.rate): trial
         for trial in sorted(best.values(), key=lambda each: -len(each.setting.describe()))

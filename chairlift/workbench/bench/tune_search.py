@@ -22,7 +22,7 @@ GOODPUT: Final = 0.99
 PREEMPTED: Final = 0.02
 """Share of the requests that may be preempted, at most."""
 KEEPING: Final = 0.9
-"""Least requests that end per request that comes, late in a run: below it the backlog grows."""
+"""Least ratio of ended to arriving requests, late in a run. Below it the backlog grows."""
 _MARGIN: Final = 0.75
 """Share of PREEMPTED that is allowed in a simulation: the rest is for what the simulator does not know."""
 _BETTER: Final = 1.01
@@ -30,7 +30,7 @@ _STEP_DOWN, _STEP_UP, _MOST_DOWN, _BISECTIONS = 1.7, 1.12, 64.0, 3
 
 
 class Score(NamedTuple):
-    """How good a setting is; the larger, the better."""
+    """Score of a setting; larger is better."""
 
     keeps: bool
     """Whether promises and the limit on preemptions hold."""
@@ -58,7 +58,7 @@ class Judge:
         self._scores: dict[Setting, Score] = {}
         self.best = Score(False, -math.inf)
         self._hopeless: float | None = None
-        """A rate so low that who breaks promises there is not asked about lower ones."""
+        """A rate so low that settings which break promises there are not tried at lower ones."""
 
     def score(self, setting: Setting, *, exact: bool = False) -> Score:
         """``exact`` finds out the capacity even where it cannot be the highest."""
@@ -121,10 +121,10 @@ class Judge:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Values that each setting may have; a setting that is fixed has one value."""
+    """Allowed values of each setting; a fixed setting has one value."""
 
     rows: Sequence[int]
-    """Ascending; between them finer steps are tried too. The same for tokens."""
+    """Values in ascending order; finer steps between them are tried too. So is the next field."""
     tokens: Sequence[int]
     watermarks: Sequence[float]
     prefill_modes: Sequence[str]

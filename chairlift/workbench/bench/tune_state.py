@@ -1,4 +1,4 @@
-"""State of a tuning, on file after every real run: a tuning that was stopped goes on from there."""
+"""State of a tuning, saved after every real run, so that a stopped tuning can continue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FIRST_LOOK", "Figures", "Setting", "State", "Trial", "keeping_up"]
 
 _FORMAT: Final = 3
 FIRST_LOOK: Final = -1
-"""Round of a real run that stands beside no other."""
+"""Round of a real run that is not compared with others."""
 _SAMPLES: Final = 400
 """Latencies of a run that are kept, evenly over its requests by rank."""
 
@@ -34,9 +34,9 @@ class Setting:
     preemption_mode: str
 
     def flat(self) -> dict[str, Any]:
-        """As keywords for EngineConfig."""
+        """The setting as keywords of EngineConfig."""
         fields = dataclasses.asdict(self)
-        if self.batching != "continuous":  # what a batch that ends as one has no use for
+        if self.batching != "continuous":  # settings that a static or dynamic batch does not use
             del fields["prefill_mode"], fields["preemption_mode"]
         return fields
 
@@ -103,8 +103,8 @@ class Trial:
     count: int
     """Requests, from the beginning of the traffic."""
     round: int | None
-    """None: simulated. Real runs of one round stand side by side; those that were done once are of round 0, and first
-    looks at a setting of round :data:`FIRST_LOOK`."""
+    """None: simulated. Real runs of one round are compared with each other. Single runs are in round 0, and first looks
+    at a setting in round :data:`FIRST_LOOK`."""
     figures: Figures
     latencies: list[float] = dataclasses.field(default_factory=list)
     """Latencies of whole requests in a real run, ascending, in seconds; some of them if there are many."""
@@ -120,10 +120,10 @@ class Trial:
 
 
 def keeping_up(timings: Iterable[RequestTiming], end: float) -> float:
-    """Requests that ended / requests that came, in the second half of the arrivals; 1.0 where all came at one time.
+    """Ended requests divided by arrived ones, in the second half of the arrivals; 1.0 if all arrive at one time.
 
-    A run that is short hides a backlog from the times of its requests; it does not hide it from this ratio. ``end`` is
-    the time for a request that never ended.
+    A short run may hide a backlog in the times of its requests, but not in this ratio. ``end`` is the time for a
+    request that never ended.
     """
     pairs = [(timing.request.arrival, timing.last if timing.ended else end) for timing in timings]
     arrivals = sorted(arrival for arrival, _ in pairs)
@@ -144,12 +144,12 @@ def kept_latencies(timings: Iterable[RequestTiming]) -> list[float]:
 
 
 class State:
-    """Trials by what was run, in one file. ``inputs`` say what question they answer."""
+    """Trials by their parameters, in one file. ``inputs`` describe the question."""
 
     def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None:
-        """Go on with the file if there is one.
+        """Continue with the file if it exists.
 
-        Raises ConfigError when it answers another question, or is no such file.
+        Raises ConfigError when it is for another question, or is no such file.
         """
         self.path, self.inputs = path, dict(inputs)
         self.deployment: Deployment | None = None
@@ -176,7 +176,7 @@ class State:
             self.save()
 
     def drop_round(self, count: int, round_: int) -> None:
-        """Forget the real runs of a round that was cut short: what stands side by side must have run side by side."""
+        """Forget the real runs of an interrupted round, because compared runs must be made at the same time."""
         for key in [key for key in self.trials if key[1:] == (None, count, round_)]:
             del self.trials[key]
 

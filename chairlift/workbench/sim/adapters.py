@@ -1,4 +1,4 @@
-"""Scripted adapters: what they ask of an engine, without weights. Files are numbers, and a model hashes them in."""
+"""Scripted adapters without weights: files are numbers, which a model mixes into its hashes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["AdapterFiles", "ScriptedAdapters", "content_tag", "request_for"]
 
 _TAG = 0x9E3779B97F4A7C15
 BROKEN = -1
-"""What stands in a file that cannot be read."""
+"""Content of a file that cannot be read."""
 
 
 def content_tag(content: int) -> int:
-    """64 bits that stand for what an adapter does; 0 for none."""
+    """64 bits that represent the effect of an adapter; 0 for none."""
     return content * _TAG % 2**64
 
 
@@ -33,17 +33,17 @@ class _Read(NamedTuple):
 
 
 class AdapterFiles:
-    """The disk, and the adapters beside a model that are read from there."""
+    """The files on disk, and the adapters that a model has read from them."""
 
     def __init__(self) -> None:
         self.contents: dict[str, int] = {}
-        """Path -> what stands there now: numbers above 0, each once."""
+        """Path -> present content, a unique number above 0."""
         self.tags: dict[int, int] = {}
-        """Adapter in memory -> what it does to a row."""
+        """Adapter in memory -> its effect on a row."""
         self._writes = 0
 
     def write(self, path: str, *, broken: bool = False) -> int:
-        """Another adapter stands at a path; returns what it is."""
+        """Write another adapter to a path. Returns its content."""
         self._writes += 1
         self.contents[path] = BROKEN if broken else self._writes
         return self.contents[path]
@@ -56,16 +56,16 @@ class AdapterFiles:
         return _Read(content)
 
     def put(self, adapter_id: int, adapter: _Read) -> None:
-        """The same."""
+        """Load an adapter."""
         self.tags[adapter_id] = content_tag(adapter.content)
 
     def drop(self, adapter_id: int) -> None:
-        """The same."""
+        """Remove an adapter."""
         del self.tags[adapter_id]
 
 
 class ScriptedAdapters(Adapters):
-    """Reads beside the loop on the clock of a simulation: :meth:`tick` once per step."""
+    """Reads adapters beside the loop, on the clock of a simulation: call :meth:`tick` once per step."""
 
     def __init__(self, files: AdapterFiles, max_loras: int, max_cpu_loras: int, delay: int) -> None:
         config = LoRAConfig(enable_lora=True, max_loras=max_loras, max_cpu_loras=max_cpu_loras)
@@ -91,5 +91,5 @@ class ScriptedAdapters(Adapters):
 
 
 def request_for(number: int, path: str) -> LoRARequest:
-    """How a request of a world names its adapter."""
+    """The adapter of a request in a world."""
     return LoRARequest(f"a{number}", number, path)

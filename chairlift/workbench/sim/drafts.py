@@ -15,13 +15,13 @@ _KINDS = ("none", "none", "right", "right", "wrong", "partly", "ends", "stale", 
 
 
 class ScriptedDrafts:
-    """Drafts of requests whose answers are known. What a request gets at a place depends on the seed alone.
+    """Drafts for requests with known answers. The drafts at a position depend on the seed alone.
 
     Args:
-        seed: The world's.
-        answer_of: The tokens that a request will answer with; None where nobody knows.
+        seed: Seed of the world.
+        answer_of: Tokens of a request's answer; None if they are unknown.
         vocab_size: Wrong drafts are token ids below it.
-        eos: The token that ends an answer.
+        eos: Token that ends an answer.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class ScriptedDrafts:
         return drafts
 
     def verified(self, request: Request, drafts: Sequence[int], num_accepted: int) -> None:
-        """Nothing is learnt."""
+        """Ignore the result: there is nothing to learn."""
 
     def forget(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Ignore the end of a request: there is no state."""
         self.num_forgotten += 1

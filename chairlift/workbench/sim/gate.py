@@ -1,7 +1,7 @@
-"""The gate for policies: random worlds, run with the policy in place of their own, and everything checked.
+"""The gate for policies: runs random worlds with the policy and checks everything.
 
-A policy that passes has kept what :class:`~chairlift.scheduler.policy.Policy` asks of it, and the engine its own
-promises, in every one of them: ``chairlift sim gate module:Class``.
+A policy that passes has fulfilled :class:`~chairlift.scheduler.policy.Policy`, and the engine its own promises, in all
+of them: ``chairlift sim gate module:Class``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Scripted grammars: what a grammar asks of an engine, without a library that knows any.
+"""Scripted grammars that need no grammar library.
 
-A script is a function of the answer's tokens: which ids may follow, whether the answer may end there, and whether it
-must. Scripts compile after a number of ticks, or not at all, and some break later.
+A script is a function of the answer's tokens: the ids that may follow, whether the answer may end there, and whether it
+must. Scripts compile after a number of ticks, or not at all, and some fail later.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GrammarScript:
 
     @property
     def text(self) -> str:
-        """As the pattern of a request; :meth:`of` reads it."""
+        """The script as the pattern of a request; :meth:`of` reads it."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -141,7 +141,7 @@ class ScriptedGrammars(Grammars):
         self._tick = 0
 
     def check(self, grammar: Grammar) -> None:
-        """All of them are compiled beside the loop."""
+        """Accept every grammar: all are compiled beside the loop."""
 
     def add(self, requests: Any, grammar: Grammar) -> None:
         self._delay = GrammarScript.of(grammar).delay

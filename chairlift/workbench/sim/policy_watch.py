@@ -1,4 +1,4 @@
-"""A policy under watch: every answer is checked against what the protocol asks of it."""
+"""Checks every answer of a policy against its protocol."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ PROMISES = {
 """Promises that can be found broken: name -> meaning."""
 
 _MOST_IDLE_SHARES = 1
-"""Steps in a row in which nobody may get anything: where nothing else runs, the loop takes the second for a stall."""
+"""Allowed consecutive steps in which the policy gives no request anything. If nothing else runs, the loop takes the
+second for a stall."""
 
 
 class Violation(Exception):
@@ -162,7 +163,8 @@ class PolicyWatch:
     # -- between steps -------------------------------------------------------------------------------------------
 
     def check(self, waiting: Iterable[Request], now: float) -> None:
-        """After a step: who waits still has the place it was filed under, and the preempted are in front."""
+        """After a step, check that waiting requests keep the place where they were filed, and that preempted ones are
+        in front."""
         begun: set[Hashable] = set()
         heads: set[Hashable] = set()
         for request in waiting:
@@ -173,12 +175,12 @@ class PolicyWatch:
             fresh = request.status is RequestStatus.WAITING
             self._expect("front", fresh or lane not in begun, "{!r} waits behind one that has not begun", request)
             begun.update([lane] * fresh)
-            if lane not in heads:  # the loop asks only where there are several
+            if lane not in heads:  # the loop asks only if there are several
                 heads.add(lane)
                 self.rank(request, now - request.arrival_time, now)
 
     def check_drained(self) -> None:
-        """At the end: every request that came has gone."""
+        """Check at the end that every request has gone."""
         self._expect("hooks", not self._stages, "the policy was not told of the end of {}", sorted(self._stages))
 
     # -- inside --------------------------------------------------------------------------------------------------

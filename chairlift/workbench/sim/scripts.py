@@ -1,4 +1,4 @@
-"""Scripted masks and sample positions: what grammars and drafts ask of an engine, without either."""
+"""Scripted masks and sample positions, in place of grammars and drafts."""
 
 from __future__ import annotations
 

@@ -39,16 +39,16 @@ class _Prompt:
 
 
 class ShareWatch:
-    """Told of every step after it was scheduled. Raises Violation when a request waits longer than a bound allows.
+    """Checks the waits after every scheduled step. Raises Violation when a request waits longer than a bound allows.
 
-    Requests that a bound says nothing about are left out, and their tokens count as work before everybody: those that
-    gave way, that a block was refused to, that have a deadline, or that belong to a class with reserved step tokens.
-    What a request with an adapter waits for is not known before it joins.
+    Requests without a bound are excluded, and their tokens count as work before all others: preempted requests, those
+    that were refused a block, those with a deadline, and those of a class with reserved step tokens. The work of a
+    request with an adapter is unknown until it joins.
 
     Args:
-        scheduler: The one that is watched; its policy is ``fcfs`` or ``priority``.
+        scheduler: The checked scheduler; its policy is ``fcfs`` or ``priority``.
         fraction: f.
-        most_tokens: Tokens of a step, at most.
+        most_tokens: Most tokens of a step.
         reserving: Classes of service with reserved step tokens.
     """
 
@@ -61,7 +61,7 @@ class ShareWatch:
         self._prompts: dict[str, _Prompt] = {}
         kv = scheduler.kv
         self._from_arrival = scheduler.policy.name == "fcfs" and kv.prefix_cache is None
-        """Whether it is known before a request joins what it will have to compute, and when it may."""
+        """Whether the tokens that a request has to compute, and its start, are known before it joins."""
         self._newest = 0
         self.num_checked = 0
         """Prompts that were computed within both bounds."""
@@ -99,7 +99,8 @@ class ShareWatch:
             for request in self._scheduler.requests.values():
                 if request.sequence > self._newest:
                     self._newest = request.sequence
-                    if request.source is None and not request.adapter_id:  # others wait for a prompt, or an adapter
+                    # other requests wait for a prompt or an adapter
+                    if request.source is None and not request.adapter_id:
                         self._begin(request, request.num_prompt_tokens)
 
     def _join(self, request: Request, size: int) -> None:
@@ -134,10 +135,10 @@ class ShareWatch:
         self._prompts[request.request_id] = new
 
     def _forget(self, out: SchedulerOutput, refused: Set[str]) -> None:
-        """Leave out those that gave way, left, or could not join for want of a row or of blocks."""
+        """Exclude requests that were preempted, left, or could not join without a row or blocks."""
         waiting = self._scheduler.waiting
-        passed = any(request.times_passed for request in waiting)  # before one that did not fit nobody may join
-        full = not self._scheduler.batch.open_rows  # even where tokens ran out before anybody asked for a row
+        passed = any(request.times_passed for request in waiting)  # no request may join before one that did not fit
+        full = not self._scheduler.batch.open_rows  # even if the tokens were used up before any request needed a row
         stuck = bool(refused) or passed or full or out.held_up_by not in ("", "tokens")
         joined = {row.request_id for row in out.joined}
 
@@ -153,7 +154,7 @@ class ShareWatch:
             del self._prompts[name]
 
     def _check(self, prompt: _Prompt) -> None:
-        """It was not computed when so much had been handed out."""
+        """Raise a violation if the prompt was not computed after this many given tokens."""
         f, name = self._fraction, prompt.request.request_id
         if prompt.handed_out > prompt.before / f + self._slack:
             raise Violation(

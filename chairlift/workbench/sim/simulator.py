@@ -55,7 +55,7 @@ class _Faults:
 
 
 class _FaultyCache(KVCacheManager):
-    """A KV manager that sometimes says no."""
+    """A KV manager that randomly refuses."""
 
     def __init__(self, faults: _Faults, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,7 +87,7 @@ class _FaultyModel(HashLM):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.missing_adapters: set[int] = set()
-        """Those that a step asked for, and that were not in memory."""
+        """Adapters that a step needed and that were not in memory."""
 
     def forward(self, batch: StepBatch) -> list[int]:
         if self.faults.on("raise"):
@@ -208,11 +208,11 @@ class Simulation:
             adapters=None if world.adapters is None else ScriptedAdapters(self.files, *world.adapters),
         )
         self._versions: Counter[int] = Counter()
-        """How often an adapter was replaced where it stands elsewhere then."""
+        """How often an adapter was replaced at a new path."""
         self.num_adapted = self.num_reloads = 0
         self._set_bounds()
         self.share = None if policy else _share_watch(self.engine.scheduler, config)
-        """None where nobody knows the order of the policy, or where a batch is closed."""
+        """None if the order of the policy is unknown, or the batch is closed."""
         self._watch_joins(kv)
         self.scripts = Scripts(self.engine.core, world.windows) if world.scripted else None
         if world.drafts:
@@ -230,14 +230,14 @@ class Simulation:
         self.ended: set[str] = set()
         self.num_steps = 0
         self.num_cached_tokens = self.num_failed = self.num_passed = self.num_dropped = self.num_limits = 0
-        """How often the paths were taken that the simulation is there for."""
+        """Counts of the paths that the simulation must reach."""
         self._trace = hashlib.sha256()
         self._records = 0
         self._budgets: dict[int, int] = {}
         """Step in flight -> most tokens that it may compute."""
 
     def _answer_of(self, request: Request) -> list[int] | None:
-        """The tokens that a request will answer with, as far as they are known."""
+        """Tokens that a request will answer with, as far as they are known."""
         name, _, index = request.request_id.partition("#")
         submitted = self.pending.get(name)
         return None if submitted is None else submitted.expected[int(index or 0)].token_ids
@@ -257,7 +257,7 @@ class Simulation:
         scheduler.waiting.max_times_passed = bounds["max_times_passed"]
         scheduler.batch.max_preemptions = min(
             scheduler.batch.max_preemptions, bounds["max_preemptions"]
-        )  # 0: nobody is preempted
+        )  # 0: no request is preempted
 
     def _watch_joins(self, kv: _FaultyCache) -> None:
         """After each step is scheduled, check the bounds of the prompt share."""
@@ -294,7 +294,7 @@ class Simulation:
             self._step()
             tick += 1
         self.faults.active.clear()
-        # Each step computes at least one token of somebody, and each token is computed at most once per preemption.
+        # Each step computes at least one token, and each token is computed at most once per preemption.
         work = sum(len(s.args["prompt"]) + s.args["max_tokens"] for s in self.pending.values() for _ in s.expected)
         bound = 50 + 2 * work * (self.world.bounds["max_preemptions"] + 2)
         while self.engine.has_unfinished and bound:
@@ -340,7 +340,7 @@ class Simulation:
         return f"a{number}-{self._versions[number]}"
 
     def _change_adapter(self, kind: str, number: int) -> None:
-        """Give a loaded adapter other files at another place (``reload``) or at the same, or none."""
+        """Replace the files of a loaded adapter: at a new path (``reload``), at the same path, or not at all."""
         if kind != "rewrite" and not self.engine.remove_lora(number):
             return
         self.num_reloads += kind == "reload"
@@ -348,11 +348,11 @@ class Simulation:
             self._versions[number] += 1
         if kind == "rewrite" and self._path_of(number) in self.files.contents:
             self.files.write(self._path_of(number))
-            if self.engine.remove_lora(number):  # or what is in memory would go on being right
+            if self.engine.remove_lora(number):  # otherwise the content in memory would remain correct
                 self.num_reloads += 1
 
     def _adapter_for(self, args: dict[str, Any]) -> LoRARequest | None:
-        """What an arrival asks for; what it does goes to ``args``."""
+        """Adapter of an arrival; its effect is added to ``args``."""
         number = args.get("adapter", 0)
         if not number or self.world.adapters is None:
             return None
@@ -463,7 +463,7 @@ class Simulation:
             self._check_output(output)
 
     def _check_adapters(self) -> None:
-        """At most as many adapters are in a step as may be, and all of those are in memory."""
+        """Check that a step has no more adapters than allowed, and that all of them are in memory."""
         most = self.world.adapters[0] if self.world.adapters else 0
         if self.model.most_adapters > most:
             raise Violation(f"step {self.num_steps} had {self.model.most_adapters} adapters, and {most} may be")
@@ -471,7 +471,7 @@ class Simulation:
             raise Violation(f"step {self.num_steps}: adapters {self.model.missing_adapters} were not in memory")
 
     def _check_in_flight(self) -> None:
-        """No block that a step in flight touches may be free for others."""
+        """Check that no block of a step in flight is free."""
         flights = self.executor.in_flight
         while len(flights) > self.engine.num_in_flight:
             flights.popleft()
@@ -568,7 +568,7 @@ class Simulation:
             raise Violation(f"{where}: {answer} instead of {expected}")
 
     def _check_drained(self) -> None:
-        """Nothing is left behind once everybody has gone."""
+        """Check that nothing is left when all requests have gone."""
         kv, scheduler = self.engine.kv, self.engine.scheduler
         self.policy.check_drained()
         if scheduler.has_unfinished or scheduler.running or len(scheduler.waiting):

@@ -25,9 +25,10 @@ class Event:
 
     at: int
     kind: str
-    """``arrive``, ``abort``, ``preempt``, ``duplicate``, ``nan``, ``raise``, ``refuse_admission``, ``refuse_growth``,
-    ``evict``, ``stall`` (the clock jumps ahead), ``limits`` (a governor moves the scheduler's settings), ``reload`` (an
-    adapter is replaced under its name), ``unload`` or ``rewrite`` (its files are replaced, and nobody is told)."""
+    """Kind of event: ``arrive``, ``abort``, ``preempt``, ``duplicate``, ``nan``, ``raise``, ``refuse_admission``,
+    ``refuse_growth``, ``evict``, ``stall`` (the clock jumps ahead), ``limits`` (a governor changes the scheduler's
+    settings), ``reload`` (an adapter is replaced under its name), ``unload`` or ``rewrite`` (its files are replaced
+    without notice)."""
     target: int = 0
     """Request number, which row, or which adapter."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -72,7 +73,7 @@ CLASSES = {
     "chat": {"priority": -3, "min_blocks": 3, "ttft_ms": 300.0},
     "batch": {"priority": 4, "min_step_tokens": 1},
 }
-"""Classes of service of the worlds that have any; no more reserved than the smallest of them can give."""
+"""Classes of service of worlds with classes. The smallest world has room for all reservations."""
 
 
 def make_world(seed: int) -> World:
@@ -90,7 +91,7 @@ def make_world(seed: int) -> World:
     tight = max(1, -(-max_model_len // block_size) // rng.choice([1, 2])) + rng.randint(0, 6)
     scheduler, bounds = _scheduler(rng, maybe)
     with_text = maybe(True, False)
-    # Later additions draw from a generator of their own, so that the worlds found before stay as they were.
+    # Later additions use their own generator, so that earlier worlds do not change.
     later = random.Random(seed ^ 0x5E12)
     events = _arrivals(rng, block_size, max_model_len, with_text)
     if later.random() < 0.5:
@@ -110,7 +111,7 @@ def make_world(seed: int) -> World:
         events += _limits(later, scheduler, horizon)
     num_blocks, enable_prefix_caching = 1 + maybe(tight, roomy), maybe(True, False)
     hash_bits = maybe(None, rng.choice([3, 8]))
-    prefix_offload = seed % 5 == 1  # the others stay what they were
+    prefix_offload = seed % 5 == 1  # other worlds stay as they were
     if prefix_offload:
         enable_prefix_caching, num_host_blocks = True, later.choice([3, 16, 64])
         _come_again(later, [event for event in events if event.kind == "arrive"], block_size, max_model_len)
@@ -128,7 +129,7 @@ def make_world(seed: int) -> World:
     if grammars:
         with_text = True  # without a tokenizer there are none
         _hold(random.Random(seed ^ 0x6A3B), [event for event in events if event.kind == "arrive"])
-    drafts = seed % 10 in (2, 6) or seed % 40 == 39  # in the last ones beside grammars
+    drafts = seed % 10 in (2, 6) or seed % 40 == 39  # the seeds of the second condition combine drafts with grammars
     if seed % 40 == 39:
         scheduler |= {"batching": "continuous", "max_num_batched_tokens": max(48, scheduler["max_num_batched_tokens"])}
     if seed % 10 == 6:
@@ -158,7 +159,7 @@ def make_world(seed: int) -> World:
 
 
 def _recur(rng: random.Random, world: World) -> World:
-    """Recurrent states beside K and V or alone, with snapshots at every few blocks or without any."""
+    """Add recurrent states, with K and V or alone, with snapshots every few blocks or without."""
     span = rng.choice([world.block_size, 2 * world.block_size, 4 * world.block_size, ONE_STATE])
     windows = rng.choice([(STATE,), (*world.windows, STATE), (STATE, *world.windows)])
     world = dataclasses.replace(world, windows=windows, state_span=span)
@@ -245,7 +246,7 @@ def _scheduler(rng: random.Random, maybe: Callable[[Any, Any], Any]) -> tuple[di
 def _cramped(
     rng: random.Random, scheduler: dict[str, Any], block_size: int, max_model_len: int
 ) -> tuple[tuple[int, ...], int]:
-    """Windows over little more memory than one request needs, where few can be made to give way, or nobody."""
+    """Windows with little more memory than one request needs, where few requests, or none, can be preempted."""
     window, step = rng.choice([1, 3, 7, 16]), scheduler["max_num_batched_tokens"]
     scheduler["preemption_mode"] = rng.choice(["none", scheduler["preemption_mode"]])
     scheduler["batching"] = rng.choice(["static", scheduler["batching"]])
@@ -336,7 +337,7 @@ def _arrivals(rng: random.Random, block_size: int, max_model_len: int, with_text
 
 
 def _come_again(rng: random.Random, arrivals: list[Event], block_size: int, max_model_len: int) -> None:
-    """Prompts of a few blocks; some go on from those of earlier requests, whose blocks others may have needed since."""
+    """Add prompts of a few blocks. Some continue earlier requests, whose blocks may have been reused."""
     for number, event in enumerate(arrivals):
         if number and rng.random() < 0.6:
             event.args["prompt"] = rng.choice(arrivals[:number]).args["prompt"]

@@ -1,4 +1,4 @@
-"""When requests arrive: arrival processes as values. The same value and seed give the same times, on any machine."""
+"""Arrival processes as values. The same value and seed give the same times, on any machine."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class AllAtOnce:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """``users`` clients of whom each sends its next request when its last one has been answered.
+    """``users`` clients, each of which sends its next request when its last one has been answered.
 
-    The times are all zero: who sends the requests keeps ``users`` of them in flight. A closed loop hides queueing. A
-    slow server is asked less often, so the line never grows and latency looks better than real visitors, who come when
-    they like, would find it (Schroeder et al., Open Versus Closed, NSDI 2006).
+    All times are zero: the sender keeps ``users`` requests in flight. A closed loop hides queueing. A slow server gets
+    fewer requests, so its queue never grows, and latency looks better than with real, independent visitors (Schroeder
+    et al., Open Versus Closed, NSDI 2006).
     """
 
     users: int
@@ -151,8 +151,8 @@ class Diurnal:
             raise ConfigError(f"peak_to_trough of arrivals must be 1 or more, got {self.peak_to_trough!r}")
 
     def times(self, count: int, seed: int = 0) -> list[float]:
-        # rate (1 - swing cos(2 pi t / period)), integrated and inverted: Kepler's equation, whose root lies within
-        # ``far`` of the time that a constant rate would give.
+        # Inverse of the integral of rate (1 - swing cos(2 pi t / period)). This is Kepler's equation; its root is
+        # within ``far`` of the time at a constant rate.
         wanted = _unit_poisson(count, seed) / self.rate
         swing = (self.peak_to_trough - 1) / (self.peak_to_trough + 1)
         far = swing * self.period / (2 * math.pi)
@@ -174,7 +174,7 @@ ARRIVAL_FORMS: Final = {
     "diurnal": (Diurnal, ("RATE", "PEAK_TO_TROUGH", "PERIOD_SECONDS")),
     "closed": (ClosedLoop, ("USERS",)),
 }
-"""How :func:`parse_arrivals` spells each process; rates are in requests per second."""
+"""Spelling of each process for :func:`parse_arrivals`; rates are in requests per second."""
 
 
 def parse_arrivals(text: str) -> Arrivals:

@@ -1,8 +1,8 @@
-"""Traces whose columns have names or places: Azure's and BurstGPT's CSV, and logs of one's own by a mapping.
+"""Traces with named or numbered columns: Azure's and BurstGPT's CSV, and custom logs with a mapping.
 
-A mapping says which column is the time, which the prompt's length, which the answer's (``time``, ``input``,
-``output``), and which are other fields of a :class:`~chairlift.replay.traced_request.TracedRequest`. Requests without
-a prompt or without an answer failed: they are left out, and counted.
+A mapping gives the columns of the time, the prompt's length and the answer's length (``time``, ``input``, ``output``),
+and of other fields of a :class:`~chairlift.replay.traced_request.TracedRequest`. Requests without a prompt or an answer
+have failed: they are skipped and counted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Trace files: read in the formats in which traces are published and logged, written in ours.
+"""Trace files: reads published and logged formats, and writes Chairlift's.
 
-Ours is Mooncake's (FAST 2025), JSON lines with ``timestamp`` in ms, ``input_length``, ``output_length`` and
-``hash_ids``, with fields of our own beside them. A file is read line by line, and what is wrong is told with the line.
+Chairlift's format is Mooncake's (FAST 2025), JSON lines with ``timestamp`` in ms, ``input_length``, ``output_length``
+and ``hash_ids``, and additional fields. A file is read line by line, and errors name the line.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OWN_FIELDS: Final = {
     "session": "",
     "turn": 0,
 }
-"""Fields that are spelled alike in files and in a TracedRequest, and what they are when they are not there."""
+"""Fields with equal names in files and in TracedRequest, and their defaults."""
 _BAILIAN_BLOCK: Final = 16
 _WHOLE_MS: Final = re.compile(r'"timestamp": *[0-9]+ *[,}]')
 """Mooncake's times. Ours have a fraction, if only ``.0``."""
@@ -62,7 +62,7 @@ class LoadedTrace:
     format: str
     """One of :data:`FORMATS`, ``columns`` or ``pattern``."""
     notes: list[str]
-    """Remarks about it, in whole phrases: what was left out, what was estimated."""
+    """Remarks about the trace in whole phrases: skipped and estimated parts."""
 
 
 def read_trace(path: Path, **how: Any) -> list[TracedRequest]:
@@ -83,11 +83,11 @@ def load_trace(
 ) -> LoadedTrace:
     """Read a trace.
 
-    ``format`` is one of :data:`FORMATS`; without it the first line decides. ``columns`` maps fields to the columns of a
-    CSV, TSV or JSON-lines log (:func:`~chairlift.workbench.workload.columns.read_columns`), ``pattern`` finds them in a
-    text log. ``arrivals``, with ``seed``, says when the conversations of a ShareGPT file arrive (all at once by
-    default), and ``tokenizer`` how many tokens a text of it has. ``sort`` takes lines in any order of time. Raises
-    ConfigError that names the line, also for times that go back when ``sort`` is not set.
+    ``format`` is one of :data:`FORMATS`; by default the first line decides. ``columns`` maps fields to the columns of a
+    CSV, TSV or JSON-lines log (:func:`~chairlift.workbench.workload.columns.read_columns`); ``pattern`` finds them in a
+    text log. ``arrivals``, with ``seed``, gives the arrivals of the conversations in a ShareGPT file (default: all at
+    once), and ``tokenizer`` counts the tokens of a text in it. ``sort`` accepts lines in any order of time. Raises
+    ConfigError with the number of a bad line, also for decreasing times without ``sort``.
     """
     if format is not None and format not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}; got {format!r}")
@@ -136,9 +136,9 @@ class LoadedTexts:
 
 
 def load_texts(path: Path, arrivals: Arrivals, seed: int = 0) -> LoadedTexts:
-    """Read a data set with its texts, in one of :data:`TEXT_FORMATS`; the first line says which.
+    """Read a data set with its texts, in one of :data:`TEXT_FORMATS`; the first line decides.
 
-    ``arrivals``, with ``seed``, says when the requests come. Raises ConfigError that names the line.
+    ``arrivals``, with ``seed``, gives the times of the requests. Raises ConfigError with the number of a bad line.
     """
     try:
         with opened_text(path) as file:
@@ -173,9 +173,10 @@ def _notes(source: Source, *, estimated: bool) -> list[str]:
 
 
 def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:
-    """Write JSON lines that :func:`read_trace` reads; fields that say nothing are left out. Times are kept to 1 us.
+    """Write JSON lines that :func:`read_trace` reads, without fields that have their default. Times are rounded to 1
+    us.
 
-    An existing file is replaced when all is written, and not before. Raises OSError.
+    An existing file is replaced only when everything is written. Raises OSError.
     """
     with replacing(path) as file:
         file.writelines(map(_line, requests))
@@ -256,10 +257,10 @@ def _read_jsonl(source: Source, bailian: bool) -> Iterator[Row]:
 
 
 def _place_in_chat(source: Source, chats: dict[Any, tuple[str, int]], fields: dict[str, Any]) -> tuple[str, int]:
-    """Session and turn of a request that names the one before it, and not the chat.
+    """Session and turn of a request that names the request before it instead of the chat.
 
-    The first answer to a request goes on with its session. Another one is a branch: a session of its own that begins
-    with that turn, is sent at its own time, and shares what was said before by its prefix.
+    The first request after another continues its session. A second one is a branch: a session that begins with that
+    turn, is sent at its own time, and shares the earlier text by its prefix.
     """
     name, parent = fields.get("chat_id"), fields.get("parent_chat_id")
     if type(name) not in (int, str) or type(parent) not in (int, str):
@@ -268,7 +269,8 @@ def _place_in_chat(source: Source, chats: dict[Any, tuple[str, int]], fields: di
     if before is None:
         chats[name] = (str(name), 0)
     else:
-        # A key that no file can have, since a name is a number or a text: who has gone on with this one already.
+        # A key that no file can contain, since names are numbers or texts; it marks a request that was continued
+        # already.
         branched = ("", parent) in chats
         chats["", parent] = before
         chats[name] = (str(name) if branched else before[0], before[1] + 1)

@@ -1,4 +1,4 @@
-"""How long prompts and answers are, and the requests drawn from that: a workload is a value."""
+"""Distributions of prompt and answer lengths, and the requests drawn from them. A workload is a value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 _MOST: Final = 1 << 24
 _FIRST_ID = 10
-"""Smallest token id of a drawn prompt: those below are special tokens in most vocabularies."""
+"""Smallest token id of a drawn prompt, because lower ones are special tokens in most vocabularies."""
 
 
 class Lengths(Protocol):
@@ -80,7 +80,7 @@ class Zipf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Uniform:
-    """Every length from ``least`` to ``most`` is as likely as the others."""
+    """All lengths from ``least`` to ``most`` are equally likely."""
 
     least: int
     most: int
@@ -107,9 +107,9 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Empirical:
-    """Lengths that were seen, drawn with replacement.
+    """Observed lengths, drawn with replacement.
 
-    Prompts and answers drawn like this do not know of each other; a sample of the trace itself keeps them together.
+    Prompts and answers are drawn independently; a sample of the trace itself keeps them together.
     """
 
     seen: tuple[int, ...]
@@ -129,14 +129,15 @@ LENGTH_FORMS: Final[dict[str, tuple[Any, tuple[str, ...]]]] = {
     "uniform": (Uniform, ("LEAST", "MOST")),
     "fixed": (Fixed, ("N",)),
 }
-"""How :func:`parse_lengths` spells each distribution, besides ``file:TRACE``. MU and SIGMA are of the logarithm."""
+"""Spelling of each distribution for :func:`parse_lengths`, besides ``file:TRACE``. MU and SIGMA are those of the
+logarithm."""
 
 
 def parse_lengths(text: str, of: Literal["prompt", "output"] = "prompt") -> Lengths:
-    """``uniform:16:64`` and the like (:data:`LENGTH_FORMS`); ``file:TRACE`` draws from the lengths that a trace has.
+    """Parse ``uniform:16:64`` and so on (:data:`LENGTH_FORMS`); ``file:TRACE`` draws from the lengths in a trace.
 
-    ``of`` says which of the trace's lengths. Raises ConfigError that lists the forms, or says what is wrong with the
-    trace.
+    ``of`` selects the lengths of prompts or of answers. Raises ConfigError with the list of forms, or with the fault of
+    the trace.
     """
     name, *parts = text.split(":")
     if name == "file" and parts:

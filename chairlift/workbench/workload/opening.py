@@ -1,4 +1,4 @@
-"""Files of traffic as text, whatever they are kept in: plain, compressed (gzip), or Parquet as JSON lines."""
+"""Opens files of traffic as text: plain, compressed (gzip), or Parquet as JSON lines."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["opened_bytes", "opened_text"]
 
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _ROWS: Final = 256
-"""Rows of Parquet that are in memory at a time, beside their row group."""
+"""Parquet rows in memory at a time, besides their row group."""
 
 
 @contextlib.contextmanager
 def opened_text(path: Path) -> Iterator[TextIO]:
-    """The text of a file. What it is kept in is told by its first bytes, not by its name.
+    """Text of a file. Its first bytes determine the format, not its name.
 
-    Raises OSError when it cannot be opened, ConfigError when it is damaged, or Parquet without pyarrow.
+    Raises OSError when it cannot be opened, ConfigError when it is damaged, or is Parquet and pyarrow is missing.
     """
     head = _head(path)
     try:

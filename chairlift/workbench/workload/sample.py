@@ -21,17 +21,16 @@ def sample_trace(
     rate: float | None = None,
     window: bool = False,
 ) -> list[TracedRequest]:
-    """``count`` requests of a trace, in order of arrival, the first at 0; all of them without ``count``.
+    """``count`` requests of a trace in order of arrival, the first at 0; all of them without ``count``.
 
-    Drawn at random from all of the trace, so that lengths are not those of one hour; sessions are drawn as a whole,
-    which may give a few requests more. Fewer requests in the same time would be a lower rate: the times at which
-    sessions start are pressed together by the share that was drawn, so that the rate stays. The pauses within a session
-    stay as well, so that of few long sessions the last ones trail behind. What a sample loses: bursts get smoother, and
-    prefixes repeat less often. ``window`` keeps both. It takes neighbours, from a random place, with the times they
-    had, and cuts sessions at its ends; but an hour's lengths need not be the day's.
+    They are drawn at random from the whole trace, so that lengths are not those of one hour. Sessions are drawn as a
+    whole, which may give a few requests more. To keep the rate, the starts of sessions are moved closer together by the
+    drawn share. Pauses within a session are unchanged, so the last of a few long sessions may end late. A sample has
+    smoother bursts and fewer repeated prefixes. ``window`` preserves both: it takes neighbouring requests from a random
+    place with their times, and cuts sessions at its ends; but lengths in one hour may differ from those of the day.
 
     ``rate``, in requests per second, stretches the times further. Raises ConfigError when there are too few requests,
-    or when all come at once and have no rate.
+    or when all arrive at once and have no rate.
     """
     if count is not None and not 1 <= count <= len(trace):
         raise ConfigError(

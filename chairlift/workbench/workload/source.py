@@ -17,7 +17,7 @@ from chairlift.errors import ConfigError
 __all__ = ["TIME_FORMS", "Row", "Source", "parse_time"]
 
 Row: TypeAlias = tuple[int, float, int, int, dict[str, Any]]
-"""Line, seconds on any clock, prompt tokens, output tokens, and other fields of a TracedRequest by name."""
+"""(line, seconds on any clock, prompt tokens, output tokens, other fields of a TracedRequest by name)."""
 
 TIME_FORMS: Final = "seconds, epoch seconds or ms, ISO 8601, 10/Oct/2023:13:55:36 +0000, or 10-31 13:55:36"
 """Forms that :func:`parse_time` reads, in words."""
@@ -31,7 +31,7 @@ _MOST_SECONDS: Final = 1e11
 
 
 class Source:
-    """The lines of a file that is open, each with its number. What is wrong with them is told with ``where``."""
+    """Lines of an open file with their numbers. Errors name the place as ``where`` and the line."""
 
     def __init__(self, path: Path, file: TextIO) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class Source:
         return f"line {self.number} of {self.path}"
 
     def peek(self) -> str:
-        """The first line that is not blank, or the beginning of it when it is too long; it is still to be read."""
+        """The first line that is not blank (its beginning, if it is too long), without consuming it."""
         while piece := self._file.readline(_LONGEST_LINE):
             self._ahead.append(piece)
             if not piece.isspace():
@@ -80,10 +80,10 @@ class Source:
 
 
 def parse_time(value: Any) -> float:
-    """Seconds since 1970, or since the start of the trace for small numbers. Raises ValueError for what is no time.
+    """Seconds since 1970, or since the start of the trace for small numbers. Raises ValueError for an invalid time.
 
-    Without a time zone it is UTC. Python's and vLLM's log lines leave the year out (``10-31 13:55:36``): it is taken
-    as 2024, so that there is a 29th of February.
+    Without a time zone it is UTC. Log lines of Python and vLLM have no year (``10-31 13:55:36``): 2024 is used, which
+    has a 29th of February.
     """
     if isinstance(value, str):
         text = value.strip()

@@ -1,4 +1,4 @@
-"""A trace in figures: how much, how fast, how bursty, and how much of it is said twice."""
+"""Summary of a trace: size, rate, burstiness, and repetition of prompts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class TraceFacts:
     prompts: LengthFacts
     outputs: LengthFacts
     repeated: float | None
-    """Share of the prompt tokens that repeat the beginning of an earlier prompt; None if the trace does not say."""
+    """Share of the prompt tokens that repeat the beginning of an earlier prompt; None if the trace has no prefix
+    ids."""
     cancels: int
     """Requests whose client leaves at some time."""
     classes: list[tuple[TracedRequest, int]]
@@ -78,7 +79,7 @@ def summarise(trace: Sequence[TracedRequest]) -> TraceFacts:
 
 
 def _repeated(trace: Sequence[TracedRequest]) -> float | None:
-    """Walks a tree of blocks: a block repeats another if all before it do, and as far as that one was filled."""
+    """The share, from a tree of blocks. A block repeats another if all earlier blocks do, up to the other's length."""
     if not any(request.prefix_ids for request in trace):
         return None
     nodes: dict[tuple[int, int], int] = {}

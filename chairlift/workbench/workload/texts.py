@@ -1,7 +1,7 @@
-"""Data sets of texts: conversations, prompts and batches, as requests with what each of them says.
+"""Data sets of texts: conversations, prompts and batches, as requests with their contents.
 
-Conversations are ShareGPT's (a JSON list, or one per line) or lists of OpenAI's messages; prompts are those of
-``vllm bench serve --dataset-name custom``; batches are files for OpenAI's batch API.
+Conversations are ShareGPT's (a JSON list, or one per line) or lists of OpenAI's messages; prompts are those of ``vllm
+bench serve --dataset-name custom``; batches are files for OpenAI's batch API.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ TEXT_FORMATS: Final = {
 """Formats that have texts, in words."""
 
 DEFAULT_OUTPUT: Final = 256
-"""Output tokens of a request that does not say how many it wants, as ``vllm bench serve`` has it."""
+"""Default output tokens of a request, as in ``vllm bench serve``."""
 
 _PEOPLE: Final = {"human", "user"}
 _MODELS: Final = {"gpt", "chatgpt", "assistant", "model", "bing", "bard"}
 _BLOCK: Final = 16
-"""Tokens per prefix id: turns share all that was said before, to within so many tokens."""
+"""Tokens per prefix id. Turns share the earlier text up to a multiple of this."""
 _CHARACTERS_PER_TOKEN: Final = 4
 _LONGEST_CHAT: Final = 1 << 26
 _IMAGE_MARK: Final = "<image>"
@@ -48,9 +48,9 @@ class Said:
     messages: tuple[Mapping[str, Any], ...]
     """Messages of a chat, as OpenAI's API takes them; empty for a plain prompt."""
     images: int = 0
-    """How many images the prompt has. Their tokens are not in ``prompt_tokens``."""
+    """Number of images in the prompt. Their tokens are not in ``prompt_tokens``."""
     unsaid: bool = False
-    """Whether the data set does not say how long the answer is."""
+    """Whether the data set does not give the length of the answer."""
 
 
 def text_format_of(head: str) -> str | None:
@@ -90,10 +90,10 @@ def read_texts(
     *,
     keep: bool = True,
 ) -> Iterator[tuple[Row, Said]]:
-    """One row per answer, and what its request says; the prompt of a chat is all that was said before it.
+    """One row per answer, with the content of its request. The prompt of a chat is all earlier text.
 
-    Without a ``tokenizer`` lengths are estimated. Without ``keep`` texts are forgotten once they are counted. Raises
-    ConfigError that names the line.
+    Without a ``tokenizer`` lengths are estimated. Without ``keep`` texts are dropped after counting. Raises ConfigError
+    with the number of a bad line.
     """
     count = tokenizer or (lambda text: max(1, round(len(text) / _CHARACTERS_PER_TOKEN)))
     reader = {"custom": _prompt, "openai-batch": _batch}.get(format, _chat)
@@ -165,7 +165,7 @@ def _rest(message: Mapping[str, Any], shared: bool) -> dict[str, Any]:
 
 
 def _message(where: str, message: Any, shared: bool) -> tuple[str, str, int, Any]:
-    """Author, text, number of images, and the content as it is to be sent."""
+    """Author, text, number of images, and content to send."""
     names = ("from", "value") if shared else ("role", "content")
     author, content = (message.get(name) if isinstance(message, dict) else None for name in names)
     parts = content if isinstance(content, list) and not shared else [{"type": "text", "text": content}]
@@ -216,7 +216,7 @@ def _batch(where: str, item: Any, count: Callable[[str], int]) -> list[Said]:
 
 
 def _wanted(where: str, fields: Mapping[str, Any], names: Sequence[str]) -> int | None:
-    """Output tokens that a record asks for. Raises ConfigError for what is no number of tokens."""
+    """Requested output tokens of a record. Raises ConfigError for an invalid number."""
     for name in names:
         value = fields.get(name)
         if value is not None:
@@ -257,7 +257,7 @@ def list_items(source: Source) -> Iterator[tuple[int, Any]]:
             except (ValueError, RecursionError):
                 if not more or there > _LONGEST_CHAT:
                     raise ConfigError(f"the conversation on line {line} of {source.path} is not valid JSON") from None
-                wanted = 2 * there  # it is cut off: not tried again before there is much more
+                wanted = 2 * there  # the text is incomplete: try again only after much more
             else:
                 yield line, item
                 line += text.count("\n", place, end)

@@ -1,7 +1,7 @@
-"""The front door of traces: requests with their times of arrival, drawn from a kind of traffic, read or written.
+"""Entry point for traces: requests with arrival times, drawn from a kind of traffic, read or written.
 
-A trace has lengths, not texts. Where it says which blocks of prompts are equal (``prefix_ids``), the prompts made from
-it are equal there, so that prefix caching does what it would have done.
+A trace has lengths, not texts. Where it marks equal blocks of prompts (``prefix_ids``), the generated prompts are
+equal, so that prefix caching works as with the original.
 """
 
 from __future__ import annotations

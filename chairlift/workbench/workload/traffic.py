@@ -1,4 +1,4 @@
-"""Kinds of traffic as values: how long requests are, what they share, who sends them; drawn by a seed."""
+"""Kinds of traffic as values: lengths, shared beginnings, tenants; drawn with a seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chairlift.workbench.workload.lengths import Fixed, Lengths, LogNormal, Unif
 __all__ = ["WORKLOADS", "Cancels", "Chats", "RequestClass", "SharedPrefixes", "Traffic", "draw_trace"]
 
 _CHAT_BLOCK: Final = 16
-"""Tokens per prefix id where turns share what was said before: fine, so that little of it is lost."""
+"""Tokens per prefix id where turns share earlier text. It is small, so that little of the sharing is lost."""
 _CLASS_FIELDS: Final = ("tenant", "priority", "service_tier", "ttft_ms", "tpot_ms", "deadline_ms")
 
 
@@ -30,14 +30,14 @@ def _stream(seed: int, number: int) -> np.random.Generator:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Prompts that begin alike, as behind system prompts; the shared tokens come on top of a prompt's own length."""
+    """Prompts with equal beginnings, such as system prompts. The shared tokens are added to a prompt's own length."""
 
     tokens: int
     """Length of a prefix, in whole blocks: of 512, or of 16 in chats."""
     share: float = 1.0
     """Share of the requests, or chats, that have one."""
     distinct: int = 1
-    """How many different prefixes there are."""
+    """Number of different prefixes."""
     alpha: float = 1.0
     """The k-th of them is as frequent as ``k ** -alpha``."""
 
@@ -52,14 +52,14 @@ class SharedPrefixes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chats:
-    """Requests are turns of chats: a prompt is all that was said before, and then the new.
+    """Requests are turns of chats: a prompt is all earlier text and a new message.
 
-    Prompt lengths of the traffic are those of the new. A turn is not sent before the one before it is answered. What a
-    replay finds in the prefix cache ends where the prompt before ended: the answer's tokens are others than the trace
-    assumes.
+    Prompt lengths of the traffic are those of the new messages. A turn is not sent before the previous one is answered.
+    In a replay, the match in the prefix cache ends where the previous prompt ended, because the trace does not know the
+    answer's tokens.
 
-    Requests come at the rate of the arrivals where chats overlap: more slowly at first, when there are no later turns
-    yet, and at the end, when no chat begins any more.
+    Requests have the rate of the arrivals where chats overlap. The rate is lower at first, before there are later
+    turns, and at the end, when no chat begins any more.
     """
 
     turns: Lengths
@@ -82,7 +82,7 @@ class Cancels:
     share: float
     """Share of the requests whose clients leave."""
     after_ms: Lengths
-    """How long they wait, in ms."""
+    """Pauses of the users between turns, in ms."""
 
     def __post_init__(self) -> None:
         _share("cancels", self.share)
@@ -131,9 +131,9 @@ class Traffic:
         return PREFIX_BLOCK if self.chats is None else _CHAT_BLOCK
 
     def draw(self, count: int, arrivals: Arrivals | None = None, seed: int = 0) -> list[TracedRequest]:
-        """``count`` requests in order of arrival, all at once unless ``arrivals`` says otherwise.
+        """``count`` requests in order of arrival, all at once unless ``arrivals`` is given.
 
-        Each aspect has a random stream of its own, so that changing one leaves the others as they were.
+        Each aspect has its own random stream, so that changing one does not change the others.
         """
         rng = np.random.default_rng(seed)
         prompts, outputs = self.prompt.draw(rng, count), self.output.draw(rng, count)
