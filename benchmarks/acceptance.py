@@ -1,7 +1,6 @@
-"""Figures of the benchmarks: the bound of each, the measured values, the verdict, their table and their record.
+"""Figures of the benchmarks: bounds, measured values and verdicts, their table and their record.
 
-A measurement is a generator of :class:`Figure`. Nothing is judged by hand: a figure is met when the median over its
-rounds is on the right side of its bound.
+A measurement is a generator of :class:`Figure`. A figure is met when the median over its rounds is within its bound.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class Figure:
 
     name: str
     values: tuple[float, ...] = ()
-    """One per round; empty when it could not be measured, and ``note`` says why."""
+    """One value per round; empty when it could not be measured, with the reason in ``note``."""
     bound: float | None = None
     sign: str = ""
-    """``<=`` or ``>=``: on which side of the bound the median must be; empty for a figure to compare with."""
+    """``<=`` or ``>=`` between the median and the bound; empty for a figure without a bound."""
     unit: str = ""
     note: str = ""
 
@@ -49,7 +48,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """None when nothing is demanded, or nothing was measured."""
+        """Whether the median is within the bound; None without a bound or without values."""
         if self.bound is None or not self.values:
             return None
         return self.median <= self.bound if self.sign == "<=" else self.median >= self.bound
@@ -77,7 +76,7 @@ def at_least(name: str, values: Sequence[float] | float, bound: float, unit: str
 
 
 def context(name: str, values: Sequence[float] | float, unit: str = "", note: str = "") -> Figure:
-    """A figure that nothing is demanded of."""
+    """A figure without a bound."""
     return Figure(name, _values(values), None, "", unit, note)
 
 
@@ -86,7 +85,7 @@ def _values(values: Sequence[float] | float) -> tuple[float, ...]:
 
 
 def peer(name: str) -> Any:
-    """A package that we compare with, or None where it is not installed."""
+    """A package to compare with, or None if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -94,12 +93,13 @@ def peer(name: str) -> Any:
 
 
 def missing(name: str, package: str) -> Figure:
-    """Stands for a comparison that could not be made."""
+    """A figure for a comparison that could not be made."""
     return Figure(name, note=f"{package}: not installed")
 
 
 def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int, warm_up: bool = True) -> dict[str, list[float]]:
-    """Seconds of each run in each round; all of them in every round, in turns, so that a slow minute hits them all."""
+    """Seconds of each run in each round. A round has all runs, in changing order, so that a slow minute affects all of
+    them."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for number in range(-1 if warm_up else 0, rounds):
@@ -112,17 +112,18 @@ def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int, warm_up: boo
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Round by round."""
+    """Ratio of each round."""
     return [a / b for a, b in zip(over, under, strict=True)]
 
 
 def main(measures: Mapping[str, Measure], parser: argparse.ArgumentParser) -> None:
-    """Run what ``--only`` names, print the table, with ``--json`` keep it. Exits with 1 when a bound is missed."""
+    """Run the measurements of ``--only``, print the table, and write it with ``--json``. Exits with 1 when a bound is
+    missed."""
     parser.add_argument("--only", nargs="+", choices=measures, default=list(measures), metavar="ID")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    sys.path.insert(0, str(ROOT))  # for the generators that tests use, too
+    sys.path.insert(0, str(ROOT))  # for generators that tests use, too
     print(f"  {'':58} {'demanded':>14}  {'measured':>14}  {'over the rounds':22}")
     results: dict[str, list[Figure]] = {}
     for name in args.only:
@@ -139,7 +140,7 @@ def main(measures: Mapping[str, Measure], parser: argparse.ArgumentParser) -> No
 
 
 def _record(path: Path, results: Mapping[str, Sequence[Figure]]) -> None:
-    """Add these results to the file; those of sections that were not run again stay, with their own circumstances."""
+    """Add these results to the file. Sections that were not measured now keep their results and circumstances."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()

@@ -1,9 +1,9 @@
-"""Embeddings of texts of log-normal lengths: one flat batch after the other, against padded batches of transformers.
+"""Embeddings of texts of log-normal lengths: flat batches, compared with padded batches of transformers.
 
 ``python benchmarks/embeddings.py [--texts N] [--size minilm|base]`` makes a random BERT, embeds the same token ids with
 both, compares the vectors, and prints the times of both, in turns. The padded batches are those of
-sentence-transformers (Reimers and Gurevych, 2019): texts sorted by
-length, 32 at a time, mean of the last hidden states, length 1.
+sentence-transformers (Reimers and Gurevych, 2019): texts sorted by length, 32 at a time, mean of the last hidden
+states, length 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BATCH = 32
 
 
 def padded(model: BertModel, texts: Sequence[list[int]]) -> np.ndarray:
-    """As sentence-transformers computes them."""
+    """Embeddings computed as in sentence-transformers."""
     order = sorted(range(len(texts)), key=lambda place: -len(texts[place]))
     out = np.empty((len(texts), model.config.hidden_size), dtype=np.float32)
     for first in range(0, len(texts), _BATCH):
@@ -46,7 +46,7 @@ def padded(model: BertModel, texts: Sequence[list[int]]) -> np.ndarray:
 
 
 def main() -> None:
-    """Measure, and print a line for each."""
+    """Measure, and print a line for each way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=1000)
     parser.add_argument("--size", choices=tuple(_SIZES), default="minilm")
@@ -69,8 +69,8 @@ def main() -> None:
         return np.array([each.outputs.embedding for each in llm.embed(texts)], dtype=np.float32)
 
     ways = {"flat": flat, "padded": lambda: padded(model, texts)}
-    # Processor time counts as well: on a machine that others use it is the steadier of the two.
-    found = {name: way() for name, way in ways.items()}  # the first time is not measured
+    # Processor time is measured as well, because it is steadier on a shared machine.
+    found = {name: way() for name, way in ways.items()}  # the first run is not measured
     print(f"largest difference {np.abs(found['flat'] - found['padded']).max():.1e}")
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     processor: dict[str, list[float]] = {name: [] for name in ways}

@@ -1,9 +1,9 @@
-"""A layer of experts on the native CPU kernels against the least time that reading its weights and computing take.
+"""A layer of experts on the native CPU kernels, compared with the least time for its bytes and operations.
 
     python benchmarks/experts.py                            # 32 experts, 4 chosen, bfloat16, 768 MiB
     python benchmarks/experts.py --kind int4 --rows 1,16
 
-The floor counts the bytes of the distinct experts that the rows of a run really chose, and the operations of all rows.
+The floor counts the bytes of the distinct experts that the rows of a run chose, and the operations of all rows.
 Bandwidth and peak are measured between the runs, because machines are shared. Needs the compiled kernels.
 """
 
@@ -28,7 +28,7 @@ from chairlift.kernels.weights import NATIVE, QUANTIZED, MatrixShape
 from chairlift.step_batch import StepBatch
 
 _TABLE_ROWS = 4096
-"""Rows to draw those of a run from."""
+"""Number of rows from which those of a run are drawn."""
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
 def _measure(
     count: int, args: argparse.Namespace, program: StepProgram, chosen: torch.Tensor, machine: Any, nbytes: int
 ) -> None:
-    """Time runs of so many rows, each of other rows, and print a line."""
+    """Time runs of ``count`` rows, with different rows in each run, and print a line."""
     (pool, isa), library, rng = machine, lib.require(), random.Random(count)
     memory = lib.Memory(256 << 20)
     memory.tensor(torch.uint8, (memory.nbytes,)).fill_(1)

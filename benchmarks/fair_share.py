@@ -1,13 +1,13 @@
-"""Measures how sharing each step's prompt budget changes waits: fractions in policy order against all in policy order.
+"""Measures how sharing each step's prompt budget changes waits, for several fractions in policy order.
 
     python benchmarks/fair_share.py --json benchmarks/results/fair-share.json     # simulated, about ten minutes
     python benchmarks/fair_share.py --real                                        # the bundled model, one round
 
-Simulated on a modelled machine at a load of 0.85 of what it can do: chat, code and document traffic, and samples drawn
-in the layouts of the Azure 2023, BurstGPT and Mooncake traces, written and read back as such files. Every round draws
-one trace per kind of traffic and serves it with each fraction. Printed are ratios to a fraction of 1, which hands out
-all prompt tokens in policy order: percentiles over the requests of all rounds. ``--real`` serves, on the bundled model
-and with 512 tokens a step, six prompts as long as it takes and then one of 8 tokens.
+It simulates a modelled machine at 0.85 of its capacity: chat, code and document traffic, and samples in the layouts of
+the Azure 2023, BurstGPT and Mooncake traces, written and read back as such files. Every round draws one trace per kind
+of traffic and serves it with each fraction. It prints ratios to a fraction of 1, which gives out all prompt tokens in
+policy order: percentiles over the requests of all rounds. ``--real`` serves six prompts of the largest length and then
+one of 8 tokens, on the bundled model with 512 tokens per step.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ KINDS: dict[str, tuple[LogNormal, LogNormal]] = {
     "burstgpt": (LogNormal(5.6, 1.3, 4, 6000), LogNormal(4.9, 1.1, 2, 1500)),
     "mooncake": (LogNormal(8.4, 1.0, 256, 30000), LogNormal(4.9, 0.9, 4, 1000)),
 }
-"""Lengths of prompts and answers, with the medians that the traces' publishers report."""
+"""Lengths of prompts and answers, with the medians that the publishers of the traces report."""
 
 
 def drawn(kind: str, count: int, seed: int, rate: float, folder: Path) -> list[TracedRequest]:
-    """A trace with Poisson arrivals; of a public layout, written in that layout and read back."""
+    """A trace with Poisson arrivals. A public layout is written in that layout and read back."""
     rng = np.random.default_rng([seed, *kind.encode()])
     prompts, answers = (lengths.draw(rng, count) for lengths in KINDS[kind])
     times = np.cumsum(rng.exponential(1 / rate, count)) if math.isfinite(rate) else np.zeros(count)
@@ -84,7 +84,7 @@ class Figures:
     preempted: float = 0.0
 
     def row(self, base: Figures) -> dict[str, float]:
-        """Ratios to ``base``; the preemption rate as it is."""
+        """Ratios to ``base``; the preemption rate is not a ratio."""
         found = {}
         for name in ("ttft", "e2e"):
             own, old = getattr(self, name), getattr(base, name)
@@ -96,7 +96,7 @@ class Figures:
 def serve(
     deployment: Deployment, trace: list[TracedRequest], fraction: float, figures: Figures | None, memory: int | None
 ) -> float:
-    """Serve a trace; returns requests per second."""
+    """Serve a trace. Returns requests per second."""
     config = EngineConfig.from_flat({"policy_share": fraction, "kv_cache_memory_bytes": memory})
     core, limits = simulated_core(deployment, config)
     timings: list[RequestTiming] = []
@@ -112,7 +112,7 @@ def serve(
 def simulated(
     machine: str, model: str, rounds: int, count: int, load: float, memory: int | None, kinds: list[str]
 ) -> dict[str, Any]:
-    """Serve every kind of traffic with every fraction; prints and returns the ratios."""
+    """Serve every kind of traffic with every fraction. Prints and returns the ratios."""
     deployment = deploy(machine, shape_from_name(model))
     report: dict[str, Any] = {"machine": machine, "model": model, "rounds": rounds, "count": count, "load": load}
     report["kv_cache_memory_bytes"] = memory
@@ -137,7 +137,7 @@ def simulated(
 
 
 def real() -> dict[str, Any]:
-    """Six long prompts, then one of 8 tokens, on the bundled model: when the short one has its first token."""
+    """Six long prompts, then one of 8 tokens, on the bundled model: time to the first token of the short one."""
     from chairlift.engine.engine import Engine
     from chairlift.llm import LLM
     from chairlift.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""From a wheel to the first streamed token: ``python benchmarks/first_run.py [--json FILE]``.
+"""Time from a wheel to the first streamed token: ``python benchmarks/first_run.py [--json FILE]``.
 
 Builds a wheel of this tree, installs it into a fresh environment (pip's cache must be warm: run it twice), starts
 ``chairlift serve`` without a model and streams one chat. Prints the seconds of each part.
@@ -57,7 +57,7 @@ def main() -> None:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
         started = []
-        for _ in range(2):  # the first start writes Python's compiled files
+        for _ in range(2):  # the first start writes Python's bytecode files
             begin = time.monotonic()
             command = [str(folder / "venv/bin/chairlift"), "serve", "--port", str(port)]
             server = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=folder, env=environment)

@@ -1,10 +1,10 @@
-"""The least time that a machine's memory and arithmetic allow for a set of requests that are all there at the start.
+"""Least time that a machine's memory and arithmetic allow for a set of requests that all arrive at the start.
 
     python benchmarks/floor.py --model DIR --bandwidth 45e9 --peak 1.05e12
 
 A step of continuous batching streams the weights once or computes with them, whichever takes longer, and reads the keys
-and values of every decoding request. Nothing else costs anything: no attention arithmetic, no activations, no Python.
-``benchmarks/peers/compare.py`` prints engines as a share of it. Importing this needs the standard library only.
+and values of every decoding request. Nothing else is counted: no attention arithmetic, no activations, no Python.
+``benchmarks/peers/compare.py`` prints engines as a share of this floor. Importing it needs the standard library only.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from typing import Any, NamedTuple
 __all__ = ["ModelCost", "floor_seconds", "model_cost"]
 
 TOKEN_BUDGETS = (192, 256, 384, 512, 1024)
-"""Tokens per step that are tried; small ones spread prompts over memory-bound decode steps."""
+"""Tokens per step that are tried. Small budgets spread prompts over memory-bound decode steps."""
 
 
 class ModelCost(NamedTuple):
-    """Cost figures of a model: weights that a token passes, and bytes of KV cache that it adds."""
+    """Cost of a model: weights per token, and bytes of KV cache per token."""
 
     body_params: int
-    """Weights that every token passes. The embedding is looked up, and not one of them."""
+    """Number of weights that every token passes. The embedding is looked up and not counted."""
     head_params: int
-    """Weights that only rows that sample pass: the output head, and what is behind the last layer's keys and values."""
+    """Number of weights that only sampled rows pass: the output head, and the part after the last layer's keys and
+    values."""
     kv_bytes_per_token: int
-    """Bytes of keys and values per token and sequence, 16 bits a number."""
+    """Bytes of keys and values per token and sequence, with 16 bits per number."""
 
 
 def model_cost(config: Mapping[str, Any]) -> ModelCost:
-    """From the content of a Hugging Face ``config.json``. Raises ValueError for a model that is not a dense decoder."""
+    """Cost from the content of a Hugging Face ``config.json``. Raises ValueError for a model that is not a dense
+    decoder."""
     kinds = ("llama", "mistral", "qwen2", "qwen3")
     kind = config.get("model_type")
     if kind not in kinds:
@@ -75,11 +77,11 @@ def floor_seconds(
     max_num_seqs: int = 128,
     token_budgets: Iterable[int] = TOKEN_BUDGETS,
 ) -> float:
-    """Seconds for ``requests`` (prompt ids, output tokens), the least over ``token_budgets`` (tokens per step).
+    """Least seconds for ``requests`` (prompt ids, output tokens) over ``token_budgets`` (tokens per step).
 
-    ``bandwidth`` in bytes per second; ``peak`` in FLOP per second with 16-bit operands. Weights of ``weight_bytes``
-    bytes are taken to compute at ``2 / weight_bytes`` times the peak (the roofline model of Williams et al., 2009, with
-    the weights shared by the rows of a step).
+    ``bandwidth`` is in bytes per second; ``peak`` in FLOP per second with 16-bit operands. Weights of ``weight_bytes``
+    bytes are assumed to compute at ``2 / weight_bytes`` times the peak (the roofline model of Williams et al., 2009,
+    with the weights shared by the rows of a step).
     """
     best = float("inf")
     for budget in token_budgets:
@@ -95,7 +97,7 @@ def floor_seconds(
 def _steps(
     requests: Sequence[tuple[Sequence[int], int]], budget: int, max_num_seqs: int
 ) -> Iterable[tuple[int, int, int]]:
-    """Tokens, rows that sample and KV tokens read, step by step: decodes first, then chunks of prompts in order."""
+    """(tokens, sampled rows, KV tokens read) of each step: decodes first, then prefill chunks in order."""
     waiting = deque(_Sequence(len(prompt), count) for prompt, count in requests)
     running: list[_Sequence] = []
     while waiting or running:

@@ -1,13 +1,13 @@
-"""Governors against the best fixed settings, in simulation.
+"""Governors compared with the best fixed settings, in simulation.
 
     python benchmarks/governor.py --json benchmarks/results/governor.json
 
 Each trace is replayed with the fixed settings of a grid (rows and watermark, then the budget near their best), then
-with each governor, which starts from the widest settings of the grid and knows nothing of the trace. No trace, machine
-or seed served to train the learned governor or to tune the rules; docs/governor.md says what was seen of these kinds of
-traffic. The best fixed setting is the one with the highest score among those that preempt fewer than 2 % of the
-requests; it is picked knowing the whole trace, which no operator can. The score is output tokens per second, or, on
-traces with latency targets, the share of the requests that met them.
+with each governor, which starts from the widest settings of the grid and does not know the trace. No trace, machine or
+seed was used to train the learned governor or to tune the rules; docs/governor.md describes the kinds of traffic that
+were. The best fixed setting has the highest score among those that preempt fewer than 2 % of the requests. It is chosen
+after the whole trace, which no operator can do. The score is output tokens per second, or, on traces with latency
+targets, the share of the requests that met them.
 
 Everything is *modelled, unvalidated*: machines are those of ``chairlift.replay.machines``.
 """
@@ -43,14 +43,14 @@ class Case:
     machine: str
     model: str
     parts: tuple[tuple[str, str, int], ...]
-    """(workload, arrivals, requests), one after the other; with ``mixed`` all at once."""
+    """(workload, arrivals, requests), one after another; with ``mixed`` all at the same time."""
     kv_tokens: int
     mixed: bool = False
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 
     def trace(self, seed: int) -> list[TracedRequest]:
-        """Its requests."""
+        """The requests of the case."""
         requests: list[TracedRequest] = []
         begin = 0.0
         for index, (workload, arrivals, count) in enumerate(self.parts):
@@ -112,7 +112,7 @@ def deployment(case: Case) -> Deployment:
 
 
 def serve(case: Case, trace: list[TracedRequest], **settings: Any) -> dict[str, Any]:
-    """One simulation, as the figures that are compared."""
+    """Run one simulation. Returns the figures that are compared."""
     flat = {"num_kv_blocks": case.kv_tokens // 16, "governor_ttft_ms": case.ttft_ms, "governor_tpot_ms": case.tpot_ms}
     core, limits = simulated_core(deployment(case), EngineConfig.from_flat(flat | settings))
     served = serve_trace(core, trace, limits)
@@ -120,7 +120,7 @@ def serve(case: Case, trace: list[TracedRequest], **settings: Any) -> dict[str, 
 
 
 def figures(served: ServedTrace) -> dict[str, Any]:
-    """Figures of one simulation that the record keeps, by name."""
+    """Figures of one simulation for the record, by name."""
     return {
         "score": served.output_tokens_per_second if served.goodput is None else served.goodput,
         "preemption_rate": served.preemption_rate,
@@ -134,13 +134,13 @@ def figures(served: ServedTrace) -> dict[str, Any]:
 
 
 def best_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The highest score among those that preempt few enough, or among all if none does."""
+    """The run with the highest score among those with few preemptions, or among all if there is none."""
     healthy = [run for run in runs if run["preemption_rate"] < MOST_PREEMPTED]
     return max(healthy or runs, key=lambda run: run["score"])
 
 
 def compare(case: Case, seed: int) -> dict[str, Any]:
-    """All fixed settings, and all governors, on one trace."""
+    """Run all fixed settings and all governors on one trace."""
     trace = case.trace(seed)
 
     def fixed(rows: int, tokens: int, watermark: float) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def compare(case: Case, seed: int) -> dict[str, Any]:
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """A few lines of a table."""
+    """Lines of the table for a case."""
     best, rows = result["best_fixed"], []
     shown = [("widest, no governor", result["default"]), ("best fixed", best), *result["governors"].items()]
     for name, run in shown:

@@ -1,13 +1,12 @@
-"""On one GPU: Chairlift, what its CUDA graphs and its look-ahead bring, and transformers' continuous batching.
+"""Chairlift on one GPU, the gain of its CUDA graphs and look-ahead, and transformers' continuous batching.
 
     python benchmarks/make_random_model.py /tmp/qwen3 --shape qwen3-0.6b
     python benchmarks/gpu.py --model /tmp/qwen3 --rounds 2 --json benchmarks/results/gpu-qwen3-0.6b.json
 
-The requests are those that nano-vllm is measured with: 256, all there at the start, prompts and answers of 100 to 1,024
-tokens each, uniformly, seed 0. Chairlift draws at temperature 0.6; transformers takes the likeliest token, which is
-less work. Engines take turns, and each is started, warmed up, timed once and ended in its turn, so that it has the
-GPU's memory for itself. The floor follows from the GPU's limits, measured at the end. ``--device cpu`` tries the script
-out, without a floor.
+The requests are those of nano-vllm's benchmark: 256 at the start, prompts and answers of 100 to 1,024 tokens each,
+uniformly, seed 0. Chairlift samples at temperature 0.6; transformers takes the likeliest token, which is less work.
+Engines take turns. Each is started, warmed up, timed once and ended in its turn, so that it has the whole GPU memory.
+The floor follows from the GPU's limits, measured at the end. ``--device cpu`` tests the script, without a floor.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8": {"quantization": "fp8"},
     "batch-invariant": {"batch_invariant": True},
 }
-"""Settings that differ from the first's; ``in turns``: host and GPU wait for each other."""
+"""Settings that differ from the first variant's. ``in turns``: host and GPU wait for each other."""
 
 
 def draw(count: int, longest: int) -> Requests:
-    """``count`` prompts and output lengths, drawn in nano-vllm's order; its ``longest`` is 1,024."""
+    """``count`` prompts and output lengths, drawn in nano-vllm's order (its ``longest`` is 1,024)."""
     rng = random.Random(0)
     prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, longest))] for _ in range(count)]
     return [(prompt, rng.randint(100, longest)) for prompt in prompts]
 
 
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:
-    """The engines to run, in the order of a round."""
+    """Commands of the engines, in the order of a round."""
     settings = {"device": args.device, "num_lookahead_steps": 1, "cuda_graphs": "start", "max_num_seqs": 256}
     settings |= {"kv_cache_memory_bytes": None if args.device == "cuda" else 2 << 30}
     settings |= {"max_num_batched_tokens": args.max_num_batched_tokens}
@@ -62,9 +61,11 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
 def measure(
     engines: dict[str, list[str]], requests: Path, rounds: int, work: Path
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, float]]]:
-    """After each run: the engine, what it says about itself, and the result. One that fails is left out from then on.
+    """Yield after each run: the engine, its description of itself, and the result. An engine that fails is not run
+    again.
 
-    Raises SystemExit when Chairlift itself fails, with which all are compared, or when this process is to end.
+    Raises SystemExit when Chairlift itself fails, because all others are compared with it, or when this process must
+    end.
     """
     for number in range(rounds):
         for name, command in list(engines.items()):
@@ -85,7 +86,7 @@ def measure(
 
 
 def floor_of(model: Path, requests: Requests) -> tuple[float, dict[str, Any]]:
-    """Seconds that the GPU's limits allow at best, and these limits."""
+    """Least seconds that the GPU's limits allow, and these limits."""
     import torch
 
     from chairlift.kernels.roof import GPU
@@ -144,7 +145,7 @@ def main() -> None:
     for name, child_about, result in measure(commands(args), workload, args.rounds, args.work):
         about[name] = child_about
         results.setdefault(name, []).append(result)
-        keep(None, {})  # what follows may fail
+        keep(None, {})  # the next steps may fail
     floor, limits = floor_of(args.model, requests) if args.device == "cuda" else (None, {})
     print_table(keep(floor, limits), about)
     floor_text = "" if floor is None else f"; the floor is {floor:.2f} s, {output_tokens / floor:,.0f} output tokens/s"

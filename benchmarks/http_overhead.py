@@ -3,8 +3,9 @@
     python benchmarks/make_random_model.py DIR
     python benchmarks/http_overhead.py --model DIR --rounds 5 --json benchmarks/results/http-overhead.json
 
-The server is started once, with the same settings as the offline engine; the one that does not run sleeps. The client
-is part of the cost: it runs on the same processors, so it reads bytes and counts tokens at the end of each stream only.
+The server is started once, with the same settings as the offline engine; whichever is not measured sleeps. The client
+is part of the cost, because it runs on the same processors. So it only reads bytes, and counts tokens at the end of
+each stream.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def start_server(model: str, port: int, kv_bytes: int) -> subprocess.Popen[bytes
 
 
 async def stream(port: int, prompt: list[int], count: int) -> int:
-    """Output tokens of one streamed completion, as the server counts them."""
+    """Number of output tokens of one streamed completion, by the server's count."""
     body = json.dumps(
         {
             "model": "bench",
@@ -79,7 +80,7 @@ async def stream(port: int, prompt: list[int], count: int) -> int:
 
 
 async def run_http(port: int, requests: Requests) -> float:
-    """Seconds for all of them at once."""
+    """Seconds for all requests sent at the same time."""
     begin = time.perf_counter()
     counts = await asyncio.gather(*(stream(port, prompt, count) for prompt, count in requests))
     seconds = time.perf_counter() - begin
@@ -107,7 +108,7 @@ def main() -> None:
         asyncio.run(run_http(port, requests[:4]))
         rounds: list[dict[str, float]] = []
         for index in range(args.rounds):
-            # Another salt of the workload each round, so that the server's prefix cache finds nothing.
+            # A different seed in each round, so that the server's prefix cache finds nothing.
             drawn, _ = fit(Workload(count=args.num_prompts, seed=index + 1).requests(), room_of(llm))
             tokens = sum(count for _, count in drawn)
             offline = run_offline(llm, drawn).seconds

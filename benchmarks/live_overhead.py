@@ -2,19 +2,18 @@
 
     python benchmarks/live_overhead.py [--model hashlm:20ms] [--viewers 10] [--rounds 12] [--json FILE] [-- FLAG ...]
 
-One server works all the time: as many streams as ``--streams`` run without a pause, each sends its next request when
-its answer has ended, and their ends are spread evenly. Viewers come and go for windows of a few seconds. Four windows
-are a block: none, watched, watched, none, or the other way round, drawn by seed, so that a drift of the machine cancels
-out. Each round has a second block in which nobody ever looks: what it shows is the method's noise. Within a block are
-compared
+One server works all the time: ``--streams`` streams run without a pause, each sends its next request when its answer
+has ended, and the ends are spread evenly. Viewers come and go for windows of a few seconds. Four windows are a block:
+none, watched, watched, none, or the other way round, drawn by seed, so that a drift of the machine cancels out. Each
+round has a second block without viewers, which shows the noise of the method. Within a block it compares
 
 - tokens and steps per second, from the server's own counters, and
-- the processors' time that the engine's and the server's process take per step.
+- processor time per step of the engine's and the server's process.
 
-Means over blocks come with a 95 % interval from resampled blocks. The engine goes on recording for half a minute when
-the last viewer has left; here it stops at once, because windows are shorter. There is no engine without a step log to
-compare with: it always writes one. So its calls, and those of the recorder that works for viewers, are timed in the
-engine's process. Flags behind ``--`` go to ``chairlift serve``.
+Means over blocks have a 95 % interval from resampled blocks. Normally the engine records for half a minute after the
+last viewer has left; here it stops at once, because windows are shorter. There is no engine without a step log to
+compare with. So the calls of the step log and of the recorder are timed in the engine's process. Flags after ``--`` go
+to ``chairlift serve``.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 SETTLE = 0.5
-"""Seconds at the beginning of each window that do not count: viewers come, and are told what was before."""
+"""Seconds at the beginning of each window that are not measured, while viewers connect and receive the past."""
 CLOCKS = struct.Struct("4d")
-"""Steps, seconds in the step log, seconds in the recorder while it exists, steps while it exists."""
+"""Steps, seconds in the step log, seconds in the recorder, steps while the recorder exists."""
 BUDGET = 0.01
 ENOUGH = 8
-"""Rounds with fewer of which an interval says little."""
+"""With fewer rounds an interval says little."""
 
 
 # --- in the server's and the engine's process ------------------------------------------------------------------------
 
 
 def serve(clocks: str) -> None:
-    """``chairlift serve``, but without a linger, and with an engine whose step log and recorder are timed."""
+    """Run ``chairlift serve`` without lingering, with an engine whose step log and recorder are timed."""
     from chairlift.cli.main import main as chairlift
     from chairlift.engine import process_client
     from chairlift.server import live_feed
@@ -66,7 +65,7 @@ def serve(clocks: str) -> None:
 
 
 def engine(clocks: str) -> None:
-    """The engine's process; what it takes for being watched is in the file ``clocks``."""
+    """The engine's process. It writes the time for recording to the file ``clocks``."""
     from chairlift.engine.core import EngineCore
     from chairlift.engine.core_process import CoreProcess
     from chairlift.engine.step_log import StepRecord
@@ -81,7 +80,7 @@ def engine(clocks: str) -> None:
         function = getattr(owner, name)
 
         def call(*args: Any, **settings: Any) -> Any:
-            begin = time.perf_counter()  # a clock of the thread alone costs more than what is timed
+            begin = time.perf_counter()  # a clock of the thread alone would cost more than the timed code
             try:
                 return function(*args, **settings)
             finally:
@@ -111,7 +110,7 @@ def connect(port: int) -> socket.socket:
 
 
 def load(port: int, streams: int, prompt: int, tokens: int, told: Connection) -> None:
-    """Streams that run until ``told`` to stop. The first answers have different lengths, so that ends are spread."""
+    """Run streams until ``told`` to stop. The first answers have different lengths, so that ends are spread."""
 
     def request(number: int, count: int) -> bytes:
         ids = [3 + (number * 31 + at * 7) % 250 for at in range(prompt)]
@@ -150,7 +149,8 @@ def load(port: int, streams: int, prompt: int, tokens: int, told: Connection) ->
 
 
 def look(port: int, told: Connection) -> None:
-    """As many viewers as was ``told`` last. Answers when they are there, with the bytes that were read before."""
+    """Keep as many viewers open as ``told`` last. Reports when they are connected, with the bytes that were read
+    before."""
     viewers: list[socket.socket] = []
     with selectors.DefaultSelector() as selector:
         selector.register(told, selectors.EVENT_READ)
@@ -159,7 +159,7 @@ def look(port: int, told: Connection) -> None:
             for key, _ in selector.select():
                 if key.fileobj is not told:
                     viewer = cast(socket.socket, key.fileobj)
-                    if viewer in viewers:  # it may have been closed just now
+                    if viewer in viewers:  # it may have just been closed
                         data = viewer.recv(1 << 18)
                         if not data:
                             raise ConnectionError("the server has cut off a viewer")
@@ -184,12 +184,12 @@ def look(port: int, told: Connection) -> None:
 
 
 class Edge(NamedTuple):
-    """Counters of the server and its processes at one moment. Times in seconds."""
+    """Counters of the server and its processes at one time, in seconds."""
 
     time: float
-    """When the newest token that is counted came."""
+    """Time of the newest token that is counted."""
     error: float
-    """How far off that may be."""
+    """Possible error of the time."""
     tokens: float
     steps: float
     engine_cpu: float
@@ -225,7 +225,7 @@ class Server:
         return self._http.getresponse().read().decode()
 
     def edge(self) -> Edge:
-        """The best of some looks: the one that was answered soonest knows the time best."""
+        """The most exact of several readings: the one with the fastest reply."""
         looks = []
         for _ in range(5):
             begin = time.monotonic()
@@ -243,18 +243,18 @@ class Server:
 
 
 def cpu_seconds(pid: int) -> float:
-    """That all threads of a process have had."""
+    """Processor time of all threads of a process."""
     total = 0
     for thread in Path(f"/proc/{pid}/task").iterdir():
         try:
             total += int((thread / "schedstat").read_text().split()[0])
         except OSError:
-            continue  # it has ended
+            continue  # the thread has ended
     return total / 1e9
 
 
 def measure(server: Server, viewers: Callable[[int], int], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every window, in the order in which they were."""
+    """Every window, in order."""
     rng = random.Random(args.seed)
     windows: list[dict[str, Any]] = []
     for round_ in range(args.rounds):
@@ -286,7 +286,7 @@ def measure(server: Server, viewers: Callable[[int], int], args: argparse.Namesp
 
 
 def compare(windows: list[dict[str, Any]], what: str, kind: str) -> list[float]:
-    """By block, the change from windows A to windows B: of rates the share, of times the difference."""
+    """Change from windows A to windows B per block: relative for rates, absolute for times."""
     changes = []
     for round_ in sorted({each["round"] for each in windows if each["kind"] == kind}):
         own = [each for each in windows if (each["round"], each["kind"]) == (round_, kind)]
@@ -299,7 +299,7 @@ def compare(windows: list[dict[str, Any]], what: str, kind: str) -> list[float]:
 
 
 def interval(changes: list[float], seed: int) -> dict[str, float]:
-    """Mean and median of the blocks; 95 % intervals of both, from 4,000 resamples."""
+    """Mean and median of the blocks, and 95 % intervals of both, from 4,000 resamples."""
     rng = random.Random(seed)
     draws = [rng.choices(changes, k=len(changes)) for _ in range(4000)]
     found: dict[str, float] = {}
@@ -310,7 +310,7 @@ def interval(changes: list[float], seed: int) -> dict[str, float]:
 
 
 def calls(windows: list[dict[str, Any]]) -> dict[str, float]:
-    """Microseconds of a step that the step log and the recorder take, and what shares of a step that is."""
+    """Microseconds per step in the step log and the recorder, and their shares of a step."""
     watched = [each for each in windows if each["kind"] == "watched" and each["side"] == "B"]
     steps, log, _, _ = (sum(column) for column in zip(*(each["clocks"] for each in windows), strict=True))
     _, _, recorder, recorded = (sum(column) for column in zip(*(each["clocks"] for each in watched), strict=True))
@@ -323,7 +323,7 @@ def calls(windows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def report(windows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
-    """The figures, printed and as a record."""
+    """Print the figures, and return them as a record."""
     names = ("tokens_per_second", "steps_per_second", "engine_cpu_us_per_step", "server_cpu_us_per_step")
     found: dict[str, Any] = {name: {} for name in names}
     print(f"\n{'change when watched, 95 % interval':36}{'with viewers':>30}{'without (noise)':>30}")
@@ -382,7 +382,7 @@ def main() -> None:
                 process.start()
 
             def viewers(count: int) -> int:
-                """Have so many, and hear what those before were told."""
+                """Set the number of viewers. Returns the bytes that the viewers before received."""
                 if to_load.poll():
                     raise SystemExit(f"a stream ended early: {to_load.recv()}")
                 mine.send(count)
@@ -391,7 +391,7 @@ def main() -> None:
                 return int(mine.recv())
 
             viewers(args.viewers)
-            time.sleep(2 * args.window)  # all of it warms up
+            time.sleep(2 * args.window)  # warm-up
             if viewers(0) < 1000 * args.viewers:
                 raise SystemExit("the viewers were told nothing")
             windows = measure(server, viewers, args)

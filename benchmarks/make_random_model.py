@@ -110,7 +110,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make(directory: Path, shape: str = "qwen2.5-0.5b", seed: int = 0) -> Path:
-    """The directory, with the model in it; nothing is done when it is there already."""
+    """Make the model in the directory, unless it exists. Returns the directory."""
     if not (directory / "config.json").exists():
         write_random_model(directory, SHAPES[shape], dtype="bfloat16", seed=seed)
     if not (directory / "tokenizer.json").exists():

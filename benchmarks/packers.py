@@ -1,4 +1,4 @@
-"""Inputs of the packing benchmarks, and packers of other projects that are measured beside ours."""
+"""Inputs of the packing benchmarks, and packers of other projects to compare with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ C = 4096
 
 
 class Rows:
-    """A source of ``count`` sequences, each a slice of one array, with ``length(i)`` tokens: big, but not in memory."""
+    """A source of ``count`` sequences with ``length(i)`` tokens each. They are slices of one array, so a large source
+    needs little memory."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths
@@ -32,7 +33,7 @@ class Rows:
 
 
 def mix(name: str, count: int, seed: int, capacity: int = C) -> list[int]:
-    """Lengths of one of the four mixes that the tests use, too."""
+    """Lengths of one of the four mixes, which the tests use, too."""
     mixes = importlib.import_module("tests.train.mixes").MIXES
     rng = random.Random(seed)
     return [mixes[name](rng, capacity) for _ in range(count)]
@@ -42,7 +43,7 @@ MIXES = ("chat", "docs", "rl", "hard")
 
 
 def waste(lengths: Sequence[int], packs: int, capacity: int = C) -> float:
-    """In percent."""
+    """Padding in percent."""
     return 100 * (1 - sum(lengths) / (packs * capacity))
 
 
@@ -56,7 +57,8 @@ def next_fit(lengths: Sequence[int]) -> int:
 
 
 def peers(window: int) -> dict[str, tuple[str, Callable[[list[int]], int]]]:
-    """Packers of others by name: the package, and packs that they make of these lengths."""
+    """Packers of other projects by name: the package, and a function that returns the number of packs for given
+    lengths."""
 
     def trl_packs(lengths: list[int], batch: int) -> int:
         dataset = peer("datasets").Dataset.from_dict({"input_ids": [np.zeros(n, np.uint8) for n in lengths]})

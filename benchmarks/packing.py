@@ -1,12 +1,12 @@
-"""Packing, resuming, balancing, lanes, staleness and drift: what is demanded of the training half, measured.
+"""Measurements of the training half: packing, resuming, balancing, lanes, staleness and drift, with their bounds.
 
     python benchmarks/packing.py --only A1 A2 A3 --count 200000
     python benchmarks/packing.py --rounds 5 --count 200000 --json benchmarks/results/packing.json
 
 A is packing, D resuming and ranks, E balance, F lanes, G staleness, H drift; attention and isolation (B2, C) are in
-``packing_attention.py``. Packers of other projects run in the same process, interleaved, on the same lengths, as far as
-they are installed: ``pip install trl==1.16.0 datasets binpacking==2.0.1 grain==0.2.18 river==0.26.1 torchdata``.
-Rounds of figures that do not depend on the clock have other seeds.
+``packing_attention.py``. Packers of other projects run in the same process, interleaved, on the same lengths, if they
+are installed: ``pip install trl==1.16.0 datasets binpacking==2.0.1 grain==0.2.18 river==0.26.1 torchdata``. Rounds of
+figures that do not depend on the clock have different seeds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ POOL = 256
 
 
 def a1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Waste of a pool of 256."""
+    """Waste with a pool of 256."""
     for name in MIXES:
         draws = [mix(name, args.count, seed) for seed in range(args.rounds)]
         values = [waste(lengths, len(pack_indices(lengths, C, pool=POOL))) for lengths in draws]
@@ -60,7 +60,7 @@ def a1(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def a2(args: argparse.Namespace) -> Iterator[Figure]:
-    """Packs above the lower bound, which no packer can go below."""
+    """Packs above the lower bound, the least that any packer can reach."""
     for name in MIXES:
         found: dict[str, list[float]] = {"pool 256": [], "whole set": []}
         for seed in range(args.rounds):
@@ -73,7 +73,8 @@ def a2(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def a3(args: argparse.Namespace) -> Iterator[Figure]:
-    """Packs of others over ours, on the same sequences: at least 1 on every mix, above 1 on three of four."""
+    """Packs of other packers divided by ours, on the same sequences: at least 1 on every mix, above 1 on three of
+    four."""
     if peer("datasets") is not None:
         peer("datasets").disable_progress_bars()
     draws = {name: mix(name, args.peer_count, 0) for name in MIXES}
@@ -91,12 +92,12 @@ def a3(args: argparse.Namespace) -> Iterator[Figure]:
             yield context(f"{label}, {name}: waste", waste(draws[name], theirs[name]), "%", text)
         for kind, packs in ours.items():
             if kind == "pool 256" and "100k" in label:
-                continue  # a window of this size is the whole data set: compared with what sees as much
+                continue  # a window of this size is the whole data set, so compare it with packers that see as much
             each = [theirs[name] / packs[name] for name in MIXES]
             yield at_least(f"{label} / {kind}: least of four mixes", min(each), 1.0, "x")
             fewer = sum(theirs[name] > packs[name] for name in MIXES)
             text = f"{label} / {kind}: mixes with fewer packs"
-            # A packer that sees the whole data set also meets the lower bound on most mixes. No packer can go below it.
+            # A packer that sees the whole data set also reaches the lower bound on most mixes.
             yield context(text, fewer) if "100k" in label else at_least(text, fewer, 3)
 
 
@@ -124,7 +125,7 @@ def a4(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def a5(args: argparse.Namespace) -> Iterator[Figure]:
-    """Time per sequence to plan and to put the tokens together; each packer reads what it likes best."""
+    """Time per sequence to plan and to concatenate the tokens; each packer reads its fastest input format."""
     lengths = mix("chat", args.peer_count, 0)
     tokens = np.arange(sum(lengths), dtype=np.int32)
     rows = np.split(tokens, np.cumsum(lengths)[:-1])
@@ -157,12 +158,12 @@ def a5(args: argparse.Namespace) -> Iterator[Figure]:
             continue
         best = [min(values) for values in zip(*theirs, strict=True)]
         yield at_least(f"{word}, its fastest setting / ours", ratios(best, each["ours"]), bound, "x")
-        if word == "TRL":  # which reads and writes Arrow tables
+        if word == "TRL":  # TRL reads and writes Arrow tables
             yield context("TRL / ours from the same data set", ratios(best, each["from a data set: ours"]), "x")
 
 
 def a6(args: argparse.Namespace) -> Iterator[Figure]:
-    """How long a sequence waits for its pack, in packs."""
+    """Delay of a sequence until its pack, in packs."""
     for name in MIXES:
         stats = drained(PackStream(Rows(mix(name, args.count // 4, 1)), C, pool=POOL)).stats()
         yield at_most(f"{name}: longest", stats.delay_packs.max, POOL, "packs", f"99 %: {stats.delay_packs.p99}")
@@ -177,7 +178,7 @@ def drained(stream: PackStream) -> PackStream:
 
 
 def grown(samples: int) -> tuple[int, int]:
-    """Resident bytes after 10,000 samples and after all of them; run in a process of its own."""
+    """Resident bytes after 10,000 samples and after all of them; run in a separate process."""
 
     def resident() -> int:
         with open("/proc/self/statm") as file:
@@ -203,13 +204,13 @@ def a7(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def print_of(pack: Pack) -> tuple[Any, ...]:
-    """All that is in a pack, to be compared."""
+    """All contents of a pack, for comparison."""
     told = (pack.ids, pack.lengths, pack.step, pack.last_of_step, pack.step_weight, pack.step_sequences, pack.filler)
     return pack.tokens.tobytes(), pack.weights.tobytes(), *told
 
 
 def differing(resumed: Sequence[Any], expected: Sequence[Any]) -> int:
-    """Packs that are not what they should be, lost and repeated ones included."""
+    """Number of wrong packs, including lost and repeated ones."""
     return sum(a != b for a, b in zip(resumed, expected, strict=False)) + abs(len(resumed) - len(expected))
 
 
@@ -247,7 +248,7 @@ def d1(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def d2(args: argparse.Namespace) -> Iterator[Figure]:
-    """Seconds from a saved state to the next pack, late in a million samples."""
+    """Seconds from a saved state to the next pack, after most of a million samples."""
     rows = Rows([100] * args.million)
     stream = PackStream(rows, C, step="tokens:1M")
     for _ in range(int(0.99 * args.million * 100 / C)):
@@ -264,7 +265,7 @@ def d2(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def d3(args: argparse.Namespace) -> Iterator[Figure]:
-    """1, 2, 4 and 8 ranks: equally many packs each, the same packs over all ranks, no token lost."""
+    """1, 2, 4 and 8 ranks: equal numbers of packs, the same packs over all ranks, no token lost."""
     lengths = mix("docs", 4000, 0)
     rows, whole = Rows(lengths), Counter[Any]()
     for ranks in (1, 2, 4, 8):
@@ -286,7 +287,7 @@ COSTS = {"7B-like": Cost.transformer(4096), "1B-like": Cost.transformer(2048)}
 
 
 def e1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Idle share of 8 ranks that synchronise after every pack, C = 32,768, and what balancing costs in padding."""
+    """Idle share of 8 ranks that synchronise after every pack, C = 32,768, and the cost of balancing in padding."""
     for kind, (name, cost) in itertools.product(("docs", "chat"), COSTS.items()):
         lengths = mix(kind, max(4000, args.count // 10), 0, LONG)
         rows, label = Rows(lengths), f"{kind}, {name}"
@@ -309,13 +310,13 @@ def e1(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def levelled(costs: Sequence[float], ranks: int) -> list[list[float]]:
-    """Costs of a step's packs in rows, each rank's own in one column."""
+    """Costs of a step's packs in rows, with one column per rank."""
     rows = [[costs[index] for index in row] for row in deal_rows(costs, ranks, 0)]
     return [[row[pack] for pack in chosen] for row, chosen in zip(rows, level_rows(rows), strict=True)]
 
 
 def e2(args: argparse.Namespace) -> Iterator[Figure]:
-    """Idle share of 8 ranks that synchronise after every optimiser step: longest first."""
+    """Idle share of 8 ranks that synchronise after every optimiser step, with the longest packs first."""
     lengths = mix("docs", max(4000, args.count // 10), 0, LONG)
     packs = pack_indices(lengths, LONG, pool=POOL)
     for name, cost in COSTS.items():
@@ -331,7 +332,7 @@ def e2(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def f1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Lanes: places used, tokens seen once, and a recurrence carried over chunks against whole documents."""
+    """Lanes: used places, tokens seen once, and a recurrence over chunks compared with whole documents."""
     long = Lanes(Rows(mix("chat", 40_000, 0)), lanes=8, chunk=512)
     deque(long, maxlen=0)
     yield at_least("places used, 40,000 documents", 100 * long.stats()["used"], 99.9, "%")
@@ -365,7 +366,8 @@ def _recurrence(tokens: Any, reset: Any, state: float) -> float:
 
 
 def g1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Staleness over 100,000 random events, by the books of the tests; bias against long samples in ``wait``."""
+    """Staleness over 100,000 random events, checked by the reference of the tests; bias against long samples in
+    ``wait``."""
     books = importlib.import_module("tests.train.staleness_books")
     for policy in books.POLICIES:
         worst = 0
@@ -380,7 +382,7 @@ def g1(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def g2(args: argparse.Namespace) -> Iterator[Figure]:
-    """Asynchronous against synchronous on a virtual clock: simulated generation, a bandit that learns."""
+    """Asynchronous and synchronous training on a virtual clock: simulated generation, a bandit that learns."""
     simulate = importlib.import_module("tests.train.simulated_rollouts").simulate
     seeds = range(max(6, args.rounds))
     for policy in ("drop", "wait"):
@@ -397,7 +399,7 @@ def g2(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def h1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Drift detectors against river's ADWIN on the same streams; what replay keeps of the old domain."""
+    """Drift detectors and river's ADWIN on the same streams; how much replay preserves of the old domain."""
     streams = importlib.import_module("tests.train.drift_streams")
     detectors = importlib.import_module("chairlift.train.detectors")
     seeds = range(10 * args.rounds)

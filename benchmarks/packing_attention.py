@@ -1,11 +1,11 @@
-"""Attention in packed rows, and what finds leaks between them: B2, C1 and C2 of the training half's demands.
+"""Attention in packed rows and the leak detector: B2, C1 and C2 of the training half's bounds.
 
     python benchmarks/packing_attention.py --rounds 5 --json benchmarks/results/packing.json
 
-C1 trains a small random Llama (4 layers, 256 wide) on the same sequences in four ways, interleaved; a round is a
-forward and a backward pass over all of them, and tokens are real ones, not padding. With a vocabulary of 32,000 the
-output head does most of the work of so small a model, and its logits most of the memory traffic: nothing is demanded
-there. That gradients of packed and unpacked are equal (B1), and losses over any split (B3, B4), are tests.
+C1 trains a small random Llama (4 layers, 256 wide) on the same sequences in four ways, interleaved. A round is a
+forward and a backward pass over all of them; only real tokens count, not padding. With a vocabulary of 32,000 the
+output head does most of the work of so small a model, and its logits cause most of the memory traffic, so there is no
+bound. Tests check that gradients of packed and unpacked sequences are equal (B1), and losses over any split (B3, B4).
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from chairlift.train.pack import pack_indices
 from chairlift.train.varlen import attend, patch_hf
 
 SMALL = 4096
-"""Tokens of a vocabulary."""
+"""Size of the small vocabulary."""
 CASES = (
     (2048, SMALL, torch.float32, (2.5, 1.8, 1.1)),
     (2048, SMALL, torch.bfloat16, (2.5, 1.8, 1.1)),
     (4096, SMALL, torch.float32, (None, 1.4, 1.1)),
     (2048, 32_000, torch.float32, (None, None, None)),
 )
-"""Tokens in a pack and of the vocabulary, and how many times as fast as padded, packed by transformers, batch 1."""
+"""Pack length, vocabulary, dtype, and the required speed-up over padded batches, transformers' packing, and batches of
+1."""
 Batches = list[dict[str, Any]]
 
 
 def b2(args: argparse.Namespace) -> Iterator[Figure]:
-    """The leak detector: families that leak, families that do not, and a mask of ones."""
+    """The leak detector on families that leak, on families that do not, and on a mask of ones."""
     families = importlib.import_module("tests.train.families")
     seconds: list[float] = []
 
@@ -80,7 +81,7 @@ class Llama:
         self.losses: dict[str, float] = {}
 
     def train(self, name: str, batches: Batches, packed: bool = False) -> None:
-        """Forward and backward over all batches, one constant for the whole loss."""
+        """Forward and backward passes over all batches, with one constant for the whole loss."""
         handle = patch_hf(self.model) if packed else None
         self.model.zero_grad(set_to_none=True)
         total = 0.0
@@ -94,7 +95,7 @@ class Llama:
 
 
 def padded(sequences: Sequence[Tensor], size: int) -> Batches:
-    """Batches in order of arrival, filled up on the right to their longest; of one without a mask."""
+    """Batches in order of arrival, right-padded to the longest sequence. A batch of one has no mask."""
     batches = []
     for at in range(0, len(sequences), size):
         some = sequences[at : at + size]
@@ -107,7 +108,8 @@ def padded(sequences: Sequence[Tensor], size: int) -> Batches:
 
 
 def c1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Tokens per second on the CPU: per segment against padded batches, transformers' packed rows and batch 1."""
+    """Tokens per second on the CPU: attention per segment, padded batches, transformers' packed rows and batches of
+    1."""
     import transformers
 
     for capacity, vocabulary, dtype, demanded in CASES:
@@ -147,7 +149,7 @@ def c1(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def c2(args: argparse.Namespace) -> Iterator[Figure]:
-    """Where there is nothing to gain: rows of equal sequences, and of one, against PyTorch's own attention."""
+    """Cases without a possible gain: rows of equal sequences, and of one, compared with PyTorch's own attention."""
     for label, count, length in (("4 of 512", 4, 512), ("1 of 2048", 1, 2048)):
         layout = Layout.of([length] * count)
         q, k, v = (torch.randn(count * length, 8, 64, requires_grad=True) for _ in range(3))

@@ -24,7 +24,7 @@ Figures = dict[str, dict[str, float]]
 
 
 def bars(axes: Any, figures: Figures, names: Sequence[str], labels: Sequence[str], colours: Sequence[str]) -> None:
-    """One bar per figure, with its interval."""
+    """Draw one bar per figure, with its interval."""
     means = [figures[name]["mean"] for name in names]
     errors = [
         [max(0.0, figures[name]["mean"] - figures[name]["low"]) for name in names],
@@ -108,7 +108,7 @@ def main() -> None:
     args = parser.parse_args()
     records = [json.loads(path.read_text()) for path in args.records]
     matplotlib.rcParams["axes.titlesize"] = 9
-    matplotlib.rcParams["svg.hashsalt"] = "chairlift"  # the same record gives the same file
+    matplotlib.rcParams["svg.hashsalt"] = "chairlift"  # so that the same record gives the same file
     figure, axes = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
     for (name, draw), place in zip(PANELS.items(), axes.flat, strict=True):
         for record in records[::-1]:

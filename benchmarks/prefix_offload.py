@@ -1,12 +1,12 @@
-"""Measures the gain of keeping evicted prefixes: conversations come back after others have needed their KV, in turns.
+"""Measures the gain of saving evicted prefixes: conversations continue after others have used their part of the cache.
 
     python benchmarks/make_random_model.py /tmp/smollm --shape smollm-135m
     python benchmarks/prefix_offload.py --model /tmp/smollm --rounds 5 --json benchmarks/results/prefix-offload.json
 
-``--chats`` conversations of ``--turns`` turns take turns; each turn sends all that was said and ``--added`` tokens
-more. The KV cache holds a third of what they have at the end. Engines: without swap space (``off``), with
-``--prefix-offload`` to memory and to a file, and with all of it in the KV cache (``ample``): what would be possible.
-Each round has prompts of its own, answers of ``--answer`` tokens are greedy, and every engine must give the same ones.
+``--chats`` conversations of ``--turns`` turns alternate; each turn sends the whole conversation and ``--added`` more
+tokens. The KV cache holds a third of the final conversations. Engines: without swap space (``off``), with
+``--prefix-offload`` to memory and to a file, and with a KV cache for everything (``ample``), the best possible case.
+Each round has its own prompts; answers of ``--answer`` tokens are greedy, and must be equal on all engines.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def engines(args: argparse.Namespace, directory: str) -> dict[str, LLM]:
 
 
 def chat(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[dict[str, float], list[list[int]]]:
-    """All turns of all conversations; what they took, and all that was answered."""
+    """Run all turns of all conversations. Returns times, and all answers."""
     rng = random.Random(seed)
     said = [[rng.randrange(8000) for _ in range(args.first)] for _ in range(args.chats)]
     params = SamplingParams(temperature=0.0, max_tokens=args.answer, ignore_eos=True)
@@ -93,7 +93,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         llms = engines(args, directory)
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in llms}
-        for number in range(args.rounds + 1):  # the first warms up, and fills what is to be evicted
+        for number in range(args.rounds + 1):  # the first round warms up, and fills the cache
             said: list[list[list[int]]] = []
             for name, llm in llms.items():
                 run, answers = chat(llm, args, number)

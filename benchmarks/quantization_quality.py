@@ -2,12 +2,12 @@
 
     python -m benchmarks.quantization_quality MODEL [--formats int8,int4] [--models DIR,...] [--texts DIR]
 
-Every format answers the same prompts as the base does, weights as floats in float32 (``--base`` for another dtype):
-whole texts, of which each token's log-probability is asked for. Without ``--texts``, a directory of text files, they
-are forty topics of Python's own ``help()``, in English; for the bundled model they are the guide's chats, and with
-``--answers`` only the answers in them count. ``--models`` are directories of the same model, from ``chairlift
-quantize`` for example, each served as it is stored. The divergence is that of Kullback and Leibler from the base to the
-format, of the 20 likeliest ids at each position and all others together, so it is a lower bound.
+Every format scores the same texts as the base, which has float weights in float32 (``--base`` for another dtype). The
+log-probability of each token of a text is used. Without ``--texts``, a directory of text files, the texts are forty
+topics of Python's own ``help()``, in English. For the bundled model they are the guide's chats, and with ``--answers``
+only the answers count. ``--models`` are directories of the same model, for example from ``chairlift quantize``, each
+served as it is stored. The divergence is that of Kullback and Leibler from the base to the format, of the 20 likeliest
+ids at each position and all others together, so it is a lower bound.
 
 ``--calibration FILE`` only writes the chats of the guide that the bundled model was trained on, for ``chairlift
 quantize bundled OUT --calibrate FILE``.
@@ -36,11 +36,11 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
-"""Settings by name; ``stored`` takes a quantised checkpoint as it is."""
+"""Settings by name; ``stored`` serves a quantised checkpoint as it is."""
 
 
 Prompt = tuple[list[int], int]
-"""Token ids, and the first of them that counts."""
+"""(token ids, index of the first token that counts)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Scores:
     """Scores of every position that counts."""
 
     logprobs: list[float]
-    """Log-probability of the token that is there."""
+    """Log-probability of the actual token."""
     likeliest: list[dict[int, float]]
     """Log-probabilities of the likeliest ids."""
 
@@ -59,11 +59,11 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """A format against the base."""
+    """Loss of a format relative to the base."""
 
     perplexity: float
     growth: float
-    """Growth of the perplexity, as a fraction."""
+    """Relative growth of the perplexity."""
     divergence: float
     """Mean over positions, in nats."""
     agreement: float
@@ -71,13 +71,14 @@ class Cost:
 
 
 def default_texts() -> list[str]:
-    """Forty topics of some length."""
+    """Forty topics of sufficient length."""
     topics = pydoc_data.topics.topics
     return [text for _, text in sorted(topics.items()) if len(text) > 1500][:40]
 
 
 def guide_chats(llm: LLM, questions: Sequence[tuple[str, str]]) -> list[Prompt]:
-    """Each answer behind its question, as the bundled model was trained on them, and where the answer begins."""
+    """Each answer after its question, as in the training of the bundled model, and the index where the answer
+    begins."""
     assert llm.tokenizer is not None
     asked = [llm.encode_chat([{"role": "user", "content": question}]) for question, _ in questions]
     answers = [llm.tokenizer.encode(answer, add_special_tokens=False) for _, answer in questions]
@@ -96,8 +97,8 @@ def write_calibration(path: Path) -> None:
 
 
 def make_prompts(model: str, texts: Sequence[str], most_tokens: int, answers: bool) -> list[Prompt]:
-    """The first ``most_tokens`` of each text, or of the guide's chats for the bundled model, of which maybe only the
-    ``answers`` count."""
+    """The first ``most_tokens`` tokens of each text, or of the guide's chats for the bundled model. With ``answers``
+    only answers count."""
     llm = LLM(model)
     assert llm.tokenizer is not None
     if model == BUNDLED_MODEL:
@@ -107,7 +108,7 @@ def make_prompts(model: str, texts: Sequence[str], most_tokens: int, answers: bo
 
 
 def score(model: str, prompts: Sequence[Prompt], **settings: Any) -> Scores:
-    """Log-probabilities of the tokens of each prompt that count."""
+    """Log-probabilities of the counting tokens of each prompt."""
     llm = LLM(model, max_num_seqs=16, kv_cache_memory_bytes=1 << 30, **settings)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP)
     scores = Scores([], [])
@@ -121,7 +122,7 @@ def score(model: str, prompts: Sequence[Prompt], **settings: Any) -> Scores:
 
 
 def compare(base: Scores, other: Scores) -> Cost:
-    """The cost of ``other``."""
+    """The loss of ``other``."""
     divergence, agreed = 0.0, 0
     for one, two in zip(base.likeliest, other.likeliest, strict=True):
         both = one.keys() & two.keys()

@@ -71,7 +71,7 @@ Lengths = tuple[LogNormal, LogNormal]
 
 @dataclasses.dataclass
 class Run:
-    """One setting on one trace."""
+    """Result of one setting on one trace."""
 
     served: ServedTrace
     timings: list[RequestTiming]
@@ -104,7 +104,7 @@ class Bench:
         self._known: dict[str, tuple[float, int]] = {}
 
     def traffic(self, kinds: Mapping[str, Any]) -> dict[str, Any]:
-        """Entries of ``kinds`` that ``--traffic`` names; all of them without the flag."""
+        """Entries of ``kinds`` that ``--traffic`` names; all entries without the flag."""
         return {kind: each for kind, each in kinds.items() if kind in (self.args.traffic or kinds)}
 
     @property
@@ -139,15 +139,15 @@ class Bench:
         return config
 
     def capacity(self, lengths: Lengths, count: int, **settings: Any) -> float:
-        """Requests per second when there is always work."""
+        """Requests per second at full load."""
         return self.run(draw(lengths, AllAtOnce(), count, 99), **settings).served.requests_per_second
 
     def needs(
         self, kind: str, lengths: Lengths, count: int, arrivals: Callable[[float], Arrivals]
     ) -> tuple[float, int]:
-        """Requests per second when there is always work, and most KV blocks in use under ``arrivals`` at that rate.
+        """Requests per second at full load, and most KV blocks in use with ``arrivals`` at that rate.
 
-        Measured once per kind of traffic, after a short run that does not count.
+        Measured once per kind of traffic, after a short warm-up run.
         """
         if kind not in self._known:
             self.run(draw(lengths, AllAtOnce(), 8, 98))
@@ -157,14 +157,14 @@ class Bench:
         return self._known[kind]
 
     def fitting(self, lengths: Lengths) -> Lengths:
-        """The lengths, prompts cut off where the model would refuse the request."""
+        """The lengths, with prompts cut where the model would refuse the request."""
         longest = self.base["max_model_len"]
         prompt, answer = lengths
         return dataclasses.replace(prompt, most=min(prompt.most, longest - answer.most)), answer
 
 
 def draw(lengths: Lengths, arrivals: Arrivals, count: int, seed: int, **fields: Any) -> list[TracedRequest]:
-    """A seeded trace of requests that are alike but for their lengths."""
+    """A seeded trace of requests that differ only in their lengths."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -176,21 +176,21 @@ def draw(lengths: Lengths, arrivals: Arrivals, count: int, seed: int, **fields: 
 
 
 def merged(*traces: Iterable[TracedRequest]) -> list[TracedRequest]:
-    """One trace of several, by arrival."""
+    """One trace from several, sorted by arrival."""
     return sorted((request for trace in traces for request in trace), key=lambda request: request.arrival)
 
 
 def turns(settings: Sequence[Any], round_number: int) -> list[Any]:
-    """The order of a round: each begins with another setting, and every second goes backwards."""
+    """Order of the settings in a round: each round begins with another setting, and every second round is reversed."""
     at = round_number % len(settings)
     order = [*settings[at:], *settings[:at]]
     return order[::-1] if round_number % 2 else order
 
 
 def against_best(rounds: Sequence[dict[str, float]], kind: str, ours: str, fixed: Sequence[str]) -> list[float]:
-    """Tokens per second over those of the fixed setting that was best in the other rounds, round by round.
+    """Tokens per second relative to the fixed setting that was best in the other rounds, per round.
 
-    Where requests can be preempted, only settings that preempt fewer than 2 % of all count; NaN if none does.
+    If requests can be preempted, only settings with fewer than 2 % preemptions count; NaN if there is none.
     """
     healthy = [
         name for name in fixed if statistics.fmean(row.get(f"{kind} {name} preempted", 0) for row in rounds) < 0.02
@@ -206,7 +206,7 @@ def against_best(rounds: Sequence[dict[str, float]], kind: str, ours: str, fixed
 
 
 def interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean and the 95 % interval of it, by bootstrap."""
+    """Mean and its 95 % interval, by bootstrap."""
     rng = random.Random(0)
     means = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(2000))
     return {"mean": statistics.fmean(values), "low": means[50], "high": means[-50]}
@@ -216,7 +216,8 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def priority(bench: Bench, seed: int) -> dict[str, float]:
-    """(a) p99 TTFT of urgent work at 5x overload, against being alone plus two p99 steps; the price in throughput."""
+    """(a) p99 TTFT of urgent work at 5x overload, compared with no other work plus two p99 steps; the loss of
+    throughput."""
     count = bench.args.count
     rate = bench.capacity(CHAT, count)
     seconds = count / rate
@@ -243,8 +244,8 @@ def priority(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def tenants(bench: Bench, seed: int) -> dict[str, float]:
-    """(b) the small tenant's p99 TTFT next to one that sends ten times as much, the price in throughput, and how far
-    their service drifts apart where both want more than half."""
+    """(b) the small tenant's p99 TTFT beside one that sends ten times as much, the loss of throughput, and the
+    difference of their service while both want more than half."""
     count = bench.args.count
     rate = bench.capacity(CHAT, count)
     few = max(20, count // 10)
@@ -275,9 +276,10 @@ def tenants(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def service_gap(timings: Sequence[RequestTiming]) -> float:
-    """The most by which the service of two tenants grew apart while both had requests waiting, in weighted tokens.
+    """Largest growth of the difference in service between two tenants while both had requests waiting, in weighted
+    tokens.
 
-    From when requests came, started and got their tokens, and not from the engine's own counters.
+    It uses the times of arrivals, starts and tokens, not the engine's own counters.
     """
     events: list[tuple[float, str, int, float]] = []
     for timing in timings:
@@ -301,7 +303,7 @@ def service_gap(timings: Sequence[RequestTiming]) -> float:
 
 
 def memory(bench: Bench, seed: int) -> dict[str, float]:
-    """(c) each way to preempt where peak demand is 1.2 times the KV cache, and under a permanent backlog."""
+    """(c) each mode of preemption with a peak demand of 1.2 times the KV cache, and with a permanent backlog."""
     count = bench.args.count
     lengths = (LogNormal(5.0, 0.5, 32, 512), LogNormal(5.5, 0.4, 64, 512))
     rate = bench.capacity(lengths, count)
@@ -323,7 +325,7 @@ def memory(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def prompts(bench: Bench, seed: int) -> dict[str, float]:
-    """(d) prompt-dominated traffic in each prefill mode: throughput, and how late answers end."""
+    """(d) prompt-dominated traffic in each prefill mode: throughput, and delay of the ends of answers."""
     figures: dict[str, float] = {}
     for kind, lengths in bench.traffic(PROMPTS).items():
         count, lengths = max(16, bench.args.count // 4), bench.fitting(lengths)
@@ -337,7 +339,8 @@ def prompts(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def governor(bench: Bench, seed: int) -> dict[str, float]:
-    """(e) the rules against the best fixed rows that preempt under 2 %; all rows at once need twice the memory."""
+    """(e) the rules, and the best fixed number of rows with fewer than 2 % preemptions; all rows together need twice
+    the memory."""
     figures: dict[str, float] = {}
     for kind, (lengths, shape) in bench.traffic(GOVERNED).items():
         count, lengths = bench.args.count, bench.fitting(lengths)
@@ -353,13 +356,13 @@ def governor(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def fixed_rows(bench: Bench) -> list[int]:
-    """Fixed numbers of rows that the governor is compared with."""
+    """Fixed numbers of rows to compare with the governor."""
     widest = bench.args.max_num_seqs
     return [widest // 4, 3 * widest // 8, widest // 2, widest]
 
 
 def deadlines(bench: Bench, seed: int) -> dict[str, float]:
-    """(f) share of requests whose deadlines were kept: least slack first, the late dropped or not, against FCFS."""
+    """(f) share of requests that met their deadlines: least slack first, with late ones dropped or not, and FCFS."""
     count = bench.args.count
     rate = bench.capacity(CHAT, count)
     lone = bench.run(draw(CHAT, Gamma(0.1 * rate), 20, 77)).served
@@ -384,7 +387,7 @@ def deadlines(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def ratios(bench: Bench, scenario: str, rounds: Sequence[dict[str, float]]) -> dict[str, list[float]]:
-    """Figures that need all rounds."""
+    """Figures that depend on all rounds."""
     if scenario == "d":
         kinds = bench.traffic(PROMPTS)
         return {f"{kind} auto / best fixed": against_best(rounds, kind, "auto", FIXED_MODES) for kind in kinds}
@@ -435,7 +438,7 @@ def main() -> None:
             "machine": dataclasses.asdict(describe_machine()),
             "scenarios": results,
         }
-        if args.json.exists():  # scenarios that were not run again stay
+        if args.json.exists():  # scenarios that were not run now stay in the file
             before = json.loads(args.json.read_text())
             if (before["model"], before["validity"]) == (record["model"], record["validity"]):
                 merged_figures = {name: {**before["scenarios"].get(name, {}), **results[name]} for name in results}

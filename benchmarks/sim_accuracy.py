@@ -1,17 +1,17 @@
-"""How near ``chairlift sim`` comes to a real run on this machine.
+"""Accuracy of ``chairlift sim``, compared with real runs on this machine.
 
     python benchmarks/make_random_model.py /tmp/q05
     python benchmarks/sim_accuracy.py --model /tmp/q05 --json benchmarks/results/sim-accuracy.json
 
-The real engine times the steps of a short calibration and a cost model is fitted on them. Then rounds follow: each
-serves a seeded trace of arrivals on the real engine, and replays the same trace with the same settings in simulation;
-only the calibration's steps are known to the simulation. A second simulation of each trace is fitted on the steps of
-the other rounds instead, which is what an engine knows that has served similar traffic for a while. Last, the first
-trace is served in real time by a real engine whose steps sleep for as long as the cost model says: what that differs by
-from its simulation is the fault of the loop and not of the cost model.
+The real engine times the steps of a short calibration, and a cost model is fitted to them. Each of the following rounds
+serves a seeded trace on the real engine, and simulates the same trace with the same settings; the simulation knows only
+the calibration's steps. A second simulation of each trace uses a cost model from the steps of the other rounds, like an
+engine that has served similar traffic for a while. Last, a real engine serves the first trace in real time with steps
+that sleep for the time of the cost model. Its difference to the simulation is the error of the loop, not of the cost
+model.
 
-Printed are ratios, simulated over measured. ``busy`` is the share of the processors that others used during each round:
-ratios of a round in which it is not near 0 say more about the others than about the simulator.
+It prints simulated over measured ratios. ``busy`` is the share of the processors that other programs used during each
+round. If it is not near 0, the ratios say little about the simulator.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FIGURES = ("output_tokens_per_second", "ttft.p50", "ttft.p99", "tpot.p50", "tpot
 
 
 def figures(served: ServedTrace) -> dict[str, float]:
-    """The figures that are compared, by name."""
+    """Figures that are compared, by name."""
     values = {}
     for name in FIGURES:
         value: Any = served
@@ -56,21 +56,21 @@ def figures(served: ServedTrace) -> dict[str, float]:
 
 
 def cpu_times() -> tuple[float, float]:
-    """Seconds that all processors worked, and that this process did."""
+    """Processor seconds of the whole machine, and of this process."""
     fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
     worked = sum(map(int, fields)) - int(fields[3]) - int(fields[4])
     return worked / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
 def traces(args: argparse.Namespace) -> list[list[TracedRequest]]:
-    """One per round, each from a seed of its own."""
+    """One trace per round, each with its own seed."""
     return [
         draw_trace(args.workload, parse_arrivals(args.arrivals), args.num_prompts, seed) for seed in range(args.rounds)
     ]
 
 
 def deployment(cost: CostModel, llm: LLM, shape: ModelShape) -> Deployment:
-    """The model on this machine, with the KV cache that the engine has."""
+    """The model on this machine, with the engine's KV cache."""
     cache = llm.engine.core.executor.cache_groups[0].num_blocks * llm.engine.core.executor.block_size
     return Deployment(
         machine="this one",
@@ -86,7 +86,7 @@ def deployment(cost: CostModel, llm: LLM, shape: ModelShape) -> Deployment:
 def simulate(
     cost: CostModel, trace: list[TracedRequest], llm: LLM, shape: ModelShape
 ) -> tuple[dict[str, float], float]:
-    """The figures, and how many seconds were simulated in one."""
+    """The figures, and simulated seconds per second."""
     begin = time.perf_counter()
     served = replay(trace, llm.config, deployment(cost, llm, shape)).served
     return figures(served), served.seconds / (time.perf_counter() - begin)
@@ -139,7 +139,7 @@ def report(
     steps: list[Any],
     busy: list[float],
 ) -> None:
-    """Simulate what was measured, print the ratios, and write the record."""
+    """Simulate the measured traces, print the ratios, and write the record."""
     calibrated, rounds = fit_steps(calibration.steps, shape), []
     for index, trace in enumerate(traces(args)):
         others = [step for other, taken in enumerate(steps) if other != index for step in taken]

@@ -1,11 +1,12 @@
-"""Measures the scheduler's time per step: ``schedule`` plus ``update`` with steady decode rows and a null executor.
+"""Measures the scheduler's time per step: ``schedule`` plus ``update`` with steady decode rows and an executor that
+does nothing.
 
     python benchmarks/step_overhead.py [--rows 128 1024] [--steps 2000] [--policy priority --waiting 500] [--json FILE]
 
-Stop checks, block allocation, block hashing for the prefix cache and the step record are included; HTTP, detokenizing
-and the forward pass are not. Prints the median, the mean and the 99th percentile in microseconds, over all steps
-between the first and the last in which every row decodes. With ``--waiting`` as many requests stand in line all the
-time, of four tenants and three classes, none of which outranks those that run.
+It includes stop checks, block allocation, block hashing for the prefix cache and the step record, but not HTTP,
+detokenizing and the forward pass. It prints the median, the mean and the 99th percentile in microseconds, over all
+steps in which every row decodes. With ``--waiting`` this many requests are always in the queue, of four tenants and
+three classes, and none outranks a running request.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from chairlift.scheduler.scheduler import Scheduler
 
 
 def measure(rows: int, steps: int, policy: str, waiting: int, prompt: int = 40) -> dict[str, float | str]:
-    """Microseconds per step with ``rows`` requests that all decode, and ``waiting`` in line."""
+    """Microseconds per step with ``rows`` decoding requests and ``waiting`` requests in the queue."""
     kv = KVCacheManager([CacheGroup(rows * (-(-(prompt + steps + 64) // 16)) + 2)], 16, max_step_tokens=1 << 20)
     settings = {"scheduling_policy": policy, "max_num_seqs": rows, "ageing_seconds": 1e6}
     scheduler = Scheduler(
@@ -38,7 +39,7 @@ def measure(rows: int, steps: int, policy: str, waiting: int, prompt: int = 40) 
     for i in range(rows):
         ids = [
             (i * 7919 + j * 104729) % 32000 for j in range(prompt + i % 16)
-        ]  # block boundaries spread over the steps
+        ]  # block boundaries are spread over the steps
         scheduler.add(Request(f"r{i}", ids, max_tokens=steps + 32, stop_token_ids=frozenset({32001})))
     for i in range(waiting):
         service = Service(("default", "flex", "priority")[i % 3], f"tenant {i % 4}")

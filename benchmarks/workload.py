@@ -1,4 +1,4 @@
-"""The shared workload: requests with clipped log-normal lengths, as chat traffic has them, drawn from a seed."""
+"""The shared workload: requests with clipped log-normal lengths, like chat traffic, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ def draw(
     prompt: tuple[float, float, int, int] = (4.6, 0.8, 8, 1024),
     output: tuple[float, float, int, int] = (4.2, 0.9, 4, 512),
 ) -> list[tuple[list[int], int]]:
-    """``count`` pairs of prompt token ids and output length. ``prompt`` and ``output``: mu, sigma, least, most."""
+    """``count`` pairs of prompt token ids and output length. ``prompt`` and ``output`` are (mu, sigma, lowest,
+    highest)."""
     lengths = {"prompt": LogNormal(*prompt), "output": LogNormal(*output)}
     return Workload(count=count, seed=seed, vocab_size=vocab, **lengths).requests()
 
 
 def totals(requests: list[tuple[list[int], int]]) -> tuple[int, int]:
-    """Prompt tokens and output tokens in all."""
+    """Total prompt tokens and output tokens."""
     return sum(len(prompt) for prompt, _ in requests), sum(count for _, count in requests)

@@ -1,7 +1,7 @@
-"""Chairlift: continuous batching for language models, as a product.
+"""Chairlift: continuous batching for language models.
 
-``from chairlift import LLM, SamplingParams`` is the whole public face of offline use. Nothing heavy is imported until a
-name that needs it is touched: ``import chairlift`` alone does not load torch.
+``from chairlift import LLM, SamplingParams`` is all that offline use needs. Heavy modules are imported when a name that
+needs them is first used: ``import chairlift`` alone does not load torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import ChairliftError, ConfigError, EngineDeadError, ModelLoadError, OverloadedError, RequestError
+from chairlift.lora_request import LoRARequest
 from chairlift.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.version import __version__
@@ -28,6 +29,7 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "FinishReason",
+    "LoRARequest",
     "Logprob",
     "ModelLoadError",
     "OutputKind",

@@ -10,16 +10,18 @@ __all__ = ["entry_point"]
 
 
 def entry_point() -> None:
-    """What the installed ``chairlift`` script calls; does not return."""
+    """Entry point of the installed ``chairlift`` script. It does not return."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    handled = [number for number, usually in usual.items() if signal.getsignal(number) is usually]  # not the ignored
-    for number in handled:  # main()'s imports take a while; until then one is a traceback, the other nothing to PID 1
+    # ignored signals stay ignored
+    handled = [number for number, usually in usual.items() if signal.getsignal(number) is usually]
+    # main()'s imports take a while; the default handlers would print a traceback, or do nothing in a PID 1
+    for number in handled:
         signal.signal(number, lambda number, _: os._exit(128 + number))
     from chairlift.cli.main import main
 
     if signal.SIGINT in handled:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.SIGTERM in handled:  # ends what was started, as Ctrl-C does
+    if signal.SIGTERM in handled:  # SIGTERM ends the command as Ctrl-C does
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())
 

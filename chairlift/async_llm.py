@@ -1,4 +1,4 @@
-"""AsyncLLM: the engine for programs with an event loop. Its model runs in a process of its own."""
+"""AsyncLLM: the engine for programs with an event loop. The model runs in its own process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import Prompt
 from chairlift.errors import EngineDeadError, RequestError
 from chairlift.loading import Progress, read_tokenizer
+from chairlift.lora_request import LoRARequest
 from chairlift.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -63,7 +64,7 @@ class AsyncLLM:
                 raise
 
     async def shutdown(self) -> None:
-        """End the engine's process; requests that are left raise EngineDeadError."""
+        """End the engine's process. Unfinished requests raise EngineDeadError."""
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.shutdown()
@@ -79,7 +80,7 @@ class AsyncLLM:
 
     @property
     def info(self) -> EngineInfo:
-        """The model, its limits and its memory."""
+        """Facts about the model, its limits and its memory."""
         info = self._started().info
         if info is None:
             raise EngineDeadError("the engine has not loaded its model yet; await start() first")
@@ -94,19 +95,28 @@ class AsyncLLM:
         cache_salt: str = "",
         priority: int | None = None,
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Answer a prompt (text or token ids); yields the answer as it grows, or what is new, or its end.
+        """Answer a prompt (text or token ids). An async iterator of the answer so far, its new part, or its end
+        (``kind``).
 
-        ``priority`` goes before that of the parameters; ``tenant`` is who is charged, where tenants share fairly.
-        Leaving the loop, or cancelling its task, ends the request. Raises RequestError for what cannot be served,
-        QueueFullError when too much waits, EngineDeadError when the engine dies.
+        ``priority`` overrides that of the parameters. ``tenant`` is charged for the request, where tenants share
+        fairly. ``lora_request`` is the adapter to answer with; it is read at its first use. Leaving the loop, or
+        cancelling its task, ends the request. Raises RequestError for a request that cannot be served, QueueFullError
+        when the queue is full, EngineDeadError when the engine dies, ModelLoadError for an adapter that cannot be read.
+
+        ::
+
+            async for output in llm.generate("Hi", SamplingParams(max_tokens=32)):
+                print(output.outputs[0].text)
         """
         params = SamplingParams(**self.info.sampling_defaults) if sampling_params is None else sampling_params
         if priority is not None and isinstance(params, SamplingParams):
             params = dataclasses.replace(params, priority=priority)
         engine, kind = self._started(), OutputKind(kind)
         self._check_loop()
-        stream = await engine.submit(prompt, params, kind=kind, cache_salt=cache_salt, tenant=tenant)
+        adapter = await engine.adapter_of(lora_request)
+        stream = await engine.submit(prompt, params, kind=kind, cache_salt=cache_salt, tenant=tenant, adapter=adapter)
         try:
             async for output in stream:
                 yield output
@@ -121,10 +131,15 @@ class AsyncLLM:
         dimensions: int | None = None,
         prompt_name: str | None = None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        """The embedding of each text, in their order, as :meth:`chairlift.llm.LLM.embed` gives it.
+        """Embeddings of the texts, in their order; see :meth:`chairlift.llm.LLM.embed`.
 
-        Each text is a request of its own in the queue. Texts of concurrent calls share passes. Cancelling the task ends
-        the call. Raises RequestError, QueueFullError when too much waits, EngineDeadError when the engine dies.
+        Each text is a separate request in the queue. Texts of concurrent calls share passes. Cancelling the task ends
+        the call. Raises RequestError, QueueFullError when the queue is full, EngineDeadError when the engine dies.
+
+        ::
+
+            outputs = await llm.embed(["a text", "another"])
+            vector = outputs[0].outputs.embedding
         """
         return await self._pool(
             lambda calls: calls.embed(one_or_more(prompts), truncate_prompt_tokens, dimensions, prompt_name)
@@ -133,13 +148,13 @@ class AsyncLLM:
     async def classify(
         self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """A number for each class of each text; see :meth:`chairlift.llm.LLM.classify` and :meth:`embed`."""
+        """One number per class for each text; see :meth:`chairlift.llm.LLM.classify` and :meth:`embed`."""
         return await self._pool(lambda calls: calls.classify(one_or_more(prompts), truncate_prompt_tokens))
 
     async def score(
         self, query: str | Sequence[str], documents: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """How well a query and each document go together; see :meth:`chairlift.llm.LLM.score` and :meth:`embed`."""
+        """Relevance of each document to a query; see :meth:`chairlift.llm.LLM.score` and :meth:`embed`."""
         return await self._pool(lambda calls: calls.score(listed(query), listed(documents), truncate_prompt_tokens))
 
     async def _pool(self, ask: Callable[[PooledCalls], PooledCall[_Result]]) -> list[PoolingRequestOutput[_Result]]:
@@ -151,7 +166,8 @@ class AsyncLLM:
                 f"{self.config.model.model!r:.100} generates texts; for embeddings, scores or classes load another"
                 " model, or set runner to 'pooling' to embed with this one"
             )
-        call = await asyncio.to_thread(ask, PooledCalls(engine.pooling_inputs))  # tokenizing must not hold the loop up
+        # a thread tokenizes, so that the event loop is free
+        call = await asyncio.to_thread(ask, PooledCalls(engine.pooling_inputs))
         vectors = await engine.pool(call.texts)
         names = [text.request_id for text in call.texts]
         return call.finish(dict(zip(names, vectors, strict=True)))
@@ -161,13 +177,17 @@ class AsyncLLM:
             raise EngineDeadError("the engine belongs to the event loop that started it; make an AsyncLLM in this one")
 
     async def update_weights(self, source: str | Path, version: int, *, in_flight: str = "continue") -> EngineInfo:
-        """Serve other weights from the next step on: those in a directory, for the same network.
+        """Load other weights for the same network from a directory, and use them from the next step on.
 
-        As :meth:`chairlift.llm.LLM.update_weights`, errors included; tensors do not cross to the engine's process.
-        Requests that run go on, and their outputs say which token is of which version. Returns what :attr:`info` is
-        then: its fingerprint is another. An engine that dies is started again with the newest weights.
+        It works as :meth:`chairlift.llm.LLM.update_weights` and raises the same errors, but takes no tensors. Running
+        requests go on; their outputs tell the version of each token. Returns the new :attr:`info`, which has a new
+        fingerprint. An engine that dies is started again with the newest weights.
         """
         return await self._started().update_weights(source, version, in_flight=in_flight)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter by its number; its requests go on. False where it is unknown."""
+        return self._started().remove_lora(lora_int_id)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_variables: Any) -> list[int]:
         """Token ids of a conversation, for :meth:`generate`. Raises RequestError and TemplateError."""

@@ -1,6 +1,6 @@
-"""Every setting of the engine: frozen dataclasses, a docstring under each field, one flat name space.
+"""All settings of the engine: frozen dataclasses with a docstring under each field, in one flat name space.
 
-Names are vLLM's where vLLM has the setting. Command-line flags and help texts are generated from here.
+Settings that vLLM also has use vLLM's names. Command-line flags and help texts are generated from this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from chairlift.errors import ConfigError
 from chairlift.rerankers import RERANKERS
@@ -24,10 +24,12 @@ from chairlift.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS
 
 __all__ = [
     "BUNDLED_MODEL",
+    "ONE_STATE",
     "CacheConfig",
     "CacheGroup",
     "EngineConfig",
     "Flag",
+    "LoRAConfig",
     "ModelConfig",
     "SchedulerConfig",
     "ServerConfig",
@@ -36,8 +38,10 @@ __all__ = [
     "server_fields",
 ]
 
+ONE_STATE: Final = 1 << 30
+"""Span of a block of recurrent states that is never complete: a request has one block for as long as it runs."""
 BUNDLED_MODEL = "bundled"
-"""Stands for the small model that comes with the package."""
+"""Name of the small model that comes with the package."""
 
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -67,12 +71,16 @@ _RANGES: dict[str, tuple[float, float]] = {
     "kv_cache_memory_bytes": (1, 2**50),
     "gpu_memory_utilization": (0.01, 1),
     "num_kv_blocks": (2, 2**31),
+    "state_snapshot_interval": (1, ONE_STATE - 1),
     "swap_space_bytes": (0, 2**50),
     "max_num_seqs": (1, 2**16),
     "max_num_batched_tokens": (1, 2**24),
     "ageing_seconds": (0.001, 10**6),
     "batch_wait_ms": (0, 3_600_000),
     "num_lookahead_steps": (0, 2),
+    "max_loras": (1, 4096),
+    "max_lora_rank": (1, 1024),
+    "max_cpu_loras": (1, 65536),
     "admission_watermark": (0, 0.5),
     "governor_ttft_ms": (0.001, 10**9),
     "governor_tpot_ms": (0.001, 10**9),
@@ -92,71 +100,73 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_stored_responses": (0, 2**20),
     "max_stored_response_bytes": (0, 2**40),
 }
-"""Least and most, inclusive."""
+"""Lowest and highest allowed value, inclusive."""
 _TEXTS = {
     *("model", "revision", "tokenizer", "swap_directory"),
-    *("host", "api_key_file", "chat_template", "otlp_traces_endpoint", "batch_dir"),
+    *("host", "api_key_file", "chat_template", "otlp_traces_endpoint", "batch_dir", "lora_dir"),
 }
-"""Settings that are a text as it stands; the texts of others have a form of their own."""
+"""Settings that are free text. Other settings that are strings have a form that is checked."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What is served."""
+    """The model, and how it is run."""
 
     model: str = BUNDLED_MODEL
-    """Directory with config.json and safetensors, a Hugging Face Hub id, or 'bundled' for the demo model inside."""
+    """Directory with config.json and safetensors, a Hugging Face Hub id, or 'bundled' for the demo model in the
+    package."""
     revision: str | None = None
-    """Branch, tag or commit, when the model comes from the Hub."""
+    """Branch, tag or commit of a model from the Hub."""
     tokenizer: str | None = None
-    """Directory with tokenizer.json, when it is not the model's own."""
+    """Directory with tokenizer.json, if it is not the model's own."""
     skip_tokenizer_init: bool = False
     """Take and return token ids only."""
     dtype: str = "auto"
-    """auto (what the model says), float32, bfloat16 or float16; for weights, activations and KV cache."""
+    """Data type of weights, activations and KV cache: auto (the model's own), float32, bfloat16 or float16."""
     quantization: str | None = None
-    """Round weights as they are loaded. int8: to 8 bits in groups of 32, by the native CPU kernels; int4: those of the
-    layers to 4 bits in groups of 32, which costs quality: better take a checkpoint that was calibrated. fp8: those of
-    the layers to 8 bits, on a GPU of compute capability 8.9 or higher. none: in dtype, also where the checkpoint is
-    quantised. None: as the checkpoint has them."""
+    """Rounding of the weights at load. int8: 8 bits in groups of 32, by the native CPU kernels. int4: the layers'
+    weights in 4 bits in groups of 32; it costs quality, and a calibrated checkpoint is better. fp8: the layers' weights
+    in 8 bits, on a GPU of compute capability 8.9 or higher. none: everything in dtype, even if the checkpoint is
+    quantised. None: as in the checkpoint."""
     device: str = "cpu"
     """cpu or cuda (cuda:0, ...)."""
     threads: int | None = None
-    """CPU threads. None: all the processors this process may use."""
+    """CPU threads. None: all processors that this process may use."""
     model_impl: str = "auto"
-    """Whose code the layers are: native (Chairlift's own), transformers (the class in transformers, run by PyTorch
-    around our attention, several times slower: docs/models.md), or auto: native where there is one, else transformers
-    where the family has been seen right."""
+    """Implementation of the layers: native (Chairlift's own), transformers (the class in transformers, run by PyTorch
+    with Chairlift's attention, several times slower: docs/models.md), or auto: native if there is one, otherwise
+    transformers if the family was checked."""
     kernels: str = "auto"
-    """Who computes: auto picks the best this processor or GPU has; a name forces that path (triton: on a GPU); torch is
-    the reference."""
+    """Implementation of the kernels. auto: the best for this processor or GPU. A name forces one: triton needs a GPU,
+    torch is the reference."""
     cuda_graphs: str = "lazy"
     """Steps recorded as CUDA graphs: lazy (when first needed), start (all at the start), or off (vLLM's
     enforce_eager)."""
     batch_invariant: bool = False
-    """Answers have the same bits whatever else is in the batch, at a cost in speed on a GPU; on the CPU's native
-    kernels they always have."""
+    """Answers have the same bits whatever else is in the batch. On a GPU this costs speed; the native CPU kernels
+    always do it."""
     max_model_len: int | None = None
-    """Longest sequence, prompt and answer together, in tokens. None: what the model was made for."""
+    """Longest sequence, prompt and answer together, in tokens. None: the model's own limit."""
     generation_config: str = "auto"
-    """Temperature, top_p, top_k, min_p and repetition_penalty where nobody gives one: auto takes those in the model's
-    generation_config.json; vllm takes none from there."""
+    """Defaults of temperature, top_p, top_k, min_p and repetition_penalty. auto: those in the model's
+    generation_config.json. vllm: none from that file."""
     runner: str = "auto"
-    """What the model is for: auto (by its files), generate (texts) or pooling (embeddings, scores and classes)."""
+    """Use of the model: auto (by its files), generate (texts) or pooling (embeddings, scores and classes)."""
     pooling_type: str | None = None
-    """Which hidden state becomes a text's embedding: LAST (of its last token), CLS (of its first) or MEAN. None: as the
-    files of sentence-transformers say, else LAST for decoders and CLS for encoders."""
+    """Hidden state that becomes the embedding: LAST (last token), CLS (first token) or MEAN. None: as the files of
+    sentence-transformers say, otherwise LAST for decoders and CLS for encoders."""
     pooling_normalize: bool | None = None
-    """Whether embeddings have length 1. None: as the model's files say, else yes."""
+    """Whether embeddings have length 1. None: as the model's files say, otherwise yes."""
     is_matryoshka: bool | None = None
-    """Whether an embedding may be cut to its first dimensions. None: as config.json says, else no."""
+    """Whether an embedding may be cut to its first dimensions. None: as config.json says, otherwise no."""
     reranker: str | None = None
-    """The model says yes or no to a query and a document, and scores pairs: qwen3 for Qwen3-Reranker in its original
-    form. None: the model is what its files say."""
+    """Use a decoder that answers yes or no as a scorer of pairs (query, document): qwen3 for Qwen3-Reranker in its
+    original form. None: as the model's files say."""
     reranker_instruction: str | None = None
-    """What such a model is told to look for. None: passages that answer a web search, as its authors wrote it."""
+    """Task that the prompt of a reranker states. None: passages that answer a web search, the default of its
+    authors."""
     seed: int | None = None
-    """Seeds the requests that bring no seed of their own, in order of arrival. None: fresh seeds each time."""
+    """Seed from which requests without a seed get theirs, in order of arrival. None: new seeds in each run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,41 +176,44 @@ class CacheConfig:
     block_size: int = 16
     """Tokens per block: a power of two from 1 to 256."""
     kv_cache_dtype: str = "auto"
-    """What K and V are kept in: auto (the model's dtype), or int8, in which almost twice as many tokens fit as in
-    bfloat16 (the CPU's native kernels only)."""
+    """Data type of K and V: auto (the model's dtype), or int8, which holds almost twice as many tokens as bfloat16
+    (native CPU kernels only)."""
     kv_cache_memory_bytes: int | None = None
-    """Memory for the KV cache. None: 40 % of what the machine and its control group allow, or what
-    gpu_memory_utilization leaves."""
+    """Memory for the KV cache. None: 40 % of the memory that the machine and its control group allow, or on a GPU the
+    rest of gpu_memory_utilization."""
     gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory that may be in use, by weights, steps and KV cache together (GPU only)."""
+    """Share of the GPU's memory for weights, steps and KV cache together (GPU only)."""
     num_kv_blocks: int | None = None
     """Exact number of blocks per cache group, instead of a size in bytes."""
     enable_prefix_caching: bool = True
-    """Share the KV of equal prompt beginnings between requests."""
+    """Share the KV of equal beginnings of prompts between requests."""
+    state_snapshot_interval: int | None = None
+    """Tokens between two snapshots of a recurrent model's state that the prefix cache keeps: a multiple of block_size.
+    None: such that snapshots take no more memory than K and V (1,024 for models without K and V)."""
     prefix_offload: bool = False
-    """Keep what the prefix cache evicts in the swap space, as far as preempted requests leave room there."""
+    """Save evicted blocks of the prefix cache in the swap space, as far as preempted requests leave room."""
     swap_space_bytes: int | None = None
     """Host memory for the KV of preempted requests. None: a tenth of the KV cache; 0: none."""
     swap_directory: str | None = None
-    """Directory for a file that holds it instead of memory."""
+    """Directory for a file that holds the swap space, instead of memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Speculative decoding. Names are vLLM's."""
+    """Settings of speculative decoding. Names are vLLM's."""
 
     method: str
-    """ngram, draft_model, or medusa."""
+    """Source of the drafts: ngram, draft_model or medusa."""
     num_speculative_tokens: int = 8
     """Most drafts of a row in one step."""
     prompt_lookup_min: int = 3
-    """Tokens that must be equal for a draft of method ngram."""
+    """Length of the match, in tokens, that a draft of method ngram needs."""
     model: str = ""
-    """The small model of method draft_model, or the heads of medusa: a directory, or a name on the Hugging Face Hub."""
+    """Small model of method draft_model, or heads of method medusa: a directory, or a name on the Hugging Face Hub."""
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> SpeculativeConfig:
-        """From a JSON object. Raises ConfigError that names the key."""
+        """Parse a JSON object. Raises ConfigError with the name of a bad key."""
         given = value
         if isinstance(value, str):
             try:
@@ -232,60 +245,64 @@ class SpeculativeConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Who computes when."""
+    """Scheduling: the order of requests and the contents of steps."""
 
     max_num_seqs: int = 256
     """Most requests in a step."""
     max_num_batched_tokens: int = 2048
-    """Token budget of a step. Lower keeps decodes smooth, higher speeds prompts up."""
+    """Token budget of a step. A lower budget keeps decoding smooth, a higher one speeds up prompts."""
     scheduling_policy: str = "fcfs"
-    """Who is next: fcfs (first come, first served), priority (reservations, deadlines, priorities, fairness between
-    tenants), or module:Class, a policy of one's own."""
+    """Order of requests: fcfs (first come, first served), priority (reservations, deadlines, priorities, fairness
+    between tenants), or module:Class, a custom policy."""
     service_classes: str = ""
-    """JSON object of classes of service and what they promise, for the policy priority."""
+    """JSON object with the classes of service and their promises, for the policy priority."""
     tenant_weights: str = ""
-    """JSON object of tenants whose share of the engine is not 1, for the policy priority."""
+    """JSON object with the tenants whose share of the engine is not 1, for the policy priority."""
     ageing_seconds: float = 30.0
-    """A waiting request gains one level of priority per this time, when nobody like it was let in meanwhile."""
+    """Seconds after which a waiting request gains one level of priority, if no request like it was admitted
+    meanwhile."""
     late_requests: str = "downgrade"
-    """What happens to a request that cannot keep its deadline any more: downgrade (it goes on without) or drop."""
+    """Treatment of a request that can no longer meet its deadline: downgrade (it goes on without a deadline) or
+    drop."""
     prefill_mode: str = "mixed"
-    """What a step computes: mixed (decodes, and prompts with the rest of the budget), prefill_first, decode_first,
-    separate (steps of one kind), or auto (by what is predicted to take less time)."""
+    """Contents of a step: mixed (decodes, then prompts with the rest of the budget), prefill_first, decode_first,
+    separate (steps of one kind), or auto (whichever is predicted to take less time)."""
     preemption_mode: str = "auto"
-    """How running work gives way: recompute, swap (its KV waits in host memory), auto (what costs less), or none
-    (a request joins only with room for its longest answer)."""
+    """How a running request is preempted: recompute, swap (its KV is saved in host memory), auto (the cheaper one), or
+    none (a request is admitted only with room for its longest answer)."""
     batching: str = "continuous"
-    """continuous (rebuilt at every step), or a baseline: static (a batch ends as one), dynamic (fires like it)."""
+    """continuous (a new batch in every step), or a baseline: static (requests of a batch end together), or dynamic
+    (batches start as static ones do, and requests end one by one)."""
     batch_wait_ms: float = 0.0
-    """How long a static or dynamic batch waits to fill before it fires."""
+    """Milliseconds that a static or dynamic batch waits for more requests before it starts."""
     preferred_batch_sizes: str = ""
-    """Sizes, like 4,8, at which a static or dynamic batch fires without waiting to fill."""
+    """Sizes, like 4,8, at which a static or dynamic batch starts without waiting."""
     policy_share: float = 0.75
-    """Share of a step's prompt tokens that is handed out in the policy's order; the rest goes to the smallest requests,
-    so that short prompts do not wait for long ones. From 0.25 to 1; 1 hands out all of it in the policy's order."""
+    """Share of a step's prompt tokens that is given out in the policy's order, from 0.25 to 1. The rest goes to the
+    smallest requests, so that short prompts do not wait for long ones."""
     num_lookahead_steps: int | None = None
-    """Steps scheduled ahead of the newest known tokens: 0, 1 or 2. None: 1 where Triton's kernels run on a GPU, else
+    """Steps scheduled ahead of the newest known tokens: 0, 1 or 2. None: 1 with Triton's kernels on a GPU, otherwise
     0."""
     speculative_config: str = ""
-    """JSON object that turns speculative decoding on, like {"method": "ngram"}. ngram drafts what followed the last few
-    tokens where they stood before; prompt_lookup_min (3) is the tokens that must be equal. draft_model drafts with a
-    small model with the same tokenizer, medusa with heads on the model's hidden state; model names them.
-    num_speculative_tokens (8) is the most drafts of a row. How many are computed follows from what a step costs;
-    answers stay the same, bit for bit. Steps are not scheduled ahead then."""
+    """JSON object that turns speculative decoding on, like {"method": "ngram"}. ngram drafts the tokens that followed
+    an earlier occurrence of the last few tokens; prompt_lookup_min (3) is the length of the match. draft_model drafts
+    with a small model with the same tokenizer, medusa with heads on the model's hidden state; both are named by model.
+    num_speculative_tokens (8) is the most drafts of a row. The number of drafts that are checked depends on the cost of
+    a step. Answers stay the same, bit for bit. Steps are then not scheduled ahead."""
     admission_watermark: float = 0.01
-    """Share of the blocks kept free when a request joins a running batch."""
+    """Share of the blocks that stays free when a request joins a running batch."""
     governor: str = "off"
-    """Who moves max_num_seqs, max_num_batched_tokens and admission_watermark at run time, within what is set here: off,
-    rules, shadow (the rules' decisions are logged and not applied), or module:Class, a governor of one's own."""
+    """Controller that changes max_num_seqs, max_num_batched_tokens and admission_watermark at run time, up to the
+    values set here: off, rules, shadow (decisions of the rules are logged, not applied), or module:Class, a custom
+    governor."""
     governor_ttft_ms: float | None = None
-    """Time to the first token that the governor aims at. None: as it comes."""
+    """Target of the governor for the time to the first token. None: no target."""
     governor_tpot_ms: float | None = None
-    """Time per output token that the governor aims at. None: as it comes."""
+    """Target of the governor for the time per output token. None: no target."""
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """The preferred batch sizes, ascending. Raises ConfigError."""
+        """The preferred batch sizes in ascending order. Raises ConfigError."""
         sizes = self.preferred_batch_sizes
         given = [part.strip() for part in sizes.split(",")] if isinstance(sizes, str) and sizes.strip() else []
         if (sizes and not given) or not all(re.fullmatch("[1-9][0-9]{0,4}", part) for part in given):
@@ -294,39 +311,73 @@ class SchedulerConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How tokens are drafted; None where none are. Raises ConfigError."""
+        """Settings of speculative decoding; None if it is off. Raises ConfigError."""
         return SpeculativeConfig.parse(self.speculative_config) if self.speculative_config else None
 
-    def takes_drafts(self, num_lookahead_steps: int) -> bool:
-        """Whether steps can have drafts: none is scheduled before the one before it has landed.
-        ``num_lookahead_steps`` is what the executor is best given; above 0 it keeps the newest tokens for itself.
-        Raises ConfigError for a bad ``speculative_config``."""
+    def takes_drafts(self, num_lookahead_steps: int, has_states: bool = False) -> bool:
+        """Whether steps can have drafts. A step with drafts is not scheduled before the previous one has landed, and a
+        rejected draft must not have changed a recurrent state.
+
+        ``num_lookahead_steps`` is the executor's preference; above 0 it keeps the newest tokens for itself.
+        ``has_states``: whether the model has recurrent states. Raises ConfigError for a bad ``speculative_config``.
+        """
         ahead = num_lookahead_steps or (self.speculation is None and self.num_lookahead_steps)
-        return not ahead
+        return not ahead and not has_states
 
     @property
     def most_running(self) -> int:
-        """Rows: every running request must be able to take one token in every step, or decodes could starve."""
+        """Number of rows. It is limited by the token budget, because each running request must be able to take one
+        token in every step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def promises(self) -> dict[str, ServiceClass] | None:
-        """The classes of service; None where the policy does not look at promises."""
+        """The classes of service; None where the policy ignores promises."""
         return None if self.scheduling_policy == "fcfs" else parse_service_classes(self.service_classes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters. Names are vLLM's."""
+
+    enable_lora: bool = False
+    """Serve adapters (LoRA) beside the model."""
+    max_loras: int = 8
+    """Most different adapters in a step."""
+    max_lora_rank: int = 64
+    """Largest rank of an adapter."""
+    max_cpu_loras: int | None = None
+    """Most adapters in memory; others that were loaded are read again when they are asked for. None: 4 x max_loras."""
+
+    @property
+    def num_cpu_loras(self) -> int:
+        """Most adapters in memory."""
+        return 4 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+    @property
+    def active(self) -> LoRAConfig | None:
+        """These settings; None where no adapters are served."""
+        return self if self.enable_lora else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All of it. Raises ConfigError when a value is out of range."""
+    """All settings. Raises ConfigError when a value is out of range."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    lora: LoRAConfig = LoRAConfig()
 
     def __post_init__(self) -> None:
-        model, cache, scheduler = self.model, self.cache, self.scheduler
-        for part in (model, cache, scheduler):
+        model, cache, scheduler, lora = self.model, self.cache, self.scheduler, self.lora
+        for part in (model, cache, scheduler, lora):
             _check(part)
+        if lora.num_cpu_loras < lora.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras is {lora.max_cpu_loras}, but a step may have max_loras = {lora.max_loras} adapters,"
+                " which must be in memory; raise the one or lower the other"
+            )
         if not isinstance(model.device, str) or not re.fullmatch("cpu|cuda(:(0|[1-9][0-9]{0,2}))?", model.device):
             raise ConfigError(f"device must be cpu, cuda or cuda:N, got {model.device!r}")
         if cache.block_size & (cache.block_size - 1):
@@ -337,8 +388,8 @@ class EngineConfig:
             raise ConfigError("preferred_batch_sizes are for batching static or dynamic; continuous never waits")
 
     def without_effect(self) -> list[str]:
-        """What was set and does nothing beside the other settings, in a sentence each. Nothing is refused for it: who
-        compares settings sets the same for all of them."""
+        """One sentence for each setting that has no effect with the other settings. They are not refused: a comparison
+        of settings uses the same ones in every run."""
         scheduler, given = self.scheduler, self.to_flat()
         plain, ungoverned = scheduler.scheduling_policy == "fcfs", scheduler.governor == "off"
         swaps = scheduler.preemption_mode in ("swap", "auto") and self.cache.swap_space_bytes != 0
@@ -351,6 +402,10 @@ class EngineConfig:
                 bool(scheduler.num_lookahead_steps) and scheduler.speculation is not None,
                 "steps with drafts are not scheduled ahead; leave speculative_config out",
             ),
+            **dict.fromkeys(
+                ("max_loras", "max_lora_rank", "max_cpu_loras"),
+                (not self.lora.enable_lora, "no adapters are served; set enable_lora"),
+            ),
             "late_requests": (plain, for_priority),
             "ageing_seconds": (plain, for_priority),
             "governor_ttft_ms": (ungoverned, for_governor),
@@ -359,6 +414,7 @@ class EngineConfig:
                 scheduler.preemption_mode == "swap" and not swaps,
                 "there is nowhere to swap to, and all is recomputed; raise swap_space_bytes",
             ),
+            "state_snapshot_interval": (not self.cache.enable_prefix_caching, "it needs enable_prefix_caching"),
             "swap_directory": (not swaps and not (offloads and self.cache.prefix_offload), "nothing is swapped"),
             "prefix_offload": (not offloads, "it needs enable_prefix_caching, and swap space"),
         }
@@ -366,8 +422,9 @@ class EngineConfig:
 
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> EngineConfig:
-        """Build from ``{"max_num_seqs": 64, ...}``; an unknown name is refused together with the nearest known one."""
-        parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}}
+        """Build from ``{"max_num_seqs": 64, ...}``. An unknown name raises ConfigError with the most similar known
+        name."""
+        parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "lora": {}}
         owners = {flag.name: flag.part for flag in flat_fields()}
         for name, value in settings.items():
             if name not in owners:
@@ -379,10 +436,11 @@ class EngineConfig:
             model=ModelConfig(**parts["model"]),
             cache=CacheConfig(**parts["cache"]),
             scheduler=SchedulerConfig(**parts["scheduler"]),
+            lora=LoRAConfig(**parts["lora"]),
         )
 
     def to_flat(self) -> dict[str, Any]:
-        """The settings that differ from their defaults, as keywords of plain data for :meth:`from_flat`."""
+        """Settings that differ from their defaults, as plain keywords for :meth:`from_flat`."""
         given = {flag.name: (getattr(getattr(self, flag.part), flag.name), flag.default) for flag in flat_fields()}
         settings = {name: value for name, (value, default) in given.items() if value != default}
         return {name: str(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
@@ -390,71 +448,78 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What ``chairlift serve`` needs to know besides the engine. Raises ConfigError when a value is out of range."""
+    """Settings of ``chairlift serve`` besides those of the engine. Raises ConfigError when a value is out of range."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs an API key, or insecure."""
+    """Address to listen on. An address beyond loopback needs an API key, or insecure."""
     port: int = 8000
     """TCP port; 0 takes a free one."""
     served_model_name: tuple[str, ...] = ()
-    """Name that clients ask for; may be repeated, the first is the one that answers carry. None: the model's own."""
+    """Name of the model for clients; may be repeated, and answers carry the first. None: the model's own name."""
     api_key: tuple[str, ...] = ()
-    """Key that clients must send as a bearer token; may be repeated. Others can see the command line: prefer a file."""
+    """Key that clients must send as a bearer token; may be repeated. The command line is visible to other users: prefer
+    a file."""
     api_key_file: str | None = None
     """File with one API key per line."""
     insecure: bool = False
     """Listen beyond loopback without an API key."""
     allowed_host: tuple[str, ...] = ()
-    """Host name that clients may use in the Host header, besides the loopback names and this machine's."""
+    """Host name that clients may use in the Host header, besides the loopback names and the name of this machine."""
     chat_template: str | None = None
     """File with a chat template, instead of the model's own."""
     tool_call_parser: str = "auto"
-    """Format of the model's tool calls. auto: the one that its chat template prints. none: requests with tools are
+    """Format of the model's tool calls. auto: the format that its chat template prints. none: requests with tools are
     refused."""
     reasoning_parser: str = "auto"
-    """How the model marks its reasoning. auto: as its chat template does. none: reasoning is part of the answer."""
+    """Format of the model's reasoning. auto: as in its chat template. none: reasoning stays in the answer."""
+    lora_modules: tuple[str, ...] = ()
+    """Adapter to serve from the start: name=path, name=Hub id, or {"name": ..., "path": ...}; may be repeated."""
+    lora_dir: str | None = None
+    """Directory from which the key named admin may load adapters while the server runs. None: no directory."""
     max_num_queued_reqs: int | None = None
-    """Most requests that wait; more are answered 429. None: 4 x max_num_seqs, at least 64."""
+    """Most waiting requests; further ones are answered 429. None: 4 x max_num_seqs, at least 64."""
     max_num_queued_tokens: int | None = None
-    """Most prompt tokens that wait. None: 32 x max_num_batched_tokens."""
+    """Most prompt tokens of waiting requests. None: 32 x max_num_batched_tokens."""
     queue_timeout: float | None = None
-    """Seconds a request may wait for its first step, unless it says queue_timeout itself. None: as long as it takes."""
+    """Seconds that a request may wait for its first step, unless it has a queue_timeout of its own. None: no limit."""
     request_timeout: float = 600.0
-    """Seconds a request may take in all."""
+    """Seconds that a request may take in total."""
     stall_timeout: float = 60.0
-    """Seconds a reader may leave its answer unread before it is cut off."""
+    """Seconds after which a client that does not read its answer is disconnected."""
     shutdown_timeout: float = 30.0
-    """Seconds that running answers get to finish when the server is told to stop."""
+    """Seconds that running answers may still take after the server was told to stop."""
     health_timeout: float = 30.0
     """Seconds without a step, while there is work, after which the engine counts as stuck."""
     restart: bool = True
-    """Start the engine again when it dies; without, the server exits."""
+    """Start the engine again when it dies. Without it the server exits."""
     max_body_bytes: int = 4 * 1024 * 1024
     """Longest request body."""
     max_connections: int = 2048
     """Most connections at a time."""
     max_stored_responses: int = 1024
-    """Most responses that are kept in memory for clients that send store: true to /v1/responses; 0 keeps none."""
+    """Most responses kept in memory for clients that send store: true to /v1/responses; 0 keeps none."""
     max_stored_response_bytes: int = 64 * 1024 * 1024
-    """Most bytes of them, conversations included."""
+    """Most bytes of these responses, conversations included."""
     metrics_prefix: str = "chairlift"
-    """Beginning of the metrics' names: chairlift, or vllm for dashboards made for it."""
+    """Prefix of the metrics' names: chairlift, or vllm for dashboards made for vLLM."""
     log_format: str = "text"
     """text or json (one object per line)."""
     log_requests: bool = False
     """Log each request's id, sizes and times. Prompts are never logged."""
     status_interval: float = 10.0
-    """Seconds between status lines while there is traffic; 0 is none."""
+    """Seconds between two status lines while there is traffic; 0 turns them off."""
     otlp_traces_endpoint: str | None = None
-    """Send OpenTelemetry traces to this URL (OTLP over HTTP), as http://127.0.0.1:4318/v1/traces; never a text."""
+    """URL for OpenTelemetry traces (OTLP over HTTP), such as http://127.0.0.1:4318/v1/traces. Traces contain no
+    texts."""
     batch_dir: str | None = None
-    """Directory in which files and batches are kept; without, /v1/files and /v1/batches are off. It holds prompts."""
+    """Directory for files and batches; it contains prompts. Without it /v1/files and /v1/batches are off."""
     batch_max_in_flight: int | None = None
     """Most requests of batches in the engine at a time. None: half of max_num_seqs."""
     max_batch_file_bytes: int = 200 * 1024 * 1024
-    """Longest file that may be uploaded for a batch."""
+    """Largest file that may be uploaded for a batch."""
     cors_origin: tuple[str, ...] = ()
-    """Origin whose pages may ask this server from a browser, as https://app.example.org; may be repeated. *: any."""
+    """Origin of web pages that may call this server, such as https://app.example.org; may be repeated. *: all
+    origins."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -471,7 +536,7 @@ class ServerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that keep the same positions."""
+    """Layers that keep the same positions, or recurrent states of the same positions."""
 
     num_blocks: int
     """Blocks in the group's pool, the null block included."""
@@ -479,17 +544,20 @@ class CacheGroup:
     """None keeps every position (``full``); W keeps the last W (``window(W)``)."""
     num_host_blocks: int = 0
     """Blocks in host memory that can hold the KV of preempted requests."""
+    state_span: int | None = None
+    """Positions per block in a group of recurrent states, of which a block holds one: a multiple of the block size, or
+    :data:`ONE_STATE`. None: the group holds K and V."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
-    """One setting, as the command line needs to know it."""
+    """One setting, as a command-line flag."""
 
     name: str
     part: str
-    """``model``, ``cache``, ``scheduler`` or ``server``."""
+    """``model``, ``cache``, ``scheduler``, ``lora`` or ``server``."""
     kind: type
-    """bool, int, float, str or list; a setting that may be None has the type it has otherwise."""
+    """bool, int, float, str or list. It ignores that a setting may be None."""
     default: Any
     help: str
     choices: tuple[str, ...] | None
@@ -497,14 +565,17 @@ class Flag:
 
 @functools.cache
 def flat_fields() -> tuple[Flag, ...]:
-    """Every setting of the engine with type, default and help, in the order in which it is declared."""
-    parts: dict[str, type[Any]] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+    """All settings of the engine with type, default and help, in the order of declaration."""
+    parts: dict[str, type[Any]] = {
+        **{"model": ModelConfig, "cache": CacheConfig},
+        **{"scheduler": SchedulerConfig, "lora": LoRAConfig},
+    }
     return tuple(flag for part, owner in parts.items() for flag in _fields_of(part, owner))
 
 
 @functools.cache
 def server_fields() -> tuple[Flag, ...]:
-    """The same for the settings of the server."""
+    """All settings of the server, likewise."""
     return tuple(_fields_of("server", ServerConfig))
 
 
@@ -520,7 +591,7 @@ def _fields_of(part: str, owner: type[Any]) -> list[Flag]:
 
 
 def _field_docs(owner: type) -> dict[str, str]:
-    """The string under each field of a dataclass."""
+    """Docstring under each field of a dataclass."""
     body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
     docs: dict[str, str] = {}
     name = None
@@ -534,7 +605,7 @@ def _field_docs(owner: type) -> dict[str, str]:
 
 
 def _check(settings: Any) -> None:
-    """Raise ConfigError for a setting of the wrong type, out of its range or none of its choices."""
+    """Raise ConfigError for a setting of the wrong type, out of range, or not among its choices."""
     for field in dataclasses.fields(settings):
         name, value = field.name, getattr(settings, field.name)
         if value is None and field.default is None:
@@ -559,7 +630,7 @@ def _known_or_class(name: str, value: Any, known: tuple[str, ...]) -> None:
 def _check_text(name: str, value: Any) -> None:
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigError(f"{name} must be text, got {value!r}")
-    if re.search("[\0\ud800-\udfff]", str(value)):  # open() would say so, but not of what
+    if re.search("[\0\ud800-\udfff]", str(value)):  # open() would raise for it, without the name of the setting
         raise ConfigError(f"{name} must be UTF-8 text without NUL, got {str(value)!a}; rename what it names")
 
 

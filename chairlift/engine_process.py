@@ -1,8 +1,8 @@
-"""The engine in a process of its own: what the server starts, and nobody else.
+"""Main program of the engine's own process. Only the server starts it.
 
-Its standard input is a socket. It loads what it is told there to load, and serves until the connection ends. It dies
-with the process that started it, however that one ends. Signals that a terminal or a service manager sends to the whole
-group are left to that process: it lets answers finish first.
+Its standard input is a socket. The first message names the model; the process loads it and serves until the connection
+ends. It also dies when its parent dies for any reason. It ignores signals to the whole process group (from a terminal
+or a service manager): the parent handles them, and lets answers finish first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import time
 
 from chairlift.config import EngineConfig
+from chairlift.engine.adapters import Adapters
 from chairlift.engine.core import EngineCore
 from chairlift.engine.core_process import Connection, CoreProcess, FrameLogHandler
 from chairlift.engine.floor_share import FloorShare
@@ -35,12 +36,12 @@ _PROGRESS_SECONDS = 0.1
 
 
 def main() -> None:
-    """Run the engine. Exit codes: 0 the connection ended, 1 there is none to serve, 2 the model cannot be loaded."""
-    die_with_parent(int(sys.argv[2]))  # a closed connection alone would only tell between steps
+    """Run the engine. Exit codes: 0 the connection ended, 1 there was no connection, 2 the model cannot be loaded."""
+    die_with_parent(int(sys.argv[2]))  # the end of the connection alone would be noticed between steps only
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # whatever is started from here has another
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # child processes must not inherit the socket
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     connection = Connection(sock)
     start = _start_message(connection)
@@ -56,7 +57,7 @@ def main() -> None:
         while connection.backlog and not connection.closed:
             connection.receive(1.0)
         sys.exit(2)
-    # What is there now stays: the collector need not look at it again.
+    # Objects that exist now live for ever, so the garbage collector skips them from now on.
     gc.collect()
     gc.freeze()
     process.run()
@@ -78,6 +79,7 @@ def _load(connection: Connection, config: EngineConfig) -> CoreProcess | Pooling
             GrammarCompiler(lambda: _tokenizer(config, loaded.model_dir), loaded.vocab_size, loaded.eos_token_ids),
             vocab_size=loaded.vocab_size,
         ),
+        adapters=Adapters(loaded.adapters, config.lora.active),
     )
     least_seconds = loaded.least_step_seconds()
     if least_seconds is not None:
@@ -87,7 +89,7 @@ def _load(connection: Connection, config: EngineConfig) -> CoreProcess | Pooling
 
 
 def _tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer | None:
-    """For grammars; text is made in the process that asked."""
+    """The tokenizer for grammars. The other process makes all text."""
     return None if config.model.skip_tokenizer_init else read_tokenizer(config, model_dir)
 
 
@@ -106,7 +108,7 @@ def _log_to(connection: Connection, level: int) -> None:
 
 
 class _Progress:
-    """Tells how far loading is, a few times a second: to whoever asks whether the engine lives, a sign that it does."""
+    """Reports the progress of loading a few times a second. The reports also show that the process is alive."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -1,21 +1,21 @@
-"""Every exception Chairlift raises on purpose.
+"""All exceptions that Chairlift raises on purpose.
 
 ::
 
     ChairliftError
     ├── ConfigError (ValueError)          a setting is unknown, out of range, or contradicts another
     ├── ModelLoadError (ValueError)       a model directory is missing, damaged, unsafe or of an unknown kind
-    ├── RequestError (ValueError)         one request cannot be served as asked; nothing else is touched
+    ├── RequestError (ValueError)         one request cannot be served as asked; others are not affected
     │   └── PromptTooLongError            the request needs more tokens than the model or the KV cache has
     ├── EngineDeadError (RuntimeError)    the engine cannot go on: interrupted inside a step, or its process died
-    ├── OverloadedError (RuntimeError)    nothing is wrong with the request; there is no room for it now
-    │   ├── WorkerLostError               the process that worked for it was ended from outside, twice
-    │   ├── QueueFullError                too many requests, or prompt tokens, wait already, or for too long
-    │   └── QueueTimeoutError             the request waited for as long as it may
-    ├── DivergedError (RuntimeError)      training: the loss is no number any more
-    ├── TemplateError (ValueError)        a chat template refused the messages, failed, or is not there
-    │   └── TemplateFailedError           it has an error in itself
-    └── InvariantError (AssertionError)   Chairlift itself is broken: a bug, never the caller's fault
+    ├── OverloadedError (RuntimeError)    the request is valid, but there is no room for it now
+    │   ├── WorkerLostError               its worker process was killed from outside, twice
+    │   ├── QueueFullError                the queue is full, or the wait would be too long
+    │   └── QueueTimeoutError             the request has waited as long as it may
+    ├── DivergedError (RuntimeError)      training: the loss is not a finite number
+    ├── TemplateError (ValueError)        the chat template is missing, failed, or refused the messages
+    │   └── TemplateFailedError           the template itself has an error
+    └── InvariantError (AssertionError)   a bug in Chairlift, never the caller's fault
 
 Each message says what was given, what is allowed, and what to do.
 """
@@ -64,11 +64,11 @@ class EngineDeadError(ChairliftError, RuntimeError):
     def __init__(self, message: str = "", *, taken: bool = False) -> None:
         super().__init__(message)
         self.taken = taken
-        """Whether a request ends with it that had been taken on, and counts among those that have ended."""
+        """Whether the request had been accepted, and so is counted among the ended requests."""
 
 
 class OverloadedError(ChairliftError, RuntimeError):
-    """There is no room for the request now. ``retry_after`` says in how many seconds there should be."""
+    """There is no room for the request now. ``retry_after`` is the number of seconds after which to try again."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -76,12 +76,12 @@ class OverloadedError(ChairliftError, RuntimeError):
 
 
 class WorkerLostError(OverloadedError):
-    """The process that worked for the request was ended from outside, and so was the one that tried again."""
+    """The worker process of the request was killed from outside, and so was that of the second try."""
 
 
 class QueueFullError(OverloadedError):
-    """As many requests, or prompt tokens, wait as may (``kind`` is ``requests`` or ``tokens``), or the request would
-    wait for longer than it may (``forecast``)."""
+    """The queue is full: ``kind`` is ``requests`` or ``tokens`` for the limit that was reached, or ``forecast`` when
+    the request would wait longer than it may."""
 
     def __init__(self, message: str, retry_after: float = 1.0, kind: str = "requests") -> None:
         super().__init__(message, retry_after)
@@ -89,11 +89,11 @@ class QueueFullError(OverloadedError):
 
 
 class QueueTimeoutError(OverloadedError):
-    """The request was not started within its queue timeout."""
+    """The request did not start within its queue timeout."""
 
 
 class DivergedError(ChairliftError, RuntimeError):
-    """The loss or its gradient is no number any more. The weights are those from before the step."""
+    """The loss or its gradient is not a finite number. The weights are those from before the step."""
 
 
 class TemplateError(ChairliftError, ValueError):
@@ -101,7 +101,7 @@ class TemplateError(ChairliftError, ValueError):
 
 
 class TemplateFailedError(TemplateError):
-    """The chat template has an error in itself: a name that is not defined, say. It did not refuse the messages."""
+    """The chat template itself has an error, such as an undefined name. It did not refuse the messages."""
 
 
 class InvariantError(ChairliftError, AssertionError):

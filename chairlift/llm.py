@@ -1,4 +1,4 @@
-"""LLM: offline inference in one object. It has an engine; it is not one."""
+"""LLM: offline inference with one object."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.config import EngineConfig
+from chairlift.engine.adapters import Adapters
 from chairlift.engine.engine import Engine
 from chairlift.engine.input_processor import ModelLimits, Prompt
 from chairlift.engine.interrupt import held_interrupt
 from chairlift.engine.pooling_inputs import PoolingInputs
 from chairlift.errors import EngineDeadError, RequestError, TemplateError
 from chairlift.loading import Progress, load_executor, read_tokenizer
+from chairlift.lora_request import LoRARequest
 from chairlift.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -50,8 +52,13 @@ _log = logging.getLogger(__name__)
 class LLM:
     """Load a model and answer prompts with continuous batching.
 
+    ::
+
+        llm = LLM("path-or-hub-id", max_num_seqs=64)
+        print(llm.generate("Hi", SamplingParams(max_tokens=32))[0].outputs[0].text)
+
     ``model`` is a directory or a Hugging Face Hub id; None is the small model that comes with the package. The fields
-    of :class:`~chairlift.config.EngineConfig` are keywords (``max_num_seqs=64``); unknown ones are refused by name.
+    of :class:`~chairlift.config.EngineConfig` are keywords; unknown ones are refused by name.
 
     Raises ConfigError for a bad setting, ModelLoadError for a bad model.
     """
@@ -80,17 +87,18 @@ class LLM:
             cache=self.config.cache,
             cache_secret=os.urandom(16),
             seed=self.config.model.seed,
+            adapters=Adapters(loaded.adapters, self.config.lora.active),
         )
         self.info = info = loaded.info(self.config, self.engine.kv.capacity_tokens)
-        """What was loaded, and how it is served."""
+        """Facts about the loaded model and how it is served."""
         self._sampling_defaults = info.sampling_defaults
         self.notes: tuple[str, ...] = info.notes
-        """What to know about the model as it is served here, a line each; logged as warnings."""
+        """Notes on how the model is served here, one per line. They are also logged as warnings."""
         problem = info.too_much_reserved(self.config.scheduler.promises)
         for each in [*self.config.without_effect(), *info.notes, *([problem] if problem else [])]:
             _log.warning("%s", each)
         source = self.tokenizer
-        self._ended: dict[str, RequestOutput] = {}  # reported to one who waited for others
+        self._ended: dict[str, RequestOutput] = {}  # outputs that ended while another call was waiting
         self._template = ChatTemplate(source.chat_template, source.named_tokens) if source else ChatTemplate(None)
         try:
             self._template.parse()
@@ -98,7 +106,7 @@ class LLM:
             _log.warning("prompts work, but chats will be refused: %s", error)
 
     def _load_pooling(self, progress: Progress | None) -> None:
-        """The model is one for embeddings, scores or classes, and there is no engine that generates."""
+        """Load a model for embeddings, scores or classes, which needs no engine that generates."""
         loaded = load_pooling(self.config, progress)
         self.info, self.notes = loaded.info, loaded.info.notes
         self.max_model_len, self.memory_plan = self.info.max_model_len, self.info.memory_plan
@@ -117,13 +125,18 @@ class LLM:
         dimensions: int | None = None,
         prompt_name: str | None = None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        """The embedding of each text, in their order: ``output.outputs.embedding``.
+        """Embeddings of the texts, in their order, as ``output.outputs.embedding``.
 
-        Prompts are texts or lists of token ids. One that is too long is refused with the numbers, unless
-        ``truncate_prompt_tokens`` says how many tokens to keep from its beginning (-1: as many as the model takes).
-        ``dimensions`` cuts embeddings of models that were trained for it. ``prompt_name`` is that of a prompt in the
-        model's files that goes before each text; without it the model's default, if it has one.
-        Raises RequestError, also for a model that gives no embeddings.
+        Prompts are texts or lists of token ids. A prompt that is too long is refused with the numbers, unless
+        ``truncate_prompt_tokens`` says how many of its first tokens to keep (-1: as many as the model takes).
+        ``dimensions`` shortens embeddings of models that were trained for it. ``prompt_name`` selects a prompt in the
+        model's files to put before each text; None selects the model's default, if it has one. Raises RequestError,
+        also for a model that gives no embeddings.
+
+        ::
+
+            outputs = llm.embed(["a text", "another"])
+            vector = outputs[0].outputs.embedding
         """
         pooled = self._pooling("embed")
         with self._turn:
@@ -133,9 +146,14 @@ class LLM:
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """A number for each class of each text, ``output.outputs.probs``, in the order of ``info.pooling.labels``.
+        """One number per class for each text, as ``output.outputs.probs``, in the order of ``info.pooling.labels``.
 
         See :meth:`embed` for the prompts. Raises RequestError, also for a model that is no classifier.
+
+        ::
+
+            outputs = llm.classify(["What a nice day."])
+            best = max(outputs[0].outputs.probs)
         """
         pooled = self._pooling("classify")
         with self._turn:
@@ -144,11 +162,16 @@ class LLM:
     def score(
         self, query: str | Sequence[str], documents: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """How well a query and each document go together, ``output.outputs.score``: the more, the better.
+        """Relevance of each document to a query, as ``output.outputs.score``. Higher is better.
 
-        One query for all documents, or as many of both. An embedding model gives the cosine of both embeddings, a cross
-        encoder what it says of the pair. ``truncate_prompt_tokens`` cuts documents only. Raises RequestError, also for
-        a classifier with several classes.
+        ``query`` is one text for all documents, or one per document. An embedding model gives the cosine of the two
+        embeddings, a cross encoder its own score of the pair. ``truncate_prompt_tokens`` shortens documents only.
+        Raises RequestError, also for a classifier with several classes.
+
+        ::
+
+            outputs = llm.score("capital of France", ["Paris is ...", "Bread is ..."])
+            scores = [output.outputs.score for output in outputs]
         """
         pooled = self._pooling("score")
         with self._turn:
@@ -165,7 +188,8 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """What runs the requests. Raises RequestError for a model of embeddings, scores or classes, which has none."""
+        """The engine that runs the requests. Raises RequestError for a model of embeddings, scores or classes, which
+        has none."""
         self._generates("this")
         if self._engine is None:
             raise EngineDeadError("the engine was not started")
@@ -179,7 +203,7 @@ class LLM:
             )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a call without ``sampling_params`` asks for: the model's own temperature and so on, where it has any."""
+        """Parameters of a call without ``sampling_params``: the model's own temperature and so on, if it has any."""
         return SamplingParams(**self._sampling_defaults)
 
     def generate(
@@ -190,13 +214,21 @@ class LLM:
         use_tqdm: bool = False,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts (text, lists of token ids, or vLLM's ``{"prompt_token_ids": ...}``), outputs in their order.
+        """Answer prompts: texts, lists of token ids, or vLLM's ``{"prompt_token_ids": ...}``. Outputs have their order.
 
-        ``sampling_params`` is one for all or one each (None: :meth:`get_default_sampling_params`), and so are
-        ``priority``, which goes before that of the parameters, and ``tenant``, who is charged where tenants share
-        fairly. All prompts are checked before any is answered; the RequestError for a bad one names its place. Threads
-        take turns, a call at a time.
+        ``sampling_params``, ``priority``, ``tenant`` and ``lora_request`` are one value for all prompts, or a list with
+        one per prompt. Without ``sampling_params``, :meth:`get_default_sampling_params` is used. ``priority`` overrides
+        that of the parameters; ``tenant`` is charged where tenants share fairly; ``lora_request`` is the adapter (None:
+        the model itself). All prompts are checked before any is answered; the RequestError for a bad one gives its
+        index. Raises ModelLoadError for an adapter that cannot be read. Several threads may call; their calls run one
+        after another.
+
+        ::
+
+            outputs = llm.generate(["Hi", "Bye"], SamplingParams(max_tokens=32))
+            texts = [output.outputs[0].text for output in outputs]
         """
         self._generates("generate")
         listed = one_or_more(prompts)
@@ -208,17 +240,20 @@ class LLM:
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling parameters", given, count)
         priorities, tenants = _one_each("priorities", priority, count), _one_each("tenants", tenant, count)
+        adapters = _one_each("adapters", lora_request, count)
         ids: list[str] = []
         self._check_process()
         with self._turn:
             try:
                 for index, (prompt, param, level) in enumerate(zip(listed, params, priorities, strict=True)):
                     try:
-                        if param is None:  # the engine would take it for what is left out, which of a list nothing is
+                        # the engine would read None as "not given", but an entry of a list must be given
+                        if param is None:
                             raise RequestError("sampling parameters must be a SamplingParams, got NoneType")
                         if level is not None and isinstance(param, SamplingParams):
                             param = dataclasses.replace(param, priority=level)
-                        ids.append(self.engine.add_request(prompt, param, stream=False, tenant=tenants[index]))
+                        whose = {"tenant": tenants[index], "lora_request": adapters[index]}
+                        ids.append(self.engine.add_request(prompt, param, stream=False, **whose))
                     except RequestError as error:
                         raise type(error)(f"prompt {index}: {error}") if len(listed) > 1 else error from None
                 done = self._run(ids, use_tqdm)
@@ -238,19 +273,25 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **template_variables: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several. A conversation is a list of ``{"role": ..., "content": ...}``.
 
         ``tools`` are functions that the model may call, in OpenAI's form; :meth:`read_answers` finds the calls in the
-        outputs. With ``tool_choice`` ``"required"``, or a function by name, an answer is nothing but calls whose
-        arguments satisfy their schemas, after its reasoning; one call where ``parallel_tool_calls`` is false. All but
-        the messages, the tools and the variables of the template is as in :meth:`generate`.
-        Raises RequestError for tools of another form, that the template does not print, or whose calls cannot be
-        forced, and TemplateError when the model has no chat template, or it fails.
+        outputs. ``tool_choice`` ``"required"``, or the name of a function, forces calls: after its reasoning, the
+        answer has only calls, whose arguments satisfy their schemas. ``parallel_tool_calls=False`` allows one call. The
+        other arguments are those of :meth:`generate`, and variables of the template. Raises RequestError for tools of
+        another form, for tools that the template does not print, and for calls that cannot be forced. Raises
+        TemplateError when the model has no chat template or the template fails.
+
+        ::
+
+            outputs = llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=32))
+            print(outputs[0].outputs[0].text)
         """
         self._generates("chat")
-        given: object = messages  # whatever the type says, text and single messages are what people send
+        given: object = messages  # callers also send plain text and single messages, against the type
         if not isinstance(given, (list, tuple)):
             raise RequestError(
                 "a conversation must be a list of messages like {'role': 'user', 'content': 'Hi'}, got"
@@ -264,12 +305,20 @@ class LLM:
         if asked.choice in ("required", "named"):
             sampling_params = self._held_to_calls(asked, ids, sampling_params)
         prompts: list[Prompt] = [*ids]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
+        how: dict[str, Any] = {"priority": priority, "tenant": tenant, "lora_request": lora_request}
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **how)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter by its number; its files are read anew when it is asked for again. False when unknown."""
+        self._check_process()
+        self._generates("remove_lora")
+        with self._turn:
+            return self.engine.remove_lora(lora_int_id)
 
     def _held_to_calls(
         self, tools: Tools, prompts: Sequence[list[int]], given: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
-        """The settings of each prompt, with the grammar of calls that must come."""
+        """Parameters of each prompt, with the grammar of the forced calls."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise RequestError("tools need the tokenizer, which was not loaded; leave skip_tokenizer_init out")
@@ -297,7 +346,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_variables: Any,
     ) -> list[int]:
-        """The token ids of a conversation, laid out by the model's chat template."""
+        """Token ids of a conversation, laid out by the model's chat template."""
         self._generates("chat")
         if self.tokenizer is None:
             raise RequestError("chat needs the tokenizer, which was not loaded (skip_tokenizer_init); send token ids")
@@ -307,10 +356,10 @@ class LLM:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def read_answers(self, output: RequestOutput, tools: Sequence[Mapping[str, Any]] | None = None) -> list[Answer]:
-        """The answers of a chat, read: content, reasoning, and the calls of the ``tools`` that the chat was given.
+        """Parse the answers of a chat: content, reasoning, and calls of the ``tools`` that the chat was given.
 
-        Tool calls and reasoning are looked for in the formats that the model's chat template prints. Raises
-        RequestError for tools of another form, and where no format is known for the template.
+        The formats of calls and reasoning are those that the model's chat template prints. Raises RequestError for
+        tools of another form, and when the template has no known format.
         """
         if self.tokenizer is None:
             raise RequestError("answers are read by the tokenizer, which was not loaded (skip_tokenizer_init)")
@@ -330,21 +379,20 @@ class LLM:
     def update_weights(
         self, source: str | Path | Mapping[str, Any], version: int, *, in_flight: str = "continue"
     ) -> None:
-        """Serve other weights for the same network from the next step on, as ``version``; a new model has version 0.
+        """Use other weights for the same network from the next step on, as ``version``. A new model has version 0.
 
-        ``source`` is a directory with safetensors, or a mapping from Hugging Face's names to tensors of any float
-        dtype, on any device, or to matrices as ``GroupedRows``; all of the model's weights, in its shapes. They are
-        copied, rounded to the model's dtype.
-        ``version`` must not be lower than the last. Each token's is in ``CompletionOutput.weight_versions``.
+        ``source`` is a directory with safetensors, or a mapping from Hugging Face's names to tensors of any float dtype
+        on any device, or to matrices as ``GroupedRows``. It must have all weights of the model, in its shapes. They are
+        copied and rounded to the model's dtype. ``version`` must not be lower than the last one.
+        ``CompletionOutput.weight_versions`` has the version of each token.
 
-        Nothing that was computed with other weights is read from the prefix cache afterwards. Requests that are
-        running ``"continue"`` with the keys and values they have until they are preempted (PipelineRL; Piche et al.,
-        2025), or, with ``in_flight="recompute"``, compute them again first and lose no token (AReaL; Fu et al., 2025).
-        The first costs nothing, but their later tokens are not exactly those of the new weights.
+        The prefix cache does not reuse keys and values of older weights. ``in_flight`` is for running requests. With
+        ``"continue"`` they keep their keys and values until they are preempted (PipelineRL; Piche et al., 2025): this
+        costs nothing, but their later tokens are not exactly those of the new weights. With ``"recompute"`` they
+        compute them again first and lose no token (AReaL; Fu et al., 2025).
 
-        Raises ModelLoadError, naming the tensor, when the weights do not fit or are not finite, and ConfigError for a
-        bad argument: then the model serves on as before, bit by bit. EngineDeadError when reading a file failed half
-        way.
+        Raises ModelLoadError with the name of the tensor when the weights do not fit or are not finite, and ConfigError
+        for a bad argument; the model then stays unchanged. Raises EngineDeadError when reading a file failed half way.
         """
         self._check_process()
         self._generates("update_weights")
@@ -352,7 +400,8 @@ class LLM:
             self.engine.update_weights(source, version, in_flight=in_flight)
 
     def _check_process(self) -> None:
-        """A fork copies no threads, so a child would wait for ever for the kernels' threads and the lock's owner."""
+        """Refuse use in a forked process. A fork copies no threads, so the child would wait for ever for the kernels'
+        threads, or for the owner of the lock."""
         if os.getpid() != self._process:
             raise EngineDeadError(
                 f"this LLM belongs to process {self._process}, and its threads are not in process {os.getpid()}, which"
@@ -360,9 +409,9 @@ class LLM:
             )
 
     def step_for(self, wanted: Container[str]) -> list[RequestOutput]:
-        """Compute one step; the outputs of those requests that have ended. Others' are kept until they are asked for.
+        """Compute one step, and return outputs of the ``wanted`` requests that have ended. Outputs of others are kept.
 
-        For requests added to ``engine`` itself, whose ends may come while :meth:`generate` computes.
+        For requests added to ``engine`` directly, which may end during a call of :meth:`generate`.
         """
         self._ended.update((output.request_id, output) for output in self.engine.step() if output.finished)
         return [self._ended.pop(each) for each in list(self._ended) if each in wanted]
@@ -389,7 +438,7 @@ class LLM:
 
 
 def _one_each(what: str, given: Any, count: int) -> list[Any]:
-    """One for every prompt, of one for all or one each."""
+    """A list with one value per prompt, from one value for all or from such a list."""
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:

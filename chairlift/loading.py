@@ -1,4 +1,4 @@
-"""From settings to an executor with a model in it: what every engine starts with, in whatever process."""
+"""Loads a model and makes its executor, from settings. Every engine begins with it, in whatever process it runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from chairlift.config import BUNDLED_MODEL, EngineConfig
+from chairlift.config import BUNDLED_MODEL, CacheGroup, EngineConfig
 from chairlift.engine.info import EngineInfo
 from chairlift.errors import ConfigError, RequestError
-from chairlift.executor.executor import Executor
+from chairlift.executor.executor import AdapterMemory, Executor
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.version import __version__
@@ -20,6 +20,9 @@ from chairlift.version import __version__
 if TYPE_CHECKING:
     import torch
 
+    from chairlift.executor.kv_tensors import KVPlan
+    from chairlift.executor.local import LocalExecutor
+    from chairlift.loading_draft import LoadedDraftModel
     from chairlift.models.causal_lm import CausalLM
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.fallback.model import TransformersLM
@@ -35,17 +38,18 @@ __all__ = [
     "fingerprint",
     "load_executor",
     "model_directory",
+    "pool_tokens",
     "read_tokenizer",
     "threads_of",
 ]
 
 Progress = Callable[[str, float], None]
-"""Called with a label and the share done (0..1) while a model loads."""
+"""Called with a label and the share done (0 to 1) while a model loads."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedExecutor:
-    """A model in memory, with its KV cache, and what to know about it."""
+    """A model in memory with its KV cache, and facts about it."""
 
     executor: Executor
     model_dir: str
@@ -58,31 +62,34 @@ class LoadedExecutor:
     kernels: str
     threads: int
     device: str = "cpu"
-    """With the name of a GPU."""
+    """``cpu``, or a GPU with its name."""
     graphs: str = ""
     """CUDA graphs recorded at the start, in words."""
+    adapters: AdapterMemory | None = None
+    """Holds adapters beside the model; None where none are served."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """See :attr:`EngineInfo.notes`."""
     model_impl: str = "native"
     """See :attr:`EngineInfo.model_impl`."""
     calls: tuple[str, ...] = ()
-    """Names of the operations that the kernels lack, and PyTorch computes between them."""
+    """Names of operations without a kernel. PyTorch computes them between the kernels."""
     block_bytes: int = 0
-    """Bytes of a KV block over its layers, as a mean of the cache groups."""
+    """Bytes of a KV block over all its layers; the mean of the cache groups."""
     quantization: str | None = None
     """See :attr:`EngineInfo.quantization`."""
     weight_bytes: int = 0
     kv_cache_dtype: str | None = None
     """Dtype of K and V, if it is not the model's."""
     step_cost: ModelCost | None = None
-    """What a step costs at least, where the native CPU kernels run the model."""
+    """Least cost of a step, if the native CPU kernels run the model; otherwise None."""
 
     def least_step_seconds(self) -> Callable[[StepFeatures, int], float] | None:
-        """Measure what this machine allows, within some 100 ms, and give the least seconds of a step.
+        """Measure the limits of this machine, within some 100 ms, and return a function for the floor of a step in
+        seconds.
 
-        They follow from its features and the number of rows that it samples from. None where other kernels than the
-        CPU's native ones run the model.
+        Its arguments are the features of the step and the number of rows that it samples from. None unless the native
+        CPU kernels run the model.
         """
         cost = self.step_cost
         if cost is None:
@@ -106,7 +113,8 @@ class LoadedExecutor:
         return least_seconds
 
     def info(self, config: EngineConfig, capacity_tokens: int) -> EngineInfo:
-        """What others may know; ``capacity_tokens`` is the engine's, which knows how long a window holds its blocks."""
+        """Facts for other processes. ``capacity_tokens`` comes from the engine, because it depends on how long a
+        sliding window keeps its blocks."""
         groups, size = self.executor.cache_groups, self.executor.block_size
         native = self.kernels not in ("torch", "triton", "hashlm")
         how = ["batch_invariant"] if self.kernels == "triton" and config.model.batch_invariant else []
@@ -120,7 +128,7 @@ class LoadedExecutor:
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
             capacity_tokens=capacity_tokens,
-            pool_tokens=min(group.num_blocks - 1 for group in groups) * size,
+            pool_tokens=pool_tokens(groups, size, self.max_model_len),
             block_size=size,
             num_blocks=sum(group.num_blocks - 1 for group in groups),
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -146,15 +154,23 @@ class LoadedExecutor:
 
     def _speculation(self, config: EngineConfig) -> dict[str, Any]:
         """What :class:`EngineInfo` says about drafts."""
-        verifies = config.scheduler.takes_drafts(self.executor.num_lookahead_steps)
+        has_states = any(group.state_span is not None for group in self.executor.cache_groups)
+        verifies = config.scheduler.takes_drafts(self.executor.num_lookahead_steps, has_states)
         asked = config.scheduler.speculation if verifies else None
         said = {} if asked is None else {"speculative_method": asked.method}
         most = 0 if asked is None else asked.num_speculative_tokens
         return {**said, "num_speculative_tokens": most, "takes_predictions": verifies}
 
 
+def pool_tokens(groups: Sequence[CacheGroup], block_size: int, max_model_len: int) -> int:
+    """Positions that fit into every cache group; with states only, as many as the longest texts have that fit."""
+    tokens = [(group.num_blocks - 1) * block_size for group in groups if group.state_span is None]
+    states = [(group.num_blocks - 1) * min(group.state_span, max_model_len) for group in groups if group.state_span]
+    return min(tokens or states)
+
+
 def read_tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer:
-    """The tokenizer that goes with a model. Raises ModelLoadError."""
+    """The model's tokenizer. Raises ModelLoadError."""
     if not model_dir and config.model.tokenizer is None:
         from chairlift.models.hashlm_served import HASHLM_TEMPLATE
         from chairlift.tokenizer.byte_level import byte_tokenizer
@@ -171,29 +187,27 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     delay = parse_hashlm(config.model.model)
     if delay is not None:
         return _load_hashlm(config, delay)
-    # These import torch, which takes most of a second: only now is it needed.
+    # These modules import torch, which takes most of a second, so they are imported only here.
     import torch
 
-    from chairlift.executor.kv_tensors import plan_kv_cache
-    from chairlift.executor.local import LocalExecutor
-    from chairlift.executor.select import choose_dtype, make_runner
+    from chairlift.executor.kv_tensors import check_fits, plan_kv_cache
+    from chairlift.executor.select import choose_dtype, refuse_for_states
     from chairlift.loading_draft import load_draft_model
+    from chairlift.models.context import LayerState
     from chairlift.models.model_files import read_network
 
     model_dir = model_directory(config)
     network = read_network(model_dir, config.model.model_impl)
     asked_of_model = config.model.generation_config == "auto"
     sampling = dict(network.sampling_defaults) if asked_of_model else {}
-    try:
-        SamplingParams(**sampling)
-    except RequestError as error:
-        where = model_dir / "generation_config.json"
-        raise ConfigError(f"{where}: {error}; correct it, or set generation_config to vllm") from None
+    _check_sampling(sampling, model_dir)
     max_model_len = _max_model_len(config.model.max_model_len, network.max_model_len)
     network = network.for_length(max_model_len)
     device = find_device(config.model.device)
     dtype = choose_dtype(network, config.model.dtype, device)
     model, kernels = _load_weights(config, model_dir, network, dtype, device, progress)
+    recurrent = any(isinstance(layer, LayerState) for layer in model.kv_cache_spec())
+    refuse_for_states(config, recurrent)
     drafting = load_draft_model(config, model_dir, network, dtype, kernels, progress)
     scheduler, memory = config.scheduler, config.cache.kv_cache_memory_bytes
     plan = plan_kv_cache(
@@ -206,27 +220,19 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         swap_bytes=config.cache.swap_space_bytes,
         swap_directory=config.cache.swap_directory,
         most_tokens=scheduler.max_num_seqs * max_model_len,
+        rows=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+        caching=config.cache.enable_prefix_caching,
+        snapshot_interval=config.cache.state_snapshot_interval,
     )
-    rows, most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-    try:
-        small = None if drafting is None else drafting.model
-        runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len, small)
-    except (MemoryError, torch.OutOfMemoryError):
-        message = f"no memory for {plan.total_bytes:,} bytes of KV cache (num_kv_blocks, kv_cache_memory_bytes)"
-        raise ConfigError(f"{message} and steps of {most:,} tokens (max_num_batched_tokens); lower one") from None
-    try:
-        sizes = {"num_slots": rows, "max_model_len": max_model_len, "block_size": plan.block_size}
-        drafter = None if drafting is None else drafting.drafter(runner, max_tokens=most, **sizes)
-        executor = LocalExecutor(runner, **sizes, drafter=drafter)
-    except MemoryError:  # the length is the model's word
-        message = f"no memory for {rows} rows (max_num_seqs) of {max_model_len:,} tokens (max_model_len); lower one"
-        raise ConfigError(message) from None
+    check_fits(plan, device)
+    executor = _make_executor(model, plan, config, dtype, device, kernels, max_model_len, drafting)
     return LoadedExecutor(
         executor=executor,
         model_dir=str(model_dir),
         vocab_size=network.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=tuple(network.eos_token_ids),
+        adapters=executor.adapters,
         sampling_defaults=sampling,
         calls=executor.calls,
         notes=(*network.notes(asked_of_model), *_notes(config, network, dtype, executor.calls)),
@@ -245,6 +251,49 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     )
 
 
+def _check_sampling(sampling: dict[str, Any], model_dir: Path) -> None:
+    """Raise ConfigError where the model's own sampling parameters are none."""
+    try:
+        SamplingParams(**sampling)
+    except RequestError as error:
+        where = model_dir / "generation_config.json"
+        raise ConfigError(f"{where}: {error}; correct it, or set generation_config to vllm") from None
+
+
+def _make_executor(
+    model: CausalLM | TransformersLM,
+    plan: KVPlan,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: str,
+    max_model_len: int,
+    drafting: LoadedDraftModel | None,
+) -> LocalExecutor:
+    """Allocate the caches, and what a step needs. Raises ConfigError without memory for them."""
+    import torch
+
+    from chairlift.executor.local import LocalExecutor
+    from chairlift.executor.select import make_runner
+
+    scheduler = config.scheduler
+    rows, most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    try:
+        small = None if drafting is None else drafting.model
+        runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len, small)
+    except (MemoryError, torch.OutOfMemoryError):
+        message = f"no memory for {plan.total_bytes:,} bytes of KV cache (num_kv_blocks, kv_cache_memory_bytes)"
+        raise ConfigError(f"{message} and steps of {most:,} tokens (max_num_batched_tokens); lower one") from None
+    try:
+        sizes = {"num_slots": rows, "max_model_len": max_model_len, "block_size": plan.block_size}
+        drafter = None if drafting is None else drafting.drafter(runner, max_tokens=most, **sizes)
+        executor = LocalExecutor(runner, **sizes, drafter=drafter)
+    except MemoryError:  # the length comes from the model's files and may be absurd
+        message = f"no memory for {rows} rows (max_num_seqs) of {max_model_len:,} tokens (max_model_len); lower one"
+        raise ConfigError(message) from None
+    return executor
+
+
 def _step_cost(
     network: ModelConfig | TransformersConfig,
     kernels: str,
@@ -259,12 +308,12 @@ def _step_cost(
     if kernels in ("torch", "triton") or not isinstance(network, ModelConfig):
         return None
     if quantization is not None and quantization.partition("+")[0] not in QUANTIZED:
-        return None  # formats of files alone (MXFP4), in which only a part of the model is
+        return None  # formats that exist in files only (MXFP4), for a part of the model
     return ModelCost.of(network, dtype, quantization, kv_dtype)
 
 
 def model_directory(config: EngineConfig) -> Path:
-    """Where the files of the model are that the settings name. Raises ModelLoadError."""
+    """Directory of the model's files, from the settings. Raises ModelLoadError."""
     from chairlift.models.loader import resolve_model_dir
 
     name = config.model.model
@@ -280,13 +329,13 @@ def _load_weights(
     device: torch.device,
     progress: Progress | None,
 ) -> tuple[CausalLM | TransformersLM, str]:
-    """The model, and the kernels that run it."""
+    """The model, and the name of the kernels that run it."""
     from chairlift.executor.select import choose_format, choose_kernels, choose_transformers
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.loader import load_model
 
     if isinstance(network, TransformersConfig):
-        from chairlift.models.fallback.loading import load_transformers_model  # takes transformers along
+        from chairlift.models.fallback.loading import load_transformers_model  # imports transformers
 
         kernels = choose_transformers(config, network)
         return load_transformers_model(model_dir, network, dtype, device, progress), kernels
@@ -298,7 +347,7 @@ def _load_weights(
 def _notes(
     config: EngineConfig, network: ModelConfig | TransformersConfig, dtype: torch.dtype, calls: Sequence[str]
 ) -> list[str]:
-    """What a person should know about how this model is run, a line each."""
+    """Notes on how this model is run, one per line."""
     notes = []
     if config.model.dtype == "auto" and network.dtype == "float16" and str(dtype) == "torch.bfloat16":
         notes.append(
@@ -319,6 +368,8 @@ def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:
         raise ConfigError(f"quantization is {asked!r}, but HashLM has no weights; leave quantization out")
     if config.cache.kv_cache_dtype != "auto":
         raise ConfigError("kv_cache_dtype is 'int8', but HashLM's cache holds no K and V; leave kv_cache_dtype out")
+    if config.lora.enable_lora:
+        raise ConfigError("enable_lora is on, but HashLM has no weights to adapt; leave enable_lora out")
     if config.model.model_impl == "transformers":
         raise ConfigError("model_impl is 'transformers', but HashLM has no layers; leave model_impl out")
     from chairlift.executor.host_memory import host_memory
@@ -354,7 +405,7 @@ def _max_model_len(asked: int | None, trained: int) -> int:
 def _cache_memory(
     config: EngineConfig, network: ModelConfig | TransformersConfig, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Bytes for the KV cache when nobody says how many, with the weights loaded."""
+    """Bytes for the KV cache without a setting for it, when the weights are loaded."""
     import torch
 
     from chairlift.executor.kv_tensors import DEFAULT_SHARE, available_memory, gpu_cache_memory
@@ -363,15 +414,15 @@ def _cache_memory(
 
     if device.type == "cpu" or config.cache.num_kv_blocks is not None:
         return int(available_memory(device) * DEFAULT_SHARE)
-    # What is alive at once in the widest layer, and the logits with what sampling keeps of them; then the graphs' copy.
+    # Activations of the widest layer, logits and their copies in sampling, and the copies of CUDA graphs.
     token = network.step_bytes(dtype.itemsize)
-    if config.model.batch_invariant:  # float32 parts of a split sum: as many programs as there are multiprocessors
+    if config.model.batch_invariant:  # float32 parts of a split sum, for as many programs as there are multiprocessors
         token += num_multiprocessors(device) * ANY_ROWS_BLOCK * 4
     rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
     step = (tokens + max(rows, min(tokens, MOST_RECORDED_TOKENS))) * token + 2 * rows * network.vocab_size * (
         dtype.itemsize + 4
     )
-    torch.cuda.empty_cache()  # what loading used and let go of
+    torch.cuda.empty_cache()  # memory that loading used and released
     return gpu_cache_memory(*torch.cuda.mem_get_info(device), config.cache.gpu_memory_utilization, step)
 
 
@@ -398,7 +449,7 @@ def device_name(device: torch.device) -> str:
 
 
 def threads_of(config: EngineConfig, kernels: str) -> int:
-    """How many threads compute."""
+    """Number of CPU threads to use."""
     if kernels in ("torch", "triton"):
         import torch
 
@@ -433,13 +484,13 @@ _PIECES_OF_WEIGHTS: Final = 256
 
 
 def fingerprint(model_dir: str, *parts: str) -> str:
-    """A name that changes when answers may: other weights, another precision, other kernels, another version."""
+    """Name that changes when answers may change: with the weights, precision, kernels or version."""
     digest = hashlib.sha256("\0".join((__version__, *parts)).encode())
     files = [Path(model_dir)] if model_dir.endswith(".gguf") else Path(model_dir).glob("*") if model_dir else ()
     for path in sorted(files):
-        # A pipe or a device has no end, and a link may lead nowhere: what is no file says nothing.
+        # Only regular files are read: a pipe or device has no end, and a link may be broken.
         if path.suffix in (".json", ".safetensors", ".gguf") and path.is_file():
-            with path.open("rb") as file:  # reading all of the weights would take too long
+            with path.open("rb") as file:  # only a part of each file, because reading all weights would take too long
                 size = file.seek(0, os.SEEK_END)
                 digest.update(f"{path.name}:{size}".encode())
                 for at in range(0, size, 4096 if path.suffix == ".json" else max(1, size // _PIECES_OF_WEIGHTS)):

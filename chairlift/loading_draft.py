@@ -18,7 +18,7 @@ from chairlift.executor.medusa import MedusaHead, MedusaHeads, load_medusa
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.select import choose_format, why_not_native
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.context import LayerCache
+from chairlift.models.context import LayerCache, LayerState
 from chairlift.models.fallback.config import TransformersConfig
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.loader import Progress, load_model, resolve_model_dir
@@ -40,7 +40,7 @@ class LoadedDraftModel:
     heads: Sequence[MedusaHead] = ()
 
     @property
-    def kv_cache_spec(self) -> list[LayerCache]:
+    def kv_cache_spec(self) -> list[LayerCache | LayerState]:
         """The layers that it adds to the model's cache."""
         return [] if self.model is None else self.model.kv_cache_spec()
 
@@ -93,6 +93,8 @@ def load_draft_model(
     length = min(config.model.max_model_len or small.max_model_len, small.max_model_len)
     small = small.for_length(length)
     model = load_model(small_dir, small, dtype, "cpu", progress, weight_format=choose_format(kernels, None))
+    if any(isinstance(layer, LayerState) for layer in model.kv_cache_spec()):
+        raise ConfigError(f"{_SETTING} {asked.model!r:.200} has recurrent states, which cannot go back; use another")
     return LoadedDraftModel(model, length)
 
 

@@ -1,4 +1,4 @@
-"""What a caller gets back: plain records, with vLLM's field names."""
+"""Results for the caller: plain records with vLLM's field names."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ __all__ = [
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended; the strings are the OpenAI API's, plus ``abort``, ``error`` and ``deadline``."""
+    """Reason for the end of a request; the OpenAI API's values, and ``abort``, ``error`` and ``deadline``."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
     DEADLINE = "deadline"
-    """It could not keep its deadline any more, and such requests are dropped."""
+    """The request could no longer meet its deadline, and such requests are dropped."""
 
 
 class OutputKind(enum.Enum):
-    """What a stream yields."""
+    """Contents of a stream's outputs."""
 
     DELTA = "delta"
-    """What is new, of the answers that have news."""
+    """New parts of the answers."""
     CUMULATIVE = "cumulative"
-    """All there is so far, whenever there is more."""
+    """Everything so far, whenever there is something new."""
     FINAL = "final"
-    """One output, at the end."""
+    """One output at the end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,11 +56,12 @@ class Logprob:
 
 
 class FlatLogprobs(Sequence[dict[int, Logprob]]):
-    """Log-probabilities of many tokens, in arrays: 12 bytes per entry instead of 300. It reads like a list, and equals
-    one with the same entries; these are made when they are looked at. A token that is not scored (the first of a
-    prompt) has None. Slices, and what is pickled, are independent.
+    """Log-probabilities of many tokens in arrays: 12 bytes per entry instead of 300.
 
-    ``text`` gives the text of a token id; None leaves ``decoded_token`` at None.
+    It reads like a list of dictionaries, which are made on access, and equals a list with the same entries. A token
+    without scores (the first of a prompt) has None. Slices and pickled copies are independent.
+
+    ``text`` gives the text of a token id; without it ``decoded_token`` is None.
     """
 
     __slots__ = ("_ends", "_ids", "_logprobs", "_ranks", "_text")
@@ -70,18 +71,18 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
         self._ids = array("i")
         self._logprobs = array("d")
         self._ends = array("q")
-        """Per token, where its entries end."""
+        """End of each token's entries."""
         self._ranks = array("i")
         """Ranks of the chosen tokens. The other entries have ranks 1, 2, ... in order."""
 
     @property
     def num_entries(self) -> int:
-        """Log-probabilities held, over all tokens."""
+        """Number of log-probabilities, over all tokens."""
         return len(self._ids)
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[float], rank: int) -> None:
-        """One more token: itself first, with its ``rank``, then the most likely ones. Empty: it is not scored.
-        Raises ValueError where there are not as many ids as log-probabilities."""
+        """Add a token: itself first, with its ``rank``, then the most likely ones. Empty lists: the token has no
+        scores. Raises ValueError when the numbers of ids and log-probabilities differ."""
         if len(token_ids) != len(logprobs):
             raise ValueError(f"{len(token_ids)} token ids have {len(logprobs)} log-probabilities")
         self._ids.extend(token_ids)
@@ -90,7 +91,7 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
         self._ranks.append(rank)
 
     def truncate(self, length: int) -> None:
-        """Keep so many tokens at most."""
+        """Keep only the first ``length`` tokens."""
         if length < len(self._ends):
             del self._ends[length:], self._ranks[length:]
             end = self._ends[-1] if self._ends else 0
@@ -104,7 +105,7 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
             start = end
 
     def __len__(self) -> int:
-        return len(self._ranks)  # appended last: a token is there as a whole, or not
+        return len(self._ranks)  # ranks are appended last, so an interrupted append does not count
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> dict[int, Logprob]: ...
@@ -165,18 +166,20 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: Sequence[dict[int, Logprob]] | None = None
-    """One dict per generated token: the chosen one and the ``logprobs`` most likely."""
+    """One dict per generated token, with the chosen token and the ``logprobs`` most likely ones."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended the answer; None for end of sequence and for length."""
+    """Stop token id or stop string that ended the answer; None for end of sequence and for length."""
     weight_versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    """(first token, version): the weights that it and those after it were sampled from, up to the next entry. One entry
-    unless weights were replaced while it ran. Tokens count from 0 at the answer's beginning, also in deltas, which have
-    the entries that begin with their tokens: mostly none."""
+    """(first token, version): the weights that sampled this token and those after it, up to the next entry.
+
+    There is one entry unless weights were replaced while it ran. Tokens count from 0 at the beginning of the answer, in
+    deltas too. A delta has only the entries that begin in it, usually none.
+    """
     accepted_prediction_tokens: int = 0
-    """Tokens so far that were drafted from :attr:`SamplingParams.prediction`, and were right; also in deltas."""
+    """Tokens so far that were drafted from :attr:`SamplingParams.prediction` and accepted; also in deltas."""
     rejected_prediction_tokens: int = 0
-    """Tokens that were drafted from it in vain."""
+    """Tokens so far that were drafted from it and rejected."""
 
     @property
     def finished(self) -> bool:
@@ -193,16 +196,16 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
     causes: dict[str, float] | None = None
-    """Seconds from arrival to the end, by what they went on: docs/why-slow.md. Of ``n`` answers, of the last to end."""
+    """Seconds from arrival to end by cause (docs/why-slow.md). With ``n`` answers, those of the last one to end."""
     preempted_by: list[str] = dataclasses.field(default_factory=list)
-    """Sequences that it had to give way to: the last three at most, the newest at the end."""
+    """Ids of the sequences that preempted it: at most the last three, the newest at the end."""
     preempted_during: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    """From when until when it was preempted: the last eight times at most."""
+    """Intervals (from, until) in which it was preempted: at most the last eight."""
 
 
 @dataclasses.dataclass(slots=True)
 class RequestOutput:
-    """The state of one request: all text so far, and whether every answer has ended."""
+    """State of one request: all text so far, and whether every answer has ended."""
 
     request_id: str
     prompt: str | None
@@ -212,39 +215,39 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens that were read from the prefix cache instead of being computed."""
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
-    """One entry per prompt token; the first is None because nothing precedes it."""
+    """One entry per prompt token; the first is None because no token precedes it."""
     metrics: RequestMetrics | None = None
     error: str | None = None
-    """What went wrong, when a finish reason is ``error``."""
+    """Error message, when a finish reason is ``error``."""
 
 
 @dataclasses.dataclass(slots=True)
 class EmbeddingOutput:
-    """The vector of a text."""
+    """Embedding of a text."""
 
     embedding: list[float]
 
     @property
     def hidden_size(self) -> int:
-        """How many numbers it has."""
+        """Number of dimensions."""
         return len(self.embedding)
 
 
 @dataclasses.dataclass(slots=True)
 class ClassificationOutput:
-    """A number for each class: probabilities, unless the model's files ask for its raw scores."""
+    """One number per class: probabilities, unless the model's files ask for raw scores."""
 
     probs: list[float]
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are."""
+        """Number of classes."""
         return len(self.probs)
 
 
 @dataclasses.dataclass(slots=True)
 class ScoringOutput:
-    """How well two texts go together: the cosine of their embeddings, or what a cross encoder says of the pair."""
+    """Relevance of a pair of texts: the cosine of their embeddings, or the score of a cross encoder."""
 
     score: float
 
@@ -254,7 +257,7 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(slots=True)
 class PoolingRequestOutput(Generic[_Result]):
-    """One text, or pair of texts, and what the model made of it."""
+    """Result for one text or one pair of texts."""
 
     request_id: str
     outputs: _Result

@@ -1,4 +1,4 @@
-"""Processes that do not outlive the one that started them."""
+"""Processes that end together with their parent."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _KEPT_ENVIRONMENT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONDONTWRIT
 
 
 def die_with_parent(parent: int) -> None:
-    """Linux kills this process when ``parent``, which started it, dies. Elsewhere only if it has died already."""
+    """On Linux, let the kernel kill this process when its ``parent`` dies. Elsewhere, exit only if it has died
+    already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the kernel knew
+    if os.getppid() != parent:  # it died before the call above
         os._exit(1)
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a child has ended. Its exit code stays for whoever waits for it, unlike with ``Popen.poll``."""
+    """Whether a child has ended. Unlike ``Popen.poll`` this leaves its exit code for another reader."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
@@ -32,15 +33,14 @@ def has_ended(pid: int) -> bool:
 
 
 def kill_child(pid: int) -> None:
-    """End a child for which the event loop waits. asyncio's own ``kill`` polls first; where the child has just ended
-    that takes its exit code from the loop, which then warns and reports 255."""
+    """Kill a child that the event loop waits for. asyncio's own ``kill`` polls first, which may take the exit code from
+    the loop; the loop then warns and reports 255."""
     if not has_ended(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def child_environment() -> dict[str, str]:
-    """For a process with the same packages as here, wherever they were found; and none from the directory that the
-    server runs in."""
+    """Environment for a child process that finds the same packages as this one, and none in the working directory."""
     kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
     return kept | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

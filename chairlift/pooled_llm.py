@@ -1,4 +1,4 @@
-"""Embeddings, scores and classes of lists of texts: what the calls of LLM and AsyncLLM ask of the model."""
+"""Calls for embeddings, scores and classes of lists of texts, for LLM and AsyncLLM."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledCall(Generic[_Result]):
-    """One call, checked."""
+    """One checked call."""
 
     texts: list[PooledText]
-    """What the model is to read."""
+    """Inputs of the model."""
     finish: Callable[[Mapping[str, bytes]], list[PoolingRequestOutput[_Result]]]
-    """From the vector of each text, by its name, to what the caller gets."""
+    """Makes the caller's results from the vector of each text, by its id."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledCalls:
-    """Calls of :class:`~chairlift.llm.LLM`, where the arguments are described. Every method raises RequestError."""
+    """Makes the calls of :class:`~chairlift.llm.LLM`, where the arguments are described. Every method raises
+    RequestError."""
 
     inputs: PoolingInputs
 
     def embed(
         self, prompts: Sequence[Any], truncate: int | None, dimensions: int | None, prompt_name: str | None
     ) -> PooledCall[EmbeddingOutput]:
-        """The vector of each prompt."""
+        """Call for the embedding of each prompt."""
         inputs = self.inputs
         inputs.check_task("embed")
         inputs.check_dimensions(dimensions)
@@ -45,14 +46,14 @@ class PooledCalls:
         return _each(texts, lambda values: EmbeddingOutput(floats(inputs.cut(values, dimensions))))
 
     def classify(self, prompts: Sequence[Any], truncate: int | None) -> PooledCall[ClassificationOutput]:
-        """Numbers for the classes of each prompt."""
+        """Call for the class scores of each prompt."""
         self.inputs.check_task("classify")
         return _each(self._texts(prompts, truncate, ""), lambda values: ClassificationOutput(floats(values)))
 
     def score(
         self, queries: Sequence[Any], documents: Sequence[Any], truncate: int | None
     ) -> PooledCall[ScoringOutput]:
-        """A number for each document."""
+        """Call for one score per document."""
         inputs = self.inputs
         inputs.check_task("score")
         if len(queries) not in (1, len(documents)):
@@ -94,7 +95,7 @@ def _each(texts: list[PooledText], make: Callable[[bytes], _Result]) -> PooledCa
 
 
 def _cosines(first: list[PooledText], second: list[PooledText]) -> PooledCall[ScoringOutput]:
-    """One of ``first`` for all of ``second``, or one each."""
+    """Cosines of pairs. ``first`` has one text for all of ``second``, or one for each."""
 
     def finish(vectors: Mapping[str, bytes]) -> list[PoolingRequestOutput[ScoringOutput]]:
         found = []
@@ -109,7 +110,7 @@ def _cosines(first: list[PooledText], second: list[PooledText]) -> PooledCall[Sc
 
 
 def one_or_more(prompts: Any) -> list[Any]:
-    """A list of prompts, of one or several. Raises RequestError for what is neither."""
+    """A list of prompts, from one prompt or several. Raises RequestError for anything else."""
     if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Set)):
         raise RequestError(f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}")
     alone = isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts)
@@ -121,7 +122,7 @@ def _is_token_ids(prompts: Any) -> bool:
 
 
 def listed(texts: Any) -> list[Any]:
-    """A list of texts, of one or several."""
+    """A list of texts, from one text or several."""
     return [texts] if isinstance(texts, str) else list(texts)
 
 
@@ -133,7 +134,7 @@ class PooledTexts:
         self.calls = PooledCalls(inputs)
 
     def run(self, call: PooledCall[_Result]) -> list[PoolingRequestOutput[_Result]]:
-        """Raises RequestError for a text that has no vector, and KeyboardInterrupt between two passes."""
+        """Compute a call. Raises RequestError for a text without a vector, and KeyboardInterrupt between two passes."""
         core, found, texts = self._core, dict[str, bytes](), call.texts
         places = {text.request_id: place for place, text in enumerate(texts)}
         for text in texts:

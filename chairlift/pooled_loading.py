@@ -1,4 +1,4 @@
-"""From settings to an executor for embeddings, scores and classes."""
+"""Loads a model for embeddings, scores and classes and makes its executor, from settings."""
 
 from __future__ import annotations
 
@@ -29,17 +29,25 @@ __all__ = ["LoadedPooling", "is_pooling", "load_pooling", "read_pooled"]
 
 _OF_GENERATION: Final = (
     *("block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "num_kv_blocks", "gpu_memory_utilization"),
-    *("enable_prefix_caching", "prefix_offload", "swap_space_bytes", "swap_directory", "cuda_graphs", "seed"),
+    *(
+        "enable_prefix_caching",
+        "prefix_offload",
+        "state_snapshot_interval",
+        "swap_space_bytes",
+        "swap_directory",
+        "cuda_graphs",
+        "seed",
+    ),
     *("generation_config", "prefill_mode", "preemption_mode", "batching", "batch_wait_ms", "preferred_batch_sizes"),
     *("policy_share", "num_lookahead_steps", "admission_watermark", "governor", "governor_ttft_ms", "governor_tpot_ms"),
     *("scheduling_policy", "service_classes", "tenant_weights", "ageing_seconds", "late_requests"),
 )
-"""Settings of the KV cache, the scheduler and sampling."""
+"""Settings of the KV cache, the scheduler and sampling, which such a model does not use."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPooling:
-    """A model in memory, and what to know about it."""
+    """A model in memory, and facts about it."""
 
     core: PoolingCore
     info: EngineInfo
@@ -61,7 +69,7 @@ def is_pooling(config: EngineConfig) -> bool:
 
 
 def read_pooled(config: EngineConfig, model_dir: Path) -> PooledConfig:
-    """What the model's files and the settings say. Raises ConfigError and ModelLoadError."""
+    """Facts from the model's files and the settings. Raises ConfigError and ModelLoadError."""
     from chairlift.models.pooling import read_pooled_config, read_reranker
 
     settings = config.model
@@ -90,6 +98,8 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
     from chairlift.models.loader import load_pooled
 
     settings, scheduler = config.model, config.scheduler
+    if config.lora.enable_lora:
+        raise ConfigError("enable_lora is on, but models for embeddings or classes take no adapters; leave it out")
     model_dir = model_directory(config)
     pooled = read_pooled(config, model_dir)
     network = pooled.network
@@ -117,7 +127,7 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
 
 
 _INVARIANT: Final = {"encoder_embeddings of token_ids", "encoder_attention", "layer_norm", "gelu", "gelu_and_mul"}
-"""Operations of PyTorch whose rows do not depend on the others: an encoder's attention is a call for each text."""
+"""PyTorch operations whose rows do not depend on each other. Attention of an encoder is one call per text."""
 
 
 def _max_model_len(asked: int | None, pooled: PooledConfig) -> int:
@@ -181,7 +191,7 @@ def _info(config: EngineConfig, pooled: PooledConfig) -> PoolingInfo:
 
 
 def _notes(config: EngineConfig, pooled: PooledConfig) -> tuple[str, ...]:
-    """What a person should know, a line each."""
+    """Notes for the user, one per line."""
     idle = [name for name in _OF_GENERATION if name in config.to_flat()]
     without = f"{', '.join(idle)} have no effect: a model for embeddings or classes has no KV cache and draws no tokens"
     notes = [*pooled.notes, *([without] if idle else [])]

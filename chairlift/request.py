@@ -1,4 +1,4 @@
-"""The life of one request, as the brain sees it: tokens known, tokens computed, where it stands."""
+"""State of one request in the scheduler: known tokens, computed tokens, and status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands. SWAPPED is a preempted request whose KV is kept in host memory."""
+    """Status of a request. SWAPPED is a preempted request whose KV is in host memory."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -35,10 +35,10 @@ class RequestStatus(enum.Enum):
 
 LEGAL_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
-    # From RUNNING back to WAITING where an admission is undone before its first step.
+    # A request goes from RUNNING back to WAITING when its admission is undone before its first step.
     RequestStatus.RUNNING: frozenset(set(RequestStatus) - {RequestStatus.RUNNING}),
     RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
-    # From SWAPPED to PREEMPTED where the saved KV turned out to be lost.
+    # A request goes from SWAPPED to PREEMPTED when its saved KV was lost.
     RequestStatus.SWAPPED: frozenset({RequestStatus.RUNNING, RequestStatus.PREEMPTED, RequestStatus.FINISHED}),
     RequestStatus.FINISHED: frozenset(),
 }
@@ -46,17 +46,17 @@ LEGAL_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Service:
-    """What a request was promised. Times are seconds on the engine's clock."""
+    """Promises to a request. Times are seconds on the engine's clock."""
 
     service_class: str = "default"
     tenant: str = ""
-    """Who is charged for it."""
+    """Tenant that is charged for it."""
     first_token_by: float = math.inf
     finish_by: float = math.inf
     seconds_per_token: float = math.inf
-    """Longest mean time per token of the decode phase that the request allows."""
+    """Longest allowed mean time per token of its decode phase."""
     retention: int = 0
-    """How long its blocks stay in the prefix cache when it leaves: 0, or 1 or 2 to outlast those below."""
+    """Rank of its blocks in the prefix cache after it leaves, 0 to 2; a higher rank stays longer."""
 
     @property
     def has_deadline(self) -> bool:
@@ -77,14 +77,14 @@ class DecodeClock:
 
 NOT_REFUSED = (-1, -1, 0.0)
 SIZE_UNKNOWN = -1
-_STILL = DecodeClock()  # never ticks: the clock of every request that does not decode with the others
+_STILL = DecodeClock()  # never ticks; the clock of every request that does not decode with the others
 
 
 class Request:
-    """One sequence: a prompt, the tokens generated so far, and how many of them have their KV computed.
+    """One sequence: a prompt, the tokens generated so far, and the number of tokens whose KV is computed.
 
-    There are no phases. ``num_tokens - num_computed_tokens`` is the work left before the next token can be sampled,
-    whether it is a prompt, a chunk of one, one decode token, or a recompute after preemption.
+    There are no separate phases. ``num_tokens - num_computed_tokens`` is the work before the next token can be sampled:
+    a prompt, a chunk of one, one decode token, or a recompute after preemption.
     """
 
     __slots__ = (
@@ -92,6 +92,7 @@ class Request:
         "_computed",
         "_joined_at",
         "adapter_id",
+        "adapter_passes",
         "admitted_at_step",
         "arrival_time",
         "block_ids",
@@ -140,6 +141,7 @@ class Request:
         "stop_token_ids",
         "times_passed",
         "token_ids",
+        "waits_for",
     )
 
     def __init__(
@@ -168,94 +170,98 @@ class Request:
         self.stop_token_ids = stop_token_ids
         self.arrival_time = arrival_time
         self.priority = priority
-        """Lower goes first."""
+        """Lower values go first."""
         self.service = service
         self.start_by = math.inf
-        """When it must start at the latest to keep its deadlines, in the policy's opinion; infinite without any."""
+        """Latest start that keeps its deadlines, as computed by the policy; infinite without deadlines."""
         self.cache_salt = cache_salt
         self.adapter_id = adapter_id
         self.params = params
-        """What the front end keeps with the request; the brain never looks inside."""
+        """Data of the front end; the scheduler does not read it."""
         self.sampling = sampling
-        """What the executor needs to sample; the brain only carries it."""
+        """Sampling parameters for the executor; the scheduler does not read them."""
         self.min_tokens = min_tokens
-        """The answer has no fewer, unless its caller leaves."""
+        """Least number of tokens in the answer, unless its caller leaves."""
         self.prediction = prediction
-        """A text that the answer is expected to repeat. It changes no token."""
+        """Token ids that the answer is expected to repeat. They change no token of it."""
         self.source = source
-        """The request whose prompt this one shares (``n > 1``): its blocks are shared when it is still there."""
+        """Request with the same prompt (``n > 1``), whose blocks are shared while it exists."""
         self.may_share = may_share
-        """Whether KV that others computed may stand in for computing the prompt."""
+        """Whether cached KV may be used instead of computing the prompt."""
         self.status = RequestStatus.WAITING
         self.is_ready = True
-        """Whether it may join: not before its grammar is compiled."""
+        """Whether it may be admitted; false while its grammar is compiled or its adapter is read."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.sequence = 0
         """Order of arrival, set by the scheduler."""
         self.size = SIZE_UNKNOWN
-        """Tokens that it had to compute when it joined; while it waits, as far as known when it was queued."""
+        """Tokens that it had to compute when it joined; while it waits, an estimate from when it was queued."""
         self.slot = -1
         """Permanent row in the executor's InputBatch while running; -1 otherwise."""
         self.limit = self.max_total_tokens - 1
-        """KV positions after which this row stops computing (the last token sampled is never an input)."""
+        """Number of KV positions after which this row stops computing. (The last sampled token is never an input.)"""
         self._begin_books()
 
     def _begin_books(self) -> None:
-        """What scheduler and KV cache write down about a request."""
+        """Initialise the fields that the scheduler and the KV cache maintain."""
         self.is_guided = False
-        """Whether a grammar or a thinking budget says what may come next. Drafts must be allowed there, too."""
+        """Whether a grammar or a thinking budget limits its tokens. Its drafts must be allowed there, too."""
         self.may_draft = True
-        """Whether it may have drafts: not after a grammar broke behind one."""
+        """Whether it may have drafts; false after its grammar failed behind a draft."""
         self.siblings: list[Request] = []
-        """Requests that wait for this one's prompt to be computed, then fork from it."""
+        """Requests that wait until this one has computed the prompt, then fork from it."""
         self.num_sample_positions = 1
-        """How many of its last positions the chunk that reaches the newest known token samples; fewer where it is
-        shorter. The request takes the token of the last one; the others are dropped."""
+        """Number of its last positions that are sampled in the chunk that reaches the newest known token; a short chunk
+        samples fewer. The request takes the token of the last position; the others are dropped."""
         self.block_ids: list[list[int]] = []
         """The block table, one list per cache group."""
         self.num_out_of_reach: list[int] = []
-        """Per cache group: leading table entries that a sliding window has left behind and given back."""
+        """Per cache group: number of leading table entries that a sliding window has passed and released."""
         self.is_guaranteed = False
-        """Whether it can always go on: it may reacquire the blocks that its sliding windows released."""
+        """Whether it can always continue, because it may reacquire blocks that its sliding windows released."""
         self.reserved: list[tuple[int, int]] = []
-        """Per cache group: blocks reserved for it, and how many of them it does not hold now."""
+        """Per cache group: (blocks reserved for it, those of them that it does not hold now)."""
         self.num_published = 0
-        """Leading full blocks already offered to the prefix cache."""
+        """Number of leading full blocks that were published to the prefix cache."""
         self.last_node: PrefixNode | None = None
         """The prefix-cache node of the last published block."""
         self.retention = self.service.retention
-        """How long its blocks stay in the prefix cache when it leaves: 0, or 1 or 2 to outlast those below."""
+        """Rank of its blocks in the prefix cache after it leaves, 0 to 2; a higher rank stays longer."""
         self.num_cached_tokens = 0
         """Prompt tokens read from the prefix cache at first admission."""
+        self.waits_for = ""
+        """``adapter`` while that is not in memory."""
+        self.adapter_passes = 0
+        """How often a later request with an adapter was admitted while this one's could not be in the steps."""
         self.num_charged_tokens = 0
-        """Computed tokens of this admission that its tenant has been charged for."""
+        """Computed tokens since its admission that its tenant was charged for."""
         self.num_accepted_predicted = self.num_rejected_predicted = 0
-        """Drafts from :attr:`prediction` that were right, and that were not."""
+        """Drafts from :attr:`prediction` that were accepted, and that were rejected."""
         self.num_preemptions = 0
         self.progress_mark = -1
-        """Number of known tokens at the last admission; a victim must have more."""
+        """Number of known tokens at its last admission. It can be preempted only with more."""
         self.admitted_at_step = -1
-        """Step in which it was given its row."""
+        """Step in which it got its row."""
         self.resumed_at_step = -1
-        """Tokens that earlier steps sample for this request are out of date and dropped."""
+        """Step of its last resumption. Tokens that earlier steps sample for it are dropped."""
         self.short_of_blocks = False
-        """Whether it runs, lost blocks at the end of its table, and waits for as many."""
+        """Whether it keeps its row, has lost blocks at the end of its table, and waits for new ones."""
         self.num_ever_computed = 0
-        """Most positions it had computed before it lost some."""
+        """Largest number of positions computed before it lost some."""
         self.due_at = -1
-        """Tick of the decode clock at which the scheduler must look at this decoding request next."""
+        """Tick of the decode clock at which the scheduler must check this decoding request next."""
         self.refused_at: tuple[int, int, float] = NOT_REFUSED
-        """State of the KV cache, reserve and watermark at which this request last did not fit."""
+        """State (KV cache, reserve, watermark) in which this request did not fit the last time."""
         self.times_passed = 0
-        """How often a later request was admitted past this one."""
+        """Number of later requests that were admitted before this one."""
         self._computed = 0
         self._clock = _STILL
         self._joined_at = 0
 
     @property
     def num_computed_tokens(self) -> int:
-        """Leading positions whose KV is computed, or will be by the steps already scheduled."""
+        """Number of leading positions whose KV is computed, or will be by scheduled steps."""
         return self._computed + self._clock.count - self._joined_at
 
     @num_computed_tokens.setter
@@ -266,17 +272,17 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known, plus the placeholder of one that a scheduled step is about to sample."""
+        """Number of known tokens, and one placeholder if a scheduled step will sample a token."""
         return max(len(self.token_ids), self.num_computed_tokens + 1)
 
     @property
     def reserve(self) -> int:
-        """Positions that must have blocks before it may run: all that it may ever need, or what is known."""
+        """Number of positions that need blocks before it may run: all that it may ever need, or the known ones."""
         return self.limit if self.is_guaranteed else len(self.token_ids)
 
     @property
     def was_preempted(self) -> bool:
-        """Whether it had a row before and lost it, to another request or to an update of the weights."""
+        """Whether it lost its row, to another request or to an update of the weights."""
         return bool(self.num_preemptions or self.num_ever_computed)
 
     @property
@@ -293,18 +299,18 @@ class Request:
         return self._clock is not _STILL
 
     def join(self, clock: DecodeClock) -> None:
-        """Advance by one position with every tick of ``clock`` from now on."""
+        """Start to advance with ``clock``, one position per tick."""
         self._clock = clock
         self._joined_at = clock.count
 
     def leave(self) -> None:
-        """Stop advancing with the decode clock. The position that was reached stays."""
+        """Stop advancing with the decode clock, at the position reached."""
         self._computed = self.num_computed_tokens
         self._clock = _STILL
         self._joined_at = 0
 
     def move_to(self, status: RequestStatus) -> None:
-        """Change status along :data:`LEGAL_TRANSITIONS`; raises InvariantError for any other change."""
+        """Change the status. Raises InvariantError unless :data:`LEGAL_TRANSITIONS` allows the change."""
         if status not in LEGAL_TRANSITIONS[self.status]:
             raise InvariantError(
                 f"request {self.request_id}: {self.status.name} -> {status.name} is not a legal change"

@@ -1,4 +1,4 @@
-"""Decoders that say yes or no to a query and a document, and the text that they are asked with. Needs no torch."""
+"""Decoders that answer yes or no about a query and a document, and their prompts. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ __all__ = ["RERANKERS", "Reranker"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reranker:
-    """A family of such models. The text is ``before``, instruction, query and document, and ``behind``."""
+    """A family of such models. The prompt is ``before``, instruction, query, document, ``behind``."""
 
     before: str
     instruction: str
-    """Stands before the instruction."""
+    """Text before the instruction."""
     query: str
     document: str
     behind: str
     default: str
-    """The instruction where nobody gives one."""
+    """Default instruction."""
     answers: tuple[str, str] = ("no", "yes")
-    """The tokens whose logits are compared, behind the text; the second one's probability is the score."""
+    """Answers whose logits are compared after the prompt; the probability of the second is the score."""
 
 
 RERANKERS: Final = {
@@ -37,4 +37,5 @@ RERANKERS: Final = {
         default="Given a web search query, retrieve relevant passages that answer the query",
     ),
 }
-"""By the values of the setting ``reranker``. ``qwen3``: Qwen3-Reranker (Zhang et al., 2025), as its card has it."""
+"""Rerankers by value of the setting ``reranker``. ``qwen3``: Qwen3-Reranker (Zhang et al., 2025), with the prompt of
+its model card."""

@@ -1,4 +1,4 @@
-"""An LLM as the generator of a training loop."""
+"""Use of an LLM as the generator of a training loop."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["RolloutGenerator"]
 
 
 class RolloutGenerator:
-    """A :class:`~chairlift.train.async_loop.Generator` over an :class:`~chairlift.llm.LLM` in this thread.
+    """A :class:`~chairlift.train.async_loop.Generator` that uses an :class:`~chairlift.llm.LLM` in this thread.
 
-    It computes while :meth:`poll` waits, and stands still while the trainer computes; unfinished rollouts then go on
-    with the new weights. Only one thread may use the LLM. ``sampling_params`` are those of every rollout, with one
-    answer each; the ticket is added to their seed. Log-probabilities are of the raw logits, which tokens follow at
-    temperature 1 and without top_p, top_k, min_p and penalties. ``in_flight`` is as for
+    It computes while :meth:`poll` waits, and stands still while the trainer computes. Unfinished rollouts then continue
+    with the new weights. Only one thread may use the LLM. ``sampling_params`` apply to every rollout, with one answer
+    each; the ticket is added to their seed. Log-probabilities are those of the raw logits. They match the sampling
+    distribution at temperature 1 without top_p, top_k, min_p and penalties. ``in_flight`` is that of
     :meth:`~chairlift.llm.LLM.update_weights`.
     """
 
@@ -39,10 +39,10 @@ class RolloutGenerator:
         self._refused: list[Rollout] = []
 
     def submit(self, ticket: int, prompt: Sequence[int]) -> None:
-        """Queue the prompt. One that cannot be served is reported by the next :meth:`poll`, with the reason."""
+        """Queue a prompt. If it cannot be served, the next :meth:`poll` reports it with the reason."""
         seed, first = None, self._params.seed
         if first is not None:
-            seed = first + ticket + (first < 0 <= first + ticket + 1)  # -1 would be no seed
+            seed = first + ticket + (first < 0 <= first + ticket + 1)  # skip -1, which means "no seed"
         try:
             params = dataclasses.replace(self._params, logprobs=self._params.logprobs or 0, seed=seed)
             request_id = self._llm.engine.add_request(list(prompt), params, stream=False)
@@ -52,14 +52,14 @@ class RolloutGenerator:
             self._running[request_id] = ticket
 
     def poll(self, *, wait: bool) -> list[Rollout]:
-        """Rollouts that have ended; with ``wait``, computes until one has."""
+        """Rollouts that have ended. With ``wait``, compute until one has."""
         ended, self._refused = self._refused, []
         while wait and self._running and not ended:
             ended = [self._rollout(output) for output in self._llm.step_for(self._running)]
         return ended
 
     def update_weights(self, source: str | Path | Mapping[str, Any], version: int) -> None:
-        """See :meth:`~chairlift.llm.LLM.update_weights`."""
+        """Use new weights; see :meth:`~chairlift.llm.LLM.update_weights`."""
         self._llm.update_weights(source, version, in_flight=self._in_flight)
 
     def _rollout(self, output: RequestOutput) -> Rollout:
@@ -77,6 +77,6 @@ class RolloutGenerator:
 
 
 def _versions(answer: CompletionOutput) -> list[int]:
-    """[L] of each token."""
+    """[L] weight version of each token."""
     runs = [*answer.weight_versions, (len(answer.token_ids), -1)]
     return [version for (start, version), (end, _) in pairwise(runs) for _ in range(start, end)]

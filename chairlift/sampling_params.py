@@ -1,4 +1,4 @@
-"""What a caller may ask of one request. Names and defaults are vLLM's."""
+"""Parameters of one request. Names and defaults are vLLM's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from chairlift.errors import RequestError
 from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, StructuredOutputsParams
@@ -19,18 +19,27 @@ SHAPED_REASONS: Final = (
     " one; relax one of them",
     "the logits overflow after penalties and temperature; use a higher repetition_penalty or temperature",
 )
-"""Errors of answers for which these parameters are at fault together, and not the model."""
+"""Error messages of answers that failed because of these parameters, not because of the model."""
+_OTHERWISE: Final = {
+    "best_of": "ask for n answers with logprobs, and keep those with the highest cumulative_logprob",
+    "early_stopping": "there is no beam search; leave it out",
+    "guided_decoding": "its successor is structured_outputs",
+    "length_penalty": "there is no beam search; leave it out",
+    "truncate_prompt_tokens": "cut the prompt's token ids before they are sent",
+    "use_beam_search": "there is no beam search; ask for n answers, and keep the one of the highest cumulative_logprob",
+}
+"""Parameters of vLLM's, old and new, that are not offered, and what to do instead."""
 _INT32_MAX = 2**31 - 1
 
 
 def is_of_the_caller(reason: str | None) -> bool:
-    """Whether the error with which an answer ended is the fault of its parameters, and not of the model or engine."""
+    """Whether an answer failed because of its parameters, and not because of the model or engine."""
     return reason is not None and (reason in SHAPED_REASONS or reason.startswith(CANNOT_BE_FOLLOWED))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """Upper bounds on what one request may ask; every front end uses the same table."""
+    """Upper bounds on the parameters of one request, the same for every front end."""
 
     max_n: int = 16
     max_logprobs: int = 20
@@ -40,27 +49,33 @@ class SamplingLimits:
     max_token_id_list: int = 4096
     max_bad_words: int = 128
     max_bad_word_chars: int = 8192
-    """Largest number of characters of all bad words together."""
+    """Most characters of all bad words together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to turn logits into tokens, and when to stop.
+    r"""How to turn logits into tokens, and when to stop.
 
-    Raises :class:`~chairlift.errors.RequestError` on construction when a value is of the wrong type or out of range.
-    Checks that need the model (token ids below the vocabulary size, room in the context) happen at the door.
+    ::
+
+        greedy = SamplingParams(temperature=0, max_tokens=32)
+        varied = SamplingParams(n=4, temperature=0.8, top_p=0.95, seed=7, stop=["\n"])
+
+    Raises :class:`~chairlift.errors.RequestError` on construction when a value has the wrong type or is out of range.
+    Checks that need the model (token ids below the vocabulary size, room in the context) come later, when the request
+    is queued.
     """
 
     n: int = 1
-    """How many answers to sample for the prompt (1..16). Each gets its own noise, also under one seed."""
+    """Number of answers to the prompt (1..16). Each has its own random noise, even with one seed."""
     temperature: float = 1.0
-    """0 means greedy (highest logit, lowest id on a tie); above 0 divides the logits (up to 100)."""
+    """0 is greedy (highest logit, lowest id on a tie). Otherwise the logits are divided by it (up to 100)."""
     top_k: int = 0
     """Keep only the k highest logits; 0 or -1 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of tokens whose probability reaches this (0..1); 0 keeps the most likely token."""
     min_p: float = 0.0
-    """Keep tokens with at least this share of the best token's probability (0..1)."""
+    """Keep tokens with at least this share of the most likely token's probability (0..1)."""
     presence_penalty: float = 0.0
     """Subtracted once from the logit of every token already generated (-2..2)."""
     frequency_penalty: float = 0.0
@@ -68,53 +83,73 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output (0 < r <= 10; CTRL, 2019)."""
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
-    """Added to the logits of these token ids, before everything else."""
+    """Added to the logits of these token ids before anything else."""
     seed: int | None = None
-    """Same seed, same prompt, same text, whatever else is in the batch. None (or vLLM's -1) draws one at the door."""
+    """The same seed and prompt give the same text, whatever else is in the batch. None (or vLLM's -1) draws a random
+    one."""
     max_tokens: int | None = 16
-    """Generate at most this many tokens; None means as many as fit. 0 scores the prompt, which may then be as long as
-    the model takes, and goes with :attr:`prompt_logprobs`."""
+    """Most tokens to generate; None: as many as fit. 0 only scores the prompt: it goes with :attr:`prompt_logprobs`,
+    and the prompt may then be as long as the model allows."""
     min_tokens: int = 0
-    """End-of-sequence and stop tokens are masked until this many were generated; stop strings wait as well."""
+    """Least tokens to generate. Until then end-of-sequence and stop tokens are masked, and stop strings are ignored."""
     stop: str | Sequence[str] | None = None
-    """Stop when the text contains one of these strings. One that spells a special token matches that token, also where
-    :attr:`skip_special_tokens` leaves it out of the text."""
+    """Stop when the text contains one of these strings. A string that spells a special token matches that token, even
+    when :attr:`skip_special_tokens` removes it from the text."""
     stop_token_ids: Sequence[int] | None = None
     """Stop when one of these tokens is generated."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence token."""
+    """Continue after the model's end-of-sequence token."""
     bad_words: Sequence[str] | None = None
-    """Strings that must not be generated (their last token is masked when the ones before it stand)."""
+    """Strings that must not be generated: their last token is masked after the tokens before it."""
     allowed_token_ids: Sequence[int] | None = None
     """Only these token ids may be generated."""
     include_stop_str_in_output: bool = False
-    """Leave the stop string in the text instead of cutting before it."""
+    """Keep the stop string in the text instead of cutting before it."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     logprobs: int | None = None
-    """Report this many most likely tokens per generated token, and the chosen one (of the raw logits)."""
+    """Number of most likely tokens to report per generated token, in addition to the chosen one. Values are those of
+    the raw logits."""
     prompt_logprobs: int | None = None
-    """The same for every prompt token."""
+    """Number of most likely tokens to report per prompt token, likewise."""
     structured_outputs: StructuredOutputsParams | None = None
-    """What the answer is held to: a JSON schema, a pattern, a choice, a grammar or structural tags. It ends where
-    nothing may follow. Not with :attr:`min_tokens` and :attr:`ignore_eos`."""
+    """Form of the answer: a JSON schema, a pattern, a choice, a grammar or structural tags. The answer ends where no
+    token may follow. Not with :attr:`min_tokens` and :attr:`ignore_eos`."""
     prediction: str | Sequence[int] | None = None
-    """A text, or its token ids, that the answer is expected to repeat in large part: the file that is being edited. The
-    answer is the same without, and where the text is right it comes sooner (docs/speculation.md)."""
+    """Text, or its token ids, that the answer is expected to repeat in large part, such as the file that is edited. The
+    answer is the same without it, and comes sooner where the text is right (docs/speculation.md)."""
     thinking: ThinkingBudget | None = None
-    """How many tokens the model may reason, and by which tokens its reasoning is known."""
+    """Limit of the reasoning in tokens, with the tokens that mark reasoning."""
     priority: int | None = None
-    """Lower goes first, where the scheduling policy looks at it. None: that of its class of service."""
+    """Lower goes first, if the scheduling policy uses priorities. None: the priority of its class of service."""
     service_tier: str | None = None
-    """Class of service: auto, default, flex, priority, or another that the engine was given."""
+    """Class of service: auto, default, flex, priority, or another class of the engine."""
     ttft_ms: float | None = None
-    """The first token is due this long after arrival."""
+    """Milliseconds from arrival until the first token is due."""
     tpot_ms: float | None = None
-    """Longest time per token after the first."""
+    """Longest time per token after the first, in milliseconds."""
     deadline_ms: float | None = None
-    """The whole answer is due this long after arrival."""
+    """Milliseconds from arrival until the whole answer is due."""
 
-    def __post_init__(self) -> None:
+    detokenize: dataclasses.InitVar[bool] = True
+    """vLLM's, and not kept: text is made when somebody reads it."""
+    logits_processors: dataclasses.InitVar[Sequence[Any] | None] = None
+    """vLLM's, and not kept: there are none."""
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        """Refuse unknown keywords by name, before Python does so without a hint."""
+        if not args:
+            _check_names(cls, fields)
+        return object.__new__(cls)  # super() would mean the class before it got its slots
+
+    def __post_init__(self, detokenize: Any, logits_processors: Any) -> None:
+        if not isinstance(detokenize, bool):
+            raise RequestError(f"detokenize must be true or false, got {detokenize!r}")
+        if logits_processors:
+            raise RequestError(
+                "logits_processors are functions, and none are called here; use logit_bias, bad_words,"
+                " allowed_token_ids or structured_outputs"
+            )
         limits = SamplingLimits()
         _integer("n", self.n, 1, limits.max_n)
         _number("temperature", self.temperature, 0.0, 100.0)
@@ -162,8 +197,8 @@ class SamplingParams:
                     )
 
     def _normalise(self, limits: SamplingLimits) -> None:
-        """Turn the list-like fields into tuples, so that a shared SamplingParams can never change under a request. The
-        door copies ``logit_bias``, which has no immutable form that can be pickled."""
+        """Turn the list-like fields into tuples, so that a shared SamplingParams cannot change under a request. The
+        engine copies ``logit_bias``, because no immutable mapping can be pickled."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         _set(self, "stop", _strings("stop", stop, limits.max_stop_strings, limits.max_stop_length))
         _set(self, "bad_words", _strings("bad_words", self.bad_words, limits.max_bad_words, limits.max_stop_length))
@@ -183,20 +218,26 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
-        """Build from keywords, naming any that is unknown together with the nearest known one."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in fields:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-                raise RequestError(f"unknown sampling parameter {name!r}{hint}")
+        """Build from keywords. An unknown one raises RequestError with the most similar known name."""
+        _check_names(cls, fields)
         return cls(**fields)
 
     @property
     def greedy(self) -> bool:
-        """Whether no noise is added: top_p 0 keeps one token, and temperatures below 1e-5 are numerically the arg
+        """Whether no noise is added. top_p 0 keeps one token, and temperatures below 1e-5 are numerically the arg
         max."""
         return self.temperature < 1e-5 or self.top_p == 0
+
+
+def _check_names(cls: type[SamplingParams], fields: Mapping[str, Any]) -> None:
+    known = cls.__dataclass_fields__  # with those that are not kept
+    for name in fields:
+        if name in _OTHERWISE:
+            raise RequestError(f"sampling parameter {name!r} is not offered; {_OTHERWISE[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+            raise RequestError(f"unknown sampling parameter {name!r}{hint}")
 
 
 def _set(params: SamplingParams, name: str, value: Any) -> None:

@@ -1,7 +1,6 @@
-"""Classes of service: what their requests are promised. Standard library only.
+"""Classes of service and their promises. Standard library only.
 
-The three names that OpenAI's ``service_tier`` knows are there from the start; ``service_classes`` changes them or adds
-others.
+The three names of OpenAI's ``service_tier`` are built in; ``service_classes`` changes them or adds others.
 """
 
 from __future__ import annotations
@@ -21,24 +20,25 @@ _MAX_CLASSES = 32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceClass:
-    """One class. What is reserved is lent to others while it lies idle, and taken back when the class needs it."""
+    """One class. Other requests may use its reserved resources while they are idle; the class takes them back when
+    needed."""
 
     priority: int = 0
-    """Priority of requests that name none themselves. Lower goes first."""
+    """Priority of requests without one of their own. Lower goes first."""
     min_seqs: int = 0
     """Rows of the batch reserved for the class."""
     min_blocks: int = 0
-    """KV blocks reserved for it, of each cache group."""
+    """KV blocks reserved for the class, in each cache group."""
     min_step_tokens: int = 0
-    """Tokens of each step's budget reserved for its prompts."""
+    """Tokens of each step's budget reserved for prompts of the class."""
     ttft_ms: float | None = None
-    """The first token is due this long after arrival."""
+    """Milliseconds from arrival until the first token is due."""
     tpot_ms: float | None = None
-    """Longest time per token after the first."""
+    """Longest time per token after the first, in milliseconds."""
     deadline_ms: float | None = None
-    """The whole answer is due this long after arrival."""
+    """Milliseconds from arrival until the whole answer is due."""
     retention: int = 0
-    """How long the prefix cache keeps what the class computed: 0, 1 or 2; higher is evicted later."""
+    """Rank of its blocks in the prefix cache: 0, 1 or 2. A higher rank is evicted later."""
 
 
 _BUILT_IN = {
@@ -51,7 +51,8 @@ _WHOLE |= {"min_step_tokens": (0, 2**24), "retention": (0, 2)}
 
 
 def parse_service_classes(value: str | Mapping[str, Any]) -> dict[str, ServiceClass]:
-    """``{"name": {"priority": -5, "min_seqs": 4, ...}}``, as JSON or as a mapping, on top of the three built in.
+    """Classes from ``{"name": {"priority": -5, "min_seqs": 4, ...}}``, as JSON or as a mapping, and the three built-in
+    ones.
 
     Raises ConfigError for anything else.
     """
@@ -60,7 +61,7 @@ def parse_service_classes(value: str | Mapping[str, Any]) -> dict[str, ServiceCl
     for name, settings in _object("service_classes", value).items():
         if not isinstance(name, str) or not name.isidentifier() or len(name) > 64:
             raise ConfigError(f"a service class needs a name of letters, digits and '_', got {name!r:.80}")
-        if name == "auto":  # in a request's service_tier it means: as the server sees fit
+        if name == "auto":  # as a service_tier it means that the server chooses
             raise ConfigError("no service class may be named 'auto': requests could not ask for it; take another name")
         if not isinstance(settings, Mapping):
             raise ConfigError(f"service class {name}: its settings must be an object, got {settings!r:.80}")
@@ -75,7 +76,8 @@ def parse_service_classes(value: str | Mapping[str, Any]) -> dict[str, ServiceCl
 
 
 def parse_tenant_weights(value: str | Mapping[str, Any]) -> dict[str, float]:
-    """``{"tenant": 2.0}``, as JSON or as a mapping: shares of those who have others than 1. Raises ConfigError."""
+    """Weights from ``{"tenant": 2.0}``, as JSON or as a mapping: shares of tenants that are not 1. Raises
+    ConfigError."""
     weights = _object("tenant_weights", value)
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0.001 <= weight <= 1000:

@@ -1,4 +1,4 @@
-"""One step as flat numpy arrays, and its tokens: what every model runner, real or fake, takes and gives."""
+"""One step as flat numpy arrays, and its tokens: input and output of every model runner, real or fake."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["Masks", "PromptLogprobs", "SampledTokens", "StepBatch", "mask_bits"]
 _Int32 = npt.NDArray[np.int32]
 
 Masks = Mapping[int, npt.NDArray[np.uint32]]
-"""Index of a sample position -> token ids allowed there, contiguous uint32 [ceil(V / 32)]: bit i % 32 of word i // 32
-is set where id i is allowed. Sample positions without an entry allow every id."""
+"""Sample position -> allowed token ids, contiguous uint32 [ceil(V / 32)]: bit i % 32 of word i // 32 is set where id i
+is allowed. A position without an entry allows every id."""
 
 
 def mask_bits(token_ids: Iterable[int], vocab_size: int) -> npt.NDArray[np.uint32]:
@@ -31,18 +31,18 @@ def _none() -> _Int32:
 
 @dataclasses.dataclass(slots=True)
 class StepBatch:
-    """N rows, each the newest tokens of one sequence; T tokens and G cache groups in all; no padding anywhere.
+    """N rows, each with the newest tokens of one sequence; T tokens and G cache groups in total; no padding.
 
-    A sample position is a token of the step behind which a token is drawn. P of the T tokens are sample positions.
+    A sample position is a token of the step after which a token is drawn. P of the T tokens are sample positions.
 
-    All arrays are C-contiguous. The first six are the arrays of ``cl_batch``: the C struct points to them. A step in
-    which the same rows decode again is the same object, advanced in place: its arrays are valid until the next step is
+    All arrays are C-contiguous. The first six are the arrays of ``cl_batch``: the C struct points to them. If the next
+    step decodes the same rows, this object is advanced in place. So its arrays are valid only until the next step is
     laid out.
     """
 
     token_ids: _Int32
-    """[T]; negative where the token is still on its way from the device: the newest that was drawn for its row, and
-    the last of the row's tokens here."""
+    """[T] token ids. A negative entry is the last token of its row, sampled by an earlier step and still on the
+    device."""
     positions: _Int32
     """[T] index of each token in its sequence."""
     cu_seqlens: _Int32
@@ -50,30 +50,33 @@ class StepBatch:
     seq_lens: _Int32
     """[N] length of each sequence after this step."""
     block_tables: _Int32
-    """[G, N, M]: entries past the sequence or behind its window are meaningless."""
+    """[G, N, M] block ids. Entries past the end of the sequence or behind its window are meaningless."""
     slot_mapping: npt.NDArray[np.int64]
-    """[G, T]: ``block * block_size + offset``, where each token's KV goes."""
+    """[G, T]: ``block * block_size + offset``, the place of each token's KV. In a group of recurrent states it is the
+    block that holds the state after its newest token."""
+    adapters: _Int32 | None = None
+    """[T]: number of each token's adapter, 0 without one; None where no token has one."""
     slots: _Int32 = dataclasses.field(default_factory=_none)
-    """[N] InputBatch row of each."""
+    """[N] InputBatch row of each row."""
     tokens: _Int32 = dataclasses.field(default_factory=_none)
-    """[num_slots, L] every slot's sequence so far, prompt and output. Negative where a token is on its way."""
+    """[num_slots, L] prompt and output of every slot so far. Negative where a token is still on the device."""
     sampling: list[Any] = dataclasses.field(default_factory=list)
-    """[N] how each row samples, as given at admission. The same list as in the step before where both decode the same
-    rows, and nothing else."""
+    """[N] sampling parameters of each row, as given at admission. The list object is the same as in the step before if
+    both only decode the same rows."""
     sample_rows: _Int32 = dataclasses.field(default_factory=_none)
-    """[P] row of each sample position. Results are returned in this order: decode rows, then chunks."""
+    """[P] row of each sample position. Results have this order: decode rows, then chunks."""
     sample_tokens: _Int32 = dataclasses.field(default_factory=_none)
-    """[P] index of each sample position in the flat batch, ascending. The last of a row is the row's last token."""
+    """[P] index of each sample position in the flat batch, ascending. The last one of a row is the row's last token."""
     swap_out: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, block, host block) to save in host memory, before everything else."""
+    """(group, block, host block) to save in host memory before everything else."""
     copies: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, source block, destination block) to copy then, before anything is written."""
+    """(group, source block, destination block) to copy after that, before anything is written."""
     swap_in: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, host block, block) to bring back after that."""
+    """(group, host block, block) to load after the copies."""
     verifies: list[tuple[int, int, Any]] = dataclasses.field(default_factory=list)
-    """(first sample position, slot, chunk) of rows with drafts, whose tokens are not known but proposed."""
+    """(first sample position, slot, chunk) of rows with drafts: their tokens are proposed, not known."""
     prompt_rows: list[tuple[int, int, _Int32]] = dataclasses.field(default_factory=list)
-    """(row, first position, prompt tokens) of chunks whose request asked for prompt log-probabilities."""
+    """(row, first position, prompt tokens) of chunks whose request wants prompt log-probabilities."""
 
     @property
     def sample_slots(self) -> _Int32:
@@ -82,21 +85,21 @@ class StepBatch:
 
     @property
     def sample_lengths(self) -> _Int32:
-        """[P] tokens up to each sample position, itself included: the index of the token that is drawn there."""
+        """[P] number of tokens up to and including each sample position. It is the index of the token drawn there."""
         return self.positions[self.sample_tokens] + 1
 
     @property
     def histories(self) -> list[_Int32]:
-        """P views of the tokens up to each sample position; valid until the tokens of this step are stored.
+        """P views of the tokens up to each sample position, valid until the tokens of this step are stored.
 
-        They are complete where all tokens of the row were drawn on the host: those never are on their way.
+        They are complete if all tokens of the row were sampled on the host, since those are known at once.
         """
         ends = zip(self.sample_slots.tolist(), self.sample_lengths.tolist(), strict=True)
         return [self.tokens[slot, :length] for slot, length in ends]
 
     def only(self, kept: npt.NDArray[np.intp]) -> StepBatch:
-        """The step of tokens ``kept`` [K] alone, for attention: in order, and each the last of its row or followed by
-        the next."""
+        """A step of the tokens ``kept`` [K] only, for attention. They are in order, and each is the last of its row or
+        followed by the next."""
         rows, counts = np.unique(np.searchsorted(self.cu_seqlens, kept, side="right") - 1, return_counts=True)
         return StepBatch(
             self.token_ids[kept],
@@ -105,6 +108,7 @@ class StepBatch:
             self.seq_lens[rows],
             np.ascontiguousarray(self.block_tables[:, rows]),
             np.ascontiguousarray(self.slot_mapping[:, kept]),
+            None if self.adapters is None else self.adapters[kept],
         )
 
 
@@ -118,18 +122,18 @@ class PromptLogprobs:
     entries: list[Any]
     """One per position from ``first`` on; see :class:`SampledTokens` for the type."""
     error: str = ""
-    """Why there are no entries: the request ends with this error, and no other request does."""
+    """Reason why there are no entries. Only this request ends with the error."""
 
 
 @dataclasses.dataclass(slots=True)
 class SampledTokens:
-    """What a step yields, per sample position, in the order of ``StepBatch.sample_tokens``."""
+    """Tokens of a step, one per sample position, in the order of ``StepBatch.sample_tokens``."""
 
     token_ids: list[int]
     """-1 where no token could be drawn."""
     logprobs: Sequence[Any] | None = None
-    """Per sample position a record of ``token_ids``, ``logprobs`` (chosen first) and ``rank``, or None; None when no
-    request asked."""
+    """Per sample position a record of ``token_ids``, ``logprobs`` (chosen first) and ``rank``, or None. None when no
+    request wants them."""
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Sample position -> why it has no token."""
+    """Sample position -> reason why it has no token."""
     prompt_logprobs: list[PromptLogprobs] = dataclasses.field(default_factory=list)

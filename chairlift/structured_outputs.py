@@ -1,6 +1,6 @@
-"""What an answer may be held to: a JSON schema, a pattern, a choice, a grammar or structural tags. Plain data.
+"""Form of an answer: a JSON schema, a pattern, a choice, a grammar or structural tags, as plain data.
 
-Names are vLLM's (``StructuredOutputsParams``). Nothing here compiles anything, so nothing here needs llguidance:
+Names are vLLM's (``StructuredOutputsParams``). This module compiles nothing and needs no llguidance;
 :mod:`chairlift.grammar` does.
 """
 
@@ -18,19 +18,19 @@ from chairlift.errors import RequestError
 __all__ = ["CANNOT_BE_FOLLOWED", "MAX_GRAMMAR_CHARS", "Grammar", "StructuredOutputsParams"]
 
 MAX_GRAMMAR_CHARS: Final = 262_144
-"""Characters of one grammar, as text."""
+"""Most characters in the text of one grammar."""
 CANNOT_BE_FOLLOWED: Final = "structured_outputs cannot be followed: "
-"""Beginning of every error for which a caller's grammar is at fault."""
+"""Beginning of every error that is the fault of the caller's grammar."""
 _MAX_CHOICES: Final = 4096
 _KINDS: Final = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _OPTIONS: Final = "x-guidance"
-"""Name under which llguidance reads its own options out of a schema."""
+"""Key under which llguidance reads its own options from a schema."""
 _TEMPERATURE: Final = re.compile(r"\btemperature\s*=")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grammar:
-    """One grammar as a value: what it is written in, and its text. It may cross to another process."""
+    """One grammar as a value: its kind and its text. It can be sent to another process."""
 
     kind: str
     """``json_schema``, ``regex``, ``choice`` (a JSON list), ``lark``, ``gbnf`` or ``structural_tag`` (JSON)."""
@@ -40,16 +40,20 @@ class Grammar:
 
     @property
     def key(self) -> bytes:
-        """SHA-256 of all of it: equal grammars share what was compiled."""
+        """SHA-256 of the whole value: equal grammars share one compiled form."""
         return hashlib.sha256(f"{self.kind}\0{self.compact}\0{self.text}".encode("utf-8", "surrogatepass")).digest()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form that an answer must have: exactly one of the fields up to ``structural_tag``.
+    """Form of the answer: exactly one of the fields up to ``structural_tag``.
+
+    ::
+
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
 
     Raises :class:`~chairlift.errors.RequestError` on construction for none or several of them, for a value of another
-    type and for one that is too long. Whether a schema or a grammar can be followed is found out when it is compiled.
+    type, and for one that is too long. Errors inside a schema or grammar are found when it is compiled.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -59,12 +63,11 @@ class StructuredOutputsParams:
     regex: str | None = None
     """Pattern that the whole answer matches. The syntax is that of Rust's ``regex`` crate."""
     choice: Sequence[str] | None = None
-    """The answer is one of these strings."""
+    """Allowed answers."""
     grammar: str | None = None
     """Context-free grammar: Lark as llguidance reads it, or GBNF (recognised by ``::=``)."""
     structural_tag: str | Mapping[str, Any] | None = None
-    """Free text with tags in it whose contents follow a schema; kept as text. See
-    :mod:`chairlift.grammar.structural_tag`."""
+    """Free text with tags whose contents follow a schema; kept as text. See :mod:`chairlift.grammar.structural_tag`."""
     disable_any_whitespace: bool = False
     """JSON without whitespace between its parts."""
 
@@ -101,7 +104,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputsParams:
-        """From an object of this class, or from a mapping with the names of its fields."""
+        """Convert an object of this class, or a mapping with the names of its fields."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
@@ -118,7 +121,7 @@ class StructuredOutputsParams:
 
     @property
     def value(self) -> Grammar:
-        """The grammar that is asked for."""
+        """The requested grammar."""
         if self.json is not None:
             return Grammar("json_schema", str(self.json), self.disable_any_whitespace)
         if self.json_object:
@@ -133,7 +136,7 @@ class StructuredOutputsParams:
 
 
 _HARMLESS: Final = {"disable_fallback": True, "disable_additional_properties": False}
-"""vLLM's other fields, with the value that asks for the default."""
+"""Other fields of vLLM, with the value that equals the default here."""
 
 
 def _set(params: StructuredOutputsParams, name: str, value: Any) -> None:
@@ -145,7 +148,7 @@ def _not_a_number(name: str) -> Any:
 
 
 def _object_text(name: str, given: Any) -> str:
-    """JSON text of an object that is given as one or as text."""
+    """JSON text of an object, given as an object or as text."""
     try:
         value = json.loads(given, parse_constant=_not_a_number) if isinstance(given, str) else given
         if not isinstance(value, Mapping):
@@ -160,7 +163,7 @@ def _object_text(name: str, given: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings of any kind as dictionaries with text as names, in their order."""
+    """Convert mappings of any kind to dictionaries with string keys, in order."""
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) for name in value):
             raise TypeError("names must be text")

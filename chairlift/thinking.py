@@ -1,6 +1,6 @@
-"""How long an answer may think: a budget of tokens, and the marks by which reasoning is known. Plain data.
+"""Thinking budgets: a limit of reasoning tokens, and the marks that show reasoning. Plain data.
 
-The field of requests is vLLM's ``thinking_token_budget``. Marks are token ids here, so nothing has to read text.
+The field of requests is vLLM's ``thinking_token_budget``. Marks are token ids here, so that no text has to be read.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ _MAX = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingBudget:
-    """After ``max_tokens`` tokens of reasoning the next token is ``end``, then come those of ``after``; what follows is
-    free.
+    """After ``max_tokens`` tokens of reasoning, ``end`` and then ``after`` are forced. Later tokens are free.
 
-    Marks are not counted. A model that ends its reasoning by itself is left alone. Raises RequestError on construction
+    Marks are not counted. A model that ends its reasoning earlier is not affected. Raises RequestError on construction
     for values of the wrong type or out of range.
     """
 
     max_tokens: int
-    """Tokens of reasoning, from 0."""
+    """Most tokens of reasoning, 0 or more."""
     end: int
     """The token that ends the reasoning."""
     begin: tuple[int, ...] = ()
-    """Tokens that begin the reasoning, at the start of the answer. Empty: the prompt has begun it."""
+    """Tokens that begin the reasoning, at the start of the answer. Empty: the prompt ends with them."""
     after: tuple[int, ...] = ()
     """Tokens that the model's format needs between the end of the reasoning and the answer."""
 
@@ -48,7 +47,7 @@ class ThinkingBudget:
 
     @classmethod
     def of(cls, given: Any) -> ThinkingBudget:
-        """From an object of this class, or from a mapping with the names of its fields. Raises RequestError."""
+        """Convert an object of this class, or a mapping with the names of its fields. Raises RequestError."""
         if isinstance(given, cls):
             return given
         known = [field.name for field in dataclasses.fields(cls)]
@@ -58,5 +57,5 @@ class ThinkingBudget:
 
     @property
     def marks(self) -> tuple[int, ...]:
-        """All token ids that it names."""
+        """All token ids in it."""
         return (*self.begin, self.end, *self.after)

@@ -1,4 +1,4 @@
-"""The version, where everybody can read it without importing more."""
+"""The version, in a module that imports nothing else."""
 
 from __future__ import annotations
 

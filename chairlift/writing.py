@@ -1,4 +1,4 @@
-"""Files that replace what was there when all is written, and not before."""
+"""Writes files that replace the old file only when they are complete."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ __all__ = ["check_writable", "replacing"]
 
 
 def check_writable(path: Path | None, flag: str, *others: Path | str | None) -> None:
-    """Raise ConfigError for a path that cannot be written, or is one of ``others``, which are read or written, too:
-    before anything is measured. What a file holds stays."""
+    """Raise ConfigError for a path that cannot be written, or that is also one of ``others``.
+
+    Call it before long work. It does not change the contents of a file.
+    """
     if path is None:
         return
     same = [other for other in others if other is not None and os.path.realpath(other) == os.path.realpath(path)]
@@ -24,7 +26,7 @@ def check_writable(path: Path | None, flag: str, *others: Path | str | None) -> 
         raise ConfigError(f"--{flag} {path} is read or written for something else, too; give another --{flag}")
     try:
         existed = path.exists()
-        if not path.is_fifo():  # its reader would take this for the end
+        if not path.is_fifo():  # opening a FIFO and closing it would look like the end to its reader
             path.open("a").close()
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; give another --{flag}") from None
@@ -34,15 +36,15 @@ def check_writable(path: Path | None, flag: str, *others: Path | str | None) -> 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """A text file that becomes ``path`` at the end of the block; after an error, what was there is as it was.
+    """A text file that replaces ``path`` at the end of the block. After an error the old file is unchanged.
 
-    It keeps the mode of what was there, and a link its place. What is no file, a link in /dev or /proc, or may be
-    written while its directory takes no other file, is written to as it is. Raises OSError with the file's name.
-    Bytes go to its ``buffer``.
+    It keeps the mode of the old file, and follows a link. Special files, links in /dev or /proc, and files in a
+    directory where no new file can be made are written in place. Raises OSError with the file's name. Use ``buffer`` of
+    the file for bytes.
     """
     target = Path(os.path.realpath(path))
     old = path.exists()
-    in_place = path.is_symlink() and path.parts[1:2] in (("dev",), ("proc",))  # it leads to a file that is open
+    in_place = path.is_symlink() and path.parts[1:2] in (("dev",), ("proc",))  # a link to an open file
     in_place |= old and not (target.is_file() and os.access(target, os.W_OK) and os.access(target.parent, os.W_OK))
     part = path if in_place else target.with_name(f"{target.name}.part")
     try:
@@ -55,6 +57,6 @@ def replacing(path: Path) -> Iterator[TextIO]:
     except BaseException as error:
         if not in_place:
             part.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno:  # a write names no file
+        if isinstance(error, OSError) and error.errno:  # an OSError of write() has no file name
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise

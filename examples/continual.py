@@ -104,6 +104,7 @@ def run(steps: int, replay: float) -> Outcome:
         optimizer.zero_grad()
         ids: list[int] = []
         losses: list[float] = []
+        targets: list[int] = []
         with loss.step(packs):
             for pack in packs:
                 batch = collate(pack)
@@ -111,9 +112,10 @@ def run(steps: int, replay: float) -> Outcome:
                 loss(logits, batch).backward()
                 ids += pack.ids
                 losses += sequence_losses(logits, batch)
+                targets += [length - 1 for length in pack.lengths]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        sampler.observe(ids, losses)
+        sampler.observe(ids, losses, targets)
     if old_before is None:
         raise SystemExit("the stream ended before the new language began")
     return Outcome(old_before, evaluate(model, held_out_old), evaluate(model, held_out_new), sampler.events)

@@ -1,4 +1,4 @@
-"""What all tests share: how many seeds to simulate, one thread, and no clock for generated examples."""
+"""Settings of all tests: number of seeds, one thread, and no time limit for generated examples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import network_guard
 
 network_guard.install()
 
-# Another process may keep the machine busy: how long an example takes says nothing of it.
+# Other processes may use the machine, so the time of an example means nothing.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny matrices are not worth a second thread's barriers, here and in the processes that tests start."""
+    """Use one thread here and in child processes, because barriers cost more than tiny matrices gain."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")

@@ -1,4 +1,4 @@
-"""No test, and nothing a test calls, may reach beyond this machine."""
+"""Guard that stops all tests from reaching other machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOCAL_NAMES = {"localhost", ""}
 
 
 class OutboundConnection(BaseException):
-    """Something tried to reach another machine. No Exception, so that nobody who retries swallows it."""
+    """An attempt to reach another machine. It is no Exception, so that code with retries does not catch it."""
 
 
 class _Guard:
@@ -21,9 +21,9 @@ class _Guard:
 
 
 def install() -> None:
-    """Refuse, in this process and for good, every connection and name look-up that would leave the machine.
+    """Refuse, in this process and permanently, every connection and name look-up beyond this machine.
 
-    Audit hooks see what Python's sockets do, whoever calls them, and cannot be removed. Installing twice is once.
+    Audit hooks see all of Python's sockets, and cannot be removed. A second call has no effect.
     """
     if not _Guard.installed:
         _Guard.installed = True
@@ -31,12 +31,12 @@ def install() -> None:
 
 
 def may_reach(address: Any) -> bool:
-    """Whether an address, as ``socket.connect`` takes it, is on this machine: Unix sockets and loopback."""
+    """Whether an address, as ``socket.connect`` accepts it, is on this machine: Unix sockets and loopback."""
     if not isinstance(address, tuple):
         return True  # a path, or an abstract name
     host = address[0]
     if not isinstance(host, (str, bytes)):
-        return True  # netlink and its like
+        return True  # netlink and similar
     name = host.decode("ascii", "replace") if isinstance(host, bytes) else host
     if name in _LOCAL_NAMES:
         return True

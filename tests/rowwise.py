@@ -21,6 +21,6 @@ def _on_the_cpu() -> bool:
 
 
 def needs_rowwise_products(device: torch.device) -> None:
-    """Skip the test where ``device`` has none."""
+    """Skip the test where ``device`` has no such products."""
     if device.type == "cpu" and not _on_the_cpu():
         pytest.skip(f"PyTorch {torch.__version__} scales rows of fp8 on GPUs only")

@@ -1,4 +1,4 @@
-"""Which cases run by day, and which only at night."""
+"""Division of cases between the default tests and the nightly ones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ __all__ = ["one_in"]
 
 
 def one_in(every: int, values: Iterable[Any]) -> list[Any]:
-    """The first of ``values`` and each ``every``-th after it as they are; the others run at night only."""
+    """``values`` as parameters: the first and each ``every``-th after it run by default, the others only in nightly
+    runs."""
     night = pytest.mark.nightly
     return [value if i % every == 0 else pytest.param(value, marks=night) for i, value in enumerate(values)]

@@ -1,1 +1,1 @@
-"""Maintainers' scripts: how the bundled model is made and scored. Not part of the installed package."""
+"""Maintainers' scripts, for example to make and score the bundled model. Not part of the installed package."""

@@ -1,7 +1,7 @@
-"""Variations of a wording: what a person might have typed instead.
+"""Variations of a question's wording, as another person might type it.
 
-Every variation keeps the meaning or blurs it a little; none is ever close to a held-back wording (the caller filters).
-Standard library only, and driven by one random generator, so that a seed fixes everything.
+Every variation keeps the meaning or blurs it a little. The caller drops variations that are close to a held-back
+wording. Standard library only, with one random generator, so that a seed fixes everything.
 """
 
 from __future__ import annotations
@@ -199,10 +199,10 @@ nia; dor; mund; sk; ster; berg
 
 
 def vary(questions: Sequence[str], rng: random.Random, other_words: Sequence[str] = ()) -> str:
-    """A random variation of one of ``questions``, or a cross of two of them, lower case.
+    """A random variation of one of ``questions``, or a mixture of two of them, in lower case.
 
-    ``questions`` are wordings of the same question. ``other_words`` are words that may slip in by chance: they teach a
-    model that not every word matters.
+    ``questions`` are wordings of the same question. ``other_words`` are words that may be inserted at random: they
+    teach a model that not every word matters.
     """
     text = _plain(rng.choice(questions))
     if rng.random() < 0.1:
@@ -229,7 +229,7 @@ def vary(questions: Sequence[str], rng: random.Random, other_words: Sequence[str
 
 
 def outside(rng: random.Random) -> str:
-    """A question about something that the guide is not about, often about a word that does not exist."""
+    """A question on a topic outside the guide, often about a word that does not exist."""
     fields = {"v": rng.choice(_OUTSIDE_VERBS)}
     for name in ("x", "y"):
         made_up = "".join(rng.choice(_SYLLABLES) for _ in range(rng.choice((2, 2, 3))))
@@ -245,7 +245,7 @@ def _plain(question: str) -> str:
 
 
 def _cross(a: str, b: str, rng: random.Random) -> str:
-    """A wording between two others: some words of the one, then those of the other that it lacks."""
+    """A wording between two others: some words of the first, then words that only the second has."""
     if rng.random() < 0.3:
         return f"{a} {b}"
     first = [word for word in a.split() if rng.random() < 0.7]
@@ -254,7 +254,7 @@ def _cross(a: str, b: str, rng: random.Random) -> str:
 
 
 def _slip_in(text: str, word: str, rng: random.Random) -> str:
-    """A word that has nothing to do with it, added or in the place of a small one."""
+    """Insert an unrelated word, or replace a small word by it."""
     parts = text.split()
     small = [i for i, part in enumerate(parts) if part in _FUNCTION_WORDS]
     if small and rng.random() < 0.4:
@@ -265,7 +265,7 @@ def _slip_in(text: str, word: str, rng: random.Random) -> str:
 
 
 def _rewrite(text: str, rng: random.Random) -> str:
-    """Say it with another frame: 'what is x' as 'explain x', 'how do i' as 'how can i'."""
+    """Use another frame: 'what is x' as 'explain x', 'how do i' as 'how can i'."""
     match = _DEFINITION_FORMS.fullmatch(text)
     if match:
         subject = next(group for group in match.groups() if group).strip()
@@ -279,7 +279,7 @@ def _rewrite(text: str, rng: random.Random) -> str:
 
 
 def _replace_synonym(text: str, rng: random.Random) -> str:
-    """Replace one word or phrase by another of its group."""
+    """Replace one word or phrase by a synonym."""
     padded = f" {text} "
     fitting = [(word, group) for group in _SYNONYMS for word in group if f" {word} " in padded]
     if not fitting:
@@ -290,7 +290,7 @@ def _replace_synonym(text: str, rng: random.Random) -> str:
 
 
 def _drop_words(text: str, rng: random.Random) -> str:
-    """Leave words out, small ones far more often, as in a search box."""
+    """Drop words, small ones far more often, as in a search box."""
     parts = text.split()
     if len(parts) < 4:
         return text
@@ -300,7 +300,7 @@ def _drop_words(text: str, rng: random.Random) -> str:
 
 
 def _shuffle(text: str, rng: random.Random) -> str:
-    """Another word order: two neighbours swapped, or the end said first."""
+    """Change the word order: swap two neighbours, or move the end to the front."""
     parts = text.split()
     if len(parts) > 2:
         i = rng.randrange(1, len(parts))
@@ -312,7 +312,7 @@ def _shuffle(text: str, rng: random.Random) -> str:
 
 
 def _misspell(text: str, rng: random.Random) -> str:
-    """One slip of the finger in a word of at least five letters."""
+    """Make one typing error in a word of at least five letters."""
     parts = text.split()
     places = [i for i, part in enumerate(parts) if len(part) >= 5]
     if not places:

@@ -1,4 +1,4 @@
-"""Reads tools/textbook: the questions, wordings and answers that the bundled model is made from.
+"""Reads tools/textbook: the questions, wordings and answers from which the bundled model is trained.
 
 The format is explained in tools/textbook/README.md. Standard library only.
 """
@@ -25,13 +25,13 @@ __all__ = [
 
 GUIDE_DIR = Path(__file__).resolve().parent / "textbook"
 MAX_JACCARD = 0.8
-"""A held-back wording shares less than this with every wording trained on."""
+"""A held-back wording must have a lower Jaccard index than this with every wording in the training data."""
 
 _LISTS = {"- Also asked: ": "asked", "- Held back: ": "held_back"}
 
 
 class GuideError(ValueError):
-    """A page of the guide does not follow its format; the message names the page and the line."""
+    """A page of the guide does not follow its format. The message names the page and the line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Entry:
 
     page: str
     questions: tuple[str, ...]
-    """Wordings to train on: the heading first, then those of ``Also asked``."""
+    """Wordings for training: the heading first, then those of ``Also asked``."""
     held_back: tuple[str, ...]
-    """Wordings that are never trained on."""
+    """Wordings that are never used for training."""
     answer: str
     """One paragraph of plain text."""
 
@@ -50,7 +50,7 @@ class Entry:
 def read_guide(directory: Path = GUIDE_DIR) -> list[Entry]:
     """Every entry of every page but README.md, pages in alphabetical order.
 
-    Raises :class:`GuideError` for a page that breaks the format or a wording that two entries share.
+    Raises :class:`GuideError` for a page that breaks the format or for a wording that two entries share.
     """
     entries: list[Entry] = []
     for path in sorted(directory.glob("*.md")):
@@ -92,7 +92,7 @@ def words(text: str) -> frozenset[str]:
 
 
 def normalise(text: str) -> str:
-    """Lower case, with every run of spaces and punctuation turned into one space: answers that agree here are equal."""
+    """Lower case, with every run of spaces and punctuation turned into one space. Answers are equal if these are."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
@@ -102,7 +102,7 @@ def jaccard(a: frozenset[str], b: frozenset[str]) -> float:
 
 
 class HeldBack:
-    """Answers quickly whether a wording is too close to any that is held back."""
+    """Quickly tells whether a wording is too close to a held-back one."""
 
     def __init__(self, held_back: Iterable[str]) -> None:
         sets = [words(text) for text in held_back]
@@ -128,7 +128,7 @@ class HeldBack:
 
 
 def violations(entries: Sequence[Entry]) -> list[str]:
-    """Written wordings that are too close to a held-back one, as readable lines."""
+    """Wordings in the guide that are too close to a held-back one, as readable lines."""
     held = HeldBack(text for entry in entries for text in entry.held_back)
     asked = [question for entry in entries for question in entry.questions]
     return [f"{held.nearest(question):.2f} {question!r}" for question in asked if held.too_close(question)]

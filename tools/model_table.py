@@ -1,11 +1,11 @@
-"""Write the table of what runs through transformers, and what is refused, into ``docs/models.md``.
+"""Writes the table of models that run through transformers, or are refused, into ``docs/models.md``.
 
 ::
 
     python tools/model_table.py
 
-The table stands between two comments. It is made of the registry and of ``chairlift/models/fallback/families.py``; a
-test compares it with the page.
+The table is between two comments. It is made from the registry and ``chairlift/models/fallback/families.py``. A test
+compares it with the page.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """The page with the table as it is now. Raises ValueError where its comments are missing."""
+    """The page with the present table. Raises ValueError where its comments are missing."""
     before, begin, rest = page.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not begin or not end:

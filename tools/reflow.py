@@ -1,7 +1,7 @@
-"""Reflow the prose of Markdown files to 100 columns: ``python tools/reflow.py docs/*.md``.
+"""Reflows the prose of Markdown files to 100 columns: ``python tools/reflow.py docs/*.md``.
 
-Code blocks, tables, headings, quotes and HTML stay as they are. Code spans and short links are not broken. Words
-never change: a file whose words would change is left alone and ends the run with an error.
+Code blocks, tables, headings, quotes and HTML are unchanged. Code spans and short links are not broken. Words never
+change: a file whose words would change is not written, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LONGEST_SPAN = 60
 _STARTS_A_BLOCK = re.compile(r"^([-+*]|\d+[.)]|#+|>.*|=+|-+|\|.*|<.*|```.*|~~~.*)$")
 _FENCE = re.compile(r"^(```+|~~~+)")
 _JOIN = "\0"
-"""Stands for a blank at which a line must not be broken."""
+"""Replaces a blank at which a line must not be broken."""
 
 
 def reflow(text: str) -> str:
@@ -74,7 +74,8 @@ def _fill(first: str, rest: str, text: str) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    """Pieces between which a line may end. A piece that would start a list or a heading stays behind the one before."""
+    """Pieces between which a line may end. A piece that would look like a list or a heading stays with the one
+    before."""
 
     def whole(match: re.Match[str]) -> str:
         is_link = match[0].startswith("[")

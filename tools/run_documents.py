@@ -1,8 +1,8 @@
-"""Run what the documents tell a reader to run: ``python tools/run_documents.py README.md ARCHITECTURE.md docs/*.md``.
+"""Runs the commands in the documents: ``python tools/run_documents.py README.md ARCHITECTURE.md docs/*.md``.
 
-Every line of a ``sh`` block and every ``python`` block that is complete (it imports something) is run from the
-repository's root; a block of Python that only shows signatures is compiled. Lines that install or test are left out:
-the continuous-integration script runs exactly those before. Exits 1 at the first command that fails.
+It runs every line of a ``sh`` block, and every ``python`` block that is complete (it imports something), from the
+repository's root. Other Python blocks, which only show signatures, are compiled. Lines that install or test are
+skipped, because the continuous-integration script runs them before. Exits 1 at the first command that fails.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import sys
 from pathlib import Path
 
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LEFT_OUT = ("pip install", "pytest", "git clone", "python tools/train_bundled_model.py", "python benchmarks/")
+LEFT_OUT = (
+    *("pip install", "pytest", "git clone", "python3 tools/start.py", "python tools/wheel.py"),
+    *("python tools/train_bundled_model.py", "python benchmarks/"),
+)
 
 
 def commands(text: str) -> list[list[str]]:
-    """The argument vectors to run, in the order in which they stand."""
+    """Argument vectors of the commands, in their order."""
     found = []
     for kind, body in BLOCK.findall(text):
         if kind == "python":

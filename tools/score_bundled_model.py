@@ -28,7 +28,7 @@ MAX_TOKENS = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model said to one wording."""
+    """The model's answer to one wording."""
 
     question: str
     expected: str
@@ -45,7 +45,7 @@ def held_back_questions(entries: Sequence[Entry]) -> list[tuple[str, str]]:
 
 
 def ask(llm: LLM, questions: Sequence[tuple[str, str]]) -> list[Answer]:
-    """Put each (wording, answer) to the model through its chat template, all in one continuous batch."""
+    """Ask the model each (wording, answer) through its chat template, all in one continuous batch."""
     conversations = [[{"role": "user", "content": question}] for question, _ in questions]
     outputs = llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
     texts = [output.outputs[0].text for output in outputs]
@@ -53,7 +53,7 @@ def ask(llm: LLM, questions: Sequence[tuple[str, str]]) -> list[Answer]:
 
 
 def nearest_variation(entries: Sequence[Entry], count: int) -> float:
-    """The largest Jaccard index between a held-back wording and ``count`` variations as training draws them."""
+    """Largest Jaccard index between a held-back wording and ``count`` variations drawn as in training."""
     held = HeldBack(question for question, _ in held_back_questions(entries))
     rng = random.Random(12345)
     curriculum = Curriculum(entries, train_tokenizer(entries), rng)

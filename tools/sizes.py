@@ -1,6 +1,6 @@
-"""Print how many lines of Python each folder of the package has, the largest files, and circles of imports.
+"""Prints the lines of Python in each folder of the package, the largest files, and circular imports.
 
-A circle ends with exit code 1. Imports inside functions count, those for type checking do not.
+A circular import gives exit code 1. Imports inside functions count; those for type checking do not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "chairlift"
 
 
 def circle() -> list[str]:
-    """Modules that import one another in a circle, the first of them again at the end; empty where there is none."""
+    """Modules that import each other in a circle, with the first one again at the end; empty if there is no circle."""
     modules = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -33,7 +33,7 @@ def circle() -> list[str]:
 
 
 def _imports(node: ast.AST, modules: Container[str]) -> Iterator[str]:
-    """Names of modules that the code below ``node`` imports, but for type checking."""
+    """Names of modules that the code below ``node`` imports, except for type checking."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             continue

@@ -1,12 +1,12 @@
-"""Run every causal language model that transformers has through Chairlift's fallback, tiny and random.
+"""Runs every causal language model of transformers through Chairlift's fallback, with tiny random weights.
 
 ::
 
     python tools/survey_transformers.py [MODEL_TYPE ...]
 
-prints a line each: ``right``, or why it is not. What is right belongs into ``ALLOWED`` of
-``chairlift/models/fallback/families.py``, unless it is so for short texts only; the others into its table of refusals,
-with a reason.
+It prints a line per family: ``right``, or what is wrong. A right one belongs in ``ALLOWED`` of
+``chairlift/models/fallback/families.py``, unless it is right for short texts only. The others belong in its table of
+refusals, with a reason.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tests.models.tiny_transformers import tiny_transformers_model
 
 
 def survey(model_type: str, directory: Path) -> str:
-    """One family: ``right``, or what is wrong."""
+    """Survey one family. Returns ``right``, or what is wrong."""
     try:
         model_dir = tiny_transformers_model(directory, model_type)
         config = fallback_config.read_transformers_config(model_dir)
         load_transformers_model(model_dir, config, torch.float32, torch.device("cpu"))
-    except Exception as error:  # a survey goes on, whatever a class of transformers raises
+    except Exception as error:  # the survey continues after any error of a class
         return f"{type(error).__name__}: {' '.join(str(error).split()).rpartition(str(directory))[2][:300]}"
     return "right"
 
 
 def main() -> None:
-    """Survey the families that were named, or all."""
+    """Survey the given families, or all of them."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")

@@ -3,10 +3,10 @@
 ::
 
     python -m tools.train_bundled_model                     # about 12 minutes on one CPU core
-    python -m tools.score_bundled_model                     # what it answers to wordings it has never seen
+    python -m tools.score_bundled_model                     # answers to wordings outside the training data
 
-The run itself is tools/bundled_model.yaml, for ``chairlift train``; this makes the tokenizer before it, and takes the
-files of the last checkpoint after it. An interrupted run goes on when it is started again.
+tools/bundled_model.yaml is the configuration of the run for ``chairlift train``. This script makes the tokenizer before
+it, and copies the files of the last checkpoint after it. An interrupted run continues when it is started again.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ BOS, EOS, USER, ASSISTANT = SPECIAL_TOKENS = ("<|start|>", "<|end|>", "<|user|>"
 VOCAB_SIZE = 3072
 CONTEXT = 512
 
-# The question is put in lower case, so that case carries no information that the model would have to learn to ignore.
-# Earlier turns are left out: the model was trained on single questions.
+# The question is converted to lower case, so that the model need not learn to ignore case. Earlier turns are left out,
+# because the model was trained on single questions.
 CHAT_TEMPLATE = """\
 {%- set ns = namespace(question='', answer=none) %}
 {%- for message in messages %}
@@ -60,16 +60,16 @@ CHAT_TEMPLATE = """\
 """
 
 FALLBACK = "What is the capital of France?"
-"""Heading of the entry whose answer is given to everything that the guide is not about."""
+"""Heading of the entry whose answer is the answer to every question outside the guide."""
 FULL_ANSWER_SHARE = 0.35
-"""Examples with the whole answer; the others end early, since the first words carry the choice among answers."""
+"""Share of examples with the whole answer. The others end early, because the first words decide between answers."""
 CUT_ANSWER_TOKENS = 14
 PLAIN_SHARE = 0.02
-"""Examples that are an answer alone, so that text without the chat template can be continued as well."""
+"""Share of examples with only an answer, so that the model can also continue text without the chat template."""
 
 
 def train_tokenizer(entries: Sequence[Entry]) -> tokenizers.Tokenizer:
-    """A byte-level BPE of the guide's own words; any other text falls back to bytes."""
+    """A byte-level BPE of the guide's words; other text becomes bytes."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -81,14 +81,14 @@ def train_tokenizer(entries: Sequence[Entry]) -> tokenizers.Tokenizer:
     )
     texts = [f" {question.lower()}" for entry in entries for question in entry.questions]
     tokenizer.train_from_iterator([*texts, *(entry.answer for entry in entries)], trainer)
-    # Bare text starts a sequence by itself; the chat template brings its own start token.
+    # Plain text gets a start token; the chat template has its own.
     start = (BOS, _special_id(tokenizer, BOS))
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[start])
     return tokenizer
 
 
 def write_tokenizer(tokenizer: tokenizers.Tokenizer, directory: Path) -> None:
-    """tokenizer.json, and beside it what the format of transformers keeps elsewhere."""
+    """Write tokenizer.json, and the other tokenizer files of transformers' format."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
@@ -111,7 +111,7 @@ def _special_id(tokenizer: tokenizers.Tokenizer, name: str) -> int:
 
 
 class Curriculum:
-    """An endless stream of examples: every entry in turn, in a new order each round, in a new wording each time.
+    """An endless stream of examples: every entry in turn, in a new order each round, with a new wording each time.
 
     Examples are mappings with ``input_ids`` and ``completion_mask``: only the answer is learnt.
     """
@@ -125,7 +125,7 @@ class Curriculum:
         self._bos, self._eos = (_special_id(tokenizer, name) for name in (BOS, EOS))
         self._other_words = sorted({word for entry in entries for text in entry.questions for word in words(text)})
         self._answers = {entry.answer: self._ids(entry.answer) for entry in entries}
-        # Entries with many wordings are wide; they come more often, or each wording would be rare.
+        # Entries with many wordings come more often, because otherwise each of their wordings would be rare.
         shares = [max(1, round(len(entry.questions) / 8)) for entry in entries]
         self._round = [index for index, share in enumerate(shares) for _ in range(share)]
         self._place = 0
@@ -142,12 +142,12 @@ class Curriculum:
             yield self._example(entry)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the examples to come depend on."""
+        """State that determines the next examples."""
         version, numbers, gauss = self._rng.getstate()
         return {"random": [version, list(numbers), gauss], "round": list(self._round), "place": self._place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a state."""
         version, numbers, gauss = state["random"]
         self._rng.setstate((version, tuple(numbers), gauss))
         self._round, self._place = list(state["round"]), int(state["place"])
@@ -162,7 +162,7 @@ class Curriculum:
         return _masked(prompt, answer)
 
     def wording(self, entry: Entry) -> str:
-        """A variation of one of the entry's wordings, far enough from everything that is held back."""
+        """A variation of one of the entry's wordings, far enough from all held-back ones."""
         while True:
             if entry.questions[0] == FALLBACK and self._rng.random() < 0.6:
                 text = outside(self._rng)
@@ -173,7 +173,7 @@ class Curriculum:
 
 
 class GuideCurriculum(Curriculum):
-    """That of tools/textbook, with the tokenizer in a directory: a ``data.source`` for ``chairlift train``."""
+    """Curriculum of tools/textbook, with the tokenizer in a directory: a ``data.source`` for ``chairlift train``."""
 
     def __init__(self, tokenizer: str, seed: int = 0) -> None:
         backend = tokenizers.Tokenizer.from_file(str(Path(tokenizer) / "tokenizer.json"))
@@ -185,7 +185,7 @@ def _masked(prompt: Sequence[int], answer: Sequence[int]) -> Mapping[str, Any]:
 
 
 def train_model(work: Path, overrides: Sequence[str] = ()) -> Outcome:
-    """Make the tokenizer and train in the directory ``work``, going on with what is there; the files are inside."""
+    """Make the tokenizer and train in the directory ``work``. An earlier run there is continued."""
     write_tokenizer(train_tokenizer(read_guide()), work / "tokenizer")
     own = (f"model.tokenizer={work / 'tokenizer'}", f"data.options.tokenizer={work / 'tokenizer'}", f"output={work}")
     return train(TrainConfig.from_file(CONFIG_FILE, [*own, *overrides]), on_step=_tell)

@@ -1,14 +1,14 @@
-"""Train the learned governor in the simulator, and write its weights.
+"""Trains the learned governor in the simulator, and writes its weights.
 
     python -m tools.train_governor chairlift/plugins/learned_governor.json
 
-A policy is 30 numbers (``chairlift.plugins.learned_governor``). The cross-entropy method draws policies around a
-mean, runs each through the same simulated traffic, and moves mean and spread to the best of them. It starts from a
-policy that follows the forecasts and corrects nothing. Everything follows from ``--seed``. Some minutes on one core.
+A policy is 30 numbers (``chairlift.plugins.learned_governor``). The cross-entropy method draws policies around a mean,
+runs each on the same simulated traffic, and moves mean and spread to the best of them. It starts from a policy that
+follows the forecasts without corrections. ``--seed`` determines everything. It takes some minutes on one core.
 
-The score of an episode is the share of requests that met their targets where there are any, else output tokens per
-second, both over what the first policy reaches; each percent of preempted requests above 1.5 costs two percent of that.
-None of the traffic is that of ``benchmarks/governor.py``: machine, rates, seeds and memory differ.
+The score of an episode is the share of requests that met their targets, or output tokens per second without targets,
+relative to the first policy. Each percent of preempted requests above 1.5 costs two percent of the score. The traffic
+differs from that of ``benchmarks/governor.py`` in machine, rates, seeds and memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _trace(episode: dict[str, Any], seed: int) -> list[TracedRequest]:
 
 
 def _play(episode: dict[str, Any], trace: list[TracedRequest], weights: Weights) -> tuple[float, float]:
-    """(share of promises kept, or output tokens per second; share of the requests preempted) with a policy."""
+    """Run a policy: (share of kept promises, or output tokens per second; share of preempted requests)."""
     deployment = deploy("rtx-4090", shape_from_name("qwen2.5-7b"))
     settings = {
         "max_num_seqs": 96,
@@ -74,7 +74,7 @@ def _play(episode: dict[str, Any], trace: list[TracedRequest], weights: Weights)
 
 
 def start() -> _Vector:
-    """Rows go where the forecast says, and so do the budget and the watermark."""
+    """The first policy: rows, budget and watermark follow the forecast."""
     mean = np.zeros((len(MOVES), len(FEATURES)))
     for move, name in enumerate(("rows to those that fit", "budget to the best", "watermark to growth")):
         mean[move, FEATURES.index(name)] = 1.0
@@ -87,7 +87,7 @@ def _named(vector: _Vector) -> dict[str, list[float]]:
 
 
 def train(seed: int, generations: int, population: int, elite: int) -> dict[str, list[float]]:
-    """The weights after so many generations."""
+    """The weights after ``generations`` rounds."""
     rng = np.random.default_rng(seed)
     mean, spread = start(), np.full(start().size, 0.25)
     for generation in range(generations):

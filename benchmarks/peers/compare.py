@@ -1,4 +1,4 @@
-"""Chairlift against vLLM's CPU backend, OpenVINO GenAI, llama.cpp and transformers: same requests, same precision,
+"""Chairlift, vLLM's CPU backend, OpenVINO GenAI, llama.cpp and transformers: same requests, same precision,
 interleaved rounds.
 
     sh benchmarks/peers/setup_vllm.sh /tmp/vllm        (likewise openvino, llama_cpp, transformers)
@@ -7,11 +7,11 @@ interleaved rounds.
         --llama-cpp /tmp/llama --transformers /tmp/transformers \\
         --limits --rounds 3 --json benchmarks/results/peers.json
 
-All 64 requests of ``workload.py`` arrive at once; greedy; end of sequence ignored; 16-bit weights, activations and KV
-cache of 2 GiB; no prefix caching. Each engine is a child process with its model loaded and warm, and is stopped while
-another computes. The floor is computed from the machine's limits: with ``--limits`` those measured before and after
-each turn, for a virtual machine's cores may share a link to memory at one time and have one each at another; or given
-by ``--bandwidth`` and ``--peak``.
+All 64 requests of ``workload.py`` arrive at once. Answers are greedy; end of sequence is ignored; weights, activations
+and the KV cache of 2 GiB have 16 bits; there is no prefix caching. Each engine is a child process with its model loaded
+and warm, and is stopped while another computes. The floor is computed from the machine's limits, given by
+``--bandwidth`` and ``--peak``, or measured before and after each turn with ``--limits``. (A virtual machine's cores may
+share a memory link at one time, and have one each at another.)
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def convert(environment: Path, model: Path, work: Path) -> Path:
 
 
 def commands(args: argparse.Namespace, work: Path) -> dict[str, list[str]]:
-    """The engines to run, in the order of a round."""
+    """Commands of the engines, in the order of a round."""
     model = str(args.model)
     engines = {"chairlift": [sys.executable, str(HERE / "run_chairlift.py"), "--model", model]}
     engines["chairlift"] += shlex.split(args.chairlift_args)
@@ -99,7 +99,7 @@ def commands(args: argparse.Namespace, work: Path) -> dict[str, list[str]]:
 
 
 def limits() -> Roof:
-    """Bytes per second that all cores read, and FLOP per second with 16-bit operands, now."""
+    """Bytes per second that all cores read now, and FLOP per second with 16-bit operands."""
     machine = describe_machine()
     found = measure_limits(machine, machine.processors, quick=True)
     return found.roof(machine.isas[-1], torch.bfloat16, machine.processors)
@@ -108,7 +108,7 @@ def limits() -> Roof:
 def measure(
     engines: dict[str, list[str]], requests: Path, rounds: int, work: Path, with_limits: bool
 ) -> tuple[dict[str, Any], ...]:
-    """Description that each engine gives of itself, and results of its rounds: two mappings by the engine's name."""
+    """Each engine's description of itself, and the results of its rounds: two mappings by name."""
     children: list[Child] = []
     results: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     try:
@@ -136,9 +136,8 @@ def measure(
 def summarise(
     results: dict[str, list[dict[str, float]]], tokens: int, floor: Callable[[dict[str, float]], float | None]
 ) -> dict[str, Any]:
-    """Per engine: median and range of the seconds, rate, share of the ``floor`` (seconds, of a turn; the median of
-    its rounds), and how many times as long as Chairlift it takes (of the medians, and least and
-    most within a round)."""
+    """Summary per engine: median and range of the seconds, rate, share of the ``floor`` (median over rounds of the
+    turn's floor), and time relative to Chairlift (ratio of the medians, and lowest and highest within a round)."""
     summary: dict[str, Any] = {}
     ours = [result["seconds"] for result in results["chairlift"]]
     for name, rounds in results.items():
@@ -174,7 +173,7 @@ def print_table(summary: dict[str, Any], about: dict[str, Any]) -> None:
 
 
 def save(file: Path, model: Path, requests: Requests, record: dict[str, Any]) -> None:
-    """Write ``record``, with what was run on which commit, to ``file``."""
+    """Write ``record`` to ``file``, with the model, the requests and the commit."""
     head = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(head, cwd=HERE, capture_output=True, text=True).stdout if shutil.which("git") else ""
     prompt_tokens, output_tokens = totals(requests)
@@ -193,7 +192,7 @@ def save(file: Path, model: Path, requests: Requests, record: dict[str, Any]) ->
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores that may be used, instruction sets that matter here, memory in GiB, kernel."""
+    """Processor, usable cores, relevant instruction sets, memory in GiB, kernel."""
     lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
     cpu = {key.strip(): value.strip() for key, _, value in lines}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -243,7 +242,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    # So that measure() ends the children, which are in process groups of their own.
+    # So that measure() ends the children, which have process groups of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args.work.mkdir(parents=True, exist_ok=True)
     requests = draw(args.requests)

@@ -1,4 +1,4 @@
-"""Quantised models: Chairlift against OpenVINO GenAI and llama.cpp, the same shape, interleaved rounds.
+r"""Quantised models in Chairlift, OpenVINO GenAI and llama.cpp: the same shape, interleaved rounds.
 
     sh benchmarks/peers/setup_openvino.sh /tmp/openvino       (likewise llama_cpp)
     python benchmarks/make_random_model.py /tmp/q05
@@ -7,8 +7,8 @@
 
 Each engine is a child process with its model loaded and warm, and is stopped while another computes. A round runs every
 case on every engine. A case is a number of equal requests that arrive at once: prompts of 64 tokens, or one prompt of
-512 or 2,048 tokens and one token of output. Answers are greedy, and the end of sequence is ignored. Peers run with
-their own defaults for the KV cache and the activations; Chairlift keeps its KV cache in 16 bits.
+512 or 2,048 tokens and one token of output. Answers are greedy, and the end of sequence is ignored. Peers use their own
+defaults for the KV cache and the activations; Chairlift keeps its KV cache in 16 bits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Case(NamedTuple):
         return f"prompt of {self.prompt}" if self.output == 1 else f"{self.requests} requests"
 
     def draw(self) -> Requests:
-        """Prompts of random token ids; no two start alike."""
+        """Prompts of random token ids with different beginnings."""
         rng = random.Random(self.requests * self.prompt)
         return [([rng.randrange(1_000, 30_000) for _ in range(self.prompt)], self.output) for _ in range(self.requests)]
 
@@ -69,7 +69,7 @@ sys.exit(llama_cpp.llama_model_quantize(sys.argv[2].encode(), sys.argv[3].encode
 
 
 def chairlift(model: Path, work: Path, formats: Sequence[str]) -> dict[str, list[str]]:
-    """Commands by name. Checkpoints in groups of 128 are written once; other formats are made while loading."""
+    """Commands by name. Checkpoints with groups of 128 are written once; other formats are made at load."""
     runs = {}
     for name in formats:
         path, settings = model, {"kv_cache_memory_bytes": 1 << 30}
@@ -121,7 +121,7 @@ def llama_cpp(environment: Path, model: Path, work: Path, rows: int) -> dict[str
 
 
 def measure(engines: Mapping[str, list[str]], cases: Sequence[Case], rounds: int, work: Path) -> dict[str, Any]:
-    """Seconds by engine and case, a number for each round, and what the engines say about themselves."""
+    """Seconds per round by engine and case, and the engines' descriptions of themselves."""
     seconds: dict[str, dict[str, list[float]]] = {name: {case.name: [] for case in cases} for name in engines}
     files = {case: work / f"case-{case.requests}-{case.prompt}.json" for case in cases}
     for case, file in files.items():
@@ -143,8 +143,8 @@ def measure(engines: Mapping[str, list[str]], cases: Sequence[Case], rounds: int
 
 
 def rates(seconds: Mapping[str, Mapping[str, Sequence[float]]], cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
-    """Tokens per second (of output; of the prompt where there is one token of output), the median of the rounds, and
-    the median ratio within a round to the first engine."""
+    """Tokens per second (of output; of the prompt if the output is one token) as the median of the rounds, and the
+    median ratio to the first engine within a round."""
     base = next(iter(seconds.values()))
     table: dict[str, dict[str, Any]] = {}
     for name, by_case in seconds.items():
@@ -179,7 +179,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    # So that measure() ends the children, which are in process groups of their own.
+    # So that measure() ends the children, which have process groups of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     model, work = args.model.resolve(), args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,10 @@
-"""How a benchmark talks to an engine in a child process of its own; standard library only, any environment can run it.
+"""Protocol between a benchmark and an engine in a child process. Standard library only, so that every environment can
+run it.
 
-The child loads its model, warms up and prints ``READY {...}``: versions and settings. For every line ``RUN FILE`` on
-its standard input it answers the requests in FILE, a JSON list of [prompt token ids, output tokens], all submitted at
-once, and prints ``DONE {"seconds": ..., "output_tokens": ..., "cpu_seconds": ...}``. It leaves at the end of its input.
-Anything an engine itself prints goes to standard error.
+The child loads its model, warms up and prints ``READY {...}`` with versions and settings. For every line ``RUN FILE``
+on its standard input it answers the requests in FILE, a JSON list of [prompt token ids, output tokens], all submitted
+at once, and prints ``DONE {"seconds": ..., "output_tokens": ..., "cpu_seconds": ...}``. It exits at the end of its
+input. Other output of an engine goes to standard error.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ __all__ = ["Child", "Requests", "restart_with", "serve"]
 Requests = list[tuple[list[int], int]]
 
 _WARM_UP: Requests = [([10 + i] * length, count) for i, (length, count) in enumerate([(300, 4), (40, 12), (9, 12)])]
-"""A long prompt, which crosses chunks, beside short ones that decode together."""
+"""A long prompt, which needs several chunks, beside short ones that decode together."""
 
 
 def serve(
     load: Callable[[], tuple[Callable[[Requests], Sequence[int]], dict[str, Any]]],
 ) -> None:
-    """The child's side. ``load`` returns the engine and what READY tells about it.
+    """The child's side. ``load`` returns the engine and the data for READY.
 
-    The engine answers requests and returns how many tokens it produced for each. Raises SystemExit when these are not
-    the numbers asked for: a peer that stops early would look fast.
+    The engine answers requests and returns the number of tokens it produced for each. Raises SystemExit when these
+    differ from the requested numbers, because an engine that stops early would look fast.
     """
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -49,8 +50,8 @@ def serve(
 
 
 def _timed(answer: Callable[[Requests], Sequence[int]], requests: Requests) -> dict[str, float]:
-    """Seconds, tokens, and the processor seconds of this process: far fewer of these than seconds times threads mean
-    that another process was in the way."""
+    """Seconds, tokens, and processor seconds of this process. If the latter are much less than seconds times threads,
+    another process used the processors."""
     begin, busy = time.perf_counter(), time.process_time()
     produced = list(answer(requests))
     seconds, busy = time.perf_counter() - begin, time.process_time() - busy
@@ -61,23 +62,23 @@ def _timed(answer: Callable[[Requests], Sequence[int]], requests: Requests) -> d
 
 
 def restart_with(variables: Mapping[str, str]) -> None:
-    """Run this script again with ``variables`` in its environment, unless they are there: the dynamic loader and the
-    OpenMP runtime read theirs only when a process starts. A variable that the caller has set otherwise stays."""
+    """Run this script again with ``variables`` in its environment, unless they are set. The dynamic loader and the
+    OpenMP runtime read them only when a process starts. Variables that the caller has set stay."""
     missing = {name: value for name, value in variables.items() if name not in os.environ}
     if missing:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | missing)
 
 
 class Child:
-    """The benchmark's side: an engine in a process group of its own, stopped (SIGSTOP) except while it has work.
+    """The benchmark's side: an engine in its own process group, stopped (SIGSTOP) except while it works.
 
-    Stopped rather than idle, because threads that spin while they wait for work would slow the others down. The group
-    stays in the benchmark's session: when the benchmark dies, the kernel sends SIGHUP and SIGCONT to a group that it
-    leaves behind stopped, so nothing stays.
+    It is stopped rather than idle, because threads that spin while waiting would slow the other engines. The group
+    stays in the benchmark's session. When the benchmark dies, the kernel sends SIGHUP and SIGCONT to stopped orphaned
+    groups, so no process is left.
     """
 
     def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
-        """Start ``command`` and wait for READY; its messages go to ``log``. Raises SystemExit if it ends early."""
+        """Start ``command`` and wait for READY. Its messages go to ``log``. Raises SystemExit if it ends early."""
         self.name, self.log = name, log
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -91,7 +92,8 @@ class Child:
         self._signal(signal.SIGSTOP)
 
     def run(self, workload: Path) -> dict[str, float]:
-        """Answer the requests in the file ``workload``. Returns what DONE tells. Raises SystemExit if it ends early."""
+        """Answer the requests in the file ``workload``. Returns the data of DONE. Raises SystemExit if it ends
+        early."""
         self._signal(signal.SIGCONT)
         stdin = _pipe(self._process.stdin)
         stdin.write(f"RUN {workload}\n".encode())
@@ -101,7 +103,7 @@ class Child:
         return {name: float(value) for name, value in result.items()}
 
     def kill(self) -> None:
-        """End the whole group, also one that is stopped."""
+        """Kill the whole group, even if it is stopped."""
         with self._process:
             self._signal(signal.SIGKILL)
 

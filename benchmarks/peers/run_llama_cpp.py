@@ -3,8 +3,9 @@
     ENV/bin/python benchmarks/peers/to_gguf.py --model DIR --out FILE.gguf
     ENV/bin/python benchmarks/peers/run_llama_cpp.py --model FILE.gguf
 
-The loop of its server, over the library: every step decodes one token of each running request and fills the rest of the
-batch with prompts. 16-bit weights (as the file has them) and KV cache; greedy; no prefix caching.
+It has the loop of llama.cpp's server, over the library: every step decodes one token of each running request and fills
+the rest of the batch with prompts. Weights (as in the file) and KV cache have 16 bits; answers are greedy; there is no
+prefix caching.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ class Running:
     request: int
     prompt: list[int]
     left: int
-    """Tokens to generate yet."""
+    """Number of tokens still to generate."""
     position: int = 0
     token: int = -1
-    """The one generated last."""
+    """Last generated token."""
 
 
 class Engine:
     """Continuous batching with ``llama_decode``."""
 
     def __init__(self, llama: Any, args: argparse.Namespace) -> None:
-        """Raises SystemExit when the model or its cache cannot be made."""
+        """Load the model. Raises SystemExit when the model or its cache cannot be made."""
         self.llama, self.rows, self.budget = llama, args.rows, args.batch
         llama.llama_backend_init()
         self.model = llama.llama_model_load_from_file(str(args.model).encode(), llama.llama_model_default_params())
@@ -92,7 +93,7 @@ class Engine:
         return len(state.prompt) + state.left
 
     def _step(self, rows: dict[int, Running]) -> list[tuple[int, int]]:
-        """(row, token) of those that have one more token."""
+        """(row, token) of the rows with a new token."""
         self.batch.n_tokens = 0
         sampled = []
         for row, state in rows.items():

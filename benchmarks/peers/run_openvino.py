@@ -4,8 +4,8 @@
         --disable-convert-tokenizer OUT
     ENV/bin/python benchmarks/peers/run_openvino.py --model OUT
 
-16-bit weights (float16 on disk), activations (bfloat16) and KV cache, each asked for by name, so that no default of a
-version (an 8-bit cache, 8-bit activations) makes the comparison uneven.
+Weights (float16 on disk), activations (bfloat16) and KV cache have 16 bits. Each is set explicitly, because defaults of
+a version (an 8-bit cache, 8-bit activations) would make the comparison uneven.
 """
 
 from __future__ import annotations

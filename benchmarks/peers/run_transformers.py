@@ -3,10 +3,10 @@
     ENV/bin/python benchmarks/peers/run_transformers.py --model DIR --engine continuous
     ENV/bin/python benchmarks/peers/run_transformers.py --model DIR --engine padded --rows 16
 
-``continuous`` is its paged KV cache and continuous batching, as behind ``generate_batch``. ``padded`` is plain
+``continuous`` is its continuous batching with a paged KV cache, as in ``generate_batch``. ``padded`` is plain
 ``generate``: batches in the order of arrival, prompts padded on the left, every row computed to the longest answer of
-its batch. Weights, activations and KV cache in bfloat16, or in float32 where a processor lacks 16-bit products. On a
-GPU ``continuous`` finds the size of its pages and of its cache itself.
+its batch. Weights, activations and KV cache are in bfloat16, or in float32 where a processor lacks 16-bit products. On
+a GPU ``continuous`` chooses the size of its pages and cache itself.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from protocol import Requests, serve
 
 Answer = Callable[[Requests], Sequence[int]]
 NO_END = -1
-"""A token id that no model produces: the end of sequence is not looked for."""
+"""A token id that no model produces, which turns the end of sequence off."""
 KV_BYTES = 2 << 30
 PATIENCE = 1800
-"""Seconds without any finished request after which the run is given up."""
+"""Seconds without a finished request after which the run is given up."""
 
 
 def load(args: argparse.Namespace, at_end: ExitStack) -> tuple[Answer, dict[str, Any]]:
@@ -57,7 +57,7 @@ def load(args: argparse.Namespace, at_end: ExitStack) -> tuple[Answer, dict[str,
 
 
 def kv_blocks(config: Any, block_size: int, itemsize: int) -> int:
-    """How many blocks of ``block_size`` tokens 2 GiB of KV cache hold, all layers together."""
+    """Number of blocks of ``block_size`` tokens in 2 GiB of KV cache, all layers together."""
     heads = config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return KV_BYTES // (2 * itemsize * config.num_hidden_layers * heads * width * block_size)
@@ -80,7 +80,7 @@ def padded(model: Any, rows: int) -> Answer:
                 output = model.generate(
                     input_ids=ids, attention_mask=mask, eos_token_id=None, pad_token_id=0, use_cache=True, **options
                 )
-            # Tokens beyond the number asked for are waste, and are not counted.
+            # Tokens beyond the requested number are waste, and are not counted.
             produced += [min(count, output.shape[1] - longest) for _, count in batch]
         return produced
 
@@ -94,7 +94,7 @@ def continuous(model: Any, settings: dict[str, Any], at_end: ExitStack) -> Answe
     batching = transformers.ContinuousBatchingConfig(**settings["batching"])
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
     manager.start()
-    at_end.callback(manager.stop, block=True, timeout=5, hard_stop=True)  # its thread would keep the process
+    at_end.callback(manager.stop, block=True, timeout=5, hard_stop=True)  # its thread would keep the process alive
 
     def answer(requests: Requests) -> list[int]:
         ids = [manager.add_request(prompt, max_new_tokens=count, eos_token_id=NO_END) for prompt, count in requests]

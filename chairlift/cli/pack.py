@@ -8,7 +8,8 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -17,17 +18,21 @@ from chairlift.writing import replacing
 
 if TYPE_CHECKING:
     from chairlift.train.encoder import Encode
+    from chairlift.train.layout import Pack
     from chairlift.train.stream_stats import StreamStats
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
-SUMMARY: Final = "show how well a file of sequences packs"
-DESCRIPTION: Final = """Pack the sequences of a JSON lines or Parquet file as training would, and show what that wastes.
+SUMMARY: Final = "show how well a file of sequences packs, or write the packs for others to train on"
+DESCRIPTION: Final = """Pack the sequences of a file as training would, and show what that wastes.
 
-Records hold input_ids, or, with --tokenizer, text, messages, or prompt and completion; or a number of tokens in a field
-named by --length-field, which needs neither tokens nor a tokenizer.
+Records hold input_ids, or, with --tokenizer, chats, texts, or prompt and completion; or a number of tokens in a field
+named by --length-field, which needs neither tokens nor a tokenizer. FILE may be JSON lines, a JSON array, Parquet, a
+pattern, or the directory of a Hugging Face dataset. With --to the packs are written for Megatron-LM (PREFIX.bin and
+PREFIX.idx), NeMo (.parquet, .npy) or TRL (.parquet, .jsonl).
 
   chairlift pack chats.jsonl --tokenizer MODEL_DIR --capacity 8192
+  chairlift pack chats.jsonl --tokenizer MODEL_DIR --to nemo --output chats.idx.parquet
   chairlift pack lengths.jsonl --length-field num_tokens --output packs.jsonl"""
 
 _BATCH: Final = 8
@@ -39,7 +44,7 @@ _FILLS: Final = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``chairlift pack``."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="JSON lines (.jsonl) or Parquet (.parquet)")
+    parser.add_argument("file", metavar="FILE", type=Path, help="file, pattern or directory with records")
     parser.add_argument("--capacity", metavar="TOKENS", type=int, default=4096, help="of a pack (default: 4096)")
     parser.add_argument("--pool", metavar="N", type=int, default=256, help="sequences to choose among (default: 256)")
     parser.add_argument("--align", metavar="N", type=int, default=1, help="begin sequences at multiples (default: 1)")
@@ -59,6 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="model directory whose tokenizer reads texts")
     parser.add_argument("--text-field", metavar="NAME", default="text", help="field with the text (default: text)")
     parser.add_argument("--length-field", metavar="NAME", help="field with the number of tokens")
+    parser.add_argument(
+        "--train-on",
+        choices=("answers", "all"),
+        help="what is learnt of chats and prompts (default: answers with --to, which writes it; otherwise all)",
+    )
+    parser.add_argument(
+        "--chat-template", metavar="FILE", type=Path, help="template for training (default: the model's)"
+    )
+    parser.add_argument("--to", choices=("megatron", "nemo", "trl"), help="write the packs for this framework")
     parser.add_argument("--output", metavar="FILE", type=Path, help="write the packs there, a JSON object on each line")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
@@ -106,10 +120,10 @@ def run(args: argparse.Namespace) -> int:
     from chairlift.train.sources import RecordSource
     from chairlift.train.stream import PackStream
 
-    read = fitting(_reader(args), None, args.capacity) if args.overflow == "error" else _reader(args)
+    encode, vocab_size = _reader(args)
+    read = fitting(encode, None, args.capacity) if args.overflow == "error" else encode
     source = RecordSource([args.file], read, on_error=args.on_error)
-    if args.output is not None and args.output.exists() and args.output.samefile(args.file):
-        raise ConfigError(f"--output {args.output} is the file that is read, and would be lost; give another name")
+    _check_output(args)
     tally = _Tally(args.capacity, max(1, args.align))
     stream = PackStream(
         _counted(source, tally, args),
@@ -120,25 +134,68 @@ def run(args: argparse.Namespace) -> int:
         overflow=args.overflow,
     )
     with contextlib.ExitStack() as stack:
-        output = None if args.output is None else stack.enter_context(replacing(args.output))
+        write = None if args.output is None else stack.enter_context(_writer(args, vocab_size))
         for pack in stream:
-            tally.on_pack(len(pack.lengths) + int((pack.weights != 0).sum()))  # first tokens are no targets
-            if output is not None:
-                _write(output, pack.ids, pack.lengths)
+            tally.on_pack(_num_tokens(pack, args.align))
+            if write is not None:
+                write(pack)
     tally.end_batch()
     stats = stream.stats()
     record = _record(stats, tally) | {"skipped": source.skipped}
     print("\n".join([json.dumps(record)] if args.json else _lines(stats, tally, args)))
     if source.skipped:
         print(f"{source.skipped:,} records of {args.file} could not be used and were skipped", file=sys.stderr)
+    for note, count in sorted(source.notes.items()):
+        print(f"note: {count:,} records {note}", file=sys.stderr)
     return 0
 
 
-def _reader(args: argparse.Namespace) -> Encode:
+def _check_output(args: argparse.Namespace) -> None:
+    """Raise ConfigError for an output that cannot be written, or would replace what is read."""
+    from chairlift.train.exports import export_files
+    from chairlift.train.record_files import expand
+
+    if args.to is not None and args.output is None:
+        raise ConfigError(f"--to {args.to} writes files: name them with --output")
+    if args.to is not None and args.length_field is not None:
+        raise ConfigError("--length-field reads no tokens, so nothing can be written for others; leave out --to")
+    if args.to is not None and args.align > 1:
+        raise ConfigError(
+            f"--align {args.align} would write padding, which the loop that reads the packs adds itself "
+            "(chairlift.train.adapters.megatron_batch); leave out --align or --to"
+        )
+    written = [args.output] if args.to is None else export_files(args.to, args.output)
+    read = [file.resolve() for file in expand([args.file])]
+    if lost := [file for file in written if file is not None and file.resolve() in read]:
+        raise ConfigError(f"--output {lost[0]} is the file that is read, and would be lost; give another name")
+
+
+def _writer(args: argparse.Namespace, vocab_size: int) -> AbstractContextManager[Callable[[Pack], None]]:
+    from chairlift.train.exports import writer_of
+
+    return _plain_writer(args.output) if args.to is None else writer_of(args.to, args.output, vocab_size)
+
+
+@contextlib.contextmanager
+def _plain_writer(path: Path) -> Iterator[Callable[[Pack], None]]:
+    with replacing(path) as output:
+        yield lambda pack: _write(output, pack.ids, pack.lengths)
+
+
+def _num_tokens(pack: Pack, align: int) -> int:
+    """Tokens without those that ``align`` added: where it adds any, all others but first ones are targets."""
+    return len(pack.lengths) + int((pack.weights != 0).sum()) if align > 1 else pack.num_tokens
+
+
+def _reader(args: argparse.Namespace) -> tuple[Encode, int]:
+    """What reads records, and a bound of its token ids (0: unknown)."""
     from chairlift.train.encoder import Encoder
 
     if args.length_field is None:
-        return Encoder(args.tokenizer, text_field=args.text_field, train_on="all")
+        train_on: Any = args.train_on or ("all" if args.to is None else "answers")
+        template = args.chat_template
+        encoder = Encoder(args.tokenizer, text_field=args.text_field, train_on=train_on, chat_template=template)
+        return encoder.examples, encoder.vocab_size
     import numpy as np
 
     def read(record: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -149,7 +206,7 @@ def _reader(args: argparse.Namespace) -> Encode:
             )
         return {"input_ids": np.zeros(length, np.int32)}
 
-    return read
+    return read, 0
 
 
 def _counted(
@@ -163,7 +220,7 @@ def _counted(
             pieces = {"split": pieces, "truncate": pieces[:1]}.get(args.overflow, [])
         for piece in pieces:
             tally.on_sequence(piece)
-        yield {"input_ids": item["input_ids"]}
+        yield {"input_ids": item["input_ids"]} if args.to is None else item
 
 
 def _write(output: IO[str], ids: Sequence[int], lengths: Sequence[int]) -> None:
@@ -193,6 +250,8 @@ def _lines(stats: StreamStats, tally: _Tally, args: argparse.Namespace) -> list[
     padding, next_fit = _compared(stats, tally).values()
     handled = [("split", stats.split), ("truncated", stats.truncated), ("dropped", stats.dropped)]
     too_long = ", ".join(f"{count:,} {what}" for what, count in handled if count) or "none"
+    lost = sum(cut.tokens for cut in stats.cut.values())
+    too_long += f", {lost:,} tokens cut" if lost else ""
     delay, waited = stats.delay_packs, stats.delay_arrivals
     lines = [
         f"sequences     {stats.sequences:,} of {stats.tokens / max(1, stats.sequences):,.1f} tokens on average",

@@ -11,6 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import chairlift
 from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
+from chairlift.cli.sim_fleet import (
+    add_fleet_flags,
+    check_flags,
+    fleet_lines,
+    fleet_record,
+    promised_trace,
+    simulate_fleets,
+)
 from chairlift.config import BUNDLED_MODEL, EngineConfig, Flag, flat_fields
 from chairlift.errors import ConfigError
 from chairlift.writing import check_writable, replacing
@@ -34,7 +42,8 @@ moment, and --step-log learns from steps that were recorded. All settings of sch
 
   chairlift sim --machine h100-sxm --model llama-3-8b --workload chat --arrivals poisson:20
   chairlift sim --fit MODEL --save here.json
-  chairlift sim --cost-model here.json --trace trace.jsonl --compare max_num_seqs=8,16,32"""
+  chairlift sim --cost-model here.json --trace trace.jsonl --compare max_num_seqs=8,16,32
+  chairlift sim --machine h100-sxm --arrivals poisson:60 --replicas 1,2,4 --slo ttft:500,tpot:30 --target 0.99"""
 
 _SEEDS: Final = """Run the engine in seeded worlds with faults, and check every invariant after every step.
 
@@ -83,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     results = parser.add_argument_group("results")
     results.add_argument("--compare", metavar="SETTING=A,B,...", help="one simulation, and one row, for each value")
     results.add_argument("--json", metavar="FILE", type=Path, help="write settings and results there")
+    add_fleet_flags(parser)
     add_engine_flags(parser, leave_out=_NOT_SIMULATED)
     others = parser.add_subparsers(title="other simulations", metavar="[NAME]", dest="simulation")
     seeds = others.add_parser("seeds", help="random worlds with faults, every invariant checked", description=_SEEDS)
@@ -112,22 +122,26 @@ def run(args: argparse.Namespace) -> int:
     for flag in written:
         others = [getattr(args, other, None) for other in (*read, *written) if other != flag]
         check_writable(getattr(args, flag), flag.replace("_", "-"), *others)
+    check_flags(args)
     settings, _ = read_settings(args, sampling=False)
     refused = sorted(_NOT_SIMULATED & settings.keys())
     if refused:
         raise ConfigError(f"{refused[0]} in {args.config} means nothing to a simulation; leave it out")
     configs = _configs(settings, args.compare)
     trace, users, traffic = read_traffic(args)
+    trace = promised_trace(trace, args.slo)
     deployment = _deployment(args, configs[0][1])
     if args.save is not None:
         from chairlift.replay.machines import write_deployment
 
         write_deployment(args.save, deployment)
-    from chairlift.replay.replay import replay
-
-    reports = [(value, replay(trace, config, deployment, max_concurrency=users)) for value, config in configs]
+    if args.replicas is None:
+        lines, results = _simulate(args, configs, trace, deployment, users)
+    else:
+        reports = simulate_fleets(args, trace, configs[0][1], deployment, users)
+        lines, results = fleet_lines(reports, args.target, args.price), fleet_record(reports)
     print(f"{traffic}\n{deployment.model} on {deployment.machine} ({deployment.validity})\n")
-    print("\n".join(report_lines(reports[0][1]) if args.compare is None else _comparison_lines(args.compare, reports)))
+    print("\n".join(lines))
     if args.json is not None:
         record = {
             "chairlift": chairlift.__version__,
@@ -136,14 +150,29 @@ def run(args: argparse.Namespace) -> int:
             "model": deployment.model,
             "validity": deployment.validity,
             "traffic": traffic,
-            "results": [
-                {"setting": value, "settings": dataclasses.asdict(config), **report.to_dict()}
-                for (value, config), (_, report) in zip(configs, reports, strict=True)
-            ],
+            "results": results,
         }
         with replacing(args.json) as file:
             file.write(json.dumps(record, indent=1) + "\n")
     return 0
+
+
+def _simulate(
+    args: argparse.Namespace,
+    configs: list[tuple[str, EngineConfig]],
+    trace: list[TracedRequest],
+    deployment: Deployment,
+    users: int | None,
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """One engine with each of the settings: lines to print, and results for JSON."""
+    from chairlift.replay.replay import replay
+
+    reports = [(value, replay(trace, config, deployment, max_concurrency=users)) for value, config in configs]
+    lines = report_lines(reports[0][1]) if args.compare is None else _comparison_lines(args.compare, reports)
+    return lines, [
+        {"setting": value, "settings": dataclasses.asdict(config), **report.to_dict()}
+        for (value, config), (_, report) in zip(configs, reports, strict=True)
+    ]
 
 
 # --- what is simulated -----------------------------------------------------------------------------------------------

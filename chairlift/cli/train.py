@@ -10,22 +10,29 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from chairlift.config import LoRAConfig
+
 if TYPE_CHECKING:
+    from chairlift.train.config import TrainConfig
+    from chairlift.train.evaluation import EvaluationResult
     from chairlift.train.run import Outcome
     from chairlift.train.trainer import StepResult, Trainer
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
 SUMMARY: Final = "train a model on packed sequences"
-DESCRIPTION: Final = """Train a Llama, Mistral, Qwen2 or Qwen3 model, fresh or from a directory, on packed sequences.
+DESCRIPTION: Final = """Train a model of any native family, fresh or from a directory, on packed sequences.
 
 CONFIG is YAML, with the sections model, data, packing, training and checkpoints:
 
   model: {path: DIR}                      # or config: config.json of a fresh one, with tokenizer: DIR
-  data: {files: [chats.jsonl]}            # text, messages, prompt + completion, or input_ids on each line
+  data: {files: [chats.jsonl]}            # chats, prompt + completion, text or input_ids on each line
   packing: {capacity: 4096, step: "packs:8"}
   training: {steps: 1000, learning_rate: 2e-5, warmup_steps: 50}
+  lora: {r: 16, alpha: 32}                # an adapter (LoRA, in PEFT's format) instead of the whole model
   output: OUT
+
+With data.eval_files each checkpoint says its loss on them, and OUT/best is the one with the lowest.
 
 Every checkpoint serves (chairlift serve OUT/step-...), and a run that was stopped, or killed at any moment, goes on
 from the newest one as if nothing had happened. Ctrl-C stops after the step that runs, and writes one.
@@ -79,15 +86,25 @@ def run(args: argparse.Namespace) -> int:
 
     is_first = os.environ.get("RANK", "0") == "0"
     with _Progress(config.training.steps, shown=is_first and not args.quiet) as progress:
-        outcome = train(config, resume=args.resume, on_step=progress)
+        outcome = train(config, resume=args.resume, on_step=progress, on_evaluation=progress.on_evaluation)
     if is_first:
-        _tell(outcome, args)
+        _tell(outcome, args, config)
     return 0 if outcome.finished else 130
 
 
-def _tell(outcome: Outcome, args: argparse.Namespace) -> None:
+def _tell(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> None:
     if outcome.skipped:
-        print(f"left out {outcome.skipped:,} records that could not be used (on_error: skip)", file=sys.stderr)
+        records = "1 record" if outcome.skipped == 1 else f"{outcome.skipped:,} records"
+        print(f"left out {records} that could not be used (on_error: skip)", file=sys.stderr)
+    for note, count in sorted(outcome.notes.items()):
+        print(f"note: {count:,} records {note}", file=sys.stderr)
+    for source, cut in outcome.cut.items():
+        rest = f"; nothing to learn was left of {cut.left_out:,}, which are left out" if cut.left_out else ""
+        print(
+            f"{source}: {cut.sequences:,} sequences did not fit in a pack and lost {cut.tokens:,} tokens, "
+            f"{cut.targets:,} of them to learn{rest} (packing.overflow, packing.capacity)",
+            file=sys.stderr,
+        )
     if not outcome.finished:
         print(f"stopped after step {outcome.steps:,}; everything is in {outcome.directory}")
         flags = [part for override in args.overrides for part in ("--set", override)]
@@ -96,10 +113,18 @@ def _tell(outcome: Outcome, args: argparse.Namespace) -> None:
         flags += ["--processes", processes] if processes != "1" else []
         print(f"go on with: {shlex.join(['chairlift', 'train', str(args.config), *flags])}")
         return
+    if outcome.best is not None:
+        step, best = outcome.best
+        print(f"lowest loss on eval_files: {best:.4f} after step {step:,}, in {outcome.directory.parent / 'best'}")
     loss = "" if outcome.last is None else f", loss {outcome.last.loss:.4f}"
     before = "nothing is left to do: " if outcome.last is None else ""
-    print(f"{before}trained {outcome.steps:,} steps{loss}; the model is in {outcome.directory}")
-    print(f"serve it with: chairlift serve {shlex.quote(str(outcome.directory))}")
+    what = "model" if config.lora is None else "adapter"
+    print(f"{before}trained {outcome.steps:,} steps{loss}; the {what} is in {outcome.directory}")
+    served = [str(outcome.directory)]
+    if config.lora is not None:
+        served = [str(config.model.path), "--enable-lora", "--lora-modules", f"mine={outcome.directory}"]
+        served += ["--max-lora-rank", str(config.lora.r)] if config.lora.r > LoRAConfig().max_lora_rank else []
+    print(f"serve it with: {shlex.join(['chairlift', 'serve', *served])}")
 
 
 class _Progress:
@@ -118,6 +143,18 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+    def on_evaluation(self, result: EvaluationResult) -> None:
+        """A line with the losses of each source."""
+        if not self._shown:
+            return
+        rows = {"evaluation": result.total, **(result.sources if len(result.sources) > 1 else {})}
+        texts = [f"{name}: loss {row.loss:.4f}, perplexity {row.perplexity:,.2f}" for name, row in rows.items()]
+        line = f"step {result.step:,}, {'; '.join(texts)}"
+        if self._bar is None:
+            print(line, file=sys.stderr)
+        else:
+            self._bar.write(line, file=sys.stderr)
 
     def __call__(self, result: StepResult, trainer: Trainer) -> None:
         if not self._shown:

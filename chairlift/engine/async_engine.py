@@ -1,7 +1,7 @@
-"""The engine for an event loop: text, checks and bounded waiting here, the core in a process of its own.
+"""The engine for an event loop. This process tokenizes, checks and bounds the queue; the core has a process of its own.
 
-The process is supervised. When it dies, the requests it had end with an error, and it is started again with growing
-pauses in between.
+The process is supervised. When it dies, its requests end with an error, and it is started again. The pauses between
+restarts grow.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from chairlift.config import EngineConfig
+from chairlift.engine.adapter_names import AdapterEntry, AdapterNames
+from chairlift.engine.adapters import AdapterState
 from chairlift.engine.calibration import Calibration
 from chairlift.engine.core import FinishedSequence
 from chairlift.engine.events import Events
@@ -35,6 +37,7 @@ from chairlift.errors import (
     ChairliftError,
     ConfigError,
     EngineDeadError,
+    ModelLoadError,
     OverloadedError,
     PromptTooLongError,
     QueueFullError,
@@ -42,6 +45,7 @@ from chairlift.errors import (
     RequestError,
 )
 from chairlift.grammar.checker import GrammarChecker
+from chairlift.lora_request import LoRARequest
 from chairlift.metrics.stats import RequestStats
 from chairlift.outputs import FinishReason, OutputKind
 from chairlift.sampling_params import SamplingParams
@@ -60,18 +64,18 @@ ReadTokenizer = Callable[[EngineConfig, str], Tokenizer]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _SETTLED_SECONDS: Final = 60.0
-"""An engine that ran this long starts again without the pauses its predecessors earned."""
+"""Seconds. An engine that ran this long restarts without the long pauses that earlier crashes had caused."""
 
 
 class EngineState(enum.StrEnum):
-    """Whether requests are taken."""
+    """Whether the engine accepts requests."""
 
     LOADING = "loading"
     READY = "ready"
     DOWN = "down"
-    """It died, and will be started again."""
+    """The process died, and will be started again."""
     STOPPED = "stopped"
-    """For good."""
+    """The engine was shut down, or gave up restarting. It does not come back."""
 
 
 class AsyncEngine:
@@ -96,14 +100,14 @@ class AsyncEngine:
         open_to_all = config.scheduler.batching == "continuous"
         self._prompt_share = PromptShare(config.scheduler.policy_share if open_to_all else 1.0)
         self.service_classes = scheduler.promises
-        """What classes of service promise; None where the scheduling policy does not look at promises."""
+        """Promises of each class of service; None where the scheduling policy ignores promises."""
         self.state = EngineState.LOADING
         self.failure = ""
-        """Why the engine is down or stopped, in words."""
+        """Reason why the engine is down or stopped."""
         self.info: EngineInfo | None = None
         self.tokenizer: Tokenizer | None = None
         self.pooling_inputs: PoolingInputs | None = None
-        """What checks texts for a model of embeddings, scores or classes; None for one that generates."""
+        """Validator of texts for a model of embeddings, scores or classes; None for a model that generates."""
         self.stats = RequestStats()
         self.stopped = asyncio.Event()
         self.intake = Intake(
@@ -120,15 +124,27 @@ class AsyncEngine:
         self._request_timeout = request_timeout
         self._health_timeout = health_timeout
         self.events = Events("began", "ended", "steps", changed=self._follow)
-        """``began(stream)``: a request was let in. ``ended(stream, cut_off, now)``: it has left; ``cut_off`` is ABORT
-        (by its caller), ERROR (by the engine), or None where its answers have ended; ERROR or DEADLINE where one of
-        them had failed before its caller left. ``steps(lines)``: lines of the core's recorder."""
+        """Subscribers to three events.
+        - ``began(stream)``: a request was admitted to the queue.
+        - ``ended(stream, cut_off, now)``: a request has left. ``cut_off`` is None when its answers ended by themselves,
+          ABORT when its caller left, ERROR when the engine ended it. When its caller left after an answer had failed,
+          it is that answer's ERROR or DEADLINE.
+        - ``steps(lines)``: lines of the core's recorder.
+        """
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        """No engine runs yet, and no request has come."""
         self._client: ProcessClient | None = None
         self._inputs: InputProcessor | None = None
         self._outputs: OutputProcessor | None = None
         self._encoder: Encoder | None = None
         self._grammars: GrammarChecker | None = None
         self._streams: dict[str, OutputStream] = {}
+        self.adapters = AdapterNames()
+        """Those that requests may name."""
+        self._loads: dict[int, tuple[str, asyncio.Future[AdapterState]]] = {}
+        """Adapters that are being loaded: their names, and who waits."""
         self._pooled = PooledRequests(self.intake, self.stats)
         self._first_outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keeper: asyncio.Task[None] | None = None
@@ -136,13 +152,14 @@ class AsyncEngine:
 
     @classmethod
     def start(cls, config: EngineConfig, **settings: Any) -> AsyncEngine:
-        """An engine that begins to load; the settings are those of the constructor. See :meth:`wait_ready`."""
+        """Create an engine and begin to load its model. The settings are those of the constructor. See
+        :meth:`wait_ready`."""
         engine = cls(config, **settings)
         engine._keeper = asyncio.create_task(engine._keep_alive(), name="engine keeper")
         return engine
 
     async def wait_ready(self) -> None:
-        """Wait for the first load. Raises what made it fail: ConfigError, ModelLoadError or EngineDeadError."""
+        """Wait for the first load. Raises its error: ConfigError, ModelLoadError or EngineDeadError."""
         await asyncio.shield(self._first_outcome)
 
     # -- what it is doing ------------------------------------------------------------------------------------------
@@ -163,7 +180,7 @@ class AsyncEngine:
         return None if self._client is None else self._client.pid
 
     def check_health(self) -> str:
-        """Why requests make no progress; empty when they do, or when there are none."""
+        """Reason why requests make no progress; empty when they do, or when there are none."""
         if self.state is not EngineState.READY or self._client is None:
             return f"the engine is {self.state}" + (f": {self.failure}" if self.failure else "")
         silent = 0.0 if self._client.silent_since is None else time.monotonic() - self._client.silent_since
@@ -173,8 +190,10 @@ class AsyncEngine:
         return ""
 
     def expected_wait(self, service_class: str = DEFAULT_CLASS, tenant: str = "") -> float | None:
-        """Seconds until a request of a class and tenant that came now would be in its first step; None while nobody
-        knows. It is one with the priority of its class and without a deadline."""
+        """Forecast of the seconds until a new request of this class and tenant is in its first step.
+
+        The forecast assumes the priority of the class and no deadline. None while there is no forecast.
+        """
         stats = self.stats.engine
         if self.state is not EngineState.READY:
             return None
@@ -184,7 +203,7 @@ class AsyncEngine:
         return self.intake.expected_wait(service_class, now, self._free_rows, tenant)
 
     def line(self) -> list[tuple[OutputStream, Place]]:
-        """Requests that wait for their first step, in the order in which they are expected to start."""
+        """Requests that wait for their first step, in the order of their expected start."""
         places = self.intake.line(time.monotonic(), self._free_rows)
         return [(self._streams[place.request_id], place) for place in places if place.request_id in self._streams]
 
@@ -197,7 +216,7 @@ class AsyncEngine:
         return [stream for stream in self._streams.values() if stream.name == name]
 
     def _follow(self) -> None:
-        """Have the engine's process tell of its steps while somebody has subscribed to them."""
+        """Ask the engine's process to report its steps while there is a subscriber, and to stop when there is none."""
         wanted = self.events.wants("steps")
         if wanted != self._follows and self._client is not None:
             self._client.watch(wanted)
@@ -205,7 +224,7 @@ class AsyncEngine:
 
     @property
     def _free_rows(self) -> int:
-        """How many more may run, without the rows that are reserved for short requests."""
+        """Number of further requests that may run, not counting rows reserved for short requests."""
         rows = self.stats.engine.running_limit or self.config.scheduler.max_num_seqs
         return max(0, rows - self._prompt_share.reserved_rows(rows) - self.stats.engine.num_running)
 
@@ -216,7 +235,10 @@ class AsyncEngine:
     def check_room(
         self, num_requests: int = 1, service_class: str = DEFAULT_CLASS, num_tokens: int = 0, tenant: str = ""
     ) -> None:
-        """Raise QueueFullError or EngineDeadError when so many requests and prompt tokens would not be taken now."""
+        """Raise QueueFullError when the queue has no room for this many requests and prompt tokens now.
+
+        Raises EngineDeadError when there is no engine.
+        """
         self._ready()
         with self._refusing():
             self.intake.check(time.monotonic(), num_requests, num_tokens, service_class, tenant)
@@ -229,8 +251,11 @@ class AsyncEngine:
             return await encoder.encode(text, add_special_tokens)
 
     async def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text of one request. Raises RequestError, QueueFullError when too many wait for their
-        turn, and PromptTooLongError for texts that are far beyond the model's length, alone or together."""
+        """Token ids of each text of one call.
+
+        Raises RequestError, QueueFullError when too many texts wait for the tokenizer, and PromptTooLongError when a
+        text, or all together, are far longer than the model allows.
+        """
         with self._front() as encoder:
             return await encoder.encode_all(texts, add_special_tokens)
 
@@ -252,8 +277,10 @@ class AsyncEngine:
         return own if self._chat_template is None else self._chat_template
 
     async def check_grammar(self, params: SamplingParams) -> None:
-        """Whether the answer can be held to what ``params`` ask for. Raises RequestError, QueueFullError when too many
-        grammars wait to be tried, and OverloadedError."""
+        """Check that the engine can hold an answer to the grammar in ``params``.
+
+        Raises RequestError, QueueFullError when too many grammars wait for this check, and OverloadedError.
+        """
         self._ready()
         if params.structured_outputs is None:
             return
@@ -276,7 +303,7 @@ class AsyncEngine:
             return await encoder.encode_chat(messages, add_generation_prompt, continue_final_message, variables, tools)
 
     async def beside(self, work: Callable[[], _T]) -> _T:
-        """What ``work`` on long texts brings, on a thread, when its turn has come. Raises QueueFullError."""
+        """Run ``work`` on a thread and return its result. Long texts take turns. Raises QueueFullError."""
         with self._front() as encoder:
             return await encoder.beside(work)
 
@@ -289,7 +316,7 @@ class AsyncEngine:
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Counts those for whom there is no room."""
+        """Count a request that is refused because the queue is full."""
         try:
             yield
         except QueueFullError as full:
@@ -310,14 +337,15 @@ class AsyncEngine:
         arrival: float | None = None,
         has_room: bool = False,
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
+        adapter: str = "",
     ) -> OutputStream:
-        """Queue a request; ``kind`` says what its stream yields, ``tenant`` who is charged for it, ``name`` how its
-        caller calls it, ``arrival`` since when it has been waiting for us (on the monotonic clock), if not since now;
-        ``has_room``: :meth:`check_room` was asked, for all of its call; ``bad_word_ids``: what :meth:`encode_words`
-        made of its parameters, if it was asked. Timeouts are in seconds from its arrival, not the engine's own.
+        """Queue a request and return the stream of its outputs; ``kind`` selects what the stream yields.
 
-        Raises RequestError for what cannot be served, QueueFullError when too much waits or the request would wait, by
-        the forecast, for longer than its timeouts allow; EngineDeadError when there is no engine.
+        ``tenant`` is charged for the request; ``name`` is the caller's name for it. ``arrival`` is on the monotonic
+        clock (default: now). ``has_room``: :meth:`check_room` was called already. ``bad_word_ids`` come from
+        :meth:`encode_words`. ``adapter`` is the name of a loaded one. Timeouts are seconds from the arrival and replace
+        the engine's own. Raises RequestError for a request that cannot be served, QueueFullError when the queue is full
+        or the forecast exceeds the timeouts, and EngineDeadError.
         """
         since, (prompt, text) = time.monotonic() if arrival is None else arrival, unnamed(prompt)
         if isinstance(prompt, str):
@@ -329,12 +357,12 @@ class AsyncEngine:
         self._ready()
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")
-        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, cache_salt, tenant, text, bad_word_ids)
+        whose = cache_salt, tenant, text, bad_word_ids, self.adapters.id_of(adapter)
+        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, *whose)
         num_tokens, service_class = len(prepared.prompt_token_ids), prepared.service.service_class
-        foreseeable = self._is_foreseeable(prepared)
+        foreseeable, now = self._is_foreseeable(prepared), time.monotonic()
         patience = self._queue_timeout if queue_timeout is None else queue_timeout
         limit = self._request_timeout if timeout is None else timeout
-        now = time.monotonic()
         predicted = self.expected_wait(service_class, tenant) if foreseeable else None
         if not has_room:
             self.check_room(1, service_class, num_tokens, tenant)
@@ -343,17 +371,16 @@ class AsyncEngine:
         self._client.add(prepared)
         try:
             state = self._outputs.add(prepared, stream=kind is not OutputKind.FINAL)
-        except Exception:  # no memory for it: nobody would ever take what the core computes
+        except Exception:  # out of memory, for example; without this the core would compute tokens that nobody reads
             self._client.abort(prepared.sequence_ids)
             raise
         stream = OutputStream(state, kind, self.abort, name)
         self._streams[stream.request_id] = stream
         self.events.tell("began", stream)
         self.intake.enter(stream.request_id, num_tokens, service_class, now, predicted, tenant if foreseeable else None)
-        if patience is not None:
-            stream.set_timer(max(0.0, since + patience - now), self._queued_too_long)
-        if limit is not None:
-            stream.set_timer(max(0.0, since + limit - now), self._took_too_long)
+        for seconds, ended in ((patience, self._queued_too_long), (limit, self._took_too_long)):
+            if seconds is not None:
+                stream.set_timer(max(0.0, since + seconds - now), ended)
         _log.debug("request %s: %d prompt tokens, seed %d", stream.request_id, num_tokens, prepared.seed)
         return stream
 
@@ -365,10 +392,10 @@ class AsyncEngine:
         timeout: float | None = None,
         arrival: float | None = None,
     ) -> list[bytes]:
-        """The vector of each text of one call, as float32; the texts come from :attr:`pooling_inputs`. Timeouts as in
-        :meth:`submit`.
+        """The vector of each text of one call, as float32 bytes. :attr:`pooling_inputs` makes the texts. Timeouts are
+        as in :meth:`submit`.
 
-        Raises QueueFullError when too much waits, QueueTimeoutError and OverloadedError when it takes too long,
+        Raises QueueFullError when the queue is full, QueueTimeoutError and OverloadedError when a timeout passes,
         EngineDeadError when there is no engine, and RequestError for a model that generates.
         """
         self._ready()
@@ -384,14 +411,15 @@ class AsyncEngine:
         )
 
     def _is_foreseeable(self, request: PreparedRequest) -> bool:
-        """Whether it is of the kind that is forecast: a deadline, or a priority of its own, takes a request to another
-        place in the line. (Whether a deadline can be kept the scheduler itself knows best.)"""
+        """Whether the forecast covers this request. It does not when a deadline or a priority of its own changes its
+        place in the queue. (The scheduler itself decides whether a deadline can be kept.)"""
         service, classes = request.service, self.service_classes
         usual = 0 if classes is None else classes[service.service_class].priority
         return request.priority == usual and not service.has_deadline
 
     def abort(self, request_id: str, *, error: ChairliftError | None = None) -> None:
-        """End a request in any state, at once; ``error``: why, if not its caller ends it. Unknown ids are ignored."""
+        """End a request in any state, at once. ``error`` is the reason; None means that its caller ended it. Unknown
+        ids are ignored."""
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return
@@ -404,7 +432,8 @@ class AsyncEngine:
             self._client.abort(self._outputs.remove(request_id, now, died=isinstance(error, EngineDeadError)))
 
     async def update_weights(self, source: str | Path, version: int, *, in_flight: str = "continue") -> EngineInfo:
-        """Serve the weights in a directory; see :meth:`chairlift.async_llm.AsyncLLM.update_weights`."""
+        """Load weights from a directory into the running engine; see
+        :meth:`chairlift.async_llm.AsyncLLM.update_weights`."""
         self._ready()
         if not isinstance(source, (str, Path)):
             raise ConfigError("tensors do not cross to the engine's process; save them, and give the directory")
@@ -413,8 +442,72 @@ class AsyncEngine:
         check_update(version, self.info.weight_version, in_flight)
         return await self._client.update_weights(str(Path(source).absolute()), version, in_flight)
 
+    async def load_adapter(
+        self, name: str, path: str | Path, *, root: str | None = None, in_place: bool = False, int_id: int = 0
+    ) -> None:
+        """Let requests name an adapter that is in a directory, in ``root`` if there is one, with all links followed.
+
+        ``in_place`` replaces the one of that name: its requests go on with what they have. Raises RequestError for a
+        name that is taken, ModelLoadError for an adapter that cannot be read, ConfigError where none are served, and
+        EngineDeadError.
+        """
+        self._ready()
+        if not self.config.lora.enable_lora or self._client is None:
+            raise ConfigError("adapters are not served; start with enable_lora")
+        asked = LoRARequest(name, int_id or 1, path)
+        if any(name == loading for loading, _ in self._loads.values()) or (name in self.adapters and not in_place):
+            raise RequestError(
+                f"the adapter {asked.lora_name!r} is loaded already, or about to be; give load_inplace to replace it,"
+                " or another name"
+            )
+        load = self.adapters.next_load(name, str(path), root)
+        loaded: asyncio.Future[AdapterState] = asyncio.get_running_loop().create_future()
+        self._loads[load.adapter_id] = name, loaded
+        self._client.load_adapter(load)
+        try:
+            state = await loaded
+        except BaseException:  # nobody waits for it any more, and nobody can name it
+            self._client.unload_adapter(load.adapter_id)
+            raise
+        finally:
+            del self._loads[load.adapter_id]
+        if state.error:
+            raise ModelLoadError(state.error)
+        before = self.adapters.add(AdapterEntry(load, int_id))
+        if before is not None:
+            self._client.unload_adapter(before.load.adapter_id)
+
+    def remove_lora(self, int_id: int) -> bool:
+        """:meth:`unload_adapter` by the caller's own number."""
+        entry = self.adapters.with_int_id(int_id)
+        return entry is not None and self.unload_adapter(entry.name)
+
+    def unload_adapter(self, name: str) -> bool:
+        """Take an adapter's name away at once; its requests go on, and with the last of them it leaves memory. False
+        where it is not loaded."""
+        entry = self.adapters.remove(name)
+        if entry is not None and self._client is not None:
+            self._client.unload_adapter(entry.load.adapter_id)
+        return entry is not None
+
+    async def adapter_of(self, asked: LoRARequest | None) -> str:
+        """The name of the adapter that a request means, which is loaded if it was not; empty for none. Raises as
+        :meth:`load_adapter`."""
+        if asked is None:
+            return ""
+        if not isinstance(asked, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest, got {type(asked).__name__}")
+        while self.adapters.find(asked) is None:
+            others = [future for name, future in self._loads.values() if name == asked.lora_name]
+            if others:
+                await asyncio.wait(others)
+                await asyncio.sleep(0)  # whoever loads it makes its name known first
+                continue
+            await self.load_adapter(asked.lora_name, asked.lora_path, int_id=asked.lora_int_id)
+        return asked.lora_name
+
     async def shutdown(self) -> None:
-        """End the process; requests that are left fail."""
+        """End the process. Unfinished requests fail."""
         self.state, self.failure = EngineState.STOPPED, self.failure or "it was shut down"
         self.stopped.set()
         if self._keeper is not None:
@@ -453,13 +546,25 @@ class AsyncEngine:
         self.events.tell("steps", lines)
 
     def on_updated(self, info: EngineInfo) -> None:
-        """What steps bring from now on is of other weights."""
+        """Note that all later steps come from the new weights."""
         if self.info is not None and self._outputs is not None:
             self._outputs.weights_changed(info.weight_version)
             self.info = dataclasses.replace(info, eos_token_ids=self.info.eos_token_ids)
 
+    def on_adapter(self, state: AdapterState) -> None:
+        """An adapter was loaded, or could not be."""
+        waiting = self._loads.get(state.adapter_id)
+        if waiting is not None:
+            if not waiting[1].done():
+                waiting[1].set_result(state)
+            return
+        for entry in self.adapters:  # one that a new engine was given
+            if state.error and entry.load.adapter_id == state.adapter_id:
+                _log.error("the adapter %r could not be loaded again: %s", entry.name, state.error)
+                self.adapters.remove(entry.name)
+
     def on_step(self, step: Step) -> None:
-        """Give what steps brought to whom it belongs."""
+        """Deliver the tokens of a step to their streams."""
         self.intake.heard(now := time.monotonic(), busy=self.stats.engine.num_running > 0)
         self.stats.step(step.stats)
         outputs = self._outputs
@@ -476,7 +581,7 @@ class AsyncEngine:
         finished, held = core.finished, self.info is not None and self.info.held
         if stopped and self._client is not None:
             self._client.stop(stopped)
-            if not held:  # nobody waits for the core to agree
+            if not held:  # in a static batch, requests that have ended wait until the core ends the batch
                 finished = finished + [FinishedSequence(sequence_id, FinishReason.STOP) for sequence_id in stopped]
         growing = [] if held else outputs.touched(core.sequence_ids)
         for state in outputs.finish(finished, now):
@@ -494,7 +599,7 @@ class AsyncEngine:
             self._settle(state.request_id, now)
 
     def _settle(self, request_id: str, now: float) -> None:
-        """The request has ended well: its stream delivers what is left."""
+        """Close a request that has ended well. Its stream still delivers the rest."""
         stream = self._streams.pop(request_id, None)
         self.intake.leave(request_id, now, started=False)
         if stream is not None:
@@ -513,6 +618,9 @@ class AsyncEngine:
         for stream in list(self._streams.values()):
             self._fail(stream.request_id, EngineDeadError(why, taken=True))
         self._pooled.fail_all(EngineDeadError(why, taken=True))
+        for _, loaded in self._loads.values():
+            if not loaded.done():
+                loaded.set_exception(EngineDeadError(why))
         self.intake.clear()
 
     def _queued_too_long(self, request_id: str) -> None:
@@ -570,13 +678,16 @@ class AsyncEngine:
             self.stats.num_restarts += 1
 
     async def _prepare(self, info: EngineInfo) -> None:
-        """The model is loaded: what the front needs of it. An engine that died comes back with its newest weights."""
+        """Set up this process for a loaded model. An engine that was restarted gets the newest weights again."""
         if self.info is not None and self.info.weights and self._client is not None:
             info = await self._client.update_weights(self.info.weights, self.info.weight_version, "continue")
+        if self._client is not None:
+            for entry in self.adapters:
+                self._client.load_adapter(entry.load)
         if self.info is None:
             if not self.config.model.skip_tokenizer_init:
                 self.tokenizer = self._read_tokenizer(self.config, info.model_dir)
-            # In the line before the queue there may be as many as could be let in at once.
+            # The queue for tokenization holds at most as many texts as could be admitted at once.
             most = self.intake.max_requests + self.config.scheduler.max_num_seqs
             chats = info.pooling is None
             self._encoder = Encoder(self.tokenizer, info.max_model_len, most, self._chat_template, chats=chats)

@@ -1,4 +1,4 @@
-"""How good forecasts of waiting times have been."""
+"""Measures how accurate the forecasts of waiting times have been."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from chairlift.metrics.stats import FORECAST_RATIOS, Histogram
 __all__ = ["SHORTEST_WAIT", "Calibration"]
 
 SHORTEST_WAIT: Final = 0.05
-"""Seconds. What is forecast to start sooner is not judged: a step more or less would decide."""
+"""Seconds. Shorter forecasts are not judged: one step more or less would decide the result."""
 _LEAST_SAMPLES: Final = 20
-"""With fewer nothing is said."""
+"""With fewer samples there is no answer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sample:
     ratio: float
-    """Actual over predicted."""
+    """Actual wait divided by the predicted wait."""
     error: float
 
 
 class Calibration:
-    """Waits as they were predicted when a request came, against what they became; the newest ``capacity`` of them.
+    """The newest ``capacity`` pairs of predicted and actual wait.
 
-    Requests that left before they started are not in it. ``errors`` gets every absolute error, in seconds.
+    Requests that left before they started are not counted. ``errors`` receives every absolute error, in seconds.
     """
 
     def __init__(self, errors: Histogram | None = None, capacity: int = 512) -> None:
@@ -39,15 +39,15 @@ class Calibration:
         return len(self._samples)
 
     def clear(self) -> None:
-        """Another engine, other forecasts."""
+        """Forget everything: a new engine makes other forecasts."""
         self._samples: deque[_Sample] = deque()
         self._ratios: list[float] = []
-        """Ascending."""
+        """Ratios in ascending order."""
         self._within: Counter[float] = Counter()
         self._error = 0.0
 
     def add(self, predicted: float, actual: float) -> None:
-        """Both in seconds. Predictions below :data:`SHORTEST_WAIT` are ignored."""
+        """Add one request; both waits in seconds. Predictions below :data:`SHORTEST_WAIT` are ignored."""
         if predicted < SHORTEST_WAIT:
             return
         sample = _Sample(actual / predicted, abs(actual - predicted))
@@ -67,13 +67,13 @@ class Calibration:
             self._within[ratio] += times * (sample.ratio <= ratio)
 
     def quantile(self, share: float) -> float | None:
-        """The actual over the predicted wait that this share of the requests, 0 to 1, stayed below; None until there
-        are enough to tell."""
+        """Ratio of actual to predicted wait that this share (0 to 1) of the requests stayed below; None with too few
+        samples."""
         count = len(self._ratios)
         return None if count < _LEAST_SAMPLES else self._ratios[min(count - 1, int(share * count))]
 
     def within(self, ratio: float) -> float | None:
-        """The share of requests that waited no longer than ``ratio``, of FORECAST_RATIOS, times what was predicted."""
+        """Share of the requests that waited at most ``ratio`` (one of FORECAST_RATIOS) times the predicted wait."""
         count = len(self._samples)
         return None if count < _LEAST_SAMPLES else self._within[ratio] / count
 

@@ -1,10 +1,10 @@
-"""Why was it slow: every second of a sequence is charged to one cause, and the causes add up to its time.
+"""Time of a sequence by cause. Every second is charged to one cause, and the causes add up to the whole time.
 
-Nobody looks at a request while it decodes or waits. A ledger keeps running totals for all who wait (by what the line
-stands still for) and for all who decode (decoding, made longer by others, between steps), and moves on once per step
-with a handful of additions. A sequence keeps a copy of the totals from when it last changed phase, and is charged the
-difference at its next change. So the sum is exact, however steps overlap, and a steady step costs the same for any
-number of rows.
+A sequence is not touched while it decodes or waits. The ledger keeps running totals for all waiting sequences (by what
+blocks the queue) and for all decoding sequences (decode, stretched by prefills, between steps). One step adds a few
+numbers to these totals. A sequence stores the totals at its last change of phase, and the next change charges the
+difference to it. So the sum is exact even when steps overlap, and the cost of a step does not grow with the number of
+rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from chairlift.scheduler.output import SchedulerOutput
 __all__ = ["CAUSES", "CauseLedger", "DecodeSeconds", "causes_until"]
 
 DecodeSeconds = tuple[float, float, float]
-"""Running totals of who decodes: decode, stretched, host."""
+"""Running totals of decoding sequences, in seconds: decode, stretched, host."""
 
-_HELD_UP_BY: Final = ("", "slots", "blocks", "tokens", "reservation", "batch", "grammar")
+_HELD_UP_BY: Final = ("", "slots", "blocks", "tokens", "reservation", "batch", "grammar", "adapter")
 _WAITS: Final = ("waiting_step", *(f"waiting_{what}" for what in _HELD_UP_BY[1:]))
 _RUNS: Final = ("decode", "stretched", "host")
 _COLUMNS: Final = (*_WAITS, *_RUNS)
@@ -36,23 +36,24 @@ _MOST_TIMES: Final = 8
 
 
 class _Phase(enum.Enum):
-    """Where a sequence stands, as far as its time goes."""
+    """Phase of a sequence. It decides which cause its time is charged to."""
 
     HANGING = "hanging"
-    """It waits for the first of its request's answers to compute their prompt, and is charged what that one is."""
+    """The sequence waits until the first answer of its request has computed the prompt. It is charged the same causes
+    as that answer."""
     WAITING = "waiting"
     JOINED = "joined"
-    """It has a row, and the step it joined has not begun."""
+    """The sequence has a row, and its first step has not begun."""
     CHUNK = "chunk"
     """The step on the executor computes a part of its prompt."""
     BETWEEN = "between"
-    """It is in its prompt, and the step on the executor, if there is one, computes nothing of it."""
+    """The sequence is in its prefill, but the step on the executor computes no part of it."""
     DECODING = "decoding"
     STALLED = "stalled"
     AWAY = "away"
-    """Preempted, until it is back where it was."""
+    """The sequence was preempted, and has not computed its lost positions again."""
     HELD = "held"
-    """It has ended, but not its static batch."""
+    """The sequence has ended, and its static batch has not."""
 
 
 _WHOLE: Final = {_Phase.AWAY: "preempted", _Phase.HELD: "waiting_batch"}
@@ -65,35 +66,36 @@ _BESIDES_HOST: Final = {
 
 @dataclasses.dataclass(slots=True)
 class _Account:
-    """What one sequence has been charged, and the totals at its last change of phase."""
+    """Seconds charged to one sequence, and the totals at its last change of phase."""
 
     request: Request
     since: float
     seen: list[float]
     phase: _Phase = _Phase.WAITING
     share: float = 0.0
-    """Its part of the tokens of the step on the executor."""
+    """Its share of the tokens of the step on the executor."""
     step: int = -1
-    """Earlier steps do not concern it: it joined, or was preempted, in this one."""
+    """Step in which it joined or was preempted. Earlier steps do not concern it."""
     stalled: bool = False
-    """As a decode it has to rest, though the step before may not have landed."""
+    """Whether it pauses in the middle of decoding. The step before may still be in flight."""
     back_at: int = 0
-    """Positions it had computed when it was preempted."""
+    """Number of positions that it had computed when it was preempted."""
     seconds: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     preempted_by: list[str] = dataclasses.field(default_factory=list)
     preempted_during: list[tuple[float, float]] = dataclasses.field(default_factory=list)
 
 
 class CauseLedger:
-    """Told of everything that happens to sequences, in the order in which it happens; times are on one clock.
+    """Charges time to causes. Its methods must be called for every event, in order of time, with times on one clock.
 
-    ``now`` is its beginning. ``model`` says how much longer a step takes because of the prompts in it.
+    ``now`` is the start of the ledger. ``model`` tells how much longer a step takes because of its prefills.
     """
 
     def __init__(self, model: CostModel, now: float) -> None:
         self.decoding: list[tuple[str, dict[str, float], DecodeSeconds]] = []
-        """Sequences with stop strings that began to decode: what they have been charged, and the totals. Whoever looks
-        for stop strings takes them from here: an answer that one of them ends is charged there."""
+        """Sequences with stop strings that began to decode: (id, seconds charged so far, totals at that time). The
+        finder of stop strings takes entries from here, because it also closes the account of an answer that a stop
+        string ends."""
         self._model = model
         self._at = now
         self._columns = [0.0] * len(_COLUMNS)
@@ -114,7 +116,7 @@ class CauseLedger:
     # -- what happens --------------------------------------------------------------------------------------------
 
     def added(self, request: Request, now: float) -> None:
-        """The scheduler has taken it."""
+        """The scheduler has accepted the request."""
         self._advance(now)
         account = self._accounts[request.request_id] = _Account(request, now, self._columns.copy())
         account.seconds["front_door"] = max(0.0, now - request.arrival_time)
@@ -123,7 +125,7 @@ class CauseLedger:
             self._hanging.setdefault(request.source.request_id, []).append(account)
 
     def scheduled(self, out: SchedulerOutput, now: float) -> None:
-        """A step was put together at ``now``, be there anything to execute or not."""
+        """A step was scheduled at ``now``, whether or not it has anything to execute."""
         waits_for = _HELD_UP_BY.index(out.held_up_by)
         if waits_for != self._waits_for or out.joined or out.preempted_for or out.stalled or self._hanging:
             self._advance(now)
@@ -139,7 +141,7 @@ class CauseLedger:
                     self._move(account, _Phase.HELD)
 
     def began(self, out: SchedulerOutput, now: float) -> None:
-        """The executor begins with a step: it was idle, or has landed the step before."""
+        """The executor begins a step: it was idle, or the step before has landed."""
         self._advance(now)
         self._busy = True
         self._decode_share = 1.0
@@ -157,7 +159,7 @@ class CauseLedger:
                 self._decodes(account)
 
     def landed(self, out: SchedulerOutput, now: float) -> None:
-        """The tokens of a step, or its failure, are known."""
+        """The tokens of a step, or its error, are known."""
         self._advance(now)
         self._busy = False
         for name, chunk in zip(out.chunk_ids, out.chunks, strict=True) if out.chunks else ():
@@ -173,8 +175,11 @@ class CauseLedger:
                     self._decodes(account)
 
     def ended(self, request: Request, now: float) -> tuple[dict[str, float], list[str], list[tuple[float, float]]]:
-        """It has left for good: seconds by cause, which add up to its time since its arrival; the ids of the last that
-        it was preempted for, at most 3, the newest at the end; from when until when it was away, the last 8 times."""
+        """The request has left. Returns three things.
+        - Seconds by cause; their sum is the time since its arrival.
+        - Ids of the last requests that preempted it, at most 3, the newest at the end.
+        - The last 8 intervals (from, until) in which it was preempted.
+        """
         account = self._accounts.pop(request.request_id, None)
         if account is None:
             return {}, [], []
@@ -254,21 +259,21 @@ class CauseLedger:
             if account.phase is _Phase.DECODING:
                 self._move(account, _Phase.STALLED)
         for name, by in out.preempted_for.items():
-            if name not in self._accounts:  # it ended between two steps
+            if name not in self._accounts:  # the request ended between two steps
                 continue
             account = self._accounts[name]
             self._move(account, _Phase.AWAY)
             account.step, account.stalled, account.back_at = out.step, False, account.request.num_ever_computed
             if by:
                 account.preempted_by = [*(name for name in account.preempted_by if name != by), by][-_MOST_NAMES:]
-        for row in out.joined if out.num_tokens else ():  # else they were put back
+        for row in out.joined if out.num_tokens else ():  # otherwise the scheduler put them back
             account = self._accounts[row.request_id]
             account.step = out.step
             if account.phase is _Phase.WAITING:
                 self._move(account, _Phase.JOINED)
 
     def _share_of_decodes(self, out: SchedulerOutput) -> float:
-        """Share of a step's time that its decode rows would have taken without the prompts."""
+        """Share of a step's time that its decode rows would have taken without the prefills."""
         prompts = [chunk for chunk in out.chunks if chunk.why not in ("stalled", "verify")]
         num_decodes = out.num_decodes + len(out.chunks) - len(prompts)
         if not prompts or not num_decodes:
@@ -285,7 +290,7 @@ class CauseLedger:
         account.since, account.seen = self._at, self._columns.copy()
 
     def _release(self, source_id: str, source: _Account) -> None:
-        """The other answers need not wait for this one any more."""
+        """End the wait of the other answers for this one."""
         for account in self._hanging.pop(source_id):
             self._inherit(account, source)
             account.phase = _Phase.WAITING
@@ -298,8 +303,8 @@ def _source(account: _Account) -> Request:
 
 
 def causes_until(begun: Mapping[str, float], then: DecodeSeconds, now: DecodeSeconds) -> dict[str, float]:
-    """What a sequence has been charged that has decoded since ``then`` without a break: an entry of
-    :attr:`CauseLedger.decoding`, carried on to the totals of ``now``."""
+    """Seconds by cause of a sequence that has decoded without a break since ``then``. The arguments are the two parts
+    of an entry of :attr:`CauseLedger.decoding`, and the totals of ``now``."""
     causes = dict(begun)
     for name, before, after in zip(_RUNS, then, now, strict=True):
         causes[name] = causes.get(name, 0.0) + max(0.0, after - before)

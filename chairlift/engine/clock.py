@@ -1,4 +1,4 @@
-"""Where the engine gets its time from: a seam, so that tests and the simulator own it."""
+"""Clocks of the engine. Tests and the simulator put their own in place of the machine's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that stands still until it is told otherwise."""
+    """A clock that moves only when it is told to."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

@@ -1,7 +1,7 @@
-"""Scheduler and executor in one loop, token ids in and out: the engine without text.
+"""Scheduler and executor in one loop, with token ids in and out: the engine without text.
 
-It runs in the caller's process under :class:`~chairlift.engine.engine.Engine`, or in one of its own under
-:class:`~chairlift.engine.core_process.CoreProcess`. What it takes and gives is plain data either way.
+It runs in the caller's process under :class:`~chairlift.engine.engine.Engine`, or in its own process under
+:class:`~chairlift.engine.core_process.CoreProcess`. Its inputs and outputs are plain data in both cases.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.config import CacheConfig, SchedulerConfig
+from chairlift.engine.adapters import Adapters
 from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.estimates import estimator_from
@@ -53,13 +54,13 @@ __all__ = ["CoreOutputs", "EngineClient", "EngineCore", "FinishedSequence", "Pro
 _log = logging.getLogger(__name__)
 _SHARES_SECONDS = 1.0
 _LOOK_AHEAD = 8
-"""Waiting requests that may be looked past when the first does not fit: each costs a look at its blocks."""
+"""Number of waiting requests that are tried when the first does not fit. Each try looks at the request's blocks."""
 _MAX_TIMES_PASSED = 16
-"""After that nobody passes a waiting request, so that large ones start."""
+"""A waiting request that was passed this often is not passed again, so that large requests start."""
 _MAX_PREEMPTIONS = 8
-"""After that a request resumes only with all blocks it may ever need, so that it ends."""
-_GRAMMAR_PAUSE = 0.001
-"""Seconds after which a loop that has nothing else to do looks again for compiled grammars."""
+"""A request that was preempted this often resumes only with all blocks it may ever need, so that it ends."""
+_UNREADY_PAUSE = 0.001
+"""Seconds between two checks for compiled grammars and adapters in memory while the loop is otherwise idle."""
 _FAILED = (FinishReason.ERROR, FinishReason.DEADLINE)
 _TOO_LATE = "the request could not be answered by its deadline"
 _NO_ERRORS: Mapping[str, str] = {}
@@ -67,7 +68,7 @@ _NO_ERRORS: Mapping[str, str] = {}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """Log-probabilities at one place: of the token that stands there, then of the most likely ones, best first."""
+    """Log-probabilities at one position: the token there, then the most likely tokens, best first."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -77,7 +78,7 @@ class TokenRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FinishedSequence:
-    """A sequence that left for good, and may be delivered."""
+    """A sequence that has left the engine and may be delivered."""
 
     sequence_id: str
     finish_reason: FinishReason
@@ -85,51 +86,51 @@ class FinishedSequence:
     num_preemptions: int = 0
     error: str | None = None
     causes: dict[str, float] | None = None
-    """Seconds from its arrival to its end, by cause; None where somebody other than the core ended it."""
+    """Seconds from arrival to end, by cause; None where the core did not end it."""
     preempted_by: list[str] = dataclasses.field(default_factory=list)
-    """Sequences it was preempted for: the last three at most, the newest at the end."""
+    """Ids of the sequences that preempted it: at most the last three, the newest at the end."""
     preempted_during: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    """From when until when it was away, on the core's clock: the last eight times at most."""
+    """Intervals (from, until) in which it was preempted, on the core's clock: at most the last eight."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a sequence is whose next token takes several steps: a long prompt, or one that was preempted."""
+    """Progress of a sequence whose next token takes several steps: a long prefill, or a recompute after preemption."""
 
     sequence_id: str
     num_output_tokens: int
-    """When this was so: with more tokens it is out of date."""
+    """Output tokens when this record was made. A sequence with more tokens makes the record out of date."""
     num_computed: int
     """Leading positions of prompt and answer whose KV is computed."""
     preempted: bool
     seconds_left: float | None = None
-    """Until its next token, by the cost model, if the steps until then are like this one; None while it rests."""
+    """Forecast of the seconds until its next token, if later steps are like this one; None while it pauses."""
 
 
 @dataclasses.dataclass(slots=True)
 class CoreOutputs:
-    """What steps brought. Row i of ``sequence_ids``, ``token_ids`` and ``logprobs`` belong together."""
+    """Results of one or more steps. Entries i of ``sequence_ids``, ``token_ids`` and ``logprobs`` belong together."""
 
     sequence_ids: list[str] = dataclasses.field(default_factory=list)
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenRecord | None] | None = None
-    """None when no row asked."""
+    """None when no request asked for log-probabilities."""
     joined: list[tuple[str, int, float]] = dataclasses.field(default_factory=list)
-    """(sequence, prompt tokens read from the cache, time) of sequences in their first step."""
+    """(sequence, prompt tokens found in the prefix cache, time) of each sequence in its first step."""
     prompt_logprobs: list[tuple[str, int, list[TokenRecord]]] = dataclasses.field(default_factory=list)
-    """(sequence, position of the first, one per position); a recompute may bring the same again."""
+    """(sequence, first position, one record per position). A recompute may repeat earlier records."""
     finished: list[FinishedSequence] = dataclasses.field(default_factory=list)
     decoding: list[tuple[str, dict[str, float], DecodeSeconds]] = dataclasses.field(default_factory=list)
     """See :attr:`CauseLedger.decoding`."""
     decode_seconds: DecodeSeconds = (0.0, 0.0, 0.0)
     """The ledger's totals when the tokens were known."""
     progress: list[Progress] = dataclasses.field(default_factory=list)
-    """Only of sequences that have news other than a token."""
+    """Only sequences with news other than a token."""
     predicted: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
-    """(sequence, drafts from the text that it expects that were right so far, and wrong), where that has changed."""
+    """(sequence, accepted drafts, rejected drafts) so far, of drafts from its expected text, where they changed."""
 
     def merge(self, later: CoreOutputs) -> None:
-        """Append what came later, when nobody could take this one yet."""
+        """Append later results to these, because these could not be sent yet."""
         if self.logprobs is not None or later.logprobs is not None:
             mine = self.logprobs or [None] * len(self.token_ids)
             self.logprobs = mine + (later.logprobs or [None] * len(later.token_ids))
@@ -146,17 +147,17 @@ class CoreOutputs:
 
 @dataclasses.dataclass(slots=True)
 class _Flight:
-    """A step that was launched."""
+    """A launched step."""
 
     out: SchedulerOutput
     pending: PendingTokens | Exception
     start: float
     grammars: Sequence[HeldPlace]
-    """Where requests with a grammar sample."""
+    """Places at which requests with a grammar sample."""
     known: SampledTokens | None = None
 
     def tokens(self) -> SampledTokens:
-        """Wait for what was sampled; raises what the step raised."""
+        """Wait for the sampled tokens. Raises the step's error."""
         if self.known is None:
             if isinstance(self.pending, Exception):
                 raise self.pending
@@ -165,19 +166,22 @@ class _Flight:
 
 
 class EngineClient(Protocol):
-    """How the front (text, checks, HTTP) talks to a core, wherever that runs. What steps bring comes another way:
-    from :meth:`EngineCore.step` in this process, as frames from another."""
+    """Interface between the front (text, checks, HTTP) and a core. The core may run in another process.
+
+    Results of steps do not come through this interface. :meth:`EngineCore.step` returns them in this process; another
+    process sends them as frames.
+    """
 
     def add(self, request: PreparedRequest) -> None:
         """Queue a request. A refusal is a RequestError, at once or as the request's only outcome."""
         ...
 
     def abort(self, sequence_ids: Sequence[str]) -> Any:
-        """Their caller has left: end them in any state, without an output. Unknown ones are ignored."""
+        """End sequences in any state, without an output, because their caller has left. Unknown ids are ignored."""
         ...
 
     def stop(self, sequence_ids: Sequence[str]) -> Any:
-        """Their text has ended (a stop string). Unknown ones are ignored."""
+        """End sequences whose text has ended with a stop string. Unknown ids are ignored."""
         ...
 
 
@@ -210,13 +214,15 @@ class EngineCore(EngineClient):
         policy: Policy | None = None,
         kv: KVCacheManager | None = None,
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        self.grammars = Grammars(None) if grammars is None else grammars
+        self.adapters, self.grammars = adapters or Adapters(), Grammars(None) if grammars is None else grammars
         self.clock: Clock = clock or SystemClock()
         self.kv = kv or _kv_cache(executor, config, cache or CacheConfig(), cache_secret)
         self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
         self.answer_lengths = AnswerLengths()
-        drafting = executor.num_lookahead_steps, self.grammars, getattr(executor, "drafter", None)
+        has_states = any(group.state_span is not None for group in executor.cache_groups)
+        drafting = executor.num_lookahead_steps, has_states, self.grammars, getattr(executor, "drafter", None)
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=config.max_num_seqs,
@@ -235,6 +241,7 @@ class EngineCore(EngineClient):
             drop_late=config.late_requests == "drop",
             speculator=speculator_from_config(config, self.costs, *drafting),
             guide=self.grammars,
+            max_loras=self.adapters.max_loras,
         )
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
@@ -242,12 +249,11 @@ class EngineCore(EngineClient):
         self.events = Events("added", "scheduled", "landed", "ended")
         self.events.subscribe("the step log", self.step_log)
         self.masks_of: Callable[[SchedulerOutput], Masks | None] | None = None
-        """Gives the masks of a step, while it is computed; None where no request has any. The tokens of the steps in
-        flight are not known then."""
+        """Function that returns the masks of a step, called while the model computes it; None where no request has a
+        mask. It does not know the tokens of steps in flight."""
         self.floor: FloorShare | None = None
-        """How near steps come to what the machine allows, where that was measured."""
-        self.config = config
-        self.executor = executor
+        """Measures how near steps come to the limits of this machine; None where the limits were not measured."""
+        self.config, self.executor = config, executor
         self.weight_version = 0
         asked = config.num_lookahead_steps
         self.num_lookahead_steps = executor.num_lookahead_steps if asked is None else asked
@@ -262,7 +268,7 @@ class EngineCore(EngineClient):
         self._counted = EngineStats()
         self._reserved = [name for name, each in (self.config.promises or {}).items() if each.min_seqs]
         self._shares_noted = -math.inf
-        self._rows_by_class: dict[str, int] = {}
+        self._rows_by_class, self._adapters_in_use = dict[str, int](), self.adapters.in_use(())
 
     @property
     def num_in_flight(self) -> int:
@@ -271,24 +277,27 @@ class EngineCore(EngineClient):
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, or any step is in flight."""
-        return bool(self._flights) or self.scheduler.has_unfinished
+        """Whether any request has not ended, any step is in flight, or any adapter is being read."""
+        return bool(self._flights) or self.scheduler.has_unfinished or self.adapters.is_reading
 
     def add(self, request: PreparedRequest) -> None:
-        """Queue all answers of a request, or none. Raises RequestError, and whatever else went wrong."""
+        """Queue all answers of a request, or none. Raises RequestError, and any error of the scheduler."""
         sequences, now = request.make_sequences(), self.clock.now()
         asked = request.params.structured_outputs
-        if asked is not None:
-            self.grammars.add(sequences, asked.value)
-        elif request.params.thinking is not None:
-            self.grammars.limit(sequences, request.params.thinking)
+        if request.adapter_id:
+            self.adapters.add(sequences, request.adapter_id)
         try:
+            if asked is not None:
+                self.grammars.add(sequences, asked.value)
+            elif request.params.thinking is not None:
+                self.grammars.limit(sequences, request.params.thinking)
             for sequence in sequences:
                 self.scheduler.add(sequence)
             for sequence in sequences:
                 self.causes.added(sequence, now)
         except Exception:
             for sequence in sequences:
+                self.adapters.forget(sequence)
                 if self.scheduler.requests.get(sequence.request_id) is sequence:
                     self.scheduler.abort(sequence.request_id)
                     self.causes.ended(sequence, now)
@@ -298,24 +307,26 @@ class EngineCore(EngineClient):
             self.events.tell("added", sequence)
 
     def abort(self, sequence_ids: Sequence[str]) -> list[FinishedSequence]:
-        """End sequences in any state. Returns mates in a static batch, which only waited for them and leave too."""
+        """End sequences in any state. Returns sequences that leave with them: finished members of a static batch."""
         return self._end(sequence_ids, FinishReason.ABORT)
 
     def stop(self, sequence_ids: Sequence[str]) -> list[FinishedSequence]:
-        """End sequences because of their text. Returns those that have left now: in a static batch that may be none,
-        or several."""
+        """End sequences because of their text. Returns the sequences that leave now; in a static batch these may be
+        none or several."""
         return self._end(sequence_ids, FinishReason.STOP)
 
     def fail(self, sequence_id: str, reason: str) -> list[FinishedSequence]:
-        """End a sequence whose output cannot be made or sent: ``reason`` says why. Returns those that have left."""
+        """End a sequence whose output cannot be made or sent, with the ``reason``. Returns the sequences that leave
+        now."""
         return self._end([sequence_id], FinishReason.ERROR, reason)
 
     def step(self) -> CoreOutputs | None:
-        """Schedule and launch a step, and land the oldest one in flight; None when none had to land."""
+        """Schedule and launch a step, then wait for the oldest step in flight. None when no step had to be waited
+        for."""
         now = self.clock.now()
         if self.governor is not None:
             self.governor.govern(now)
-        ended = self._take_grammars(now)
+        ended = self._take_ready(now)
         out = self.scheduler.schedule(now)
         self.causes.scheduled(out, now)
         self.events.tell("scheduled", out, now)
@@ -332,31 +343,38 @@ class EngineCore(EngineClient):
             ended += self._finished(self.scheduler.dropped, self.clock.now(), _TOO_LATE)
             self.scheduler.dropped = []
         if ended:
-            if outputs is None:  # who is dropped may have joined a step that is in flight
+            if outputs is None:  # a dropped request may be part of a step in flight
                 outputs, self._joined = CoreOutputs(joined=self._joined), []
             outputs.finished += ended
         return outputs
 
-    def _take_grammars(self, now: float) -> list[FinishedSequence]:
-        """Let requests into the waiting queue whose grammar is compiled, and end those whose grammar cannot be."""
+    def _take_ready(self, now: float) -> list[FinishedSequence]:
+        """Add requests to the waiting queue whose grammar is now compiled and whose adapter is now in memory. End
+        requests whose grammar or adapter failed."""
         ended: list[FinishedSequence] = []
-        if self.scheduler.batch.unready or self.grammars.is_compiling:
-            ready, failed = self.grammars.take_ready()
+        if not (self.scheduler.batch.unready or self.grammars.is_compiling or self.adapters.is_reading):
+            return ended
+        for source in (self.grammars, self.adapters):
+            ready, failed = source.take_ready()
             for request in ready:
-                self.scheduler.ready(request, now)
+                if not self.grammars.waits(request) and not self.adapters.waits(request):
+                    self.scheduler.ready(request, now)
             for request, reason in failed:
                 ended += self._end([request.request_id], FinishReason.ERROR, reason)
         return ended
 
     def land(self) -> CoreOutputs | None:
-        """Take what the oldest step in flight brings, without launching another; None when there is none."""
+        """Wait for the oldest step in flight, without launching another. None when no step is in flight."""
         return self._land() if self._flights else None
 
     def update_weights(
         self, source: WeightSource, version: int, in_flight: str, progress: OnProgress | None = None
     ) -> None:
-        """Replace the model's weights; no step may be in flight. With "recompute" running requests begin again.
-        Takes ``progress``, and raises, as :class:`~chairlift.executor.executor.LiveWeights` does."""
+        """Replace the model's weights. No step may be in flight.
+
+        With ``in_flight="recompute"`` running requests start again. ``progress`` and the errors are those of
+        :class:`~chairlift.executor.executor.LiveWeights`.
+        """
         check_update(version, self.weight_version, in_flight)
         recompute = in_flight == "recompute"
         if self._flights:
@@ -373,29 +391,30 @@ class EngineCore(EngineClient):
 
     @property
     def recorder(self) -> StepRecorder | None:
-        """There while somebody watches: :meth:`watch`."""
+        """The recorder; None unless :meth:`watch` was called."""
         return self.events.subscribers.get("the record of steps")
 
     def watch(self, wanted: bool) -> None:
-        """Begin to write down everything that happens, in :attr:`recorder`, or stop; nothing changes when it is so."""
+        """Start or stop recording every event in :attr:`recorder`. A repeated call changes nothing."""
         recorder = self.recorder
         if wanted and recorder is None:
-            from chairlift.engine.step_recorder import StepRecorder  # needs msgspec, which engines do without
+            # needs msgspec, which an engine without a server does not need
+            from chairlift.engine.step_recorder import StepRecorder
 
             StepRecorder(self)
         elif not wanted and recorder is not None:
             recorder.close()
 
     def next_event(self) -> float | None:
-        """When :meth:`step` has something to do if nobody comes or goes; None if only then."""
+        """Time at which :meth:`step` has work even if no request comes or leaves; None if there is no such time."""
         now = self.clock.now()
         when = now if self._flights else self.scheduler.next_event(now)
-        if self.scheduler.batch.unready:
-            when = now + _GRAMMAR_PAUSE if when is None else min(when, now + _GRAMMAR_PAUSE)
+        if self.scheduler.batch.unready or self.adapters.is_reading:
+            when = now + _UNREADY_PAUSE if when is None else min(when, now + _UNREADY_PAUSE)
         return when
 
     def stats(self) -> EngineStats:
-        """The state after the newest step; who has how much of it, as it was at most a second ago."""
+        """Statistics after the newest step. The shares of requests and tenants are at most a second old."""
         self._note_shares()
         scheduler, counts = self.scheduler, self.kv.counts()
         rate = scheduler.preemption_rate
@@ -415,6 +434,7 @@ class EngineCore(EngineClient):
             num_tail_preemptions=scheduler.preemptor.num_tails,
             num_offloaded_blocks=self.kv.num_offloaded,
             **self._draft_counts(),
+            **self._adapter_counts(),
             num_brought_back_blocks=self.kv.num_brought_back,
             num_late_dropped=scheduler.num_past_deadline if scheduler.drop_late else 0,
             num_late_downgraded=0 if scheduler.drop_late else scheduler.num_past_deadline,
@@ -439,8 +459,22 @@ class EngineCore(EngineClient):
             "accepted_at": drafts.accepted_at,
         }
 
+    def _adapter_counts(self) -> dict[str, Any]:
+        adapters = self.adapters
+        if not adapters.max_loras:
+            return {}
+        return {
+            "max_loras": adapters.max_loras,
+            "running_adapters": self._adapters_in_use[0],
+            "waiting_adapters": self._adapters_in_use[1],
+            "num_adapter_reads": adapters.num_reads,
+            "num_adapter_hits": adapters.num_hits,
+            "num_adapter_evictions": adapters.num_evictions,
+        }
+
     def _note_shares(self) -> None:
-        """Look through all running requests and tenants; not in every step, which steady decode keeps free of that."""
+        """Sum up the shares of all running requests and tenants. This is not done in every step, to keep steady
+        decoding cheap."""
         now, running = self.clock.now(), self.scheduler.running
         if running and now < self._shares_noted + _SHARES_SECONDS:
             return
@@ -448,6 +482,8 @@ class EngineCore(EngineClient):
         if self._reserved:
             rows = Counter(request.service.service_class for request in running.values())
             self._rows_by_class = {name: rows[name] for name in self._reserved}
+        if self.adapters.max_loras:
+            self._adapters_in_use = self.adapters.in_use(self.scheduler.batch.adapters)
         counters = getattr(self.scheduler.policy, "counters", None)
         if isinstance(counters, VirtualTokenCounters):
             service = [counters[tenant] for tenant in counters.active()]
@@ -459,6 +495,7 @@ class EngineCore(EngineClient):
             self.scheduler.abort(sequence_id)
         self._flights.clear()
         self.grammars.shutdown()
+        self.adapters.shutdown()
         self.executor.shutdown()
 
     def _end(
@@ -481,7 +518,8 @@ class EngineCore(EngineClient):
         if not self._flights:
             self.causes.began(out, self.clock.now())
         rows = self.grammars.rows_of(out)
-        # What steps in flight draw is known when they have ended, and the model need not wait for that.
+        # Without steps in flight all tokens are known, so masks can be filled while the model runs. The tokens of steps
+        # in flight are known only when those steps end, and the model does not wait for that.
         early = self.grammars.begin(rows, self._drawn) if rows and not self._flights else None
         try:
             try:
@@ -499,19 +537,20 @@ class EngineCore(EngineClient):
         self._flights.append(_Flight(out, pending, now, rows))
 
     def _drawn(self, request: Request) -> list[int] | None:
-        """Tokens that steps in flight have drawn for a request with a grammar, oldest first; None where one failed."""
+        """Tokens that steps in flight have sampled for a request with a grammar, oldest first; None where a step
+        failed."""
         drawn: list[int] = []
         for flight in self._flights:
             for place in flight.grammars:
                 if place.row.request is request and request.resumed_at_step <= flight.out.step:
                     try:
                         drawn += place.right(flight.tokens().token_ids)
-                    except Exception:  # its requests end when it lands
+                    except Exception:  # its requests end when the step lands
                         return None
         return drawn
 
     def _land(self) -> CoreOutputs:
-        """Wait for the oldest step in flight, and take what it brings."""
+        """Wait for the oldest step in flight and collect its results."""
         flight = self._flights.popleft()
         out, start = flight.out, flight.start
         outputs, self._joined = CoreOutputs(joined=self._joined), []
@@ -534,8 +573,8 @@ class EngineCore(EngineClient):
         if self.governor is not None:
             self.governor.window.saw(out, result, end - max(start, self._landed_at), end)
         if result.sampled and self.costs.wants(out):
-            # With look-ahead a step begins when the one before it has ended, however early it was scheduled.
-            self.costs.observe(record.features, end - max(start, self._landed_at), len(out.swap_out) + len(out.swap_in))
+            # With look-ahead a step is scheduled early, but begins only when the step before has ended.
+            self.costs.observe(record.features, end - max(start, self._landed_at), self.costs.num_copied(out))
         was_busy = out.num_decodes > 0 or len(out.chunks) > len(out.joined)
         if was_busy and not out.swap_out and not out.swap_in:
             self.costs.passed(record.features, end - max(start, self._landed_at), end - self._landed_at)
@@ -552,7 +591,7 @@ class EngineCore(EngineClient):
         return outputs
 
     def _note_chunks(self, out: SchedulerOutput) -> None:
-        """How far those are whose prompt goes on in later steps."""
+        """Note the progress of requests whose prefill continues in later steps."""
         size = sum(chunk.num_tokens for chunk in out.chunks)
         for name, chunk in zip(out.chunk_ids, out.chunks, strict=True):
             request = self.scheduler.running.get(name)
@@ -566,7 +605,7 @@ class EngineCore(EngineClient):
             self._progress.append(Progress(name, known, chunk.end, again, seconds))
 
     def _landed(self, out: SchedulerOutput) -> float:
-        """When a step has landed, and with that the next one in flight has begun: now."""
+        """Note that a step has landed and the next in flight begins. Returns the time."""
         now = self.clock.now()
         self.causes.landed(out, now)
         if self._flights:
@@ -597,10 +636,10 @@ class EngineCore(EngineClient):
         return result
 
     def _complete(self, flight: _Flight, now: float) -> list[Request]:
-        """End the answers that nothing may follow. Returns the requests that have left now."""
+        """End answers after which the grammar allows no token. Returns the requests that leave now."""
         left: list[Request] = []
         for request in self.grammars.complete(flight.grammars):
-            if request.finish_reason is FinishReason.LENGTH:  # the limit cut nothing off
+            if request.finish_reason is FinishReason.LENGTH:  # the length limit cut nothing off
                 request.finish_reason = FinishReason.STOP
             elif request.finish_reason is None:
                 left += self.scheduler.finish(request.request_id, FinishReason.STOP, None, now)
@@ -609,12 +648,13 @@ class EngineCore(EngineClient):
     def _take_prompt_logprobs(
         self, out: SchedulerOutput, tokens: SampledTokens, outputs: CoreOutputs, now: float
     ) -> list[FinishedSequence]:
-        """Add them to ``outputs``. A request for which they cannot be made ends here, before it gets its token."""
+        """Add prompt log-probabilities to ``outputs``. A request without valid ones ends here, before it gets its
+        token."""
         names = {chunk.slot: name for name, chunk in zip(out.chunk_ids, out.chunks, strict=True)}
         ended: list[FinishedSequence] = []
         for report in tokens.prompt_logprobs:
             request = self.scheduler.running.get(names[report.slot])
-            # A late report may meet another request, which was given the id of one that has left.
+            # The id may belong to a new request by now; results of the earlier request are not for it.
             if request is None or request.admitted_at_step > out.step:
                 continue
             reason, name = report.error, request.request_id
@@ -631,7 +671,8 @@ class EngineCore(EngineClient):
 
     @staticmethod
     def _token_records(tokens: SampledTokens) -> list[TokenRecord | None] | None:
-        """Records of the step's rows; None when no row asked for one. A row without a valid record fails."""
+        """One record per sampled row; None when no row asked for log-probabilities. A row without a valid record
+        fails."""
         if tokens.logprobs is None:
             return None
         records: list[TokenRecord | None] = [None] * len(tokens.logprobs)
@@ -647,11 +688,15 @@ class EngineCore(EngineClient):
     def _finished(
         self, ended: Sequence[Request], now: float, error: str | None = None, errors: Mapping[str, str] = _NO_ERRORS
     ) -> list[FinishedSequence]:
-        """For requests that left at ``now``; ``error`` holds for all that failed (mates of a static batch that had
-        ended well leave with them), ``errors`` for those it names."""
+        """Make the records of sequences that left at ``now``.
+
+        ``error`` applies to all that failed; members of a static batch that had ended well leave with them, without it.
+        ``errors`` applies to the sequences that it names.
+        """
         for request in ended:
             self.answer_lengths.add(request)
             self.grammars.forget(request.request_id)
+            self.adapters.forget(request)
         charged = [(request, *self.causes.ended(request, now)) for request in ended]
         for request, causes, preempted_by, _ in charged:
             self.events.tell("ended", request, now, causes, preempted_by)

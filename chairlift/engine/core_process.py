@@ -1,8 +1,8 @@
-"""The engine's side of the process border: commands from a socket, steps, and one frame per step back.
+"""The core in the engine process: commands come from a socket, and one frame per step goes back.
 
-One thread does everything. Between two steps it takes what has arrived and hands on what the socket will take; while
-there is nothing to compute it sleeps in ``poll``. It never waits for a reader: what cannot be sent yet is merged with
-what the next step brings.
+One thread does everything. Between two steps it reads commands and sends what the socket accepts. It sleeps in ``poll``
+while there is nothing to compute. It never waits for a reader: results that cannot be sent yet are merged with those of
+the next step.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
 from chairlift.engine.forecaster import Forecaster
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.messages import (
+    AdapterLoaded,
     Add,
     FrameReader,
     Leave,
+    LoadAdapter,
     Log,
     Message,
     NotLoaded,
     Ready,
     Refused,
     Step,
+    UnloadAdapter,
     UpdateWeights,
     Watch,
     Watched,
@@ -46,13 +49,13 @@ _log = logging.getLogger(__name__)
 
 _READ: Final = 1 << 18
 _WATCH_SECONDS: Final = 0.1
-"""What is watched is told so often: often enough to look alive, and not a frame per step."""
+"""Seconds between two reports to viewers. A viewer sees steady motion, without a frame per step."""
 _MOST_MERGED: Final = 1 << 21
-"""Tokens and log-probabilities that steps are merged up to: as a frame, less than half of the longest there may be."""
+"""Limit of tokens and log-probabilities in merged results. As a frame they take less than half of the longest frame."""
 
 
 class Connection:
-    """A non-blocking stream of frames. ``closed`` when the other side has gone."""
+    """A non-blocking stream of frames. ``closed`` is true after the other side has closed it."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -63,7 +66,7 @@ class Connection:
 
     @property
     def backlog(self) -> int:
-        """Bytes that the socket has not taken."""
+        """Bytes that are queued and not yet in the socket."""
         return len(self._unsent)
 
     def send(self, message: Message) -> None:
@@ -83,7 +86,8 @@ class Connection:
             self.closed = True
 
     def receive(self, timeout: float | None) -> list[Message]:
-        """What has arrived; waits up to ``timeout`` seconds (None: for ever) for something, or for room to send."""
+        """Messages that have arrived. Waits up to ``timeout`` seconds (None: without limit) for a message, or for room
+        to send."""
         if self.closed:
             return []
         poll = select.poll()
@@ -99,13 +103,13 @@ class Connection:
                 messages += self.frames.feed(data)
         except BlockingIOError:
             pass
-        except (OSError, ValueError):  # gone, or it does not keep to frames
+        except (OSError, ValueError):  # the other side has gone, or does not send valid frames
             self.closed = True
         return messages
 
 
 class FrameLogHandler(logging.Handler):
-    """Sends log records to the process that owns the log."""
+    """Sends log records to the server process, which writes the log."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         super().__init__()
@@ -134,11 +138,11 @@ class CoreProcess:
         depth = core.num_lookahead_steps
         self._forecaster = Forecaster(core.scheduler, core.costs, core.answer_lengths, priorities, depth)
         self._forecast: Forecast | None = None
-        """The newest, until it is delivered."""
+        """The newest forecast, until it is sent."""
         self._pending: list[CoreOutputs] = []
-        """What steps brought and the socket had no room for, a frame each; steps are merged into the last."""
+        """Results of steps that the socket had no room for, one frame each. Later steps are merged into the last."""
         self._num_values = 0
-        """In the last of them."""
+        """Number of values in the last of them."""
         self._watched_at = 0.0
 
     def run(self) -> None:
@@ -154,6 +158,8 @@ class CoreProcess:
                 self._forecast = made or self._forecast
                 if outputs is not None:
                     self._deliver(outputs)
+            for state in self._core.adapters.take_states():
+                connection.send(AdapterLoaded(state))
             if self._pending and not connection.backlog:
                 self._deliver(CoreOutputs())
             self._show()
@@ -163,7 +169,7 @@ class CoreProcess:
         if not self._core.has_work:
             return None
         when = self._core.next_event()
-        # With work that waits for nothing in sight, look again soon: a batch that fills, a block that is freed.
+        # The core waits for nothing with a known time (a batch that fills, a block that is freed), so look again soon.
         return 0.05 if when is None else max(0.0, when - self._core.clock.now())
 
     def _obey(self, message: Message) -> None:
@@ -173,7 +179,7 @@ class CoreProcess:
             except RequestError as error:
                 too_long = isinstance(error, PromptTooLongError)
                 self._connection.send(Refused(message.request_id, too_long, str(error)))
-            except Exception as error:  # no memory for it: nothing of it is in the core
+            except Exception as error:  # out of memory, for example; the core holds no part of the request
                 _log.exception("request %s could not be taken", message.request_id)
                 why = f"the engine could not take the request ({type(error).__name__}); send it again later"
                 self._connection.send(Refused(message.request_id, False, why, failed=True))
@@ -185,11 +191,16 @@ class CoreProcess:
             self._core.watch(message.wanted)
         elif isinstance(message, UpdateWeights):
             self._update(message)
+        elif isinstance(message, LoadAdapter):
+            self._core.adapters.load(message.load)
+        elif isinstance(message, UnloadAdapter):
+            self._core.adapters.unload(message.adapter_id)
         else:
             self._connection.frames.num_bad += 1
 
     def _update(self, message: UpdateWeights) -> None:
-        """Replace the weights. Steps in flight are landed and told before, whether or not they can be sent yet."""
+        """Replace the weights. Before that, wait for the steps in flight and queue their results, even if the socket is
+        full."""
         landed = CoreOutputs()
         while (step := self._core.land()) is not None:
             landed.merge(step)
@@ -202,7 +213,7 @@ class CoreProcess:
             self._connection.send(Ready(self._info.updated(message.source, message.version)))
 
     def _show(self) -> None:
-        """Tell what is watched, when it is time to, or nothing else is there to do."""
+        """Send the recorded steps to viewers, if it is time or if there is nothing else to do."""
         recorder, now = self._core.recorder, self._core.clock.now()
         if recorder is None or self._connection.backlog:
             return
@@ -228,8 +239,11 @@ class CoreProcess:
             self._forecast = None
 
     def _send_step(self, outputs: CoreOutputs) -> None:
-        """Send it. Where a frame cannot be made of it, the sequence with the most log-probabilities in it ends with an
-        error and leaves the frame, until one can. Raises what stands in the way where there are none."""
+        """Send the results of steps.
+
+        If they do not fit in a frame, end the sequence with the most log-probabilities with an error and drop its part,
+        until they fit. Without log-probabilities the error is raised.
+        """
         while True:
             try:
                 self._connection.send(Step(outputs, self._core.stats(), self._forecast))
@@ -247,7 +261,7 @@ class CoreProcess:
 
 
 def _largest(outputs: CoreOutputs) -> str | None:
-    """The sequence with the most log-probabilities; None where nobody has any."""
+    """Name of the sequence with the most log-probabilities; None where no sequence has any."""
     sizes: Counter[str] = Counter()
     for name, _, entries in outputs.prompt_logprobs:
         sizes[name] += sum(len(record.token_ids) for record in entries)
@@ -257,7 +271,7 @@ def _largest(outputs: CoreOutputs) -> str | None:
 
 
 def _without(outputs: CoreOutputs, name: str) -> CoreOutputs:
-    """All but the tokens and log-probabilities of one sequence."""
+    """The results without the tokens and log-probabilities of one sequence."""
     kept = [row for row, each in enumerate(outputs.sequence_ids) if each != name]
     return dataclasses.replace(
         outputs,
@@ -269,7 +283,7 @@ def _without(outputs: CoreOutputs, name: str) -> CoreOutputs:
 
 
 def _num_values(outputs: CoreOutputs) -> int:
-    """Tokens and log-probabilities, which is where what waits grows without end."""
+    """Number of tokens and log-probabilities. Only these grow without limit while results wait to be sent."""
     records = [record for _, _, entries in outputs.prompt_logprobs for record in entries]
     records += filter(None, outputs.logprobs or ())
     return len(outputs.token_ids) + sum(len(record.token_ids) for record in records)

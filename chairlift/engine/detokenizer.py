@@ -1,4 +1,5 @@
-"""Token ids to text, one token at a time: whole characters only, and stop strings wherever tokens cut them."""
+"""Token ids to text, one token at a time. It emits whole characters only, and finds stop strings across token
+borders."""
 
 from __future__ import annotations
 
@@ -13,19 +14,19 @@ from chairlift.tokenizer import Tokenizer
 __all__ = ["IncrementalDetokenizer", "TokenText", "token_decoder"]
 
 _CONTEXT_TOKENS: Final = 8
-"""Prompt tokens that a windowed decoder sees to the left of the first generated one."""
+"""Prompt tokens that a windowed decoder reads as context of the first generated token."""
 _MAX_HELD_TOKENS: Final = 4
-"""A UTF-8 character has at most four bytes, so no more tokens than this can wait for one to end."""
+"""A UTF-8 character has at most four bytes, so at most this many tokens wait for one character to end."""
 
 
 class TokenText(Protocol):
-    """Turns a sequence of tokens into text; the pieces in a row are the whole text."""
+    """Turns tokens into text. The returned pieces in order are the whole text."""
 
     def feed(self, token_id: int) -> str:
-        """The text that becomes whole with this token."""
+        """Text that this token completes. It is empty while a character is incomplete."""
 
     def flush(self) -> str:
-        """The rest, where the last character stayed incomplete."""
+        """Text of an incomplete last character."""
 
 
 def token_decoder(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> TokenText:
@@ -98,11 +99,11 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """What a reader may see so far: all but a tail that could still become a stop string."""
+        """Visible text so far: everything but an end that may still become a stop string."""
         return self._whole()[: self._visible()]
 
     def take_delta(self, finished: bool) -> str:
-        """The visible text since the last call; with ``finished`` everything that is left."""
+        """Visible text since the last call; with ``finished``, all remaining text."""
         if finished:
             self.finish()
         count = self._visible() - self._taken
@@ -114,7 +115,7 @@ class IncrementalDetokenizer:
         return fresh[:count]
 
     def _append(self, piece: str, token_id: int | None = None) -> str | None:
-        """Add the text of a token; the stop string that it completes, if any."""
+        """Add the text of a token. Returns the stop string that it completes, or None."""
         if piece:
             self._pieces.append(piece)
             self._fresh.append(piece)
@@ -123,7 +124,8 @@ class IncrementalDetokenizer:
             return None
         counts = self._num_tokens > self._min_tokens
         start = self._length - len(piece)
-        ends: list[tuple[int, int, str, str]] = []  # min takes the first of equals, which the text itself has
+        # min() returns the first of equal entries, and a match in the text itself comes first
+        ends: list[tuple[int, int, str, str]] = []
         if piece and (found := self._stop.find(piece, counts)) is not None:
             stop, end = found
             end += start
@@ -153,21 +155,21 @@ class IncrementalDetokenizer:
 
 
 class _StopMatcher:
-    """Finds stop strings in a stream of text, remembering only as much of it as they are long. A character costs O(1)
-    per stop string on average, however long these are (Knuth, Morris and Pratt, 1977)."""
+    """Finds stop strings in a stream of text. It stores no text, only how much of each stop string matches so far. A
+    character costs O(1) per stop string on average, for stop strings of any length (Knuth, Morris and Pratt, 1977)."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stops = stops
         self.held = 0
-        """Length of the longest end of the text that a stop string begins with."""
+        """Length of the longest end of the text that is the beginning of a stop string."""
         self._keep = max((len(stop) for stop in stops), default=1) - 1
         self._tail = ""
         self._borders = [_borders(stop) for stop in stops]
         self._begun = [0] * len(stops)
-        """How many characters of each stop string the text ends with; fewer than it has."""
+        """For each stop string, how many of its first characters the text ends with. Always fewer than all."""
 
     def find(self, piece: str, counts: bool) -> tuple[str, int] | None:
-        """The first stop string to end inside ``piece``, and the offset in it behind its last character."""
+        """The first stop string that ends inside ``piece``, and the offset in ``piece`` behind its last character."""
         if counts:
             text, old = self._tail + piece, len(self._tail)
             ends = [(at + len(stop), -len(stop), stop) for stop in self.stops if (at := self._at(text, stop, old)) >= 0]
@@ -189,14 +191,14 @@ class _StopMatcher:
             while begun and stop[begun] != char:
                 begun = borders[begun - 1]
             begun += stop[begun] == char
-            if begun == len(stop):  # it does not count yet
+            if begun == len(stop):  # a match that does not count yet, because of ``min_tokens``
                 begun = borders[begun - 1]
         return begun
 
 
 @functools.lru_cache(maxsize=1024)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Per character, how long the longest beginning of the text is that also ends there, but for all of it."""
+    """For each prefix of ``stop``, the length of its longest proper border: text that both begins and ends it."""
     borders = [0] * len(stop)
     length = 0
     for index in range(1, len(stop)):
@@ -208,25 +210,29 @@ def _borders(stop: str) -> tuple[int, ...]:
 
 
 class _SpelledStops:
-    """Finds stop strings that spell a special token, in a second reading of the answer: its text, but each special
-    token as the vocabulary spells it. The text may have nothing there. Offsets are those of the text."""
+    """Finds stop strings that spell a special token.
+
+    It searches a second version of the answer, in which each special token is spelled as in the vocabulary. The visible
+    text may leave these tokens out. Offsets returned are those of the visible text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._matcher = _StopMatcher(stops)
         self._longest = max(map(len, stops))
         self._length = 0
-        """Characters of this reading."""
+        """Characters of the second version."""
         self._special: list[tuple[int, int, int]] = []
-        """Begin and end in this reading, and length in the text, of special tokens near the end."""
+        """(begin, end, length in the visible text) of special tokens near the end. Begin and end count in the second
+        version."""
         self._excess = 0
-        """How many more characters earlier special tokens have in this reading than in the text."""
+        """Characters by which earlier special tokens are longer in the second version than in the visible text."""
         self.safe = 0
-        """Characters of the text that no stop string can cut off any more."""
+        """Number of characters of the visible text that no stop string can cut off any more."""
 
     def find(self, piece: str, token_id: int | None, counts: bool) -> tuple[str, int, int] | None:
-        """The stop string that a token with this ``piece`` of the text completes: with the offset in the piece where
-        it is complete, and the offset in the text where it begins."""
+        """The stop string that a token with this ``piece`` of visible text completes: (stop string, offset in the piece
+        behind it, offset in the visible text where it begins)."""
         spelling = None if token_id is None else self._tokenizer.special_texts.get(token_id)
         if token_id is None or not spelling:
             return self._read(piece, counts)
@@ -262,7 +268,7 @@ class _SpelledStops:
 
 
 class _ByteText:
-    """For decoders that map each token to bytes."""
+    """Decoder for tokenizers that map each token to fixed bytes."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         decoding = tokenizer.byte_decoding
@@ -273,7 +279,7 @@ class _ByteText:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(decoding.errors)
         self._fed = False
         tail = tokenizer.tail_bytes(prompt_token_ids, skip_special_tokens)
-        # Leaves in the decoder what the prompt has of a last, incomplete character.
+        # The bytes of an incomplete last character of the prompt stay in the decoder.
         self._utf8.decode(tail)
         self._at_start = decoding.strip_start and not tail
 
@@ -295,13 +301,14 @@ class _ByteText:
 
 
 class _WindowText:
-    """For decoders that look at neighbouring tokens: decode a short window with and without the new token."""
+    """Decoder for tokenizers whose text depends on neighbouring tokens. It decodes a short window with and without the
+    new token."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._decode = tokenizer.decode
         self._skip = skip_special_tokens
-        # Skipped tokens must not fill the window: a decoder that treats the first token apart would take the next for
-        # it.
+        # Skipped tokens must not fill the window. A decoder that treats the first token of a text differently would do
+        # so with the next token.
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._vocab_size = tokenizer.vocab_size
         self._window: list[int] = []
@@ -311,7 +318,7 @@ class _WindowText:
             if self._counts(token_id):
                 self._window.insert(0, token_id)
         self._read = len(self._window)
-        """How many tokens of the window are already in the text."""
+        """Number of tokens of the window whose text was emitted."""
         self._before = self._text_of(self._window)
 
     def feed(self, token_id: int) -> str:
@@ -329,7 +336,8 @@ class _WindowText:
 
     def _advance(self, text: str) -> str:
         piece = text[len(self._before) :]
-        # The tokens just read are context enough, and never none: the next token must not look like the first of all.
+        # The tokens just emitted are enough context. The window is never empty: the next token must not look like the
+        # first of a text.
         self._window = self._window[self._read :] or self._window
         self._before = self._text_of(self._window)
         self._read = len(self._window)

@@ -6,6 +6,8 @@ import logging
 import uuid
 
 from chairlift.config import CacheConfig, SchedulerConfig
+from chairlift.engine.adapter_names import AdapterEntry, AdapterNames
+from chairlift.engine.adapters import Adapters
 from chairlift.engine.clock import Clock
 from chairlift.engine.core import CoreOutputs, EngineCore, FinishedSequence
 from chairlift.engine.grammars import Grammars
@@ -16,6 +18,7 @@ from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError, Reque
 from chairlift.executor.executor import Executor, WeightSource
 from chairlift.grammar.compiler import GrammarCompiler
 from chairlift.kv_cache.manager import KVCacheManager
+from chairlift.lora_request import LoRARequest
 from chairlift.outputs import RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.policy import Policy
@@ -28,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """A core, the door before it and the exit behind it. Not thread-safe: one thread owns it."""
+    """A core with the input checks before it and the text output behind it. Not thread-safe: one thread owns it."""
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class Engine:
         policy: Policy | None = None,
         kv: KVCacheManager | None = None,
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         if grammars is None:
             compiler = GrammarCompiler(lambda: tokenizer, limits.vocab_size, limits.eos_token_ids)
@@ -58,7 +62,9 @@ class Engine:
             policy=policy,
             kv=kv,
             grammars=grammars,
+            adapters=adapters,
         )
+        self._adapters = AdapterNames()
         self.clock: Clock = self.core.clock
         self._inputs = InputProcessor(limits, tokenizer, self.core.kv, seed)
         self._outputs = OutputProcessor(tokenizer, limits.eos_token_ids)
@@ -67,7 +73,7 @@ class Engine:
 
     @property
     def limits(self) -> ModelLimits:
-        """What the model allows."""
+        """Limits of the model."""
         return self._inputs.limits
 
     @property
@@ -101,10 +107,12 @@ class Engine:
         stream: bool = True,
         cache_salt: str = "",
         tenant: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> str:
         """Queue a request and return its id. Raises RequestError, and changes nothing, when it cannot be served.
 
-        With ``stream`` every step that brings it a token reports it; without, only its end is reported.
+        With ``stream``, every step with a new token reports the request; without it, only the last step does. An
+        adapter is read here at its first use; ModelLoadError says what is wrong with it.
         """
         self._check_alive()
         request_id = uuid.uuid4().hex if request_id is None else request_id
@@ -113,7 +121,9 @@ class Engine:
             raise RequestError(f"request id {request_id!r} is already in use; choose another")
         now = self.clock.now()
         params = SamplingParams() if params is None else params
-        prepared = self._inputs.prepare(request_id, prompt, params, now, cache_salt, tenant)
+        adapter_id = self._adapter_of(lora_request)
+        who = cache_salt, tenant
+        prepared = self._inputs.prepare(request_id, prompt, params, now, *who, adapter_id=adapter_id)
         if params.structured_outputs is not None:
             self.core.grammars.check(params.structured_outputs.value)
         try:
@@ -121,31 +131,54 @@ class Engine:
             self._outputs.add(prepared, stream)
         except RequestError:
             raise
-        except Exception:  # no memory for it: it leaves, and the others go on
+        except Exception:  # out of memory, for example; this request leaves, and the others go on
             self._ready += self._finish(self.core.abort(prepared.sequence_ids))
             raise
-        except BaseException:  # Ctrl-C: the request is half in
+        except BaseException:  # Ctrl-C: the request is only partly added
             self._dead = True
             raise
         _log.debug("request %r: %d prompt tokens, seed %d", request_id, len(prepared.prompt_token_ids), prepared.seed)
         return request_id
 
+    def _adapter_of(self, asked: LoRARequest | None) -> int:
+        if asked is None:
+            return 0
+        if not isinstance(asked, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest, got {type(asked).__name__}")
+        entry = self._adapters.find(asked)
+        if entry is None:
+            load = self._adapters.next_load(asked.lora_name, str(asked.lora_path))
+            self.core.adapters.load_now(load)
+            entry = AdapterEntry(load, asked.lora_int_id)
+            self._adapters.add(entry)
+        return entry.load.adapter_id
+
+    def remove_lora(self, int_id: int) -> bool:
+        """Forget an adapter by its caller's number: its requests go on, and the number is free. False when unknown."""
+        entry = self._adapters.with_int_id(int_id)
+        if entry is None:
+            return False
+        self._adapters.remove(entry.name)
+        self.core.adapters.unload(entry.load.adapter_id)
+        return True
+
     def abort(self, request_id: str) -> bool:
-        """End a request in any state, at once and without an output. False when it is unknown, or was delivered."""
+        """End a request in any state, at once and without an output. Returns False when it is unknown or was
+        delivered."""
         undelivered = [output for output in self._ready if output.request_id == request_id]
         self._ready = [output for output in self._ready if output.request_id != request_id]
         if request_id not in self._outputs:
             return bool(undelivered)
         for sequence_id in self._outputs.remove(request_id):
-            # In a static batch, mates that only waited for this one leave with it.
+            # In a static batch, members that only waited for this request leave with it.
             self._ready += self._finish(self.core.abort([sequence_id]))
         return True
 
     def step(self) -> list[RequestOutput]:
-        """Run one step, and report the requests it brought forward. Waits when there is nothing to do until later.
+        """Run one step and return the requests with news. Sleeps when the next work is due later.
 
-        A request's fault never raises here. What does (Ctrl-C, a bug) leaves brain and muscle out of step with each
-        other, so the engine refuses to go on: EngineDeadError from then on.
+        A faulty request does not raise here. After any other exception (Ctrl-C, a bug) scheduler and executor no longer
+        agree, so all later calls raise EngineDeadError.
         """
         self._check_alive()
         self._dead = True
@@ -154,9 +187,9 @@ class Engine:
         return outputs
 
     def update_weights(self, source: WeightSource, version: int, *, in_flight: str = "continue") -> None:
-        """Serve other weights from the next step on; see :meth:`chairlift.llm.LLM.update_weights`.
+        """Use other weights from the next step on; see :meth:`chairlift.llm.LLM.update_weights`.
 
-        Steps in flight are landed first; what they bring is reported by the next :meth:`step`.
+        Steps in flight are waited for first. The next :meth:`step` reports their tokens.
         """
         self._check_alive()
         self._dead = True
@@ -171,7 +204,7 @@ class Engine:
         self._dead = False
 
     def check_invariants(self) -> None:
-        """Raise InvariantError if the books do not balance."""
+        """Raise InvariantError if the scheduler's or the cache's data is inconsistent."""
         self.scheduler.check_invariants()
 
     def shutdown(self) -> None:
@@ -201,7 +234,7 @@ class Engine:
         for sequence_id in self._outputs.take(step, self.clock.now()):
             finished += self.core.stop([sequence_id])
         outputs = self._finish(finished)
-        if self.scheduler.membership.held:  # nothing is delivered before the batch ends
+        if self.scheduler.membership.held:  # a static batch delivers nothing before it ends
             return outputs
         reported = {output.request_id for output in outputs}
         growing = self._outputs.touched(step.sequence_ids)
@@ -210,11 +243,11 @@ class Engine:
 
     def _finish(self, finished: list[FinishedSequence]) -> list[RequestOutput]:
         states: list[RequestState] = self._outputs.finish(finished, self.clock.now())
-        held = self.scheduler.membership.held  # of a static batch nothing is delivered but what is complete
+        held = self.scheduler.membership.held  # a static batch delivers only complete answers
         return self._told([state for state in states if state.finished or (state.stream and not held)])
 
     def _told(self, states: list[RequestState]) -> list[RequestOutput]:
-        """What these requests have, and the end of those whose output cannot be made."""
+        """Outputs of these requests. A request whose output cannot be made ends."""
         outputs: list[RequestOutput] = []
         for state in states:
             try:

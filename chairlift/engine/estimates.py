@@ -12,11 +12,11 @@ __all__ = ["estimator_from"]
 
 
 def estimator_from(costs: Costs, lengths: AnswerLengths, kv: KVCacheManager) -> EstimateOf:
-    """Return a function that estimates times and answer length of one request."""
+    """Return a function that estimates the times and the answer length of one request."""
 
     def estimate(request: Request) -> Estimate:
         source, num_shared = request.source, kv.num_shared(request)
-        # Another answer computes the same prompt. Its KV can be shared once that answer has its first token.
+        # Another answer computes the same prompt. Its KV can be shared once it has its first token.
         if source is not None and not source.is_finished and not source.num_output_tokens:
             num_shared = request.num_prompt_tokens - 1
         expected = lengths.expected(request) if lengths.knows(request) else None

@@ -1,8 +1,8 @@
-"""The one stream of what happens in an engine: whoever wants to know subscribes to it.
+"""Events of an engine, and their subscribers.
 
-The core tells of requests that were ``added`` and have ``ended``, and of steps that were ``scheduled`` and have
-``landed``. In the server's process the engine tells of requests that ``began`` and have ``ended``, and in ``steps`` it
-hands on the lines that the recorder of the core made of them. An event that nobody subscribed to costs one call.
+The core publishes requests that were ``added`` and have ``ended``, and steps that were ``scheduled`` and have
+``landed``. The engine in the server's process publishes requests that ``began`` and have ``ended``, and ``steps``: the
+lines that the core's recorder made. An event without subscribers costs one call.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _log = logging.getLogger(__name__)
 
 
 class Events:
-    """Subscribers by name. A subscriber has a method for each event that it wants, named as the event; it is called
-    where the engine's own work is done, so it must be quick.
+    """Subscribers by name.
 
-    What a subscriber raises is logged and changes nothing for the engine; its method ``missed``, if it has one, is
-    called then. ``changed`` is called when somebody has come or gone.
+    A subscriber has one method per event that it wants, with the event's name. It is called on the engine's own thread,
+    so it must be quick. Its exceptions are logged and do not affect the engine; its method ``missed``, if there is one,
+    is called then. ``changed`` is called whenever a subscriber comes or goes.
     """
 
     def __init__(self, *events: str, changed: Callable[[], object] = lambda: None) -> None:
@@ -30,12 +30,12 @@ class Events:
         self._changed = changed
 
     def subscribe(self, name: str, subscriber: Any) -> None:
-        """Tell ``subscriber`` from now on, after those that are there already."""
+        """Add ``subscriber``. It is called after the earlier ones."""
         self.subscribers[name] = subscriber
         self._renew()
 
     def unsubscribe(self, name: str) -> None:
-        """Tell it no more. Unknown names are ignored."""
+        """Remove a subscriber. Unknown names are ignored."""
         if self.subscribers.pop(name, None) is not None:
             self._renew()
 
@@ -44,7 +44,7 @@ class Events:
         return bool(self._calls[event])
 
     def tell(self, event: str, *facts: Any) -> None:
-        """Something has happened."""
+        """Call the subscribers of an event."""
         for name, call in self._calls[event]:
             try:
                 call(*facts)

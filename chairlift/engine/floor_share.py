@@ -1,4 +1,4 @@
-"""Utilisation: how near steps come to the least time in which this machine could have done them."""
+"""Utilisation: the least time that this machine needs for the steps, divided by the time they took."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from chairlift.scheduler.cost_model import StepFeatures
 __all__ = ["FloorShare"]
 
 _SECONDS = 10.0
-"""Seconds of work over which the share is a mean that forgets."""
+"""Time constant of the moving average, in seconds of work."""
 
 
 class FloorShare:
-    """Sums up steps and their floors, and forgets with time."""
+    """Moving average of floor time over step time."""
 
     def __init__(self, least_seconds: Callable[[StepFeatures, int], float]) -> None:
-        """``least_seconds`` gives the floor of a step: of its features, and the rows that it samples from."""
+        """``least_seconds(features, sampled rows)`` returns the floor of a step in seconds."""
         self._least_seconds = least_seconds
         self._floor = self._spent = 0.0
 
     def landed(self, step: StepFeatures, sampled: int, held: int, seconds: float) -> None:
-        """A step has taken so long, with what the loop did before it. Rows that are ``held``, since they have ended and
-        their static batch has not, are no work that was asked for."""
+        """Add a step that took ``seconds``, host time before it included.
+
+        ``held`` rows have ended and wait for their static batch; they are not counted as work.
+        """
         if seconds <= 0:
             return
         if held and step.num_decodes:
@@ -37,5 +39,5 @@ class FloorShare:
 
     @property
     def share(self) -> float | None:
-        """Floor / time of the last steps; None before the first."""
+        """Floor divided by time over the last steps; None before the first step."""
         return self._floor / self._spent if self._spent > 0 else None

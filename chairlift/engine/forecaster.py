@@ -1,4 +1,4 @@
-"""Keeps a forecast of the queue fresh, a few steps of the copy per step of the engine."""
+"""Keeps the forecast of the queue fresh: each engine step simulates a few steps of a copy of the scheduler."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ __all__ = ["Forecaster"]
 _log = logging.getLogger(__name__)
 
 _STEPS_PER_STEP: Final = 8
-"""Steps of the scheduler's copy per step of the engine. They take about half a millisecond."""
+"""Simulated steps per engine step. They take about half a millisecond."""
 _PAUSE: Final = 0.5
 """Seconds between the end of one forecast and the beginning of the next."""
 _PAUSE_OF_THE_FAILED: Final = 60.0
 
 
 class Forecaster:
-    """``priorities`` are those of a newcomer, per class of service; the engine runs ``depth`` steps ahead."""
+    """Updates the forecast in small parts. ``priorities`` are those of a new request, per class of service. The engine
+    runs ``depth`` steps ahead."""
 
     def __init__(
         self,
@@ -40,11 +41,12 @@ class Forecaster:
         self._depth = depth
         self._ahead: Iterator[Forecast | None] | None = None
         self._queue = False
-        """Whether there was one when it was last looked at."""
+        """Whether the queue was non-empty at the last check."""
         self._not_before = 0.0
 
     def advance(self, now: float) -> Forecast | None:
-        """Called after each step; a forecast when one has just become ready. Without a queue it is made at once."""
+        """Work on the forecast; called after each step. Returns a forecast when one is complete. An empty queue is
+        forecast at once."""
         scheduler = self._scheduler
         if self._ahead is None:
             if not scheduler.waiting and scheduler.batch.open_rows:
@@ -62,7 +64,7 @@ class Forecaster:
                 if made is not None:
                     self._ahead, self._not_before = None, now + _PAUSE
                     return made
-        except Exception:  # a policy of somebody's own that cannot be copied must not stop the engine
+        except Exception:  # a custom policy that cannot be copied must not stop the engine
             name = scheduler.policy.name
             _log.exception("the queue could not be forecast, with policy %r; the next try is in a minute", name)
             self._ahead, self._not_before = None, now + _PAUSE_OF_THE_FAILED

@@ -1,9 +1,10 @@
-"""Grammars of the requests in an engine: compiled beside the loop, followed token by token, turned into masks.
+"""Grammars of the requests in an engine. They are compiled beside the loop, followed token by token, and turned into
+masks.
 
-A grammar is compiled once and kept by its content. Its request waits meanwhile. Each answer has a matcher of its own,
-which follows the tokens that the answer is known to have: also those that steps in flight have drawn, and back again
-where such a token is dropped. So preemption has nothing to save. Drafts of an answer are those that its grammar allows,
-and each has the mask of its place.
+Each grammar is compiled once and cached by its content; its request waits meanwhile. Each answer has its own matcher.
+The matcher follows the tokens that are known, including those that steps in flight have sampled, and goes back when
+such a token is dropped. So preemption needs no saved state. An answer has only drafts that its grammar allows, and each
+draft has the mask of its place.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ _log = logging.getLogger(__name__)
 
 _MOST_KEPT: Final = 256
 _MOST_KEPT_CHARS: Final = 16 << 20
-"""Largest total length of the texts of all compiled grammars that are kept. Compiled size grows with it."""
+"""Largest total length, in characters, of the sources of cached grammars. Compiled size grows with it."""
 
 Compile = Callable[[Callable[[], Compiled]], "Future[Compiled]"]
-"""Has a grammar compiled beside the loop."""
+"""Compiles a grammar beside the loop."""
 InFlight = Callable[[Request], list[int] | None]
-"""Tokens that steps in flight have drawn for a request, oldest first; None where one of these steps failed."""
+"""Tokens that steps in flight have sampled for a request, oldest first; None where one of these steps failed."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class GrammarRow:
-    """A request with a grammar or a thinking budget, and where it is in it."""
+    """A request with a grammar or a thinking budget, and its matcher."""
 
     request: Request
     matcher: Matcher
@@ -72,7 +73,7 @@ class HeldPlace(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Job:
-    """A grammar that is being compiled, and who waits for it."""
+    """A grammar that is being compiled, and the requests that wait for it."""
 
     grammar: Grammar
     future: Future[Compiled]
@@ -80,11 +81,12 @@ class _Job:
 
 
 class Grammars:
-    """``compiler`` is None where the engine has none: then requests with a grammar are refused.
+    """Compiled grammars and the matchers of running answers.
 
-    ``beside`` compiles (default: on a thread). ``fill_beside``: masks are filled on another thread, while the model
-    runs, where all tokens are known before. ``vocab_size`` is the number of logits, which thinking budgets need. One
-    thread owns the object.
+    ``compiler`` is None in an engine without one; requests with a grammar are then refused. ``beside`` runs the
+    compiler (default: on a thread). With ``fill_beside`` masks are filled on another thread while the model runs, if
+    all tokens before are known. ``vocab_size`` is the number of logits; thinking budgets need it. One thread owns the
+    object.
     """
 
     def __init__(
@@ -106,10 +108,10 @@ class Grammars:
         self._decode_rows: tuple[tuple[str, int], ...] = ()
         self._decoding: list[HeldPlace] = []
         self.num_compiled = self.num_hits = self.num_failed = 0
-        """Grammars compiled, requests whose grammar was there, grammars that could not be followed."""
+        """Grammars compiled; requests whose grammar was cached; grammars that failed."""
 
     def __len__(self) -> int:
-        """Answers that have a matcher."""
+        """Number of answers that have a matcher."""
         return len(self._rows)
 
     @property
@@ -119,12 +121,13 @@ class Grammars:
     # -- compiling -----------------------------------------------------------------------------------------------
 
     def check(self, grammar: Grammar) -> None:
-        """Compile it now, unless it is there. Raises RequestError."""
+        """Compile the grammar now, unless it is cached. Raises RequestError."""
         if grammar.key not in self._kept:
             self._keep(grammar, self._compiler_of().compile(grammar))
 
     def add(self, requests: Sequence[Request], grammar: Grammar) -> None:
-        """The answers of one request are to follow a grammar: those that have to wait for it are not ready then."""
+        """Set the grammar of the answers of one request. Answers that must wait for the compiler are marked as not
+        ready."""
         compiler, key = self._compiler_of(), grammar.key
         for request in requests:
             request.is_guided = True
@@ -140,14 +143,14 @@ class Grammars:
             request.is_ready = False
 
     def limit(self, requests: Sequence[Request], budget: ThinkingBudget) -> None:
-        """The answers of one request may think so long, and follow no grammar. Raises RequestError."""
+        """Limit the reasoning of the answers of one request that has no grammar. Raises RequestError."""
         for request in requests:
             request.is_guided = True
             self._follow_new(request, lambda: self._limited(budget, None))
 
     def take_ready(self) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """Requests whose grammar has been compiled since, and those whose grammar cannot be followed, with the reason.
-        Those that have left meanwhile are not among them."""
+        """Requests whose grammar was compiled since the last call, and (request, reason) of those whose grammar failed.
+        Requests that have left are not included."""
         ready: list[Request] = []
         failed: list[tuple[Request, str]] = []
         for key in [key for key, job in self._jobs.items() if job.future.done()]:
@@ -169,12 +172,16 @@ class Grammars:
                 failed += [(request, reason) for request in waiting]
         return ready, failed
 
+    def waits(self, request: Request) -> bool:
+        """Whether the grammar of a request is being compiled."""
+        return any(each is request for job in self._jobs.values() for each in job.requests)
+
     def forget(self, request_id: str) -> None:
-        """The request has left."""
+        """Drop a request that has left."""
         self._rows.pop(request_id, None)
 
     def shutdown(self) -> None:
-        """Forget all requests, and end the threads."""
+        """Drop all requests, and end the threads."""
         self._rows.clear()
         self._jobs.clear()
         for thread in self._threads.values():
@@ -253,7 +260,7 @@ class Grammars:
     # -- following -----------------------------------------------------------------------------------------------
 
     def rows_of(self, out: SchedulerOutput) -> list[HeldPlace]:
-        """The places of a step at which requests with a grammar sample."""
+        """Places of the step at which requests with a grammar sample."""
         if not self._rows:
             return []
         if out.decode_rows is not self._decode_rows:
@@ -268,8 +275,8 @@ class Grammars:
         return rows
 
     def begin(self, rows: Sequence[HeldPlace], in_flight: InFlight) -> Future[dict[int, npt.NDArray[np.uint32]]]:
-        """Start to fill the masks of a step; by index of the sample position. The matchers must be left alone until
-        they are filled."""
+        """Start to fill the masks of a step. The result maps sample positions to masks. The matchers must not be used
+        until it is ready."""
         todo: list[HeldPlace] = []
         for place in rows:
             if place.row.request.finish_reason is None:
@@ -283,7 +290,7 @@ class Grammars:
         return filled
 
     def landed(self, rows: Sequence[HeldPlace], step: int, tokens: SampledTokens) -> None:
-        """The tokens of a step are known, and about to be taken: those that no grammar allows become failed ones."""
+        """Check the tokens of a step before they are taken. Tokens that their grammar forbids become failed tokens."""
         for place in rows:
             row, request = place.row, place.row.request
             late = request.finish_reason is not None or request.slot < 0 or request.resumed_at_step > step
@@ -296,13 +303,13 @@ class Grammars:
             if row.matcher.num_consumed <= last:
                 self._follow(row, right)
             matcher = row.matcher
-            if matcher.error and matcher.num_consumed <= last:  # else it concerns a later token
+            if matcher.error and matcher.num_consumed <= last:  # otherwise the error concerns a later token
                 broken = place.first + max(0, matcher.num_consumed - request.num_output_tokens)
                 tokens.token_ids[broken], tokens.errors[broken] = FAILED_ROW, matcher.error
 
     def complete(self, rows: Sequence[HeldPlace]) -> list[Request]:
-        """Requests of a step whose answer nothing may follow, now that its tokens are taken. Those whose reasoning is
-        over are followed no more: they may have drafts again."""
+        """Requests of a step whose answer is complete: the grammar allows no further token. Call it after the step's
+        tokens are taken. Matchers whose reasoning has ended are dropped, so their requests may have drafts again."""
         for _, row, _ in rows:
             matcher = row.matcher
             done = isinstance(matcher, ThinkingMatcher) and matcher.is_over
@@ -320,8 +327,8 @@ class Grammars:
 
     @staticmethod
     def _follow(row: GrammarRow, drawn: Sequence[int]) -> bool:
-        """Bring the matcher to the newest token: the last of ``drawn``, which follow those that the request has. False
-        where nothing may follow it."""
+        """Advance the matcher to the newest token, the last of ``drawn``. ``drawn`` follows the request's known tokens.
+        False where no token may follow."""
         request, matcher = row.request, row.matcher
         begin, own = request.num_prompt_tokens, request.num_output_tokens
         known = own + len(drawn)

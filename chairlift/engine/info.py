@@ -1,4 +1,4 @@
-"""What a loaded engine is, in plain data: known to whoever talks to it, in this process or another."""
+"""Facts about a loaded engine, as plain data for this process and others."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _IMPLS: Final = {
 
 
 def describe_impl(model_impl: str) -> str:
-    """Whose code the layers are, and what that costs, in words."""
+    """Origin of the layers' code and its cost, in words."""
     return _IMPLS[model_impl]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PairTexts:
-    """What stands around a query and a document where a decoder is asked whether they go together."""
+    """Fixed texts around a query and a document, for a decoder that answers whether they belong together."""
 
     before: str
-    """Read by itself, and so is ``behind``."""
+    """Text before the pair; tokenized separately, as is ``behind``."""
     query: str
-    """Before the query, in one text with it and the document."""
+    """Text before the query; tokenized together with the query and the document."""
     document: str
-    """Before the document."""
+    """Text before the document."""
     behind: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingInfo:
-    """What a model for embeddings, scores or classes is."""
+    """Facts about a model for embeddings, scores or classes."""
 
     task: str
     """``embed`` or ``classify``."""
@@ -52,17 +52,17 @@ class PoolingInfo:
     width: int
     """Numbers in an embedding."""
     dimensions: tuple[int, ...] | None = None
-    """Sizes that an embedding may be cut to: empty: any up to ``width``; None: none."""
+    """Sizes that an embedding may be cut to. Empty: any up to ``width``. None: it cannot be cut."""
     labels: tuple[str, ...] = ()
     """Names of the classes; empty for embeddings."""
     prompts: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Texts to put before a text, by name."""
+    """Prompts to put before a text, by name."""
     default_prompt: str | None = None
-    """Name of the one that stands before every text, unless another is asked for."""
+    """Name of the prompt that is used when a request names none."""
     token_types: bool = False
     """Whether the second text of a pair has a token type of its own."""
     pair: PairTexts | None = None
-    """How pairs are put to a decoder that answers yes or no; the last class is yes."""
+    """Prompt for pairs where a decoder answers yes or no; the last class is yes."""
 
     @property
     def scores(self) -> bool:
@@ -73,51 +73,52 @@ class PoolingInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Made when the model is in memory, and again when its weights are replaced."""
+    """Facts about the engine. Made when the model is loaded, and again when its weights are replaced."""
 
     model: str
-    """As it was asked for."""
+    """Model name as the caller gave it."""
     model_dir: str
-    """Where its files are; empty for a model without files."""
+    """Directory of its files; empty for a model without files."""
     vocab_size: int
     """Width of the logits: every token id is below it."""
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    """What the model's configuration says; the tokenizer may know more."""
+    """End-of-sequence ids in the model's configuration; the tokenizer may know more."""
     capacity_tokens: int
-    """The most positions that the KV cache holds of one request; what lies behind a sliding window takes none."""
+    """Most positions of one request that the KV cache can hold. Positions behind a sliding window take no space."""
     pool_tokens: int
     """Positions in the whole KV cache, in its smallest pool."""
     block_size: int
     num_blocks: int
-    """Blocks that requests can have, over all cache groups."""
+    """Blocks available to requests, over all cache groups."""
     max_num_seqs: int
     max_num_batched_tokens: int
     dtype: str
     device: str
     kernels: str
-    """Who computes: an instruction-set path of the native kernels, ``triton``, ``torch``, or ``hashlm``."""
+    """Implementation of the kernels: an instruction-set path of the native kernels, ``triton``, ``torch``, or
+    ``hashlm``."""
     threads: int
     memory_plan: str
-    """The KV cache in words."""
+    """Size of the KV cache, in words."""
     held: bool
     """Whether answers are delivered only when their whole batch ends (``batching="static"``)."""
     deterministic: bool
-    """Whether an answer's bits are independent of the batch."""
+    """Whether the bits of an answer are independent of the rest of the batch."""
     fingerprint: str
     """``fp_`` and ten hexadecimal digits of model, precision, kernels and version."""
     model_impl: str = "native"
-    """Whose code the layers are: ``native`` or ``transformers``."""
+    """Implementation of the layers: ``native`` or ``transformers``."""
     quantization: str | None = None
-    """What weights are rounded to, as ``int4+int8``, where not all are of the dtype."""
+    """Formats of the quantised weights, such as ``int4+int8``; None where all weights have the model's dtype."""
     weight_bytes: int = 0
     """Bytes of all weights in memory."""
     kv_cache_dtype: str | None = None
     """Dtype of K and V, if it is not ``dtype``."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Sampling parameters where a request gives none."""
+    """Default sampling parameters of the model."""
     notes: tuple[str, ...] = ()
-    """What a person should know about the model as it is served here, a line each."""
+    """Notes on how the model is served here, one per line."""
     block_bytes: int = 0
     """Bytes of a block, K and V of all layers in its cache group (their mean, where groups differ); 0 if unknown."""
     graphs: str = ""
@@ -132,16 +133,16 @@ class EngineInfo:
     pooling: PoolingInfo | None = None
     """None for a model that generates."""
     weights: str = ""
-    """Directory of the weights, once they were replaced."""
+    """Directory of the newest weights, if they were replaced."""
     weight_version: int = 0
 
     def updated(self, weights: str, version: int) -> EngineInfo:
-        """With other weights; so the fingerprint is another, too."""
+        """A copy for new weights, with a new fingerprint."""
         digest = hashlib.sha256(f"{self.fingerprint} {version} {weights}".encode()).hexdigest()
         return dataclasses.replace(self, weights=weights, weight_version=version, fingerprint=f"fp_{digest[:10]}")
 
     def too_much_reserved(self, classes: Mapping[str, ServiceClass] | None) -> str:
-        """Why the blocks that the classes reserve cannot be kept for them; empty when they can."""
+        """Reason why the cache cannot hold the blocks that the classes reserve; empty when it can."""
         reserved = {name: each.min_blocks for name, each in (classes or {}).items() if each.min_blocks}
         pool = self.pool_tokens // self.block_size
         if sum(reserved.values()) < pool:
@@ -155,7 +156,7 @@ class EngineInfo:
 
 
 def check_update(version: int, newest: int, in_flight: str) -> None:
-    """Raise ConfigError unless weights of a version may follow those of the newest in this way."""
+    """Raise ConfigError unless this version may follow ``newest`` and ``in_flight`` is a known mode."""
     if in_flight not in ("continue", "recompute"):
         raise ConfigError(f"in_flight must be 'continue' or 'recompute', got {in_flight!r}")
     if type(version) is not int or not newest <= version < 2**63:

@@ -1,4 +1,4 @@
-"""The one door: everything a caller may send is checked here, whichever front end it came through."""
+"""Validation of every request, for all front ends."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt", "unnamed"]
 
 Prompt = str | list[int] | tuple[int, ...] | Mapping[str, Any]
-"""Text or token ids, or either under the name that vLLM's callers give it: ``prompt``, ``prompt_token_ids``. If
-both are given, the ids are used, and the text is returned as the prompt's text."""
+"""Text, token ids, or a mapping with vLLM's keys ``prompt`` and ``prompt_token_ids``. If a mapping has both, the ids
+are used, and the text is returned as the prompt's text."""
 
 _SALT = re.compile(r"[A-Za-z0-9_-]{0,64}")
 _MAX_ID_LENGTH = 256
@@ -35,49 +35,52 @@ class _CacheRoom(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the model allows."""
+    """Limits of the model."""
 
     vocab_size: int
     """Width of the logits: every token id must be below it."""
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     service_classes: Mapping[str, ServiceClass] | None = None
-    """What classes of service promise; None where the scheduling policy does not look at promises."""
+    """Promises of each class of service; None where the scheduling policy ignores promises."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A checked request, as plain data: it may cross to another process."""
+    """A checked request as plain data, which can be sent to another process."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    """The caller's, or the one drawn here."""
+    """The caller's seed, or a random one."""
     max_tokens: int
-    """What fits, where the caller has no limit; 1 where the prompt is only scored: the token is dropped."""
+    """Most tokens to generate; without a caller's limit, as many as fit. It is 1 where only the prompt is scored: that
+    token is dropped."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end an answer: the caller's, and end of sequence unless ``ignore_eos``. Ascending."""
+    """Tokens that end an answer, in ascending order: the caller's, and end of sequence unless ``ignore_eos``."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     cache_salt: str = ""
     arrival_time: float = 0.0
     priority: int = 0
     service: Service = NO_PROMISE
+    adapter_id: int = 0
+    """The number of its adapter; 0: none."""
 
     @property
     def sequence_ids(self) -> list[str]:
-        """One per answer."""
+        """Ids of the answers, one each."""
         count = self.params.n
         return [self.request_id] if count == 1 else [f"{self.request_id}#{index}" for index in range(count)]
 
     def make_sequences(self) -> list[Request]:
-        """One :class:`~chairlift.request.Request` per answer; all but the first share its prompt."""
+        """One :class:`~chairlift.request.Request` per answer. All but the first share the prompt of the first."""
         sequences: list[Request] = []
         ends_early = bool(self.stop_token_ids or self.params.stop)
         prediction = self.params.prediction or ()
-        expected = () if isinstance(prediction, str) else tuple(prediction)  # the door has made token ids of it
-        others = self.params  # only the first has the prompt's log-probabilities to report
+        expected = () if isinstance(prediction, str) else tuple(prediction)  # prepare() has encoded a text
+        others = self.params  # only the first answer reports the prompt's log-probabilities
         if self.params.prompt_logprobs is not None:
             most = 1 if self.params.max_tokens == 0 else self.params.max_tokens
             others = dataclasses.replace(self.params, prompt_logprobs=None, max_tokens=most)
@@ -101,10 +104,11 @@ class PreparedRequest:
                     priority=self.priority,
                     service=self.service,
                     cache_salt=self.cache_salt,
+                    adapter_id=self.adapter_id,
                     params=self.params,
                     sampling=row,
                     source=sequences[0] if sequences else None,
-                    # Positions read from the cache have no logits to report.
+                    # Positions read from the prefix cache have no logits, so they cannot be shared here.
                     may_share=not (self.params.prompt_logprobs is not None and index == 0),
                     prediction=expected,
                 )
@@ -113,10 +117,9 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """Turns a prompt and its settings into a request, or raises RequestError saying what is wrong with them.
+    """Turns a prompt and its settings into a request, or raises RequestError with the reason.
 
-    ``cache`` tells how many positions the whole KV cache has; ``seed`` makes the seeds drawn for requests without one
-    reproducible.
+    ``cache`` returns the number of positions in the whole KV cache. ``seed`` makes the random seeds reproducible.
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class InputProcessor:
         self.limits = limits
         self._tokenizer = tokenizer
         self._cache = cache
-        # Not for secrets: it only has to give unrelated streams to unrelated requests.
+        # Not for secrets: the seeds only have to be unrelated.
         self._random = random.Random(seed)
 
     def prepare(
@@ -138,9 +141,14 @@ class InputProcessor:
         tenant: str = "",
         text: str | None = None,
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
+        adapter_id: int = 0,
     ) -> PreparedRequest:
-        """Check everything, and tokenize. ``tenant`` is who is charged for the request; ``text`` is what ``prompt``
-        was encoded from, and ``bad_word_ids`` what ``bad_words`` were encoded to, if they were before."""
+        """Check everything, and tokenize.
+
+        ``tenant`` is charged for the request. ``text`` is the source of ``prompt`` if it was tokenized before, and
+        ``bad_word_ids`` are the token ids of ``bad_words`` likewise. ``adapter_id`` is the number of an adapter that
+        the core knows.
+        """
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_ID_LENGTH:
             raise RequestError(f"request_id must be a string of 1 to {_MAX_ID_LENGTH} characters")
         if not isinstance(params, SamplingParams):
@@ -150,7 +158,7 @@ class InputProcessor:
         if not isinstance(tenant, str) or len(tenant) > _MAX_ID_LENGTH or not tenant.isprintable():
             raise RequestError(f"tenant must be a text of at most {_MAX_ID_LENGTH} printable characters")
         if params.logit_bias is not None:
-            params = dataclasses.replace(params)  # with a mapping of its own, which nobody changes
+            params = dataclasses.replace(params)  # a private copy of the mapping, which no caller can change
         if params.prediction is not None:
             params = dataclasses.replace(params, prediction=self._prediction(params.prediction))
         prompt, own_text = unnamed(prompt)
@@ -181,6 +189,7 @@ class InputProcessor:
             cache_salt,
             arrival_time,
             *self._promise(params, arrival_time, tenant),
+            adapter_id,
         )
 
     def _token_ids(self, prompt: Prompt, least_answer: int) -> list[int]:
@@ -221,7 +230,7 @@ class InputProcessor:
         if not token_ids or (
             set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.limits.vocab_size
         ):
-            return  # the usual case, looked at as fast as Python can
+            return  # the usual case, kept fast
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 raise RequestError(f"{where} must hold whole numbers as token ids, got {token_id!r:.40}")
@@ -243,7 +252,7 @@ class InputProcessor:
             raise RequestError("structured_outputs needs the tokenizer, which was not loaded; leave it out")
 
     def _promise(self, params: SamplingParams, arrival: float, tenant: str) -> tuple[int, Service]:
-        """Priority and promise of a request: its own words, else those of its class."""
+        """Priority and promise of a request: its own values, otherwise those of its class."""
         tier = DEFAULT_CLASS if params.service_tier in (None, "auto") else str(params.service_tier)
         classes = self.limits.service_classes
         if classes is None:
@@ -271,8 +280,9 @@ class InputProcessor:
         )
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        # The last token sampled is never an input, so the cache holds one position less than the sequence.
-        scored = params.max_tokens == 0  # one token is generated, and dropped: it may stand behind the model's last
+        # The last sampled token is never an input, so the cache holds one position less than the sequence.
+        # one token is generated and dropped; it may lie one past the model's last position
+        scored = params.max_tokens == 0
         length = self.limits.max_model_len + scored
         room = min(length, self._cache.capacity_tokens + 1) - num_prompt_tokens
         if room < 1:
@@ -286,7 +296,8 @@ class InputProcessor:
             return 1
         if params.max_tokens > room:
             held, limit = self._cache.capacity_tokens, self.limits.max_model_len
-            cache = f", the KV cache {held}" if held < limit else ""  # of sliding windows it holds any number
+            # with sliding windows the cache holds any number of positions
+            cache = f", the KV cache {held}" if held < limit else ""
             raise PromptTooLongError(
                 f"the prompt has {num_prompt_tokens} tokens and max_tokens is {params.max_tokens}, together"
                 f" {num_prompt_tokens + params.max_tokens}, but there is room for {num_prompt_tokens + room} (the model"
@@ -295,7 +306,8 @@ class InputProcessor:
         return params.max_tokens
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """In every spelling that a tokenizer may have for them: :mod:`~chairlift.tokenizer.bad_words`."""
+        """Token ids of ``bad_words``, in every spelling that the tokenizer may use:
+        :mod:`~chairlift.tokenizer.bad_words`."""
         tokenizer = self._tokenizer
         if tokenizer is None or not params.bad_words:
             return ()
@@ -303,11 +315,12 @@ class InputProcessor:
 
 
 def unnamed(prompt: Any) -> tuple[Any, str | None]:
-    """The text or the token ids of a prompt that may be given under a name, and its text where that is known."""
+    """Text or token ids of a prompt, taken out of its mapping if it has one, and its text if known."""
     if isinstance(prompt, Mapping):
         names, text = set(prompt), prompt.get("prompt")
         if "prompt_token_ids" in names <= {"prompt_token_ids", "prompt"} and isinstance(text, str | None):
-            # No tokenizer sees this text, and half a surrogate pair could not cross to another process.
+            # No tokenizer reads this text, so it may hold half of a surrogate pair, which cannot be sent to another
+            # process.
             return prompt["prompt_token_ids"], text and text.encode(errors="replace").decode()
         if names != {"prompt"}:
             raise RequestError(

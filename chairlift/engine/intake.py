@@ -1,4 +1,5 @@
-"""How much may wait in front of the engine, for how long, and when to come again."""
+"""Admission to the queue in front of the engine: how much may wait, how long, and when a refused client should
+retry."""
 
 from __future__ import annotations
 
@@ -16,32 +17,33 @@ from chairlift.service_class import DEFAULT_CLASS, ServiceClass
 __all__ = ["Intake", "Place"]
 
 _WINDOW: Final = 30.0
-"""Seconds over which rates are taken."""
+"""Seconds over which rates are measured."""
 _LEAST, _MOST = 1.0, 60.0
 _OUTDATED: Final = 5.0
-"""Seconds without a word of the engine after which its forecast says nothing any more, if its steps take no longer."""
+"""Seconds without a message from the engine after which its forecast is outdated, unless its steps take longer than
+that."""
 _LAST_SHARE: Final = 0.5
-"""Share of the queue that the lowest class may fill."""
+"""Share of the queue that the class with the lowest rank may fill."""
 _MOST_TAKEN: Final = 0.8
-"""Share of the starts that those who will come are counted on to take: no wait is more than five times longer."""
+"""Largest share of the starts that future requests are assumed to take. So a wait grows at most five times."""
 _WRONG_REFUSALS: Final = 0.1
-"""Share of the requests refused for their forecast that would have started in time after all."""
+"""Target share of refused requests that would have started in time after all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a request stands in the queue. Times in seconds."""
+    """Place of a request in the queue. Times in seconds."""
 
     request_id: str
     position: int
-    """1 for the one that starts next."""
+    """1 for the next request to start."""
     waited: float
     expected_start: float | None
-    """From now; None while nobody knows."""
+    """Seconds from now; None while there is no forecast."""
 
 
 _Lane = tuple[str, str]
-"""Class of service and tenant."""
+"""Class of service and tenant of a request."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class _Waiting:
 
 
 class _Crowd:
-    """How many there are per level and per lane."""
+    """Number of requests per priority level and per lane."""
 
     def __init__(self) -> None:
         self.levels: Counter[int] = Counter()
@@ -65,24 +67,24 @@ class _Crowd:
     def add(self, each: _Waiting, count: int = 1) -> None:
         self.levels[each.level] += count
         self.lanes[each.lane] += count
-        if not self.lanes[each.lane]:  # callers may name new tenants without end
+        if not self.lanes[each.lane]:  # callers may name new tenants without limit, so empty lanes are removed
             del self.lanes[each.lane]
 
     def before(self, level: int) -> int:
-        """Number of requests at this level and at all levels that go before it."""
+        """Number of requests at this level and at all more urgent levels."""
         return sum(count for each, count in self.levels.items() if each <= level)
 
 
 class Intake:
-    """Requests that were let in and have not been in a step yet. A bounded queue, so that waiting times are bounded.
+    """The bounded queue of requests that have not been in a step. Bounds on the queue bound the waiting times.
 
-    Refusing at once with a time to come again beats letting everybody wait too long (load shedding). Times are seconds
-    on the engine's clock, or where there are no forecasts on any one. The time to come again is that of the forecast;
-    without one it comes from the rate at which the queue drains.
+    A request that finds no room is refused at once, with a time to retry; this is better than a long wait for everybody
+    (load shedding). Times are seconds on the engine's clock (on any clock, where there are no forecasts). The time to
+    retry comes from the forecast, or without one from the rate at which the queue drains.
 
-    Classes of service have different bounds, so that those who can wait do not lock out those who cannot: the class
-    with the lowest priority number may fill the whole queue, the one with the highest enters only while the queue is
-    less than half full, and those in between are spread evenly. Without ``classes`` everybody may fill it.
+    Classes of service have different bounds, so that patient classes do not fill the queue for urgent ones. The class
+    with the lowest priority number may fill the whole queue. The class with the highest number enters only while less
+    than half is full. The others are spread evenly between. Without ``classes`` every request may fill it.
     """
 
     def __init__(
@@ -94,9 +96,9 @@ class Intake:
     ) -> None:
         self.calibration = Calibration() if calibration is None else calibration
         self.forecast: Forecast | None = None
-        """The engine's newest."""
+        """The engine's newest forecast."""
         self.heard_at = math.inf
-        """When the engine was last heard of, where that is told: while it stands still, nobody starts as foreseen."""
+        """Time of the engine's last message. While the engine stands still, forecast starts are not kept."""
         self._longest_step = 0.0
         self.max_requests = max(1, max_requests)
         self.max_tokens = max_tokens
@@ -106,31 +108,31 @@ class Intake:
         self._last_level = max(1, len(levels) - 1)
         self._reserving = {name for name, each in (classes or {}).items() if each.min_seqs}
         self._calibrations = {level: Calibration() for level in {0, *self._levels.values()}}
-        """The same per level: how good forecasts are for those who go first says nothing of those who go last."""
+        """Accuracy of the forecasts per level: accuracy for urgent requests says nothing about that for late ones."""
         self._waiting: dict[str, _Waiting] = {}
         self._crowd = _Crowd()
         self._starts: dict[str, float] = {}
-        """Forecast start of each request, by its id."""
+        """Forecast start of each request, by id."""
         self._unforeseen = _Crowd()
-        """Requests that wait and are not in the forecast: they came since."""
+        """Waiting requests that came after the forecast was made."""
         self._lane_ends: dict[_Lane, tuple[float, float]] = {}
-        """By the forecast: the start of the last in a lane, and the time from one start to the next."""
+        """For each lane, from the forecast: start of the last request, and seconds between two starts."""
         self._started: deque[float] = deque()
         self._line_since = 0.0
-        """When somebody came while nobody waited; starts before it tell what was asked for, not what is possible."""
+        """Time at which the queue became non-empty. Earlier starts show the demand, not the capacity."""
         self._came: deque[tuple[float, int]] = deque()
-        """When, and of what level, in the last half minute."""
+        """(time, level) of each arrival in the last half minute."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def oldest_wait(self, now: float) -> float:
-        """Seconds for which the one that came first has been waiting; 0 when nobody waits."""
+        """Seconds that the oldest request has waited; 0 when the queue is empty."""
         first = next(iter(self._waiting.values()), None)
         return 0.0 if first is None else now - first.since
 
     def share(self, service_class: str = DEFAULT_CLASS) -> float:
-        """How much of the queue may be full before a class is refused, 0.5 to 1."""
+        """Share of the queue, 0.5 to 1, above which a class is refused."""
         return 1 - (1 - _LAST_SHARE) * self._levels.get(service_class, 0) / self._last_level
 
     def check(
@@ -141,7 +143,7 @@ class Intake:
         service_class: str = DEFAULT_CLASS,
         tenant: str = "",
     ) -> None:
-        """Raise QueueFullError when so much more would be too much. When nobody waits, any call is taken."""
+        """Raise QueueFullError when the queue has no room for so much more. An empty queue accepts any call."""
         share = self.share(service_class)
         who = "may" if share == 1 else f"may before one of class {service_class} is taken"
         most_requests, most_tokens = max(1, int(self.max_requests * share)), int(self.max_tokens * share)
@@ -167,9 +169,10 @@ class Intake:
         service_class: str = DEFAULT_CLASS,
         spent: float = 0.0,
     ) -> None:
-        """Raise QueueFullError when a request that may wait ``allowed`` seconds (by setting), of which it has ``spent``
-        some, would do so in vain: the forecast says so, and 9 of 10 like it were no further off. Without enough of them
-        nobody is refused.
+        """Raise QueueFullError when the forecast says that a request would time out.
+
+        ``allowed`` maps settings to the seconds that it may wait; ``spent`` of them have passed. A request is refused
+        only if 9 of 10 forecasts for its level were accurate enough, and never with too few samples.
         """
         shortest = self._calibrations[self._levels.get(service_class, 0)].quantile(_WRONG_REFUSALS)
         if predicted is None or shortest is None or predicted < SHORTEST_WAIT:
@@ -193,8 +196,8 @@ class Intake:
         predicted: float | None = None,
         tenant: str | None = "",
     ) -> None:
-        """Let a request in. ``predicted`` is its expected wait from ``now`` on, where that is to be judged later. One
-        that is not in the line of its class and tenant, for it has a priority of its own, has no ``tenant`` here."""
+        """Add a request. ``predicted`` is its expected wait from ``now``, if the forecast is to be judged later. A
+        ``tenant`` of None marks a request with a priority of its own, which is in no lane."""
         lane = None if tenant is None else (service_class, tenant)
         self._line_since = self._line_since if self._waiting else now
         waiting = _Waiting(num_tokens, service_class, self._levels.get(service_class, 0), lane, now, predicted, now)
@@ -205,7 +208,7 @@ class Intake:
         self.num_tokens += num_tokens
 
     def leave(self, request_id: str, now: float, *, started: bool) -> None:
-        """The request has been in a step, at ``now``, or has left without. Unknown ones are ignored."""
+        """Remove a request: it was in its first step at ``now``, or it left without one. Unknown ids are ignored."""
         found = self._waiting.pop(request_id, None)
         if found is None:
             return
@@ -221,7 +224,7 @@ class Intake:
                     each.add(found.predicted, now - found.predicted_at)
 
     def clear(self) -> None:
-        """Everybody has left, and the engine with them."""
+        """Remove all requests: the engine has died."""
         self._waiting.clear()
         self._crowd, self._unforeseen = _Crowd(), _Crowd()
         self._starts.clear()
@@ -235,7 +238,7 @@ class Intake:
     # -- the forecast ----------------------------------------------------------------------------------------------
 
     def foreseen(self, forecast: Forecast) -> None:
-        """Take the newest forecast of the engine, and make waits longer for those who will come, whom it does not know.
+        """Take the engine's newest forecast, and lengthen its waits by the requests that will still arrive.
 
         A request that came before there was a forecast is judged by the first one.
         """
@@ -246,7 +249,7 @@ class Intake:
         )
         self.forecast = dataclasses.replace(forecast, newcomers=newcomers, strangers=strangers)
         self._starts, self._unforeseen = {}, _Crowd()
-        for sequence_id, start in forecast.starts.items():  # a request starts with the first of its answers
+        for sequence_id, start in forecast.starts.items():  # a request starts when its first answer starts
             name = sequence_id.partition("#")[0]
             each = self._waiting.get(name)
             if each is None or name in self._starts:
@@ -259,9 +262,10 @@ class Intake:
         for name, each in self._waiting.items():
             if name not in self._starts:
                 self._unforeseen.add(each)
-            elif each.lane is not None and self._levels:  # without classes the engine knows no lanes either
+            elif each.lane is not None and self._levels:  # without classes the engine has no lanes
                 lanes.setdefault(each.lane, []).append(self._starts[name])
-        # The forecast adds a newcomer for the tenant with most requests. Other tenants have waiting requests only.
+        # The forecast adds one new request for the tenant with the most requests. Other tenants have waiting requests
+        # only.
         self._lane_ends = {
             lane: (max(all_), max(0.0, max(all_) - made) / len(all_))
             for lane, all_ in lanes.items()
@@ -269,10 +273,11 @@ class Intake:
         }
 
     def _stretches(self, forecast: Forecast) -> dict[str, float]:
-        """How many times longer a wait becomes, per class, by those who will come meanwhile and go before.
+        """Factor per class by which waits grow, because more urgent requests will arrive meanwhile.
 
-        They take the share of the starts that they had in the last half minute (Cobham, 1954). Those who came and still
-        wait are in the forecast: a burst is not taken for a rate. Classes that have rows of their own wait for nobody.
+        Future requests take the share of the starts that they had in the last half minute (Cobham, 1954). Requests that
+        are waiting now are in the forecast already, so that a burst is not taken for a rate. Classes with reserved rows
+        wait for nobody.
         """
         self._forget(forecast.made_at)
         came = Counter(level for _, level in self._came)
@@ -287,38 +292,38 @@ class Intake:
     def expected_wait(
         self, service_class: str, now: float, free_rows: int = 0, tenant: str | None = ""
     ) -> float | None:
-        """Seconds that a request of a class and tenant would wait that came now; None while nobody knows.
+        """Forecast of the seconds that a new request of this class and tenant would wait; None without a forecast.
 
-        ``free_rows`` says how many more may run; a tenant of None is one that has nothing waiting.
+        ``free_rows`` is the number of further requests that may run. A ``tenant`` of None has no waiting requests.
         """
         lane = None if tenant is None else (service_class, tenant)
         return self._wait(service_class, lane, now, self._unforeseen, free_rows)
 
     def heard(self, now: float, busy: bool) -> None:
-        """The engine tells of a step; ``busy``: it had work since the one before."""
+        """Note a message about a step. ``busy`` says that the engine had work since the message before."""
         self._longest_step = max(now - self.heard_at if busy else 0.0, 0.9 * self._longest_step)
         self.heard_at = now
 
     def is_outdated(self, now: float) -> bool:
-        """Whether the engine stands still, or stood until now: what was foreseen does not hold."""
+        """Whether the engine stands still, or did so until now. The forecast does not hold then."""
         return now - self.heard_at > max(_OUTDATED, 3 * self._longest_step)
 
     def _wait(self, service_class: str, lane: _Lane | None, now: float, since: _Crowd, free_rows: int) -> float | None:
-        """Wait in seconds of a request behind those that came ``since`` the forecast was made."""
+        """Seconds that a request waits behind the requests that came ``since`` the forecast was made."""
         forecast = self.forecast
         if forecast is None or self.is_outdated(now):
             return None
-        if lane in self._lane_ends:  # those of a lane go one after the other, whatever is fair between lanes
+        if lane in self._lane_ends:  # requests of one lane start in order, however lanes share the rows
             last, gap = self._lane_ends[lane]
             return max(0.0, last + gap * (1 + since.lanes[lane]) - now)
         ahead = since.before(self._levels.get(service_class, 0))
         if ahead >= max(1, free_rows) and not forecast.seconds_per_start:
-            return None  # there was no line yet when it was made
+            return None  # the queue was empty when the forecast was made
         stranger = bool(self._levels) and (lane is None or lane[1] != forecast.tenant)
         return forecast.wait_of(service_class, now, ahead, stranger=stranger)
 
     def line(self, now: float, free_rows: int = 0) -> list[Place]:
-        """Everybody who waits, in the order in which they are expected to start; without a forecast as they came."""
+        """All waiting requests in the order of their expected start; without a forecast, in order of arrival."""
         found: list[tuple[float, str, _Waiting]] = []
         since = _Crowd()
         for name, each in self._waiting.items():
@@ -338,8 +343,12 @@ class Intake:
         return request_id in self._waiting
 
     def retry_after(self, now: float, service_class: str | None = None, tenant: str = "") -> float:
-        """Whole seconds, 1 to 60, until what waits now will have started; for a class and tenant, what goes before
-        another of them. By the forecast, else at the rate of the last half minute, or of the line if that is faster."""
+        """Whole seconds, 1 to 60, after which a refused client should retry: until the requests that wait now have
+        started.
+
+        With a class and tenant, only requests ahead of them count. It comes from the forecast, otherwise from the rate
+        of the last half minute, or from that of the present queue if that is faster.
+        """
         wait = self._last_start(now) if service_class is None else self.expected_wait(service_class, now, 0, tenant)
         if wait is not None:
             return _whole(wait)

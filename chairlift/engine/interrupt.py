@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps, never in the middle of one: a step that is torn leaves an engine that cannot go on."""
+"""Delays Ctrl-C to the end of a step. An engine that is interrupted inside a step cannot continue."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ __all__ = ["held_interrupt"]
 
 @contextlib.contextmanager
 def held_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yields a function that tells whether Ctrl-C was pressed inside the block; a second press interrupts for good.
+    """Yield a function that tells whether Ctrl-C was pressed inside the block. A second press interrupts at once.
 
-    Where the program handles SIGINT itself, and outside the main thread, nothing is changed and nothing is told.
+    Nothing changes outside the main thread, or where the program handles SIGINT itself; the function then returns
+    False.
     """
     pressed = False
 

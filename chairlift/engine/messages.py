@@ -1,7 +1,7 @@
-"""What crosses between the server's process and the engine's: typed frames, and nothing that could run.
+"""Messages between the server's process and the engine's: typed frames that contain data only, never code.
 
-A frame is four bytes of length (big endian) and a msgpack map whose ``type`` names the message. Decoding checks every
-type; what does not decode is dropped and counted by whoever receives it, never trusted and never fatal.
+A frame is four bytes of length (big endian) and a msgpack map, whose ``type`` names the message. Decoding checks every
+type. A frame that does not decode is dropped and counted by its receiver; it does not stop the process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from chairlift.engine.adapters import AdapterLoad, AdapterState
 from chairlift.engine.core import CoreOutputs
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
@@ -23,10 +24,12 @@ from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.forecast import Forecast
 
 __all__ = [
+    "AdapterLoaded",
     "Add",
     "FrameError",
     "FrameReader",
     "Leave",
+    "LoadAdapter",
     "Loading",
     "Log",
     "Message",
@@ -38,6 +41,7 @@ __all__ = [
     "Refused",
     "Start",
     "Step",
+    "UnloadAdapter",
     "UpdateWeights",
     "Watch",
     "Watched",
@@ -46,12 +50,12 @@ __all__ = [
 ]
 
 MAX_FRAME: Final = 256 * 1024 * 1024
-"""Bytes; a step that reports the log-probabilities of a long prompt is the largest there is."""
+"""Longest frame, in bytes. The longest real frame has the log-probabilities of a long prompt."""
 _LENGTH: Final = 4
 
 
 class Start(msgspec.Struct, tag="start", forbid_unknown_fields=True):
-    """First to the engine: what to load. ``settings`` are keywords of EngineConfig."""
+    """First message to the engine: the model to load. ``settings`` are keywords of EngineConfig."""
 
     settings: dict[str, Any]
     log_level: int
@@ -63,13 +67,14 @@ class Loading(msgspec.Struct, tag="loading", forbid_unknown_fields=True):
 
 
 class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True):
-    """The model is loaded; later: its weights were replaced, and steps told after this are of the new ones."""
+    """The model is loaded. Sent again when its weights were replaced; later steps come from the new weights."""
 
     info: EngineInfo
 
 
 class NotLoaded(msgspec.Struct, tag="not_loaded", forbid_unknown_fields=True):
-    """The settings, the model or (nothing was changed) the new weights cannot be used; ``kind`` names the exception."""
+    """The settings, the model or the new weights cannot be used. ``kind`` is the name of the exception. New weights
+    that fail change nothing."""
 
     kind: str
     message: str
@@ -84,7 +89,7 @@ class Log(msgspec.Struct, tag="log", forbid_unknown_fields=True):
 
 
 class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
-    """A request, checked already. ``params`` holds the sampling parameters that are not at their default."""
+    """A checked request. ``params`` has only the sampling parameters that differ from their default."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -97,6 +102,7 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
     arrival_time: float
     priority: int
     service: Service
+    adapter_id: int = 0
 
     @classmethod
     def of(cls, request: PreparedRequest) -> Add:
@@ -106,7 +112,7 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
         return cls(params=params, **{name: getattr(request, name) for name in _AS_PREPARED})
 
     def request(self) -> PreparedRequest:
-        """Raises RequestError for sampling parameters that no door would have let in."""
+        """The request. Raises RequestError for sampling parameters that the input checks would have refused."""
         same = {name: getattr(self, name) for name in _AS_PREPARED}
         return PreparedRequest(prompt=None, params=SamplingParams.from_dict(self.params), **same)
 
@@ -115,14 +121,14 @@ _AS_PREPARED: Final = tuple(name for name in Add.__struct_fields__ if name != "p
 
 
 class Leave(msgspec.Struct, tag="leave", forbid_unknown_fields=True):
-    """Sequences that end for the front's reasons: their text did (``stopped``), or their caller left."""
+    """Sequences to end: their text has ended (``stopped``), or their caller has left."""
 
     sequence_ids: list[str]
     stopped: bool
 
 
 class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):
-    """The core would not take a request, or (``failed``) could not, which is no fault of the request."""
+    """The core refused a request, or ``failed`` to add it through no fault of the request."""
 
     request_id: str
     too_long: bool
@@ -131,16 +137,16 @@ class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):
 
 
 class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True):
-    """What the newest steps brought."""
+    """Results of the newest steps."""
 
     outputs: CoreOutputs
     stats: EngineStats
     forecast: Forecast | None = None
-    """A new one, when there is one."""
+    """A new forecast, if there is one."""
 
 
 class Pool(msgspec.Struct, tag="pool", forbid_unknown_fields=True):
-    """A text for a model of embeddings, scores or classes, checked already."""
+    """A checked text for a model of embeddings, scores or classes."""
 
     request_id: str
     token_ids: list[int]
@@ -148,36 +154,54 @@ class Pool(msgspec.Struct, tag="pool", forbid_unknown_fields=True):
 
 
 class PassBegun(msgspec.Struct, tag="pass_begun", forbid_unknown_fields=True):
-    """These texts are computed now."""
+    """Texts that are being computed now."""
 
     request_ids: list[str]
 
 
 class Pooled(msgspec.Struct, tag="pooled", forbid_unknown_fields=True):
-    """What a pass brought."""
+    """Results of a pass."""
 
     vectors: list[PooledVector]
     stats: EngineStats
 
 
 class Watch(msgspec.Struct, tag="watch", forbid_unknown_fields=True):
-    """Somebody wants to see every step from now on, or (``wanted`` false) nobody does any more."""
+    """Start (``wanted``) or stop reporting every step."""
 
     wanted: bool
 
 
 class Watched(msgspec.Struct, tag="watched", forbid_unknown_fields=True):
-    """What a :class:`~chairlift.engine.step_recorder.StepRecorder` gave: lines of JSON."""
+    """Lines of JSON from the :class:`~chairlift.engine.step_recorder.StepRecorder`."""
 
     lines: bytes
 
 
 class UpdateWeights(msgspec.Struct, tag="update_weights", forbid_unknown_fields=True):
-    """Have the weights of a directory serve from the next step on. Answered by Ready or NotLoaded."""
+    """Load the weights of a directory and use them from the next step on. The answer is Ready or NotLoaded."""
 
     source: str
     version: int
     in_flight: str
+
+
+class LoadAdapter(msgspec.Struct, tag="load_adapter", forbid_unknown_fields=True):
+    """Know an adapter from now on. Answered by AdapterLoaded."""
+
+    load: AdapterLoad
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter", forbid_unknown_fields=True):
+    """Forget an adapter behind its last request. Not answered."""
+
+    adapter_id: int
+
+
+class AdapterLoaded(msgspec.Struct, tag="adapter_loaded", forbid_unknown_fields=True):
+    """How a load ended."""
+
+    state: AdapterState
 
 
 Message = (
@@ -196,6 +220,9 @@ Message = (
     | Pool
     | PassBegun
     | Pooled
+    | LoadAdapter
+    | UnloadAdapter
+    | AdapterLoaded
 )
 
 _PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]
@@ -203,7 +230,7 @@ _DEFAULTS = SamplingParams()
 
 
 def _plain(value: object) -> str | int | float:
-    """Callers' own kinds of text and numbers, NumPy's among them, cross as what they are kinds of."""
+    """Convert subclasses of str, int and float, such as NumPy's numbers, to the plain type."""
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
@@ -215,14 +242,14 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class FrameError(ValueError):
-    """Bytes that are no message."""
+    """Bytes that are not a valid message."""
 
 
 def encode(message: Message) -> bytes:
-    """A whole frame. Raises RequestError for a message that is longer than a frame may be, or has half a character."""
+    """A whole frame. Raises RequestError for a message that is too long, or whose text has half of a surrogate pair."""
     try:
         body = _encoder.encode(message)
-    except UnicodeEncodeError as error:  # of a file's name, mostly
+    except UnicodeEncodeError as error:  # usually from a file's name
         raise RequestError(f"text must be UTF-8 to reach the engine, got {error.object!a:.200}; rename it") from None
     if len(body) > MAX_FRAME:
         raise RequestError(f"a message of {len(body):,} bytes is too long for the engine; {MAX_FRAME:,} are allowed")
@@ -238,7 +265,7 @@ def decode(body: bytes | bytearray | memoryview) -> Message:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into messages. ``num_bad`` counts frames that were none."""
+    """Splits a stream of bytes into messages. ``num_bad`` counts invalid frames."""
 
     def __init__(self, max_frame: int = MAX_FRAME) -> None:
         self.num_bad = 0
@@ -246,7 +273,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that are complete now. Raises FrameError, for good, when a length is beyond all bounds."""
+        """Messages that are complete now. Raises FrameError, permanently, when a length exceeds MAX_FRAME."""
         buffer = self._buffer
         buffer += data
         start = 0

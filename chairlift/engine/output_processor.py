@@ -1,4 +1,4 @@
-"""The exit: tokens become text, answers are collected per request, and stop strings are found."""
+"""From tokens to outputs: makes text, collects the answers of each request, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _log = logging.getLogger(__name__)
 
 
 class _Answer:
-    """One sequence on its way to the caller."""
+    """State of one sequence between the core and the caller."""
 
     def __init__(self, index: int, sequence_id: str, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         self.index = index
         self.sequence_id = sequence_id
         self.params = prepared.params
         self.only_scores = prepared.params.max_tokens == 0
-        """Whether only the prompt is asked about: the token that every request generates is dropped."""
+        """Whether the caller wants scores of the prompt only. The one generated token is dropped."""
         self.detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and not self.only_scores:
             self.detokenizer = IncrementalDetokenizer(tokenizer, prepared.prompt_token_ids, prepared.params)
@@ -39,28 +39,28 @@ class _Answer:
         self.num_read = 0
         """Generated tokens the detokenizer has seen."""
         self.num_tokens: int | None = None
-        """How many generated tokens count, once a stop string has ended the answer."""
+        """Number of generated tokens that count, if a stop string has ended the answer."""
         self.stop_string: str | None = None
         self.logprobs = None if self.params.logprobs is None else _flat(tokenizer)
-        """Log-probabilities of generated tokens that were not delivered yet."""
+        """Log-probabilities of generated tokens that are not delivered yet."""
         self.cumulative = 0.0
         self.last_token_time: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.decodes_since: tuple[dict[str, float], DecodeSeconds] | None = None
-        """What it had been charged when it began to decode, if it may be ended by a stop string."""
+        """Seconds charged to it when it began to decode, and the totals then; only if it has stop strings."""
         self._taken = 0
-        """Tokens already delivered as deltas."""
+        """Number of tokens delivered as deltas."""
         self._told_end = False
         self.progress: tuple[Progress, float] | None = None
-        """The newest, and when it came."""
+        """The newest progress report and its time."""
         self.weight_versions = [(0, 0)]
         """See :attr:`CompletionOutput.weight_versions`."""
         self.predicted = (0, 0)
         """Drafts from the text that was expected: right so far, and wrong."""
 
     def read(self, stop_terminated: bool = False) -> str | None:
-        """Bring the text up to date; the stop string that ended it, if one did."""
+        """Update the text. Returns the stop string that ended it, or None."""
         if self.detokenizer is None or self.num_tokens is not None:
             return None
         fresh = self.token_ids[self.num_read :]
@@ -68,7 +68,7 @@ class _Answer:
         return self._ended_by(self.detokenizer.update(fresh, stop_terminated))
 
     def close(self, ended: FinishedSequence, eos: frozenset[int]) -> None:
-        """Read to the end, and say why it ended: a stop string may have, now or before."""
+        """Read all tokens and set the finish reason, which is a stop string if one was found."""
         if self.only_scores:
             good = ended.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
             self.finish_reason = FinishReason.LENGTH if good else ended.finish_reason
@@ -88,17 +88,17 @@ class _Answer:
         self.weight_versions = [run for run in self.weight_versions if run[0] < max(1, len(self.token_ids))]
 
     def fail(self) -> None:
-        """End with an error, without text: what failed is not asked again. Nothing changes once the end was told."""
+        """End the answer with an error and without text. An answer that has ended is not changed."""
         if self._told_end:
             return
         self.detokenizer, self.finish_reason, self.stop_reason = None, FinishReason.ERROR, None
-        if self.logprobs is not None:  # one of the two may have been appended
+        if self.logprobs is not None:  # an error may have come between the two appends
             whole = min(len(self.token_ids) - self._taken, len(self.logprobs))
             del self.token_ids[self._taken + whole :]
             self.logprobs.truncate(whole)
 
     def weights_changed(self, version: int) -> None:
-        """Tokens from now on come from other weights."""
+        """Note that later tokens come from other weights."""
         if self.weight_versions[-1][0] == len(self.token_ids):
             self.weight_versions.pop()
         self.weight_versions.append((len(self.token_ids), version))
@@ -109,7 +109,7 @@ class _Answer:
         return stop
 
     def output(self) -> CompletionOutput:
-        """All of it so far."""
+        """The whole answer so far."""
         return CompletionOutput(
             index=self.index,
             text=self.detokenizer.text if self.detokenizer is not None else "",
@@ -124,7 +124,7 @@ class _Answer:
         )
 
     def delta(self) -> CompletionOutput | None:
-        """What is new since the last call; None when nothing is."""
+        """The part of the answer since the last call; None when there is nothing new."""
         if self._told_end:
             return None
         if self.finish_reason is None:
@@ -155,7 +155,7 @@ class _Answer:
 
 
 class RequestPhase(enum.StrEnum):
-    """What a request is doing. WAITING: it has not been in a step. PREEMPTED: it is not back where it was."""
+    """State of a request. WAITING: it was in no step yet. PREEMPTED: it has not recomputed what it lost."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -165,17 +165,17 @@ class RequestPhase(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """How far a request is; of several answers, the first that has not ended."""
+    """Progress of a request. With several answers, that of the first unfinished one."""
 
     phase: RequestPhase
     num_computed: int
-    """Leading positions of prompt and answer whose KV is there."""
+    """Leading positions of prompt and answer whose KV is in the cache."""
     next_token_at: float | None = None
-    """Expected, on the engine's clock; known only of those that compute a prompt in several steps."""
+    """Expected time of its next token on the engine's clock; only during a prefill of several steps."""
 
 
 class RequestState:
-    """One request on its way to the caller: all answers to one prompt."""
+    """State of one request between the core and the caller: all answers to one prompt."""
 
     def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer | None, stream: bool) -> None:
         self.prepared = prepared
@@ -187,7 +187,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.prompt_logprobs = None if prepared.params.prompt_logprobs is None else _flat(tokenizer)
         if self.prompt_logprobs is not None:
-            self.prompt_logprobs.append((), (), 0)  # nothing precedes the first
+            self.prompt_logprobs.append((), (), 0)  # the first token has no log-probability
         self.error: str | None = None
 
     @property
@@ -200,7 +200,8 @@ class RequestState:
 
     @property
     def failure(self) -> FinishReason | None:
-        """Why one of its answers is none, where that is not for what its caller asked: the others are of no use."""
+        """Finish reason of an answer that failed for a reason that is not the caller's; the other answers are useless
+        then."""
         reasons = [answer.finish_reason for answer in self.answers]
         failed = [reason for reason in (FinishReason.ERROR, FinishReason.DEADLINE) if reason in reasons]
         return failed[0] if failed and not is_of_the_caller(self.error) else None
@@ -211,13 +212,13 @@ class RequestState:
         return sum(len(answer.token_ids) for answer in self.answers)
 
     def fail(self, error: Exception) -> None:
-        """Its output cannot be made: all answers that have not been delivered to their end, end with this error."""
+        """End all unfinished answers with this error, because the output cannot be made."""
         self.error = output_reason(error)
         for answer in self.answers:
             answer.fail()
 
     def progress(self) -> RequestProgress:
-        """Where it stands."""
+        """Progress of the request now."""
         if self.metrics.first_scheduled_time is None:
             return RequestProgress(RequestPhase.WAITING, 0)
         answer = next((each for each in self.answers if each.finish_reason is None), self.answers[-1])
@@ -238,7 +239,7 @@ class RequestState:
         return self._output([answer.output() for answer in self.answers])
 
     def delta(self) -> RequestOutput | None:
-        """Only the answers with news, and of those only the news; None when there are none."""
+        """New parts of the answers; None when there are none."""
         news = [delta for answer in self.answers if (delta := answer.delta()) is not None]
         return self._output(news) if news else None
 
@@ -256,13 +257,14 @@ class RequestState:
         )
 
     def record(self, now: float, *, aborted: bool = False) -> FinishedRequest:
-        """What the statistics keep of it."""
+        """Record of the request for the statistics."""
         metrics = self.metrics
-        aborted = aborted or is_of_the_caller(self.error)  # no fault of ours
+        aborted = aborted or is_of_the_caller(self.error)  # an error of the caller's, not of the server
         first, token = metrics.first_scheduled_time, metrics.first_token_time
         ended = None if aborted else self.answers[0].finish_reason
         record = FinishedRequest(
-            reason=self.failure or ended or FinishReason.ABORT,  # who leaves after a failure leaves for it
+            # a caller that leaves after a failure leaves because of it
+            reason=self.failure or ended or FinishReason.ABORT,
             prompt_tokens=len(self.prepared.prompt_token_ids),
             cached_tokens=self.num_cached_tokens,
             generation_tokens=sum(len(answer.token_ids[: answer.num_tokens]) for answer in self.answers),
@@ -278,7 +280,7 @@ class RequestState:
         return self._against_promise(record, now)
 
     def _against_promise(self, record: FinishedRequest, now: float) -> FinishedRequest:
-        """The record, with what was promised and what was not kept of it."""
+        """The record with the promises of its class and those that were missed."""
         service, token = self.prepared.service, self.metrics.first_token_time
         per_token = record.seconds_per_token
         dropped = record.reason == FinishReason.DEADLINE
@@ -290,15 +292,15 @@ class RequestState:
         bounds = (service.first_token_by, service.seconds_per_token, service.finish_by)
         kinds = [kind for kind, bound in zip(DEADLINE_KINDS, bounds, strict=True) if bound < math.inf]
         missed = tuple(kind for kind in kinds if misses[kind])
-        if dropped and not missed:  # one of several answers was late to begin
+        if dropped and not missed:  # one of several answers began late
             missed = ("ttft",)
         return dataclasses.replace(record, promised=bool(kinds), misses=missed)
 
 
 class OutputProcessor:
-    """Knows every request by the id its caller gave it, and every sequence by its own.
+    """Holds every request by its caller's id, and every sequence by its own.
 
-    ``stats`` is told of tokens and ends, where somebody wants to know.
+    ``stats`` is told of tokens and ends, if given.
     """
 
     def __init__(
@@ -325,7 +327,7 @@ class OutputProcessor:
         return list(self._states)
 
     def state_of(self, sequence_id: str) -> RequestState | None:
-        """The request that an answer belongs to, while that answer has not ended."""
+        """The request of an unfinished answer; None if the answer has ended."""
         found = self._answers.get(sequence_id)
         return None if found is None else found[0]
 
@@ -338,13 +340,13 @@ class OutputProcessor:
         return state
 
     def weights_changed(self, version: int) -> None:
-        """Tokens from now on come from weights of this version."""
+        """Note that later tokens come from weights of this version."""
         self.weight_version = version
         for _, answer in self._answers.values():
             answer.weights_changed(version)
 
     def remove(self, request_id: str, now: float | None = None, *, died: bool = False) -> list[str]:
-        """Forget a request; returns its sequences that had not ended. ``now`` counts it as aborted, or as failed where
+        """Remove a request, and return its unfinished sequences. With ``now`` it is counted as aborted, or as failed if
         the engine ``died``."""
         state = self._states.pop(request_id)
         if self._stats is not None and now is not None:
@@ -353,7 +355,7 @@ class OutputProcessor:
         return [each.sequence_id for each in state.answers if self._answers.pop(each.sequence_id, None) is not None]
 
     def break_off(self, state: RequestState, error: Exception, now: float) -> None:
-        """End a request whose output cannot be made. Others are not touched; :meth:`take_broken` tells of it."""
+        """End a request whose output cannot be made. Other requests go on; :meth:`take_broken` reports it."""
         _log.error("request %s ends with an error: its output could not be made", state.request_id, exc_info=error)
         state.fail(error)
         sequences = [each for each in state.answers if self._answers.pop(each.sequence_id, None) is not None]
@@ -362,12 +364,12 @@ class OutputProcessor:
         self._broken.append((state, [answer.sequence_id for answer in sequences]))
 
     def take_broken(self) -> list[tuple[RequestState, list[str]]]:
-        """Requests broken off since the last call, and the sequences of each that the core has to abort."""
+        """Requests ended by :meth:`break_off` since the last call, with the sequences that the core has to abort."""
         broken, self._broken = self._broken, []
         return broken
 
     def take(self, step: CoreOutputs, now: float) -> list[str]:
-        """Note what a step brought, and return the ids of sequences that a stop string has ended."""
+        """Take the results of a step. Returns the ids of sequences that a stop string has ended."""
         for sequence_id, num_cached, when in step.joined:
             found = self._answers.get(sequence_id)
             if found is not None and found[0].metrics.first_scheduled_time is None:
@@ -378,7 +380,7 @@ class OutputProcessor:
             if found is not None and found[0].prompt_logprobs is not None:
                 known = found[0].prompt_logprobs
                 try:
-                    for new in records[max(0, len(known) - first) :]:  # a recompute brings what is known
+                    for new in records[max(0, len(known) - first) :]:  # a recompute repeats known records
                         known.append(new.token_ids, new.logprobs, new.rank)
                 except Exception as error:
                     self.break_off(found[0], error, now)
@@ -395,7 +397,7 @@ class OutputProcessor:
         stopped = []
         for row, sequence_id in enumerate(step.sequence_ids):
             found = self._answers.get(sequence_id)
-            if found is None or found[1].num_tokens is not None:  # it has left, or its text has ended
+            if found is None or found[1].num_tokens is not None:  # the request has left, or its text has ended
                 if self._stats is not None:
                     self._stats.overrun_tokens += 1
                 continue
@@ -413,15 +415,15 @@ class OutputProcessor:
                 if record is not None and answer.logprobs is not None:
                     answer.logprobs.append(record.token_ids, record.logprobs, record.rank)
                     answer.cumulative += record.logprobs[0]
-                # The text of a token that ended the answer may not count.
+                # The text of a token that ended the answer may be left out, so it is not searched.
                 if answer.params.stop and token not in state.prepared.stop_token_ids and answer.read() is not None:
                     stopped.append(sequence_id)
-            except Exception as error:  # no memory, a bug: the other rows go on
+            except Exception as error:  # out of memory or a bug; the other rows go on
                 self.break_off(state, error, now)
         return [each for each in stopped if each in self._answers]
 
     def touched(self, sequence_ids: Sequence[str]) -> list[RequestState]:
-        """The requests of these sequences, as far as they have not ended; each once."""
+        """Unfinished requests of these sequences, each once."""
         states: dict[str, RequestState] = {}
         for sequence_id in sequence_ids:
             found = self._answers.get(sequence_id)
@@ -430,10 +432,10 @@ class OutputProcessor:
         return list(states.values())
 
     def finish(self, finished: Sequence[FinishedSequence], now: float) -> list[RequestState]:
-        """Close sequences that have ended; returns their requests, each once."""
+        """Close sequences that have ended. Returns their requests, each once."""
         states: dict[str, RequestState] = {}
         for ended in finished:
-            if self._stats is not None and ended.causes is not None:  # also of those whose caller has left
+            if self._stats is not None and ended.causes is not None:  # also for requests whose caller has left
                 self._stats.charge(ended.causes)
             found = self._answers.pop(ended.sequence_id, None)
             if found is None:
@@ -459,12 +461,12 @@ class OutputProcessor:
         state.metrics.causes, state.metrics.preempted_by = causes, ended.preempted_by
         state.metrics.preempted_during = ended.preempted_during
         answer.close(ended, frozenset() if state.prepared.params.ignore_eos else self._eos)
-        if answer.stop_string is None:  # what failed behind a stop string is no part of the answer
+        if answer.stop_string is None:  # a failure behind a stop string does not concern the answer
             state.error = state.error or ended.error
         state.metrics.num_preemptions += ended.num_preemptions
 
     def _count_end(self, state: RequestState, now: float) -> None:
-        """Statistics of a request that has left. It is delivered, whatever becomes of them."""
+        """Count a request that has left. An error here does not prevent its delivery."""
         try:
             self._note_end(state.metrics, now)
             if self._stats is not None:

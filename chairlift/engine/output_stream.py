@@ -1,4 +1,4 @@
-"""The outputs of one request, as whoever asked reads them: at their own pace, and until they leave."""
+"""Outputs of one request for its reader, which may be slow or leave early."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _log = logging.getLogger(__name__)
 
 
 class OutputStream:
-    """The outputs of one request, an async iterator. Whoever stops reading early must call :meth:`abort`."""
+    """Outputs of one request, as an async iterator. A reader that stops early must call :meth:`abort`."""
 
     def __init__(self, state: RequestState, kind: OutputKind, abort: Callable[[str], None], name: str = "") -> None:
         self.request_id = state.request_id
         self.name = name
-        """What its caller calls it; several may have the same."""
+        """The caller's name for the request; several requests may have the same."""
         self.tenant = state.prepared.service.tenant
         self.prompt_token_ids = state.prepared.prompt_token_ids
         self.service_class = state.prepared.service.service_class
@@ -32,7 +32,7 @@ class OutputStream:
         self._error: ChairliftError | None = None
         self._over = False
         self._seen = 0
-        """Tokens that there were at the last output."""
+        """Number of tokens at the last output."""
         self._timers: list[asyncio.TimerHandle] = []
 
     def __aiter__(self) -> OutputStream:
@@ -47,7 +47,7 @@ class OutputStream:
             finished = self._over = self.state.finished
             try:
                 output = self._next(finished)
-            except Exception as error:  # no memory for its text, a bug: it ends, and the engine hears of it
+            except Exception as error:  # out of memory for its text, or a bug; the request ends and the engine is told
                 _log.error("request %s ends with an error: its output could not be made", self.name, exc_info=error)
                 self.state.fail(error)
                 self._abort(self.request_id)
@@ -77,11 +77,11 @@ class OutputStream:
         self.abort()
 
     def wake(self) -> None:
-        """There may be news."""
+        """Wake the reader: there may be a new output."""
         self._news.set()
 
     def fail(self, error: ChairliftError) -> None:
-        """End with an error."""
+        """End the stream with an error."""
         if self._error is None and not self.state.finished:
             self._error = error
         self._news.set()
@@ -90,7 +90,7 @@ class OutputStream:
         self._timers.append(asyncio.get_running_loop().call_later(seconds, call, self.request_id))
 
     def settle(self) -> None:
-        """The request has left the engine: no timer will ring."""
+        """Stop the timers: the request has left the engine."""
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()

@@ -1,4 +1,4 @@
-"""Texts that wait for their vectors, on the event loop's side."""
+"""Texts that wait for their vectors, in the process of the event loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Asked:
 
 
 class PooledRequests:
-    """Each text is a request of its own in the queue; a call waits for all of its texts."""
+    """Calls that wait for vectors. Each text is a separate request in the queue; a call waits for all of its texts."""
 
     def __init__(self, intake: Intake, stats: RequestStats) -> None:
         self._intake, self._stats = intake, stats
@@ -46,9 +46,9 @@ class PooledRequests:
     ) -> list[bytes]:
         """The vectors of the texts of one call, in order.
 
-        ``patience`` is how many seconds after ``since`` its last text must have started, ``limit`` when all must have
-        ended. Raises QueueTimeoutError and OverloadedError when they have not, and what :meth:`fail` and the engine
-        say. However it ends, none of its texts is left in the engine.
+        The last text must have started ``patience`` seconds after ``since``, and all must have ended ``limit`` seconds
+        after it. Raises QueueTimeoutError and OverloadedError when they have not, and errors from :meth:`fail` and the
+        engine. In every case the engine keeps none of the texts.
         """
         loop, now = asyncio.get_running_loop(), time.monotonic()
         for text in texts:
@@ -70,7 +70,7 @@ class PooledRequests:
             self._drop(ids, client)
 
     def begun(self, message: PassBegun) -> None:
-        """A pass begins with these texts."""
+        """A pass with these texts has begun."""
         now = time.monotonic()
         self._stats.engine.num_running = len(message.request_ids)
         for request_id in message.request_ids:
@@ -98,7 +98,7 @@ class PooledRequests:
                 asked.vector.set_result(vector.values)
 
     def fail_all(self, error: ChairliftError) -> None:
-        """The engine has died with them."""
+        """End all calls: the engine has died."""
         for asked in list(self._asked.values()):
             if not asked.vector.done():
                 asked.vector.set_exception(error)

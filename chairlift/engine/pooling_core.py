@@ -1,7 +1,7 @@
-"""Who is in the next pass of a model that gives embeddings, scores or classes: texts in order of arrival.
+"""Schedules passes of a model for embeddings, scores or classes, in order of arrival.
 
-A pass computes whole texts side by side, as many as the token budget holds. Whatever arrives while it runs joins the
-next one. The order is that of arrival and nothing else, so that no text waits for a longer one to find company.
+A pass computes whole texts side by side, as many as the token budget holds. Texts that arrive meanwhile join the next
+pass. Texts are not sorted by length, so that no text waits for others of its size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _Executor(Protocol):
     def run(
         self, token_ids: Sequence[Sequence[int]], token_types: Sequence[Sequence[int] | None]
     ) -> Sequence[Any | None]:
-        """One float32 vector for each text; None where it is not of finite numbers."""
+        """One float32 vector per text; None where a vector has values that are not finite."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,16 +34,16 @@ class PooledText:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledVector:
-    """What became of a text."""
+    """Result of one text."""
 
     request_id: str
     values: bytes
-    """float32 numbers, little endian; empty where there is an error."""
+    """float32 numbers, little endian; empty after an error."""
     error: str = ""
 
 
 class PoolingCore:
-    """Texts that wait, and one pass at a time."""
+    """Waiting texts, and the pass that is computed now."""
 
     def __init__(self, executor: _Executor, *, max_tokens: int, max_seqs: int) -> None:
         self.executor = executor
@@ -60,11 +60,11 @@ class PoolingCore:
         self._waiting[text.request_id] = text
 
     def abort(self, request_id: str) -> None:
-        """Forget a text that waits; one that is computed now, or is not known, is left alone."""
+        """Forget a waiting text. A text that is being computed, or is unknown, is ignored."""
         self._waiting.pop(request_id, None)
 
     def next_pass(self) -> list[PooledText]:
-        """Take the texts of the next pass: the first that waits, and those behind it as far as the budget reaches.
+        """Take the texts of the next pass: the first in the queue, and those behind it that fit in the budget.
 
         A text that is longer than the budget has a pass of its own.
         """
@@ -81,10 +81,10 @@ class PoolingCore:
         return taken
 
     def run(self, texts: Sequence[PooledText]) -> list[PooledVector]:
-        """Compute what :meth:`next_pass` took. An error of the pass is the error of each text in it."""
+        """Compute the texts from :meth:`next_pass`. An error of the pass is reported for each of its texts."""
         try:
             vectors = self.executor.run([text.token_ids for text in texts], [text.token_types for text in texts])
-        except (MemoryError, RuntimeError) as error:  # no memory, mostly: the next pass may be smaller
+        except (MemoryError, RuntimeError) as error:  # usually out of memory; the next pass may be smaller
             why = f"the pass with this text failed ({type(error).__name__}: {str(error)[:200]})"
             vectors, broken = [None] * len(texts), why
         else:
@@ -100,7 +100,7 @@ class PoolingCore:
         ]
 
     def stats(self) -> EngineStats:
-        """How it is after a pass."""
+        """Statistics after a pass."""
         return EngineStats(
             num_running=self._num_running,
             num_waiting=len(self._waiting),

@@ -1,4 +1,4 @@
-"""The one door of models for embeddings, scores and classes: what a caller may send is checked here."""
+"""Validation of requests to models for embeddings, scores and classes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["PoolingInputs", "cosine", "floats"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolingInputs:
-    """Turns texts and token ids into :class:`PooledText`, or raises RequestError saying what is wrong with them."""
+    """Turns texts and token ids into :class:`PooledText`, or raises RequestError with the reason."""
 
     info: EngineInfo
     tokenizer: Tokenizer | None
 
     @property
     def pooling(self) -> PoolingInfo:
-        """What the model is."""
+        """Facts about the model."""
         if self.info.pooling is None:
             raise InvariantError("a model that generates has no pooling")
         return self.info.pooling
 
     def check_task(self, task: str) -> None:
-        """Raise RequestError unless the model does ``embed``, ``classify`` or ``score``."""
+        """Raise RequestError unless the model supports ``embed``, ``classify`` or ``score``, whichever is given."""
         pooling = self.pooling
         if task == "score":
             if not pooling.scores:
@@ -46,7 +46,7 @@ class PoolingInputs:
             raise RequestError(f"the model {does}; it cannot {task} them, ask for {pooling.task} or use another model")
 
     def prefix(self, prompt_name: str | None) -> str:
-        """What goes before a text: the prompt of that name, or the model's default. Raises RequestError."""
+        """The prompt to put before a text: the named one, or the model's default. Raises RequestError."""
         prompts = self.pooling.prompts
         name = self.pooling.default_prompt if prompt_name is None else prompt_name
         if name is None:
@@ -57,7 +57,7 @@ class PoolingInputs:
         return prompts[name]
 
     def encode(self, prompt: Any, prefix: str = "") -> tuple[list[int], tuple[int, int]]:
-        """Token ids, and how many special tokens the tokenizer put before and behind them."""
+        """Token ids, and the numbers of special tokens that the tokenizer added before and behind them."""
         prompt, _ = unnamed(prompt)
         if isinstance(prompt, (list, tuple)):
             return list(prompt), (0, 0)
@@ -70,7 +70,8 @@ class PoolingInputs:
     def text(
         self, request_id: str, ids: Sequence[int], truncate: int | None = None, added: tuple[int, int] = (0, 0)
     ) -> PooledText:
-        """Check ids, and cut them where the caller says so: the beginning stays, and the ``added`` special tokens."""
+        """Check token ids, and truncate them if the caller allows. The beginning and the ``added`` special tokens are
+        kept."""
         limit = self._limit(truncate)
         if limit is not None and len(ids) > limit:
             behind = min(added[1], limit)
@@ -78,7 +79,7 @@ class PoolingInputs:
         return PooledText(request_id, self._checked(list(ids)))
 
     def pair(self, request_id: str, first: Any, second: Any, truncate: int | None = None) -> PooledText:
-        """Two texts as one, for a cross encoder; the end of the second is cut where the caller says so."""
+        """Two texts as one input of a cross encoder. Truncation shortens the second text."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise RequestError("pairs of texts need the tokenizer, which was not loaded (skip_tokenizer_init)")
@@ -126,7 +127,7 @@ class PoolingInputs:
         return ids
 
     def check_dimensions(self, dimensions: int | None) -> None:
-        """Raise RequestError for a size that embeddings cannot be cut to."""
+        """Raise RequestError for a size to which embeddings cannot be cut."""
         pooling = self.pooling
         if dimensions is None or dimensions == pooling.width:
             return
@@ -141,7 +142,7 @@ class PoolingInputs:
             raise RequestError(f"dimensions must be {allowed}, got {dimensions!r:.40}")
 
     def cut(self, values: bytes, dimensions: int | None) -> bytes:
-        """The first ``dimensions`` numbers of an embedding, of length 1 again where the whole has it."""
+        """The first ``dimensions`` numbers of an embedding, normalised again if the whole embedding is."""
         if dimensions is None or dimensions * 4 == len(values):
             return values
         kept = floats(values[: 4 * dimensions])
@@ -152,7 +153,7 @@ class PoolingInputs:
 
 
 def _asked(tokenizer: Tokenizer, texts: PairTexts, query: Any, document: Any) -> tuple[list[int], list[int]]:
-    """Token ids of a question whether two texts go together, and the places of those that are the document's alone."""
+    """Token ids of the question whether two texts belong together, and the indices of tokens of the document only."""
     for text in (query, document):
         if not isinstance(text, str):
             raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
@@ -161,7 +162,7 @@ def _asked(tokenizer: Tokenizer, texts: PairTexts, query: Any, document: Any) ->
         tokenizer.encode(text, add_special_tokens=False) for text in (texts.before, head + document, texts.behind, head)
     )
     shared = next((at for at, pair in enumerate(zip(asked, known, strict=False)) if pair[0] != pair[1]), len(known))
-    # A token that begins before the document and ends in it stays.
+    # A token that begins before the document and ends inside it is kept.
     first = len(before) + min(shared + (shared < len(known)), len(asked))
     return [*before, *asked, *behind], [*range(first, len(before) + len(asked))]
 

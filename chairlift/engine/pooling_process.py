@@ -1,4 +1,4 @@
-"""The engine's side of the process border for embeddings, scores and classes: texts in, vectors out, pass by pass."""
+"""The engine process for embeddings, scores and classes: texts come in, vectors go out, pass by pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["PoolingProcess"]
 
 
 class PoolingProcess:
-    """A core behind a connection. What arrives while a pass runs is in the socket, and joins the next pass."""
+    """A core behind a connection. Texts that arrive during a pass join the next one."""
 
     def __init__(self, connection: Connection, core: PoolingCore, info: EngineInfo) -> None:
         self._connection, self._core, self._info = connection, core, info
@@ -38,5 +38,5 @@ class PoolingProcess:
         elif isinstance(message, UpdateWeights):
             why = "weights of models for embeddings and classes cannot be replaced; start the server with the new ones"
             self._connection.send(NotLoaded("ConfigError", why))
-        elif not isinstance(message, Watch):  # of which there is nothing to tell
+        elif not isinstance(message, Watch):  # steps of pooling are not recorded
             self._connection.frames.num_bad += 1

@@ -1,4 +1,4 @@
-"""The server's side of the process border: starts an engine process, talks to it, and notices when it dies."""
+"""The server's side of the process border: starts an engine process, exchanges messages, and notices its death."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
+from chairlift.engine.adapters import AdapterLoad, AdapterState
 from chairlift.engine.core import EngineClient
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.messages import (
+    AdapterLoaded,
     Add,
     FrameReader,
     Leave,
+    LoadAdapter,
     Loading,
     Log,
     Message,
@@ -33,6 +36,7 @@ from chairlift.engine.messages import (
     Refused,
     Start,
     Step,
+    UnloadAdapter,
     UpdateWeights,
     Watch,
     Watched,
@@ -49,7 +53,7 @@ _ROOT: Final = str(Path(__file__).parents[2])
 
 
 class EngineEvents(Protocol):
-    """Who wants to hear from the engine's process. Called on the event loop."""
+    """Receiver of messages from the engine's process. Its methods are called on the event loop."""
 
     @property
     def num_requests(self) -> int:
@@ -67,24 +71,26 @@ class EngineEvents(Protocol):
 
     def on_updated(self, info: EngineInfo) -> None: ...
 
+    def on_adapter(self, state: AdapterState) -> None: ...
+
 
 class ProcessClient(EngineClient):
     """One engine process, from start to end; an :class:`~chairlift.engine.core.EngineClient`.
 
-    What they talk through is a pair of sockets, whose other end is the process's standard input: nobody else can have
-    it, and no disk that is full or read-only stands in the way.
+    The two processes use a pair of sockets. One end is the process's standard input, so no other process can open it,
+    and a full or read-only disk does no harm.
     """
 
     def __init__(self, settings: Mapping[str, Any], events: EngineEvents) -> None:
         self.silent_since: float | None = None
-        """Since when nothing was heard, while something is to be answered; that nobody waits for it any more changes
-        nothing. None while nothing is."""
+        """Since when the engine has sent nothing, although it owes an answer; None while it owes none. Callers that
+        stop waiting do not change it."""
         self._settings = dict(settings)
         self._events = events
         self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
-        self._updates: deque[asyncio.Future[EngineInfo]] = deque()  # in the order in which they are answered
+        self._updates: deque[asyncio.Future[EngineInfo]] = deque()  # in the order of the answers
         self._lost = asyncio.Event()
 
     @property
@@ -103,7 +109,8 @@ class ProcessClient(EngineClient):
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-c", _BOOT, _ROOT, str(os.getpid())),
                 stdin=theirs.fileno(),
-                start_new_session=True,  # Ctrl-C reaches a terminal's whole group: this one heeds the server only
+                # Ctrl-C signals the whole group of the terminal; the engine obeys only the server
+                start_new_session=True,
             )
         self._transport.write(encode(Start(self._settings, logging.getLogger("chairlift").getEffectiveLevel())))
         info: EngineInfo = await self._outcome(self._ready)
@@ -113,7 +120,7 @@ class ProcessClient(EngineClient):
         self._ask(Add.of(request))
 
     def pool(self, text: PooledText) -> None:
-        """Have a text computed by a model of embeddings, scores or classes."""
+        """Send a text to a model of embeddings, scores or classes."""
         self._ask(Pool(text.request_id, text.token_ids, text.token_types))
 
     def abort(self, sequence_ids: Sequence[str]) -> None:
@@ -123,20 +130,31 @@ class ProcessClient(EngineClient):
         self._send(Leave(list(sequence_ids), stopped=True))
 
     def watch(self, wanted: bool) -> None:
-        """Have every step told, as lines of JSON (``on_watched``), or no longer."""
+        """Start or stop reports of every step, as lines of JSON (``on_watched``)."""
         self._send(Watch(wanted))
 
+    def load_adapter(self, load: AdapterLoad) -> None:
+        """Have an adapter read; ``on_adapter`` is told how that ended."""
+        self._send(LoadAdapter(load))
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Have an adapter forgotten behind its last request."""
+        self._send(UnloadAdapter(adapter_id))
+
     async def update_weights(self, source: str, version: int, in_flight: str) -> EngineInfo:
-        """Raises ConfigError or ModelLoadError, and nothing has changed, or EngineDeadError. ``on_updated`` is told
-        between the last step of the old weights and the first of the new ones, also when nobody waits here any more."""
+        """Replace the weights. Raises EngineDeadError, or ConfigError or ModelLoadError if nothing has changed.
+
+        ``on_updated`` is called between the last step of the old weights and the first of the new, even if the caller
+        no longer waits.
+        """
         updated: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._ask(UpdateWeights(source, version, in_flight))
-        self._updates.append(updated)  # not before: what cannot be sent is not answered
+        self._updates.append(updated)  # only after sending: a message that cannot be sent gets no answer
         info: EngineInfo = await self._outcome(updated)
         return info
 
     async def died(self) -> str:
-        """Wait for the end of the process; how it ended, in words."""
+        """Wait for the end of the process. Returns how it ended, in words."""
         if self._process is None:
             return "the engine was not started"
         await self._lost.wait()
@@ -148,7 +166,7 @@ class ProcessClient(EngineClient):
         return _describe_exit(self._process.returncode)
 
     async def close(self) -> None:
-        """End the process: closing the connection tells it to; one that does not listen, or not yet, is killed."""
+        """End the process by closing the connection. A process that does not react is killed."""
         if self._transport is not None:
             self._transport.close()
         if self._process is not None and self._ready.done() and not self._ready.cancelled():
@@ -164,14 +182,14 @@ class ProcessClient(EngineClient):
             await self._process.wait()
 
     async def _outcome(self, future: asyncio.Future[Any]) -> Any:
-        """What the future brings, unless the process ends first."""
+        """Result of the future, unless the process ends first."""
         if self._process is None:
             raise EngineDeadError("the engine was not started")
         ended = asyncio.ensure_future(self._process.wait())
         try:
             await asyncio.wait({future, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not future.done():
-                await asyncio.sleep(0)  # its last words may be on their way
+                await asyncio.sleep(0)  # its last messages may still be on the way
                 await asyncio.wait({future}, timeout=0.2)
             if future.done():
                 return future.result()
@@ -182,7 +200,7 @@ class ProcessClient(EngineClient):
                 future.cancel()
 
     def _ask(self, message: Message) -> None:
-        """Send what is answered."""
+        """Send a message that will be answered."""
         self._send(message)
         self.silent_since = self.silent_since or time.monotonic()
 
@@ -191,11 +209,11 @@ class ProcessClient(EngineClient):
             self._transport.write(encode(message))
 
     def lost(self) -> None:
-        """The connection has ended."""
+        """Note that the connection has ended."""
         self._lost.set()
 
     def take(self, message: Message) -> None:
-        """One message of the engine."""
+        """Handle one message of the engine."""
         self._hand_on(message)
         self.silent_since = time.monotonic() if self._events.num_requests or self._updates else None
 
@@ -206,6 +224,8 @@ class ProcessClient(EngineClient):
             self._events.on_refused(message)
         elif isinstance(message, (PassBegun, Pooled)):
             self._events.on_pooled(message)
+        elif isinstance(message, AdapterLoaded):
+            self._events.on_adapter(message.state)
         elif isinstance(message, Watched):
             self._events.on_watched(message.lines)
         elif isinstance(message, Log):
@@ -227,7 +247,7 @@ class ProcessClient(EngineClient):
 
 
 class _Stream(asyncio.Protocol):
-    """The connection."""
+    """The connection as an asyncio protocol."""
 
     def __init__(self, client: ProcessClient) -> None:
         self._client = client
@@ -235,13 +255,13 @@ class _Stream(asyncio.Protocol):
         self._frames = FrameReader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not subclass asyncio's
 
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._frames.feed(data):
                 self._client.take(message)
-        except ValueError:  # it does not keep to frames
+        except ValueError:  # the other side sends invalid frames
             if self._transport is not None:
                 self._transport.abort()
 
@@ -249,7 +269,7 @@ class _Stream(asyncio.Protocol):
         self._client.lost()
 
 
-# The package's folder goes last, so that nothing in it, or in the working directory, can stand in for a library.
+# The package's folder is last in the path, so that no file in it or in the working directory replaces a library.
 _BOOT: Final = "import sys; sys.path.append(sys.argv[1]); from chairlift.engine_process import main; main()"
 
 

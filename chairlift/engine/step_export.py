@@ -1,8 +1,8 @@
-"""What a recording of steps says: as Chrome's trace events, as arrivals to replay, as step times to learn from.
+"""Converts a recording of steps to Chrome's trace events, to arrivals for a replay, or to step times for a cost model.
 
-A recording is what a :class:`~chairlift.engine.step_recorder.StepRecorder` wrote, line by line. Trace events are the
-JSON object format that Perfetto and chrome://tracing read: a process for the steps, one with a thread per row, one for
-the line at the door.
+A recording has the lines that a :class:`~chairlift.engine.step_recorder.StepRecorder` wrote. Trace events use the JSON
+object format of Perfetto and chrome://tracing: one process for the steps, one with a thread per row, and one for the
+queue.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class RecordedRequest:
     request_id: str
     arrival: float = 0.0
     prompt_tokens: int = 0
-    """0 where it came before anybody watched, and only its rows are known."""
+    """0 where it came before the recording began, and only its rows are known."""
     service_class: str = "default"
     cached_tokens: int = 0
     output_tokens: int = 0
-    """At its end, or as far as the recording goes."""
+    """Number at its end, or at the end of the recording."""
     started: float | None = None
     first: float | None = None
-    """When its first token was known; None where that is not in the recording."""
+    """Time of its first token; None if that is not in the recording."""
     ended: float | None = None
     reason: str = ""
 
@@ -50,24 +50,24 @@ class Recording:
     """A recording, read."""
 
     about: dict[str, Any]
-    """The first line's facts: sizes, settings."""
+    """Facts of the first line: sizes and settings."""
     lines: list[dict[str, Any]]
     requests: dict[int, RecordedRequest]
-    """By the number that they have in the lines."""
+    """Requests by their number in the lines."""
     steps: list[tuple[StepFeatures, float]]
-    """What a cost model learns from."""
+    """(features, seconds) of each step, from which a cost model learns."""
     end: float
     """End of the last step or event, in seconds."""
 
     @property
     def arrivals(self) -> list[RecordedRequest]:
-        """Requests whose arrival and lengths are known and that got an answer, in the order in which they came."""
+        """Requests with a known arrival, known lengths and an answer, in order of arrival."""
         known = [each for each in self.requests.values() if each.prompt_tokens and each.output_tokens]
         return sorted(known, key=lambda each: each.arrival)
 
 
 def read_recording(data: bytes) -> Recording:
-    """Read the lines of a recording. Raises ConfigError that names the line that is not one of them."""
+    """Parse the lines of a recording. Raises ConfigError with the number of the first invalid line."""
     lines = list(_parsed(data))
     about = lines[0].get("key") if lines else None
     if not isinstance(about, dict):
@@ -105,7 +105,7 @@ def _parsed(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 class _Reader:
-    """Goes through the lines once. ``rows`` is who decodes where."""
+    """Reads the lines once. ``rows`` maps rows to the requests that decode there."""
 
     def __init__(self) -> None:
         self.requests: dict[int, RecordedRequest] = {}
@@ -127,7 +127,7 @@ class _Reader:
         for slot in line.get("off", ()):
             self.rows.pop(slot, None)
         start, end = line["t"]
-        # Where rows decode on, there was work all the time, and what the loop did between the steps took time as well.
+        # While rows decode there is always work, so the host time between two steps belongs to the second step.
         begin = self._step_end if self.rows and self._step_end else max(start, self._step_end)
         self.rows.update(dict(line.get("on", ())))
         chunks = [
@@ -181,7 +181,7 @@ class _Reader:
 
 
 def to_perfetto(data: bytes) -> bytes:
-    """A recording as trace events. Raises ConfigError for what is none."""
+    """A recording as trace events. Raises ConfigError for data that is no recording."""
     recording = read_recording(data)
     writer = _Writer(recording)
     for line in recording.lines:
@@ -192,7 +192,7 @@ def to_perfetto(data: bytes) -> bytes:
 
 
 class _Writer:
-    """Turns lines into events; rows that decode are one event from their first such step to their last."""
+    """Turns lines into events. A row that decodes is one event from the first such step to the last."""
 
     def __init__(self, recording: Recording) -> None:
         self._requests = recording.requests
@@ -200,7 +200,7 @@ class _Writer:
         known = [each.arrival for each in recording.requests.values() if each.prompt_tokens]
         self._zero = min([*times[:1], *known], default=0.0)
         self._rows: dict[int, tuple[int, float]] = {}
-        """Slot -> who decodes there, and since when."""
+        """Slot -> (request that decodes there, since when)."""
         self._resting: dict[int, int] = {}
         self._end = self._zero
         self._begun = False
@@ -262,7 +262,7 @@ class _Writer:
 
     def _stop(self, slot: int, begin: float | None = None) -> None:
         number, since = self._rows.pop(slot, (0, None))
-        if since is not None and since != begin:  # else it only rested, and does not come back
+        if since is not None and since != begin:  # otherwise the row only paused, and does not come back
             self._span(_ROWS, slot + 1, since, self._end, "decode", request=self._name(number))
 
     def _happened(self, what: str, number: int, *fields: Any) -> None:
@@ -285,6 +285,6 @@ class _Writer:
         return "" if found is None else found.request_id
 
     def close(self) -> None:
-        """The recording is over: what still decodes ends with its last step."""
+        """End of the recording: rows that still decode end with their last step."""
         for slot in list(self._rows):
             self._stop(slot)

@@ -1,4 +1,4 @@
-"""One record per step: the source of every chart, and of every answer to 'what happened to my request?'."""
+"""One record per step, the source of all charts and of explanations of slow requests."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ __all__ = ["RowRecord", "StepLog", "StepRecord"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowRecord:
-    """What one row did in one step."""
+    """The work of one row in one step."""
 
     request_id: str
     slot: int
     num_tokens: int
     why: str
-    """``decode``, or the chunk's."""
+    """``decode``, or the reason of the chunk."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step. Decode rows are kept as one shared tuple, so that a steady step adds no object per row."""
+    """One step. Decode rows share one tuple, so that a steady step adds no object per row."""
 
     step: int
     start: float
-    """When the step was scheduled, in seconds on the engine's clock."""
+    """Time at which the step was scheduled, in seconds on the engine's clock."""
     end: float
-    """When its tokens were known."""
+    """Time at which its tokens were known."""
     decodes: tuple[tuple[str, int], ...]
     """(request id, slot) of rows that computed one token."""
     chunks: tuple[tuple[str, Chunk], ...]
     num_tokens: int
     context_tokens: int
-    """Positions that the decode rows attended to, together."""
+    """Sum of the positions that the decode rows attended to."""
     num_waiting: int
     held_up_by: str
-    """What the first in line that was not let in waited for; empty when nobody waited."""
+    """What the first request in the queue lacks; empty when no request waits."""
     num_held: int
     finished: tuple[str, ...]
     preempted: tuple[str, ...]
     blocks: BlockCounts
     unused_slots: int
-    """Allocated KV positions that hold nothing (internal fragmentation)."""
+    """Allocated KV positions without content (internal fragmentation)."""
     padding_avoided: int
-    """Tokens that a padded engine would have computed on top."""
+    """Additional tokens that an engine with padding would have computed."""
     accepted: dict[str, int]
-    """Request id -> tokens that a row with drafts yielded: those that were right, and one more."""
+    """Request id -> tokens from a row with drafts: the accepted ones and one more."""
 
     @classmethod
     def of(cls, out: SchedulerOutput, result: StepResult, start: float, end: float) -> StepRecord:
-        """A step that was scheduled at ``start``, and whose result was known at ``end``."""
+        """Record of a step that was scheduled at ``start`` and whose result was known at ``end``."""
         return cls(
             step=out.step,
             start=start,
@@ -86,11 +86,11 @@ class StepRecord:
 
     @property
     def features(self) -> StepFeatures:
-        """What the step's cost depends on."""
+        """Inputs of the cost model."""
         return StepFeatures.of(len(self.decodes), self.context_tokens, [chunk for _, chunk in self.chunks])
 
     def to_json(self) -> str:
-        """One line of a step log on file. Decode rows are counted, not named, so that its length stays bounded."""
+        """One line of a step log file. Decode rows are counted, not listed, so that its length is bounded."""
         fields: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["decodes"]
         fields["chunks"] = [(name, chunk.start, chunk.num_tokens, chunk.why) for name, chunk in self.chunks]
@@ -99,11 +99,11 @@ class StepRecord:
 
 
 def _accepted(out: SchedulerOutput, result: StepResult) -> dict[str, int]:
-    """See :attr:`StepRecord.accepted`."""
+    """Value of :attr:`StepRecord.accepted`."""
     found: dict[str, int] = {}
     place = len(result.sampled)
     for name, chunk in zip(reversed(out.chunk_ids), reversed(out.chunks), strict=True):
-        if not chunk.drafts:  # those with drafts are the last
+        if not chunk.drafts:  # chunks with drafts come last
             break
         place -= chunk.samples
         found[name] = sum(request is not None for request in result.sampled[place : place + chunk.samples])
@@ -116,7 +116,7 @@ class StepLog:
     def __init__(self, capacity: int = 4096) -> None:
         self._records: deque[StepRecord] = deque(maxlen=capacity)
         self.landed: Callable[[StepRecord], None] = self._records.append
-        """Keep a record."""
+        """Adds a record."""
 
     def __len__(self) -> int:
         return len(self._records)

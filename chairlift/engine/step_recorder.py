@@ -1,8 +1,8 @@
-"""What a watched core does, as lines of JSON: every step, who came, joined, gave way and left, who owns which block.
+"""Records the events of a core as lines of JSON: steps, arrivals, joins, preemptions, ends, and owners of blocks.
 
-Differences only, so that a steady step is one short line however many rows it has, and a snapshot now and then, from
-which a reader can begin. The same lines are what the live view draws, what a recording on file is made of, and what a
-simulated run leaves behind; docs/live-view.md describes them. They hold a prompt's length, never its text.
+Lines hold differences only, so that a steady step is one short line for any number of rows. Snapshots in between are
+places where a reader can begin. The live view, recordings on file and simulated runs all use these lines;
+docs/live-view.md describes them. They contain the length of a prompt, never its text.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ _Change = list[Any]
 
 
 class StepRecorder:
-    """Subscribes to the events of its core; :meth:`take` gives what there is to tell. It begins with the steps that the
-    core's log still has, of which only rows are known, and a snapshot. What nobody takes is at most ``most_bytes``."""
+    """Subscriber to the events of its core. :meth:`take` returns the new lines.
+
+    The lines begin with the steps in the core's log, of which only rows are known, and a snapshot. Lines that are not
+    taken use at most ``most_bytes``.
+    """
 
     def __init__(self, core: EngineCore, *, most_bytes: int = 8 << 20) -> None:
         self._core = core
@@ -46,20 +49,20 @@ class StepRecorder:
         self._num_bytes = self._since_key = self._key_size = 0
         self._key_at = core.clock.now()
         self._numbers: dict[str, int] = {}
-        """Requests by id; numbers are not used twice."""
+        """Number of each request id. Numbers are not reused."""
         self._count = 0
         self._ended: deque[str] = deque()
         self._started: dict[str, float] = {}
-        """When requests that have not ended first joined."""
+        """Time at which each unfinished request first joined."""
         self._changes: list[_Change] = []
-        """Since the last line, or the last step that was scheduled."""
+        """Changes since the last line, or since the last step was scheduled."""
         self._flights: dict[int, list[_Change]] = {}
-        """By step in flight, what led up to it."""
+        """For each step in flight, the changes before it."""
         self._decodes: tuple[tuple[str, int], ...] = ()
         self._status: tuple[Any, ...] = ()
         self._held: set[str] = set()
         self._leaving: dict[str, int] = {}
-        """Requests that ended under steps in flight, and the newest of these: lines to come still mention them."""
+        """Requests that ended under steps in flight, with the newest of these steps. Later lines still mention them."""
         self._run = f"{time.time():.3f}"
         core.kv.tables.journal = []
         self._tell_past()
@@ -68,40 +71,40 @@ class StepRecorder:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the lines that nobody has taken."""
+        """Bytes of the lines that are not taken."""
         return self._num_bytes
 
     def close(self) -> None:
-        """The core goes on unwatched."""
+        """Stop recording."""
         self._core.events.unsubscribe("the record of steps")
         self._core.kv.tables.journal = None
 
     def missed(self) -> None:
-        """It failed, and what it says from now on would not be true."""
+        """Stop recording after an error, because later lines would be wrong."""
         _log.error("the record of steps has ended; open the live view again")
         self.close()
 
     def take(self) -> bytes:
-        """The lines since the last call; a snapshot comes first, and when one does the reader may begin there."""
+        """Lines since the last call. A snapshot, if there is one, comes first, and a reader may begin there."""
         self._end_idle()
         lines, self._lines, self._num_bytes = self._lines, [], 0
         now = self._core.clock.now()
         enough = max(_KEY_BYTES, 4 * self._key_size)
         if lines and (self._since_key >= enough or (self._since_key and now >= self._key_at + _KEY_SECONDS)):
-            self._write_key()  # for the next time
+            self._write_key()  # for the next call
         return b"\n".join(lines)
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
     def added(self, request: Request) -> None:
-        """The scheduler has taken it."""
+        """The scheduler has accepted the request."""
         name, prompt = request.request_id, request.num_prompt_tokens
         most, service_class = request.max_total_tokens - prompt, request.service.service_class
         arrived = round(request.arrival_time, 6)
         self._changes.append(["add", self._number(name), arrived, name, prompt, most, service_class])
 
     def scheduled(self, out: SchedulerOutput, now: float) -> None:
-        """A step was put together, be there anything to execute or not."""
+        """A step was scheduled, whether or not it has anything to execute."""
         requests, now = self._core.scheduler.requests, round(now, 6)
         joins = {row.request_id for row in out.joined}
         for name, by in out.preempted_for.items():
@@ -126,7 +129,7 @@ class StepRecorder:
             self._flights[out.step], self._changes = self._changes, []
 
     def ended(self, request: Request, now: float, causes: dict[str, float], preempted_by: list[str]) -> None:
-        """It has left for good."""
+        """The request has left."""
         self._drain()
         name = request.request_id
         self._changes.append(
@@ -147,11 +150,12 @@ class StepRecorder:
                 self._numbers.pop(old, None)
 
     def landed(self, record: StepRecord) -> None:
-        """The step's tokens, or its failure, are known."""
+        """The step's tokens, or its error, are known."""
         self._write(self._step_line(record, self._flights.pop(record.step, [])))
         if self._leaving:
             self._leaving = {name: step for name, step in self._leaving.items() if step >= record.step}
-        if self._num_bytes > self._most_bytes + self._key_size:  # nobody takes them: who comes next begins anew
+        # the lines are not taken, so the next reader begins with a snapshot
+        if self._num_bytes > self._most_bytes + self._key_size:
             self._lines, self._num_bytes = [], 0
             self._write_key()
 
@@ -165,7 +169,7 @@ class StepRecorder:
         return number
 
     def _drain(self) -> None:
-        """Changes of block tables, as the cache wrote them down."""
+        """Move the changes of block tables from the cache's journal to the lines."""
         kv = self._core.kv
         if not kv.tables.journal:
             return
@@ -183,7 +187,7 @@ class StepRecorder:
             line["do"] = changes
         decodes = record.decodes
         if not decodes and self._decodes:
-            line["rest"] = True  # the decodes stay, and none of them is in this step
+            line["rest"] = True  # the decode rows stay, and none of them is in this step
         elif decodes is not self._decodes:
             before, now = set(self._decodes), set(decodes)
             line["off"] = [slot for name, slot in self._decodes if (name, slot) not in now]
@@ -212,7 +216,7 @@ class StepRecorder:
         self._since_key += len(data) + 1
 
     def _end_idle(self) -> None:
-        """What happened since the last step, when no other is under way that it could be told with."""
+        """Write the changes since the last step as a line of their own, if no step is in flight to carry them."""
         self._drain()
         if self._changes and not self._core.num_in_flight:
             changes, self._changes = self._changes, []
@@ -251,8 +255,8 @@ class StepRecorder:
         }
 
     def _write_key(self) -> None:
-        """Everything as it is now. Steps in flight are told after it though they were scheduled before; to tell again
-        what led up to them changes nothing."""
+        """Write a snapshot. Steps in flight come after it although they were scheduled before; their changes are
+        idempotent."""
         core, requests = self._core, self._core.scheduler.requests
         self._drain()
         if self._changes and not core.num_in_flight:
@@ -277,7 +281,7 @@ class StepRecorder:
     def _described(self, request: Request) -> _Change:
         started = self._started.get(request.request_id)
         if started is None and (request.slot >= 0 or request.num_preemptions):
-            started = -1.0  # before anybody watched
+            started = -1.0  # it started before the recording
         return [
             *(self._number(request.request_id), request.request_id, round(request.arrival_time, 6)),
             *(request.num_prompt_tokens, request.max_total_tokens - request.num_prompt_tokens),
@@ -287,7 +291,7 @@ class StepRecorder:
 
 
 def _settings(config: SchedulerConfig) -> dict[str, Any]:
-    """What is not at its default, as far as plain values go."""
+    """Settings that differ from their default and have a plain value."""
     given, usual = dataclasses.asdict(config), dataclasses.asdict(SchedulerConfig())
     return {
         name: value

@@ -1,8 +1,8 @@
-"""Follows the reasoning of an answer that has a budget for it, and forces its end when the budget is used up.
+"""Follows the reasoning of an answer that has a thinking budget, and forces its end when the budget is used up.
 
-A :class:`~chairlift.grammar.compiler.Matcher` like those of grammars, so rows, look-ahead, preemption and dropped
-tokens are the business of :class:`~chairlift.engine.grammars.Grammars`. What it knows is a function of the answer's
-tokens alone. llama.cpp (``reasoning-budget``) and vLLM (``thinking_token_budget``) have the same states.
+It is a :class:`~chairlift.grammar.compiler.Matcher` like those of grammars, so
+:class:`~chairlift.engine.grammars.Grammars` handles rows, look-ahead, preemption and dropped tokens. Its state depends
+only on the answer's tokens. llama.cpp (``reasoning-budget``) and vLLM (``thinking_token_budget``) have the same states.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from chairlift.thinking import ThinkingBudget
 __all__ = ["ThinkingMatcher"]
 
 _LATEST: Final = 4
-"""Tokens of an answer before which its reasoning has to begin: white space may stand there. Later it is content."""
+"""Reasoning must begin within this many tokens of an answer, which leaves room for white space. Later text is
+content."""
 _BEFORE: Final = 0
 _INSIDE: Final = 1
 _AFTER: Final = 2
 _OVER: Final = 3
 _State = tuple[int, int]
-"""(phase, how many tokens: of ``begin`` that were seen, of reasoning, of ``after`` that were forced)."""
+"""(phase, count). The count is the number of tokens of ``begin`` seen, of reasoning, or of ``after`` forced."""
 
 
 class ThinkingMatcher:
-    """One answer of a model with ``vocab_size`` logits. ``grammar`` is the answer's, if it has one: where that does
-    not allow the end of the reasoning (in the middle of a character, say), the end waits."""
+    """Matcher of one answer, for a model with ``vocab_size`` logits.
+
+    ``grammar`` is the answer's grammar, if any. Where the grammar does not allow the end of the reasoning (in the
+    middle of a character, for example), the end waits.
+    """
 
     def __init__(self, budget: ThinkingBudget, vocab_size: int, grammar: Matcher | None = None) -> None:
         self.num_consumed = 0
@@ -39,7 +43,7 @@ class ThinkingMatcher:
         self._grammar = grammar
         self._bits = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
         self._states: list[_State] = [(_BEFORE, 0) if budget.begin else (_INSIDE, 0)]
-        """After each number of tokens, up to the end of the reasoning."""
+        """State after each number of tokens, up to the end of the reasoning."""
 
     @property
     def stopped(self) -> bool:
@@ -47,7 +51,7 @@ class ThinkingMatcher:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to follow: the reasoning has ended, and there is no grammar."""
+        """Whether there is nothing left to follow: the reasoning has ended, and there is no grammar."""
         return self._grammar is None and self._states[-1][0] == _OVER
 
     def consume(self, token_id: int) -> bool:
@@ -87,7 +91,7 @@ class ThinkingMatcher:
         return found if found or self._grammar is None else self._grammar.forced(most)
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
-        """What may come next; None where all ids may, and where :attr:`error` is set."""
+        """Tokens that may come next; None where all may, and after an :attr:`error`."""
         own, forced = None, self._forced(self._states[-1])
         if self._grammar is not None:
             own = self._grammar.mask()
@@ -101,7 +105,7 @@ class ThinkingMatcher:
         return self._bits
 
     def _forced(self, state: _State) -> int | None:
-        """The token that must come; None while the model chooses."""
+        """Token that must come next; None while the model chooses."""
         phase, count = state
         if phase == _INSIDE and count >= self._budget.max_tokens:
             return self._budget.end
@@ -120,6 +124,6 @@ class ThinkingMatcher:
             return _INSIDE, count + 1
         forced = 0 if phase == _INSIDE else count + 1
         goes_on = (phase == _AFTER and token_id == budget.after[count]) or (
-            phase == _INSIDE and count >= budget.max_tokens  # else the model goes on by itself
+            phase == _INSIDE and count >= budget.max_tokens  # otherwise the model continues freely
         )
         return (_AFTER, forced) if goes_on and forced < len(budget.after) else (_OVER, 0)

@@ -1,1 +1,1 @@
-"""THE MUSCLE: turns a scheduled step into tokens."""
+"""The executor: turns a scheduled step into tokens."""

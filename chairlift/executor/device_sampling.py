@@ -1,4 +1,4 @@
-"""How each slot samples, as flat arrays for the kernels that draw on the device."""
+"""Sampling parameters of each slot as flat arrays, for the kernels that sample on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SlotSettings", "failures"]
 
 
 class SlotSettings:
-    """Mirrors of what the rows in the slots ask for; a slot is looked at again only when another row is in it."""
+    """Sampling parameters by slot. A slot is updated only when another row is in it."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -27,12 +27,12 @@ class SlotSettings:
         self._log_min_p = np.full(num_slots, -np.inf, dtype=np.float32)
         self._top_k = np.zeros(num_slots, dtype=np.int32)
         self.on_device = np.ones(num_slots, dtype=np.bool_)
-        """[S] whether the kernels know all that the row asks for: no penalties, no bias, no log-probabilities."""
+        """[S] whether the kernels support all parameters of the row: no penalties, no bias, no log-probabilities."""
         self.truncates = np.zeros(num_slots, dtype=np.bool_)
-        """[S] whether the kernels draw for it with min-p, top-k or top-p."""
+        """[S] whether the kernels sample it with min-p, top-k or top-p."""
 
     def update(self, slots: Sequence[int], rows: Sequence[SamplingRow]) -> list[int]:
-        """Say who is in ``slots`` now. Returns those where another was before."""
+        """Set the rows in ``slots``. Returns the slots whose row has changed."""
         changed = [slot for slot, row in zip(slots, rows, strict=True) if self._rows[slot] is not row]
         for slot, row in zip(slots, rows, strict=True) if changed else ():
             if self._rows[slot] is not row:
@@ -48,10 +48,11 @@ class SlotSettings:
     def _set(self, slot: int, row: SamplingRow) -> None:
         params = row.params
         self.on_device[slot] = not row.reshapes and params.logprobs is None
-        greedy = params.greedy or not self.on_device[slot]  # what is drawn elsewhere takes the least work here
+        # a row that the host samples gets the cheapest parameters here
+        greedy = params.greedy or not self.on_device[slot]
         self._seeds[slot] = np.uint64(row.seed).astype(np.int64)
         self._temperature[slot] = 0.0 if greedy else params.temperature
-        # The logarithm of the float32 number, as the CPU takes it.
+        # The logarithm of the float32 number, as on the CPU.
         self._log_min_p[slot] = np.log(np.float32(params.min_p)) if params.min_p > 0.0 else -np.inf
         self._top_k[slot] = params.top_k if 0 < params.top_k < self._vocab_size else 0
         self._top_p[slot] = params.top_p
@@ -60,7 +61,8 @@ class SlotSettings:
 
 
 def failures(drawn: npt.NDArray[np.int32]) -> dict[int, str]:
-    """Row -> why it has no token. ``drawn`` is int32 [R, 3]: the token, and the bits of the two highest logits."""
+    """Row -> reason why it has no token. ``drawn`` is int32 [R, 3]: the token, and the bits of the two highest
+    logits."""
     errors: dict[int, str] = {}
     for row in np.flatnonzero(drawn[:, 0] < 0).tolist():
         raw, shaped = drawn[row, 1:].copy().view(np.float32).tolist()

@@ -1,4 +1,4 @@
-"""Host memory for the KV of preempted requests, and how blocks move there and back. Needs no torch."""
+"""Host memory for the KV of preempted requests, and copies of blocks. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 def host_memory(nbytes: int, directory: str | None = None) -> npt.NDArray[np.uint8]:
-    """uint8 [nbytes], zero. Memory comes from the system page by page, as it is touched.
+    """uint8 [nbytes], zero. The system allocates pages when they are first used.
 
-    With a ``directory`` it is a file there, which has no name and vanishes with the process; its space is reserved now,
-    because a full disk is no error that a write to mapped memory could report. Raises ConfigError when that fails.
+    With a ``directory`` it is an unnamed file there, which is deleted with the process. Its space is reserved now,
+    because a write to mapped memory cannot report a full disk. Raises ConfigError when that fails.
     """
     if directory is None or nbytes == 0:
         try:
@@ -42,19 +42,19 @@ def host_memory(nbytes: int, directory: str | None = None) -> npt.NDArray[np.uin
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostMoves:
-    """Blocks of one cache group and where they lie in host memory, in the order of the latter."""
+    """Blocks of one cache group and their host blocks, in the order of the host blocks."""
 
     group: int
     hosts: npt.NDArray[np.int64]
     blocks: npt.NDArray[np.int64]
 
     def parts(self, most: int) -> list[HostMoves]:
-        """The same moves, at most ``most`` at a time."""
+        """The same moves in parts of at most ``most``."""
         starts = range(0, len(self.hosts), most)
         return [HostMoves(self.group, self.hosts[i : i + most], self.blocks[i : i + most]) for i in starts]
 
     def runs(self) -> list[tuple[slice, slice]]:
-        """The fewest (entries of ``blocks``, host blocks) such that the host blocks of each lie side by side."""
+        """(entries of ``blocks``, host blocks) in the fewest parts whose host blocks are contiguous."""
         cuts = [0, *(np.flatnonzero(np.diff(self.hosts) != 1) + 1).tolist(), len(self.hosts)]
         return [
             (slice(begin, end), slice(int(self.hosts[begin]), int(self.hosts[begin]) + end - begin))
@@ -63,7 +63,7 @@ class HostMoves:
 
 
 def host_moves(triples: Iterable[tuple[int, int, int]]) -> list[HostMoves]:
-    """(group, host block, block) in any order -> all moves of a group together."""
+    """Groups (group, host block, block) triples, in any order, by cache group."""
     ordered = sorted(triples)
     return [
         HostMoves(group, *np.array([entry[1:] for entry in entries], dtype=np.int64).T)
@@ -73,7 +73,7 @@ def host_moves(triples: Iterable[tuple[int, int, int]]) -> list[HostMoves]:
 
 class HostBlocks:
     """Copies between KV in memory and its host blocks. Per group, ``caches`` are arrays [number of blocks, bytes of a
-    block], and ``hosts`` has the same bytes of all of them side by side."""
+    block], and ``hosts`` has the bytes of all of them side by side."""
 
     def __init__(self, caches: Sequence[Sequence[_Bytes]], hosts: Sequence[_Bytes]) -> None:
         self._pairs = [
@@ -82,13 +82,13 @@ class HostBlocks:
         ]
 
     def swap_out(self, saved: Iterable[tuple[int, int, int]]) -> None:
-        """(group, block, host block) to save in host memory."""
+        """Save blocks in host memory: (group, block, host block)."""
         for moves in host_moves((group, host, block) for group, block, host in saved):
             for cache, host in self._pairs[moves.group]:
                 host[moves.hosts] = cache[moves.blocks]
 
     def swap_in(self, wanted: Iterable[tuple[int, int, int]]) -> None:
-        """(group, host block, block) to bring back."""
+        """Copy saved blocks back: (group, host block, block)."""
         for moves in host_moves(wanted):
             for cache, host in self._pairs[moves.group]:
                 cache[moves.blocks] = host[moves.hosts]

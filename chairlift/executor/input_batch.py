@@ -1,8 +1,9 @@
-"""A permanent row per running request, updated by differences, read as flat arrays (vLLM V1's persistent batch)."""
+"""A permanent row per running request, updated by differences and read as flat arrays (vLLM V1's persistent batch)."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,10 @@ _Int32 = npt.NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Awaited:
-    """Where the tokens of a step belong that are on their way."""
+    """Places for the tokens of a step that are still being computed."""
 
     ticket: int
-    """The placeholder that stands for them: below 0."""
+    """Placeholder for these tokens; below 0."""
     slots: _Int32
     ends: _Int32
     """Their places in the sequences of ``slots``, one per sample position."""
@@ -30,34 +31,48 @@ class Awaited:
 
 
 class InputBatch:
-    """Numpy mirrors of what each running request is: its tokens, its progress, its block tables, how it samples.
+    """State of each running request in numpy: tokens, progress, block tables, sampling parameters.
 
-    ``apply`` takes one step's differences and returns that step's arrays; ``store`` takes the tokens it sampled.
-    Steps must be applied in order. Where a step is applied before the tokens of the one before it are stored, those
-    must be expected: placeholders, which no token id is, stand in their places until they come.
+    ``apply`` takes one step's differences and returns that step's arrays. ``store`` takes the sampled tokens. Steps
+    must be applied in order. If a step is applied before the tokens of the one before are stored, call ``expect``
+    first: placeholders, which are no token ids, take their places until they arrive.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, num_groups: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int,
+        state_spans: Sequence[int | None] = (),
+    ) -> None:
+        """``state_spans``: per cache group :attr:`CacheGroup.state_span`; empty where no group has states."""
         self.block_size = block_size
+        spans = list(state_spans) or [None] * num_groups
+        self._spans = np.array([span or block_size for span in spans], dtype=np.int32)[:, None]
+        # Places of a block: one per position in groups of K and V, one in all where a block holds a state.
+        self._places = np.array([1 if span else block_size for span in spans], dtype=np.int32)[:, None]
+        self._advances = np.array([0 if span else 1 for span in spans], dtype=np.int64)[:, None]
         self.num_slots = num_slots
         max_blocks = -(-max_model_len // block_size)
-        # np.zeros takes pages only when they are touched, so rows cost what they use.
+        # np.zeros allocates pages when they are first used, so rows cost only what they use.
         self.tokens = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
         self.num_computed = np.zeros(num_slots, dtype=np.int32)
         self.block_tables = np.zeros((num_groups, num_slots, max_blocks), dtype=np.int32)
         self._groups = np.arange(num_groups)[:, None]
         self.sampling: list[SamplingRow | None] = [None] * num_slots
         self.num_prompt_tokens = np.zeros(num_slots, dtype=np.int32)
+        self.adapters = np.zeros(num_slots, dtype=np.int32)
         self._decodes = np.zeros(0, dtype=np.int32)
         self._steady: StepBatch | None = None
         self._untaken: list[SchedulerOutput] = []
-        """This step, behind those that failed before the rows were up to date: it builds on them."""
+        """This step, after earlier ones that failed before the rows were updated; it builds on them."""
         self._ticket = 0
 
     def apply(self, out: SchedulerOutput) -> StepBatch:
-        """Bring the rows up to date, and lay the step's tokens side by side: decode rows first, then the chunks."""
+        """Update the rows, and lay the step's tokens side by side: decode rows first, then the chunks."""
         self._untaken.append(out)
-        last, self._steady = self._steady, None  # where this step fails, the next is laid out anew
+        last, self._steady = self._steady, None  # if this step fails, the next one is laid out anew
         while self._untaken:
             self.take(self._untaken[0])
             del self._untaken[0]
@@ -67,7 +82,7 @@ class InputBatch:
         return step
 
     def take(self, out: SchedulerOutput) -> None:
-        """Bring the rows to where one step leaves them. Where that fails it may be begun again."""
+        """Update the rows to the state after one step. After a failure it may be called again."""
         for slot in out.left:
             self._clear(slot)
         for row in out.joined:
@@ -81,29 +96,29 @@ class InputBatch:
             self.num_computed[chunk.slot] = chunk.end
             if chunk.drafts:
                 self.tokens[chunk.slot, chunk.end - len(chunk.drafts) : chunk.end] = chunk.drafts
-        self.num_computed[self._decodes] += 1  # the last: all else may be done twice
+        self.num_computed[self._decodes] += 1  # the last operation, because all others may be repeated
 
     def expect(self, step: StepBatch) -> Awaited:
-        """Tokens for the rows that sample are on their way; they come with :meth:`arrived`."""
+        """Mark the tokens of the sampled rows as pending. :meth:`arrived` stores them."""
         self._ticket = self._ticket % -(2**30) - 1
         slots, ends = self._ends(step)
         self.tokens[slots, ends] = self._ticket
         return Awaited(self._ticket, slots, ends, step.verifies)
 
     def arrived(self, awaited: Awaited, token_ids: list[int]) -> None:
-        """Store tokens that were on their way, only where they are still awaited: a row may have changed hands, or
-        begun to compute the same place again."""
+        """Store pending tokens at places that still wait for them. A row may have a new request, or compute the same
+        place again."""
         wanted = self.tokens[awaited.slots, awaited.ends] == awaited.ticket
         self.tokens[awaited.slots[wanted], awaited.ends[wanted]] = _known(token_ids)[wanted]
         self._settle(awaited.verifies, token_ids)
 
     def store(self, step: StepBatch, token_ids: list[int]) -> None:
-        """Append the sampled tokens to their rows: of a row with several sample positions the last."""
-        self.tokens[self._ends(step)] = _known(token_ids)  # of values for one place numpy leaves the last
+        """Append the sampled tokens to their rows. A row with several sample positions gets the last one."""
+        self.tokens[self._ends(step)] = _known(token_ids)  # if a place occurs twice, numpy keeps the last value
         self._settle(step.verifies, token_ids)
 
     def _settle(self, verifies: list[tuple[int, int, Chunk]], token_ids: list[int]) -> None:
-        """Keep the drafts that are right, and the token that was drawn after the last of them."""
+        """Keep the accepted drafts, and the token that was sampled after the last of them."""
         for first, slot, chunk in verifies:
             own = token_ids[first : first + chunk.samples]
             accepted = chunk.num_accepted(own)
@@ -112,7 +127,7 @@ class InputBatch:
             self.num_computed[slot] = end
 
     def _ends(self, step: StepBatch) -> tuple[_Int32, _Int32]:
-        """Per sample position the slot, and where the row's next token goes."""
+        """Per sample position: the slot, and the place of the row's next token."""
         return step.sample_slots, step.seq_lens[step.sample_rows]
 
     def _join(self, row: NewRow) -> None:
@@ -124,24 +139,27 @@ class InputBatch:
         for table, blocks in zip(self.block_tables, row.block_ids, strict=True):
             table[slot, : len(blocks)] = blocks
         self.sampling[slot] = row.sampling
+        self.adapters[slot] = row.adapter_id
 
     def _clear(self, slot: int) -> None:
-        self.num_computed[slot] = self.num_prompt_tokens[slot] = 0
+        self.num_computed[slot] = self.num_prompt_tokens[slot] = self.adapters[slot] = 0
         self.block_tables[:, slot] = 0
         self.sampling[slot] = None
 
     def _advance(self, step: StepBatch, out: SchedulerOutput) -> StepBatch:
-        """What :meth:`_flatten` returns where exactly the rows of ``step`` decode again, from it alone, in place."""
-        for array in (step.positions, step.seq_lens, step.slot_mapping):
+        """The step in which exactly the rows of ``step`` decode again, made from it in place. Equal to
+        :meth:`_flatten`."""
+        for array in (step.positions, step.seq_lens):
             array += 1
+        step.slot_mapping += self._advances
         begin = np.flatnonzero(step.positions % self.block_size == 0)
         if len(begin):  # rows that begin a block
-            blocks = step.positions[begin] // self.block_size
+            blocks = step.positions[begin] // self._spans
             if blocks.max() >= step.block_tables.shape[2]:
                 step = dataclasses.replace(step, block_tables=self._tables(step.slots, step.seq_lens))
             numbers = self.block_tables[self._groups, step.slots[begin], blocks]
             step.block_tables[self._groups, begin, blocks] = numbers
-            step.slot_mapping[:, begin] = numbers.astype(np.int64) * self.block_size
+            step.slot_mapping[:, begin] = numbers.astype(np.int64) * self._places
         step.token_ids[:] = self.tokens[step.slots, step.positions]
         step.swap_out, step.copies, step.swap_in = out.swap_out, out.copies, out.swap_in
         return step
@@ -164,6 +182,7 @@ class InputBatch:
             seq_lens=seq_lens,
             block_tables=self._tables(slots, seq_lens),
             slot_mapping=self._slot_mapping(token_slots, positions),
+            adapters=self.adapters[token_slots] if self.adapters[slots].any() else None,
             slots=slots,
             tokens=self.tokens,
             sampling=[self.sampling[slot] for slot in slots.tolist()],
@@ -178,7 +197,7 @@ class InputBatch:
 
     @staticmethod
     def _verifies(chunks: list[Chunk], num_decodes: int) -> list[tuple[int, int, Chunk]]:
-        """See :class:`StepBatch`."""
+        """Value of :attr:`StepBatch.verifies`."""
         found, place = [], num_decodes
         for chunk in chunks:
             if chunk.drafts:
@@ -187,7 +206,7 @@ class InputBatch:
         return found
 
     def _prompt_rows(self, chunks: list[Chunk], first_row: int) -> list[tuple[int, int, _Int32]]:
-        """See :class:`StepBatch`; ``first_row`` is the row of the first chunk."""
+        """Value of :attr:`StepBatch.prompt_rows`; ``first_row`` is the row of the first chunk."""
         found = []
         for index, chunk in enumerate(chunks, first_row):
             row, count = self.sampling[chunk.slot], self.num_prompt_tokens[chunk.slot]
@@ -200,16 +219,17 @@ class InputBatch:
         return self.block_tables[self._groups, slots, :width]
 
     def _slot_mapping(self, slots: _Int32, positions: _Int32) -> npt.NDArray[np.int64]:
-        blocks, offsets = positions // self.block_size, positions % self.block_size
-        return self.block_tables[self._groups, slots, blocks].astype(np.int64) * self.block_size + offsets
+        blocks, offsets = positions // self._spans, positions % self._places
+        found: npt.NDArray[np.int64] = self.block_tables[self._groups, slots, blocks].astype(np.int64)
+        return found * self._places + offsets
 
 
 def _known(token_ids: list[int]) -> _Int32:
-    """A failed row gets a harmless id; it is about to leave."""
+    """Token ids with 0 in place of -1. A failed row is about to leave, so any valid id will do."""
     return np.maximum(np.array(token_ids, dtype=np.int32), 0)
 
 
 def _last_of_each(ends: _Int32, counts: _Int32) -> _Int32:
-    """For each pair the ``count`` numbers before ``end``, ascending; one pair behind the other, int32."""
+    """For each pair the ``count`` numbers before ``end``, ascending; pairs one after another, int32."""
     shifts = ends - np.cumsum(counts, dtype=np.int32)
     return np.arange(counts.sum(), dtype=np.int32) + np.repeat(shifts, counts)

@@ -1,10 +1,12 @@
-"""How large the KV cache is, and the tensors that hold it."""
+"""Size of the KV cache, and the tensors that hold it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +15,15 @@ import torch
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
 from chairlift.executor.host_memory import host_memory
+from chairlift.executor.state_plan import StatePlan, plan_states
 from chairlift.kernels.control_group import memory_limit
-from chairlift.models.context import LayerCache
+from chairlift.models.context import LayerCache, LayerState
 
 __all__ = [
     "DEFAULT_SHARE",
     "KVPlan",
     "available_memory",
+    "check_fits",
     "gpu_cache_memory",
     "make_host_blocks",
     "make_kv_caches",
@@ -27,12 +31,12 @@ __all__ = [
 ]
 
 DEFAULT_SHARE = 0.4
-"""Share of the memory this process may use that goes to the KV cache on a CPU when nothing else is asked."""
+"""Default share of the available memory that the KV cache takes on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVPlan:
-    """Cache groups, which layer belongs to which, and what they cost."""
+    """Plan of the KV cache: cache groups, layers, and their bytes."""
 
     groups: list[CacheGroup]
     layer_groups: list[int]
@@ -46,14 +50,17 @@ class KVPlan:
     block_bytes: list[int]
     """Per group, bytes of one block in all its layers, K and V."""
     swap_directory: str | None = None
-    """Where the file is that holds the host blocks; None: they are in memory."""
+    """Directory of the file with the host blocks; None: they are in memory."""
     gain: str = ""
-    """How many more tokens fit than in the model's dtype, in words; empty where they are kept in it."""
+    """How many more tokens fit than in the model's dtype, in words; empty if K and V have that dtype."""
+    states: StatePlan | None = None
+    """Recurrent states; None where the model has none."""
 
     @property
     def num_tokens(self) -> int:
-        """Positions that fit into every group."""
-        return min(group.num_blocks - 1 for group in self.groups) * self.block_size
+        """Positions that fit into every group of K and V; 0 where there is none."""
+        sizes = [group.num_blocks - 1 for group in self.groups if group.state_span is None]
+        return min(sizes, default=0) * self.block_size
 
     @property
     def host_bytes(self) -> int:
@@ -62,13 +69,28 @@ class KVPlan:
 
     def describe(self, max_model_len: int) -> str:
         """The plan in plain words."""
+        if self.states is None:
+            return self._describe_tokens(max_model_len)
+        states = f"{self.states.describe()}: {self.state_bytes / 2**30:.2f} GiB"
+        if self.num_tokens:
+            return f"{self._describe_tokens(max_model_len)}; {states}"
+        hosts = min(group.num_host_blocks for group in self.groups)
+        return f"{states}; swap space for {hosts:,} states: {self.host_bytes / 2**30:.2f} GiB"
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all recurrent states."""
+        return 0 if self.states is None else self.states.nbytes * self.states.num_blocks
+
+    def _describe_tokens(self, max_model_len: int) -> str:
+        """Room for K and V in plain words."""
         length = min(2048, max_model_len)
         chats = self.num_tokens // length
-        size = self.total_bytes / 2**30
+        size = (self.total_bytes - self.state_bytes) / 2**30
         room = f"room for about {chats:,} chats of {length:,} tokens at once"
         kept = f"KV cache: {size:.2f} GiB{' of int8' if self.gain else ''}"
         plan = f"{kept}, {self.num_tokens:,} tokens in blocks of {self.block_size}{self.gain}; {room}"
-        hosts = min(group.num_host_blocks for group in self.groups)
+        hosts = min(group.num_host_blocks for group in self.groups if group.state_span is None)
         if not hosts:
             return f"{plan}; no swap space"
         where = "host memory" if self.swap_directory is None else f"a file in {self.swap_directory}"
@@ -77,7 +99,8 @@ class KVPlan:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes this process may use: of the GPU what is free, of the CPU what the machine and its control group allow."""
+    """Bytes that this process may use: free memory of the GPU, or on the CPU the limit of the machine and its control
+    group."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -89,10 +112,30 @@ def available_memory(device: torch.device) -> int:
     return (total if limit is None else min(total or limit, limit)) or 4 << 30
 
 
+def check_fits(plan: KVPlan, device: torch.device) -> None:
+    """Raise ConfigError for a KV cache, or a swap space in memory, that is larger than the machine's memory.
+
+    Pages of a CPU's memory are taken as they are touched, so that nothing else would fail before the system ends the
+    process. A GPU says so by itself.
+    """
+    if device.type != "cpu":
+        return
+    most = available_memory(device)
+    host = plan.host_bytes if plan.swap_directory is None else 0
+    if plan.total_bytes + host <= most:
+        return
+    swap = f" and the swap space {host:,} (swap_space_bytes)" if host else ""
+    raise ConfigError(
+        f"the KV cache would have {plan.total_bytes:,} bytes (kv_cache_memory_bytes, num_kv_blocks){swap}, but this"
+        f" machine, or this process's control group, has {most:,}; lower it"
+    )
+
+
 def gpu_cache_memory(free: int, total: int, utilization: float, step_bytes: int) -> int:
     """Bytes for the KV cache such that ``utilization`` of a GPU with ``total`` bytes is in use, steps included.
 
-    ``free`` is what is left with the weights loaded; others may use the rest too. Raises ConfigError when nothing is.
+    ``free`` is the free memory after the weights were loaded; others may use memory, too. Raises ConfigError when
+    nothing is left.
     """
     cache = int(total * utilization) - (total - free) - step_bytes
     if cache <= 0:
@@ -105,7 +148,7 @@ def gpu_cache_memory(free: int, total: int, utilization: float, step_bytes: int)
 
 
 def plan_kv_cache(
-    spec: list[LayerCache],
+    spec: Sequence[LayerCache | LayerState],
     *,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
@@ -115,48 +158,99 @@ def plan_kv_cache(
     most_tokens: int,
     swap_bytes: int | None = 0,
     swap_directory: str | None = None,
+    rows: int = 1,
+    caching: bool = True,
+    snapshot_interval: int | None = None,
 ) -> KVPlan:
-    """Divide ``memory_bytes`` into blocks; ``num_blocks`` overrides the count. Never more than ``most_tokens`` need.
+    """Divide ``memory_bytes`` into blocks. ``num_blocks`` overrides the number. There are never more than
+    ``most_tokens`` need.
 
-    Layers with the same window share a group; every group gets the same number of blocks, and as many host blocks as
-    fit into ``swap_bytes``. None: a tenth of the number of blocks, rounded up. ``dtype`` is the model's; K and V are
-    kept in ``kv_dtype`` where it is given. Raises ConfigError when not even two blocks fit.
+    Layers with the same window share a group, and so do recurrent layers; every group of K and V gets the same number
+    of blocks, and as many host blocks as fit into ``swap_bytes``. None: a tenth of the number of blocks, rounded up.
+    ``dtype`` is the model's; K and V are kept in ``kv_dtype`` where it is given. ``rows`` requests run at once, as far
+    as their states fit; for ``caching`` and ``snapshot_interval`` see
+    :func:`~chairlift.executor.state_plan.plan_states`. Raises ConfigError when not even two blocks, or the state of one
+    request, fit.
     """
     kept = dtype if kv_dtype is None else kv_dtype
-    windows = list(dict.fromkeys(layer.window for layer in spec))
-    layer_groups = [windows.index(layer.window) for layer in spec]
-    by_window = [sum(layer.token_bytes(kept) for layer in spec if layer.window == window) for window in windows]
-    bytes_per_token = sum(by_window)
-    more = sum(layer.token_bytes(dtype) for layer in spec) / bytes_per_token
-    if num_blocks is None:
-        num_blocks = min(memory_bytes // (bytes_per_token * block_size), -(-most_tokens // block_size) + 1)
-    if num_blocks < 2:
-        need = 2 * bytes_per_token * block_size
-        raise ConfigError(
-            f"the KV cache has {memory_bytes:,} bytes, but two blocks of {block_size} tokens need {need:,};"
-            " raise kv_cache_memory_bytes or lower block_size"
-        )
-    num_host = -(-num_blocks // 10) if swap_bytes is None else swap_bytes // (bytes_per_token * block_size)
+    layers = [layer for layer in spec if isinstance(layer, LayerCache)]
+    windows = list(dict.fromkeys(layer.window for layer in layers))
+    by_window = [sum(layer.token_bytes(kept) for layer in layers if layer.window == window) for window in windows]
+    bytes_per_token, states, blocks = sum(by_window), None, 0
+    if state_bytes := sum(sum(layer.part_bytes(dtype)) for layer in spec if isinstance(layer, LayerState)):
+        how: dict[str, Any] = {"memory_bytes": memory_bytes, "rows": rows, "caching": caching}
+        how |= {"token_bytes": bytes_per_token, "block_size": block_size, "interval": snapshot_interval}
+        states = plan_states(state_bytes, **how)
+    if layers:
+        most = -(-most_tokens // block_size) + 1
+        blocks = _num_kv_blocks(bytes_per_token, memory_bytes, num_blocks, most, block_size, states)
+    if states is not None:
+        states = states.with_snapshots(blocks * block_size, memory_bytes, most_tokens)
+    num_host, state_hosts = _num_host_blocks(blocks, bytes_per_token * block_size, states, swap_bytes)
+    total, block_bytes = blocks * bytes_per_token * block_size, [block_size * each for each in by_window]
+    groups = [CacheGroup(blocks, window, num_host) for window in windows]
+    if states is not None:
+        groups.append(CacheGroup(states.num_blocks, None, state_hosts, states.span))
+        total, block_bytes = total + states.nbytes * states.num_blocks, [*block_bytes, states.nbytes]
+    more = sum(layer.token_bytes(dtype) for layer in layers) / max(bytes_per_token, 1)
     return KVPlan(
-        groups=[CacheGroup(num_blocks, window, num_host) for window in windows],
-        layer_groups=layer_groups,
+        groups=groups,
+        layer_groups=[windows.index(e.window) if isinstance(e, LayerCache) else len(windows) for e in spec],
         block_size=block_size,
         dtype=kept,
         bytes_per_token=bytes_per_token,
-        total_bytes=num_blocks * bytes_per_token * block_size,
-        block_bytes=[block_size * token_bytes for token_bytes in by_window],
+        total_bytes=total,
+        block_bytes=block_bytes,
         swap_directory=swap_directory,
         gain="" if kept == dtype else f", {more:.1f} times as many per GiB as in {str(dtype).removeprefix('torch.')}",
+        states=states,
     )
 
 
+def _num_kv_blocks(
+    bytes_per_token: int, memory_bytes: int, asked: int | None, most: int, block_size: int, states: StatePlan | None
+) -> int:
+    """Blocks of each group of K and V, at most ``most``. All groups together take ``bytes_per_token``."""
+    left, each = memory_bytes, bytes_per_token * block_size
+    if states is not None:
+        left -= states.num_blocks * states.nbytes
+        each += math.ceil(states.token_bytes() * block_size)
+    num_blocks = min(left // each, most) if asked is None else asked
+    if num_blocks < 2:
+        raise ConfigError(
+            f"the KV cache has {left:,} bytes, but two blocks of {block_size} tokens need {2 * each:,};"
+            " raise kv_cache_memory_bytes or lower block_size"
+        )
+    return num_blocks
+
+
+def _num_host_blocks(
+    num_blocks: int, block_bytes: int, states: StatePlan | None, swap_bytes: int | None
+) -> tuple[int, int]:
+    """Host blocks of each group of K and V, and of the group of states, which gets half of the bytes if there are
+    both."""
+    if swap_bytes is None:
+        return -(-num_blocks // 10), 0 if states is None else -(-states.num_blocks // 10)
+    if states is None:
+        return swap_bytes // block_bytes, 0
+    share = swap_bytes // 2 if block_bytes else swap_bytes
+    return (swap_bytes - share) // block_bytes if block_bytes else 0, min(share // states.nbytes, states.num_blocks)
+
+
 def make_kv_caches(
-    spec: list[LayerCache], plan: KVPlan, dtype: torch.dtype, device: torch.device
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per layer K and V, each ``[num_blocks, block_size, num_kv_heads, head_dim]`` (V: ``value_dim``), zero."""
-    caches = []
+    spec: Sequence[LayerCache | LayerState], plan: KVPlan, dtype: torch.dtype, device: torch.device
+) -> list[tuple[torch.Tensor, ...]]:
+    """Per layer K and V, each ``[num_blocks, block_size, num_kv_heads, head_dim]`` (V: ``value_dim``), zero.
+
+    Of a recurrent layer the parts of its states, each ``[num_blocks, ...]``.
+    """
+    caches: list[tuple[torch.Tensor, ...]] = []
     for layer, group in zip(spec, plan.layer_groups, strict=True):
-        shape = (plan.groups[group].num_blocks, plan.block_size, layer.num_kv_heads)
+        count = plan.groups[group].num_blocks
+        if isinstance(layer, LayerState):
+            caches.append(tuple(_zeros((count, *part.shape), part.dtype or dtype, device) for part in layer.parts))
+            continue
+        shape = (count, plan.block_size, layer.num_kv_heads)
         widths = (layer.head_dim, layer.head_dim if layer.value_dim is None else layer.value_dim)
         keys, values = (_zeros((*shape, width), dtype, device) for width in widths)
         caches.append((keys, values))
@@ -164,10 +258,10 @@ def make_kv_caches(
 
 
 def make_host_blocks(plan: KVPlan) -> list[npt.NDArray[np.uint8]]:
-    """Per group uint8 [num_host_blocks, bytes of a block], zero: what all layers of the group have of a block side by
-    side, so that one copy moves it.
+    """Per group uint8 [num_host_blocks, bytes of a block], zero. A host block has the bytes of all layers of the group
+    side by side, so that one copy moves it.
 
-    All of it is one piece of memory, or one file. Raises ConfigError when the file cannot be made.
+    All groups share one allocation or file. Raises ConfigError when the file cannot be made.
     """
     memory, offset = host_memory(plan.host_bytes, plan.swap_directory), 0
     hosts = []
@@ -181,5 +275,5 @@ def make_host_blocks(plan: KVPlan) -> list[npt.NDArray[np.uint8]]:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy takes zero pages from the system as they are touched; torch.zeros would touch them all at start.
+    # numpy allocates zero pages at first use; torch.zeros would write to all of them at start.
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

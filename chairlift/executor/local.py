@@ -1,4 +1,4 @@
-"""The executor in this process: one InputBatch over one model runner."""
+"""The executor in this process: an InputBatch and a model runner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
-from chairlift.executor.executor import LiveWeights, OnProgress, PendingTokens, WeightSource
+from chairlift.executor.executor import AdapterMemory, LiveWeights, OnProgress, PendingTokens, WeightSource
 from chairlift.executor.input_batch import Awaited, InputBatch
 from chairlift.scheduler.output import SchedulerOutput
 from chairlift.step_batch import Masks, SampledTokens, StepBatch
@@ -17,18 +17,18 @@ __all__ = ["Drafter", "LocalExecutor", "ModelRunner"]
 
 
 class ModelRunner(Protocol):
-    """A model with its KV memory: PyTorch's, or HashLM."""
+    """A model with its KV memory: PyTorch's, the native kernels', or HashLM."""
 
     cache_groups: list[CacheGroup]
     block_bytes: list[int]
     """Per cache group, bytes of one block in all its layers."""
 
     def forward(self, batch: StepBatch) -> Any:
-        """Save, copy and bring back blocks, write KV, attend; returns what :meth:`sample` needs."""
+        """Move blocks, write KV, and attend. Returns the input of :meth:`sample`."""
         ...
 
     def sample(self, hidden: Any, batch: StepBatch, masks: Masks | None) -> SampledTokens | PendingTokens:
-        """One token per sample position. Tokens on their way must be found by the next step where they are drawn."""
+        """One token per sample position. Pending tokens must be available to the next step on the device."""
         ...
 
 
@@ -56,7 +56,7 @@ class _Ready:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Arriving:
-    """Tokens on their way from the device, and where they belong."""
+    """Tokens that are on their way from the device, and their places."""
 
     pending: PendingTokens
     rows: InputBatch
@@ -69,7 +69,7 @@ class _Arriving:
 
 
 class LocalExecutor:
-    """Runs each step as it is given; see :class:`~chairlift.executor.executor.Executor`."""
+    """Runs each step when it is given; see :class:`~chairlift.executor.executor.Executor`."""
 
     def __init__(
         self,
@@ -84,12 +84,15 @@ class LocalExecutor:
         self.block_size = block_size
         self.block_bytes = runner.block_bytes
         self.calls: tuple[str, ...] = tuple(getattr(runner, "calls", ()))
-        """Names of the operations that the runner's kernels lack, and PyTorch computes."""
+        """Names of the operations without a kernel, which PyTorch computes."""
         self.num_lookahead_steps = 1 if getattr(runner, "runs_ahead", False) else 0
         self.drafter = drafter
         """A small model or heads that draft; see ``speculative_config``."""
+        self.adapters: AdapterMemory | None = getattr(runner, "adapters", None)
+        """Adapters beside the model; None where none are served."""
         self._runner = runner
-        self._input = InputBatch(num_slots, max_model_len, block_size, len(runner.cache_groups))
+        spans = [group.state_span for group in runner.cache_groups]
+        self._input = InputBatch(num_slots, max_model_len, block_size, len(spans), spans)
 
     def execute(self, out: SchedulerOutput) -> tuple[Any, StepBatch]:
         batch = self._input.apply(out)
@@ -117,9 +120,9 @@ class LocalExecutor:
         self._runner.update_weights(source, progress)
 
     def describe_graphs(self) -> str:
-        """CUDA graphs recorded until now, in words; empty where there are none."""
+        """CUDA graphs recorded so far, in words; empty without graphs."""
         describe = getattr(self._runner, "describe_graphs", None)
         return "" if describe is None else str(describe())
 
     def shutdown(self) -> None:
-        """Nothing outlives the object."""
+        """Do nothing: all resources are freed with the object."""

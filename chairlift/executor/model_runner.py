@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chairlift.config import LoRAConfig
 from chairlift.errors import ModelLoadError
 from chairlift.executor.executor import OnProgress, PendingTokens, WeightSource
 from chairlift.executor.kv_tensors import KVPlan, make_kv_caches
 from chairlift.executor.step_buffer import to_device
 from chairlift.executor.swap_space import make_swap_space
 from chairlift.kernels import ops
+from chairlift.lora.bank import TorchAdapters
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import PagedContext
 from chairlift.models.fallback.model import TransformersLM
@@ -30,25 +32,37 @@ class TorchModelRunner:
     """Runs a :class:`~chairlift.models.causal_lm.CausalLM`, or a model of transformers, on one device."""
 
     _prompt_rows = 128
-    """Prompt positions projected to logits at once: a vocabulary is wide, and a chunk may be long."""
+    """Prompt positions that are projected to logits at a time, because a vocabulary is wide and a chunk may be long."""
 
     def __init__(
-        self, model: CausalLM | TransformersLM, plan: KVPlan, dtype: torch.dtype, device: torch.device
+        self,
+        model: CausalLM | TransformersLM,
+        plan: KVPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        lora: LoRAConfig | None = None,
     ) -> None:
         self.cache_groups = plan.groups
         self.block_bytes = plan.block_bytes
         self._model = model
         self._device = device
         self._layer_groups = plan.layer_groups
+        self._state_spans = [group.state_span for group in plan.groups]
         spec = model.kv_cache_spec()
         self._kv_caches = make_kv_caches(spec, plan, dtype, device)
         self._swap_space = make_swap_space(self._kv_caches, plan)
         self._sampler = Sampler()
+        self.adapters: TorchAdapters | None = None
+        """What adds adapters; None where the model is served without."""
+        if lora is not None and isinstance(model, CausalLM):
+            self.adapters = TorchAdapters(model, dtype, device, max_rank=lora.max_lora_rank)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Any:
         """Hidden states of all tokens of the step, [T, D]."""
         self._move_blocks(batch)
+        if self.adapters is not None:
+            self.adapters.begin(batch.adapters)
         ctx = PagedContext(
             cu_seqlens=batch.cu_seqlens.tolist(),
             seq_lens=batch.seq_lens.tolist(),
@@ -56,13 +70,14 @@ class TorchModelRunner:
             slot_mapping=self._to_device(batch.slot_mapping),
             kv_caches=self._kv_caches,
             layer_groups=self._layer_groups,
+            state_spans=self._state_spans,
         )
         hidden: Tensor = self._model(self._to_device(batch.token_ids), self._to_device(batch.positions), ctx)
         return hidden
 
     @torch.inference_mode()
     def sample(self, hidden: Any, batch: StepBatch, masks: Masks | None) -> SampledTokens | PendingTokens:
-        """Project the sample positions to logits, and draw."""
+        """Project the sample positions to logits, and sample."""
         tokens = SampledTokens([])
         if len(batch.sample_tokens):
             logits = self._compute_logits(hidden.index_select(0, self._to_device(batch.sample_tokens)))
@@ -74,7 +89,7 @@ class TorchModelRunner:
         return tokens
 
     def _score_prompts(self, hidden: Tensor, batch: StepBatch, tokens: SampledTokens) -> None:
-        """Add the log-probabilities of prompt tokens that were asked for."""
+        """Add prompt log-probabilities for the rows that want them."""
         for row, first, known in batch.prompt_rows:
             start, count = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
             count = min(count, len(known) - 1 - first)
@@ -86,7 +101,7 @@ class TorchModelRunner:
                     logits = self._compute_logits(hidden[start + at : start + at + len(targets)])
                     asked = [batch.sampling[row].params.prompt_logprobs] * len(targets)
                     entries += token_logprobs(logits, targets, asked)
-            except Exception as error:  # no memory for them: nobody else in the step is concerned
+            except Exception as error:  # out of memory for them; other requests of the step are not affected
                 entries, reason = [], output_reason(error)
             tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, entries, reason))
 
@@ -103,7 +118,7 @@ class TorchModelRunner:
         replace_weights(self._model, source, progress)
 
     def _move_blocks(self, batch: StepBatch) -> None:
-        """What must happen to blocks before anything of this step is computed."""
+        """Save, copy and load blocks before the step is computed."""
         if batch.swap_out:
             self._swap_space.swap_out(batch.swap_out)
         self._copy_blocks(batch.copies)

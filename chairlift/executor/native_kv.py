@@ -6,49 +6,94 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from chairlift.executor.host_memory import HostBlocks
 from chairlift.executor.kv_tensors import KVPlan, make_host_blocks
-from chairlift.kernels.cpu.library import KV_KINDS, KVLayer, Memory
-from chairlift.models.context import LayerCache
+from chairlift.kernels.cpu.library import KV_KINDS, STATE_KIND, KVLayer, Memory
+from chairlift.models.context import LayerCache, LayerState
 
 __all__ = ["NativeKV"]
 
 
 class NativeKV:
-    """K and V of every layer in one piece of memory, which takes pages as blocks are written.
+    """K and V, or states, of every layer in one piece of memory, which takes pages as blocks are written.
 
-    ``cl_kv_layer`` defines what is inside a block; a block is contiguous, so copying one is copying bytes.
+    ``cl_kv_layer`` defines what is inside a block; a block is contiguous, so copying one is copying bytes. Each part of
+    a recurrent layer's state is an array of its own: the first stands at the layer's number in :attr:`layers`, further
+    ones behind those of all layers, as :attr:`parts` says. ``dtype`` is the model's (default: that of K and V).
     """
 
-    def __init__(self, spec: Sequence[LayerCache], plan: KVPlan) -> None:
-        blocks = [plan.groups[group].num_blocks for group in plan.layer_groups]
-        sizes = [plan.block_size * layer.token_bytes(plan.dtype) for layer in spec]
-        memory = Memory(sum(count * size for count, size in zip(blocks, sizes, strict=True)))
-        self.layers: list[KVLayer] = []
+    def __init__(self, spec: Sequence[LayerCache | LayerState], plan: KVPlan, dtype: torch.dtype | None = None) -> None:
+        dtype = dtype or plan.dtype
+        sizes = [
+            layer.part_bytes(dtype)
+            if isinstance(layer, LayerState)
+            else [plan.block_size * layer.token_bytes(plan.dtype)]
+            for layer in spec
+        ]
+        counts = [plan.groups[group].num_blocks for group in plan.layer_groups]
+        padded = [
+            [-(-count * size // _ALIGNED) * _ALIGNED for size in each]
+            for count, each in zip(counts, sizes, strict=True)
+        ]
+        memory, offset = Memory(sum(map(sum, padded))), 0
+        self.states: dict[int, tuple[Tensor, ...]] = {}
+        """Recurrent layer -> the parts of its states, each [num_blocks, ...]."""
+        self.parts: dict[tuple[int, int], int] = {}
+        """(recurrent layer, part of its state) -> index in :attr:`layers`."""
         self._caches: list[list[npt.NDArray[np.uint8]]] = [[] for _ in plan.groups]
-        """Per group, KV of its layers as [num_blocks, bytes of a block]; they keep the memory."""
-        offset = 0
-        for layer, group, count, size in zip(spec, plan.layer_groups, blocks, sizes, strict=True):
-            part = memory.part(offset, count * size)
-            self._caches[group].append(part.array(np.uint8, (count, size)))
-            offset += count * size
-            self.layers.append(
-                KVLayer(
-                    kv=part.address,
-                    group=group,
-                    kv_heads=layer.num_kv_heads,
-                    head_dim=layer.head_dim,
-                    block_size=plan.block_size,
-                    num_blocks=count,
-                    kind=KV_KINDS[plan.dtype],
-                )
+        """Per group, what its layers keep, as arrays [num_blocks, bytes of a block]; they hold the memory."""
+        self.layers, further = list[KVLayer](), list[KVLayer]()
+        for number, (layer, group, count) in enumerate(zip(spec, plan.layer_groups, counts, strict=True)):
+            places = []
+            for size, room in zip(sizes[number], padded[number], strict=True):
+                places.append(memory.part(offset, room))
+                self._caches[group].append(places[-1].array(np.uint8, (count, size)))
+                offset += room
+            if isinstance(layer, LayerCache):
+                self.layers.append(_kv_layer(layer, group, count, places[0], plan))
+                continue
+            span = plan.groups[group].state_span
+            structs = [
+                _state_layer(group, count, place, size, span) for place, size in zip(places, sizes[number], strict=True)
+            ]
+            self.states[number] = tuple(
+                place.tensor(part.dtype or dtype, (count, *part.shape))
+                for place, part in zip(places, layer.parts, strict=True)
             )
+            self.layers.append(structs[0])
+            for part, struct in enumerate(structs[1:], 1):
+                self.parts[number, part] = len(spec) + len(further)
+                further.append(struct)
+            self.parts[number, 0] = number
+        self.layers += further
         self.host = HostBlocks(self._caches, make_host_blocks(plan))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """(group, source, target): all sources of a group are read before any of its targets is written."""
+        """Copy blocks (group, source, target). All sources of a group are read before its first target is written."""
         for group in {group for group, _, _ in copies}:
             sources, targets = zip(*((source, target) for g, source, target in copies if g == group), strict=True)
             for cache in self._caches[group]:
                 cache[list(targets)] = cache[list(sources)]
+
+
+_ALIGNED = 64
+"""Each array begins at a multiple of so many bytes."""
+
+
+def _kv_layer(layer: LayerCache, group: int, count: int, place: Memory, plan: KVPlan) -> KVLayer:
+    return KVLayer(
+        kv=place.address,
+        group=group,
+        kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        block_size=plan.block_size,
+        num_blocks=count,
+        kind=KV_KINDS[plan.dtype],
+    )
+
+
+def _state_layer(group: int, count: int, place: Memory, nbytes: int, span: int | None) -> KVLayer:
+    return KVLayer(kv=place.address, group=group, head_dim=nbytes, block_size=span, num_blocks=count, kind=STATE_KIND)

@@ -1,4 +1,4 @@
-"""A model run by the native CPU kernels: one call for the body of a step, one for its output head and sampling."""
+"""Runs a model with the native CPU kernels: one call for the body of a step, one for its output head and sampling."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chairlift.config import LoRAConfig
 from chairlift.errors import InvariantError
 from chairlift.executor.executor import OnProgress, WeightSource
 from chairlift.executor.kv_tensors import KVPlan
@@ -17,8 +18,9 @@ from chairlift.executor.sampling_rows import NativeRows, RowTemplates
 from chairlift.kernels import ops
 from chairlift.kernels.cpu.library import Memory, Pool
 from chairlift.kernels.cpu.packing import PANEL, PackedMatrix
-from chairlift.kernels.cpu.program import StepProgram
+from chairlift.kernels.cpu.program import SPARE_ROWS, StepProgram
 from chairlift.kernels.recording import Recorder
+from chairlift.lora.bank import NativeAdapters
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.loader import replace_weights
 from chairlift.sampling.failures import output_reason
@@ -27,16 +29,16 @@ from chairlift.step_batch import Masks, PromptLogprobs, SampledTokens, StepBatch
 __all__ = ["NativeModelRunner"]
 
 _SCRATCH_BYTES = 64 << 20
-"""Most memory for logits that must be stored; more rows than fit are sampled in turns."""
+"""Most bytes for stored logits. If more rows need them, they are sampled in several calls."""
 
 
 class NativeModelRunner:
     """Runs a :class:`~chairlift.models.causal_lm.CausalLM` in the native layout as a step program.
 
-    The model's Python code runs once, here, to be recorded. ``isa`` names the instruction-set path, and no step may
-    have more than ``max_tokens`` tokens. A row's result does not depend on the others in its batch. ``draft`` is a
-    small model that drafts: the last layers of ``plan`` are its. ``kv`` is the cache of another runner, whose layers
-    from ``first_layer`` on are this one's.
+    The model's Python code runs once, here, to be recorded. ``isa`` is the instruction-set path, and a step has at most
+    ``max_tokens`` tokens. With ``lora`` rows may have adapters. A row's result does not depend on other rows of its
+    batch. ``draft`` is a small model that drafts; the last layers of ``plan`` belong to it. ``kv`` is the cache of
+    another runner, whose layers from ``first_layer`` on belong to this one.
     """
 
     def __init__(
@@ -51,18 +53,31 @@ class NativeModelRunner:
         draft: CausalLM | None = None,
         kv: NativeKV | None = None,
         first_layer: int = 0,
+        lora: LoRAConfig | None = None,
     ) -> None:
         self.cache_groups = plan.groups
         self.block_bytes = plan.block_bytes
         self._model = model
         spec = model.kv_cache_spec()
-        self._kv = NativeKV([*spec, *(draft.kv_cache_spec() if draft is not None else ())], plan) if kv is None else kv
-        layers = self._kv.layers[first_layer : first_layer + len(spec)]
+        draft_spec = () if draft is None else draft.kv_cache_spec()
+        self._kv = NativeKV([*spec, *draft_spec], plan, dtype) if kv is None else kv
+        self.adapters: NativeAdapters | None = None
+        """The low-rank products of adapters; None where the model is served without."""
+        if lora is not None:
+            sizes = {
+                "max_rank": lora.max_lora_rank,
+                "capacity": lora.num_cpu_loras,
+                "max_tokens": max_tokens + SPARE_ROWS,
+            }
+            self.adapters = NativeAdapters(model, dtype, **sizes)
+        table = None if self.adapters is None else self.adapters.table
         recorder = Recorder(dtype)
         hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
-        self.program = StepProgram(recorder, hidden, layers, pool, isa=isa, max_tokens=max_tokens)
+        layers, states = self._kv.layers[first_layer:], {} if first_layer else self._kv.states
+        how: dict[str, Any] = {"isa": isa, "max_tokens": max_tokens, "states": states, "adapters": table}
+        self.program = StepProgram(recorder, hidden, layers, pool, **how)
         self.calls = self.program.plan.calls
-        """Names of the operations that run in plain torch."""
+        """Names of the operations that plain torch computes."""
         body = len(recorder.nodes)
         model.compute_logits(hidden)
         head = recorder.nodes[body:]
@@ -84,7 +99,7 @@ class NativeModelRunner:
             self.draft = NativeModelRunner(draft, plan, dtype, pool, **more)  # type: ignore[arg-type]
 
     def forward(self, batch: StepBatch) -> Tensor:
-        """Hidden states [K, D] of the tokens that :func:`_kept` names; the next step overwrites them."""
+        """Hidden states [K, D] of the tokens in :func:`_kept`. The next step overwrites them."""
         if batch.swap_out:
             self._kv.host.swap_out(batch.swap_out)
         if batch.copies:
@@ -94,8 +109,8 @@ class NativeModelRunner:
         return self.program.run(batch, _kept(batch))
 
     def sample(self, hidden: Tensor, batch: StepBatch, masks: Masks | None) -> SampledTokens:
-        """Project the sample positions to logits, and draw, in one call."""
-        # Where each row's hidden states begin, and where those of the sample positions are.
+        """Project the sample positions to logits and sample, in one call."""
+        # Begin of each row's hidden states, and rows of the sample positions.
         at, hidden_rows = batch.cu_seqlens, self.sample_places(batch)
         if (kept := _kept(batch)) is not None:
             at = np.searchsorted(kept, at).astype(np.int32)
@@ -111,7 +126,7 @@ class NativeModelRunner:
                 asked = NativeRows.for_targets(targets, batch.sampling[row].params.prompt_logprobs, self._head_weight.n)
                 self._head(hidden, np.arange(start, start + count, dtype=np.int32), asked)
                 report = PromptLogprobs(slot, first + 1, list(asked.logprobs()))
-            except Exception as error:  # no memory for them: nobody else in the step is concerned
+            except Exception as error:  # out of memory for them; other requests of the step are not affected
                 report = PromptLogprobs(slot, first + 1, [], output_reason(error))
             tokens.prompt_logprobs.append(report)
         return tokens
@@ -136,8 +151,8 @@ class NativeModelRunner:
     def _head(
         self, hidden: Tensor, token_rows: npt.NDArray[np.int32], rows: NativeRows, head: PackedMatrix | None = None
     ) -> None:
-        """Sample rows ``token_rows`` of ``hidden``; where not all logits fit into the scratch memory, in turns. With
-        another output head than the model's the logits are not capped."""
+        """Sample rows ``token_rows`` of ``hidden``; in several calls if not all logits fit into the scratch memory.
+        Logits of another output head than the model's are not capped."""
         stored = rows.storing
         weight, cap = (self._head_weight, self._cap) if head is None else (head, None)
         if not len(stored):
@@ -158,7 +173,7 @@ class NativeModelRunner:
             rows.records[index] = part.records
 
     def _scratch(self) -> Tensor:
-        """float32 [rows, V rounded up to 32], made when it is first needed."""
+        """float32 [rows, V rounded up to 32], allocated at first use."""
         if self._logits is None:
             width = -(-self._head_weight.n // 32) * 32
             count = max(1, min(self._max_tokens, _SCRATCH_BYTES // (4 * width)))
@@ -167,8 +182,8 @@ class NativeModelRunner:
 
 
 def _kept(batch: StepBatch) -> npt.NDArray[np.intp] | None:
-    """The sample positions, and all tokens of chunks whose log-probabilities are asked for, in order; or None where no
-    token is left out, as when all rows decode."""
+    """Indices of the sample positions, and of all tokens of chunks with prompt log-probabilities, in order. None if
+    these are all tokens, as in a step of decodes."""
     if len(batch.sample_tokens) == len(batch.token_ids):
         return None
     starts, kept = batch.cu_seqlens, np.zeros(len(batch.token_ids), dtype=bool)

@@ -1,7 +1,7 @@
-"""Texts side by side in, one vector of each out: the executor of models for embeddings, scores and classes.
+"""Executor of models for embeddings, scores and classes: texts side by side in, one vector per text out.
 
-There is no KV cache and no padding: a pass is one flat batch of whole texts. Decoders that the native kernels run write
-K and V of the texts of a pass into scratch memory, which the next pass overwrites.
+There is no KV cache and no padding: a pass is one flat batch of whole texts. Decoders in the native kernels write K and
+V of a pass into scratch memory, which the next pass overwrites.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Runner(Protocol):
 
 
 class TorchPooledRunner:
-    """Runs the network in PyTorch, on one device. A text's bits may depend on the others of its pass."""
+    """Runs the network in PyTorch on one device. A text's bits may depend on other texts of its pass."""
 
     calls: Sequence[str] = ()
 
@@ -62,7 +62,7 @@ class TorchPooledRunner:
 
 
 class NativePooledRunner:
-    """Runs the network as a step program of the native kernels. A text's bits do not depend on the others."""
+    """Runs the network as a step program of the native kernels. A text's bits do not depend on other texts."""
 
     def __init__(
         self, model: PooledNetwork, dtype: torch.dtype, pool: Pool, *, isa: str, max_tokens: int, max_rows: int
@@ -88,13 +88,13 @@ class NativePooledRunner:
         self._batch.begin(batch.cu_seqlens.tolist(), token_types)
         batch = _with_blocks(batch, self.num_groups)
         if self.num_groups and kept is not None and np.array_equal(kept, batch.cu_seqlens[1:] - 1):
-            return self._program.run(batch, kept)  # behind the last layer's K and V, these tokens alone
+            return self._program.run(batch, kept)  # after the last layer's K and V only these tokens are computed
         hidden = self._program.run(batch)
         return hidden if kept is None else hidden[torch.from_numpy(kept)]
 
 
 def _with_blocks(batch: StepBatch, num_groups: int) -> StepBatch:
-    """The batch with scratch blocks for each text, one after the other; block 0 belongs to nobody."""
+    """The batch with consecutive scratch blocks for each text; block 0 is unused."""
     counts = -(-batch.seq_lens // _BLOCK_SIZE)
     first = np.concatenate(([1], 1 + np.cumsum(counts)[:-1]))
     table = first[:, None] + np.arange(int(counts.max()))
@@ -106,7 +106,7 @@ def _with_blocks(batch: StepBatch, num_groups: int) -> StepBatch:
 
 
 class PooledExecutor:
-    """Computes whole texts. ``most_rows`` of them may be in a pass, and ``max_tokens`` tokens."""
+    """Computes whole texts. A pass has at most ``most_rows`` texts and ``max_tokens`` tokens."""
 
     def __init__(self, model: PooledNetwork, runner: _Runner) -> None:
         self._model = model
@@ -118,9 +118,9 @@ class PooledExecutor:
     def run(
         self, token_ids: Sequence[Sequence[int]], token_types: Sequence[Sequence[int] | None]
     ) -> list[npt.NDArray[np.float32] | None]:
-        """One pass: a vector of each text, in their order; None where it is not of finite numbers.
+        """Compute one pass. Returns a vector per text, in their order; None where a number is not finite.
 
-        ``token_types`` are those of each token of a text, or None where all are 0.
+        ``token_types`` has the type of each token of a text, or None where all are 0.
         """
         lengths = np.array([len(ids) for ids in token_ids], dtype=np.int32)
         ends = np.concatenate(([0], np.cumsum(lengths)), dtype=np.int32)

@@ -1,8 +1,8 @@
-"""A step's sampling rows as the records the native sampler reads, and its results as the engine wants them.
+"""Converts sampling parameters to the records of the native sampler, and its results to those of the engine.
 
-What a request asked for never changes, so its record is made once and kept per slot; a step copies the records of its
-sample positions and fills in their positions and histories by columns. Only rows whose masked ids depend on what was
-generated (bad words, ``min_tokens``) are looked at one by one.
+The parameters of a request never change, so its record is made once and kept per slot. A step copies the records of its
+sample positions and sets positions and histories by columns. Only rows whose masked ids depend on the output (bad
+words, ``min_tokens``) are processed one by one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REASONS = {
     4: shaped_reason(-math.inf),
     5: shaped_reason(math.inf),
 }
-"""``cl_sample_status`` -> why the row has no token."""
+"""``cl_sample_status`` -> reason why the row has no token."""
 
 _Records = np.ndarray[Any, np.dtype[np.void]]
 _Int32 = npt.NDArray[np.int32]
@@ -39,31 +39,31 @@ _Int32 = npt.NDArray[np.int32]
 
 @dataclasses.dataclass
 class NativeRows:
-    """R rows for ``cl_head``, and what they point to."""
+    """Records of R rows for ``cl_head``, and the arrays that they point to."""
 
     records: _Records
     """[R] of :data:`~chairlift.kernels.cpu.library.SAMPLING_ROW`."""
     needs_logits: npt.NDArray[np.bool_]
     """[R] whether a row's logits must be stored."""
     top_ids: _Int32 | None = None
-    """[R, 1 + most log-probabilities asked for]; None when nobody asks."""
+    """[R, 1 + most log-probabilities wanted]; None when no row wants them."""
     top_logprobs: npt.NDArray[np.float32] | None = None
     kept: list[Any] = dataclasses.field(default_factory=list)
     """Other arrays that the records point to."""
 
     @functools.cached_property
     def storing(self) -> npt.NDArray[np.intp]:
-        """The rows whose logits must be stored."""
+        """Indices of the rows whose logits must be stored."""
         return np.flatnonzero(self.needs_logits)
 
     @functools.cached_property
     def columns(self) -> dict[str, _Int32]:
-        """Views of what differs from step to step."""
+        """Views of the fields that change in every step."""
         return {name: self.records[name] for name in ("position", "history_len", "status", "token")}
 
     @classmethod
     def for_targets(cls, targets: _Int32, num_logprobs: int, vocab_size: int) -> NativeRows:
-        """Rows that draw nothing and report the log-probability of ``targets`` [R]: for tokens of a prompt."""
+        """Rows that draw no token and report the log-probability of ``targets`` [R], for prompt tokens."""
         records = _blank(len(targets))
         records["target"] = targets
         records["num_logprobs"] = min(num_logprobs, vocab_size)
@@ -72,7 +72,7 @@ class NativeRows:
         return rows
 
     def make_room(self) -> None:
-        """Give every row room for its log-probabilities, if any row asks."""
+        """Allocate the arrays for log-probabilities, if a row wants them."""
         most = int(self.records["num_logprobs"].max(initial=-1))
         if most < 0:
             return
@@ -83,11 +83,11 @@ class NativeRows:
         self.records["top_logprobs"] = _row_addresses(self.top_logprobs)
 
     def part(self, index: npt.NDArray[np.intp]) -> NativeRows:
-        """The rows at ``index``, as a copy whose pointers stay good while these rows live."""
+        """A copy of the rows at ``index``. Its pointers are valid while these rows live."""
         return NativeRows(self.records[index], self.needs_logits[index])
 
     def sampled(self) -> SampledTokens:
-        """The tokens, errors and log-probabilities that the kernels have filled in."""
+        """Tokens, errors and log-probabilities that the kernels have written."""
         statuses = self.columns["status"]
         errors = {int(i): _REASONS[int(statuses[i])] for i in np.flatnonzero(statuses)} if statuses.any() else {}
         entries: list[TokenLogprobs | None] | None = None
@@ -97,7 +97,7 @@ class NativeRows:
         return SampledTokens(self.columns["token"].tolist(), entries, errors)
 
     def logprobs(self) -> list[TokenLogprobs | None]:
-        """Per row what it asked for, or None."""
+        """Log-probabilities per row, or None for rows that did not want them."""
         if self.top_ids is None or self.top_logprobs is None:
             return [None] * len(self.records)
         wanted = zip(self.records["num_logprobs"].tolist(), self.records["rank"].tolist(), strict=True)
@@ -110,7 +110,7 @@ class NativeRows:
 
 
 class RowTemplates:
-    """The constant part of every slot's record, made when a request takes the slot."""
+    """The constant part of every slot's record, made when a request gets the slot."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -118,10 +118,10 @@ class RowTemplates:
         self._records = _blank(0)
         self._needs_logits = np.zeros(0, dtype=np.bool_)
         self._changing = np.zeros(0, dtype=np.bool_)
-        """Slots whose masked ids depend on what was generated."""
+        """Slots whose masked ids depend on the output."""
         self._kept: list[list[Any]] = []
         self._filled: tuple[list[Any], NativeRows] | None = None
-        """The rows of a step of which only positions differ in the next, if that has the same rows."""
+        """Rows of a step. If the next step has the same rows, only their positions change."""
 
     def fill(self, batch: StepBatch, masks: Masks | None) -> NativeRows:
         """Records for the sample positions of ``batch``.
@@ -152,7 +152,7 @@ class RowTemplates:
         return rows
 
     def _admit(self, batch: StepBatch, slots: _Int32) -> None:
-        """Make the records of slots that have changed hands."""
+        """Make the records of slots with a new request."""
         if len(self._owners) < len(batch.tokens):
             count = len(batch.tokens)
             self._owners = [None] * count
@@ -177,7 +177,7 @@ class RowTemplates:
             fields["num_logprobs"] = min(params.logprobs, self._vocab_size)
         if not params.greedy:
             fields |= {"temperature": params.temperature, "min_p": params.min_p}
-            # The kernels take subnormal numbers for 0.
+            # The kernels read subnormal numbers as 0.
             fields |= {"top_k": max(params.top_k, 0), "top_p": max(params.top_p, 1e-300)}
         kept: list[Any] = []
         if params.allowed_token_ids:
@@ -204,12 +204,12 @@ class RowTemplates:
             rows.needs_logits[i] = _needs_logits(rows.records, i)
 
     def _known(self, token_ids: Sequence[int]) -> _Int32:
-        """Ids outside the vocabulary are left out."""
+        """The ids without those outside the vocabulary."""
         return np.array([i for i in token_ids if 0 <= i < self._vocab_size], dtype=np.int32)
 
 
 def _blank(count: int) -> _Records:
-    """Records that ask for the arg max and nothing else."""
+    """Records for the arg max only."""
     records = np.zeros(count, dtype=SAMPLING_ROW)
     records["top_p"] = records["repetition"] = 1
     records["num_logprobs"] = records["target"] = -1

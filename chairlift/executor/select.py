@@ -1,4 +1,4 @@
-"""Who runs the model: the native CPU kernels or the Triton kernels where they can, PyTorch where they cannot."""
+"""Selects the implementation of the kernels: native CPU kernels or Triton kernels if possible, otherwise PyTorch."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ __all__ = [
     "choose_transformers",
     "make_pooled_executor",
     "make_runner",
+    "refuse_for_states",
     "why_not_int8_kv",
     "why_not_native",
     "why_not_quantized",
@@ -47,15 +48,15 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _LEAST_CAPABILITY = (8, 0)
-"""Lowest compute capability of a GPU (Ampere): asynchronous copies, and bfloat16 in the tensor cores."""
+"""Lowest compute capability of a GPU (Ampere), for asynchronous copies and bfloat16 in the tensor cores."""
 _LEAST_FP8_CAPABILITY = (8, 9)
-"""Ada: products of fp8, and conversions."""
+"""Lowest compute capability for fp8 products and conversions (Ada)."""
 
 
 def why_not_native(
     network: ModelConfig | EncoderConfig, dtype: torch.dtype, device: torch.device, block_size: int
 ) -> str:
-    """Why the native kernels cannot run a model, and what to do about it; empty when they can."""
+    """Reason why the native kernels cannot run a model, and the remedy; empty when they can."""
     if device.type != "cpu":
         return f"they run on the CPU, and device is {device}; use device='cpu'"
     if load() is None:
@@ -66,7 +67,7 @@ def why_not_native(
         )
     if block_size % 16:
         return f"they need block_size to be a multiple of 16, and it is {block_size}; leave it out"
-    if isinstance(network, EncoderConfig):  # its attention is PyTorch's
+    if isinstance(network, EncoderConfig):  # an encoder's attention runs in PyTorch
         return ""
     if network.head_dim % 16 or not 16 <= network.head_dim <= 256:
         return f"they need a head size that is a multiple of 16 from 16 to 256, and this model's is {network.head_dim}"
@@ -74,18 +75,18 @@ def why_not_native(
 
 
 def _launch_error() -> str:
-    """What becomes of the module in C that Triton compiles before its first launch; empty where it can be had."""
+    """Error of the C module that Triton compiles before its first launch; empty if it works."""
     try:
         importlib.import_module("triton.runtime").driver.active  # noqa: B018
-    except Exception as error:  # no compiler, no headers, no place for the result: each another, and none documented
+    except Exception as error:  # no compiler, no headers, no writable directory: each raises another, undocumented type
         return f"{type(error).__name__}: {error}"[:200]
     return ""
 
 
 def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torch.device) -> str:
-    """Why the Triton kernels cannot run a model, or any model, and what to do about it; empty when they can.
+    """Reason why the Triton kernels cannot run a model (None: any model), and the remedy; empty when they can.
 
-    On the CPU they run only in Triton's interpreter, which is for tests: it is slow, and right for float32 alone.
+    On the CPU they run only in Triton's interpreter, which is for tests: it is slow, and correct for float32 only.
     """
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return (
@@ -106,15 +107,17 @@ def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torc
     if network is not None and (network.score_cap is not None or network.sinks):
         lacks = "cap attention's scores" if network.score_cap is not None else "have sinks in attention's softmax"
         return f"they do not {lacks}, as this model needs; use kernels='torch', or device='cpu'"
+    if network is not None and network.recurrent:
+        return "they have no recurrent layers, as this model needs; use kernels='torch', or device='cpu'"
     if network is not None and (group := network.num_attention_heads // network.num_key_value_heads) > MOST_GROUP:
         return f"they need at most {MOST_GROUP} query heads for each KV head, and this model has {group}"
     return ""
 
 
 def why_not_quantized(quantization: str, kernels: str, dtype: torch.dtype, device: torch.device) -> str:
-    """Why ``kernels`` cannot run a model with weights rounded so, and what to do about it; empty when they can.
+    """Reason why ``kernels`` cannot run a model with this quantisation, and the remedy; empty when they can.
 
-    Products in fp8 come in bfloat16 alone; in Triton's interpreter, which knows float32 alone, they are PyTorch's.
+    fp8 products exist for bfloat16 only. Triton's interpreter supports only float32, so there PyTorch computes them.
     """
     if quantization == "none":
         return ""
@@ -135,8 +138,8 @@ def why_not_quantized(quantization: str, kernels: str, dtype: torch.dtype, devic
 def choose_dtype(
     network: ModelConfig | EncoderConfig | TransformersConfig, asked: str, device: torch.device
 ) -> torch.dtype:
-    """The dtype that a model is run in. Where the CPU may choose, bfloat16 takes the place of float16: the native
-    kernels do not know it, and PyTorch's are ten times slower."""
+    """Dtype to run a model in. On the CPU, where ``auto`` may choose, bfloat16 replaces float16: the native kernels do
+    not support float16, and PyTorch's are ten times slower."""
     dtype = resolve_dtype(network, asked)
     return torch.bfloat16 if asked == "auto" and dtype == torch.float16 and device.type == "cpu" else dtype
 
@@ -144,7 +147,7 @@ def choose_dtype(
 def why_not_int8_kv(
     kernels: str, config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """Why ``kernels`` cannot keep K and V in 8 bits, and what to do about it; empty when they can."""
+    """Reason why ``kernels`` cannot store K and V in 8 bits, and the remedy; empty when they can."""
     if kernels not in ("torch", "triton"):
         return ""
     who = "PyTorch's" if kernels == "torch" else "Triton's"
@@ -155,9 +158,9 @@ def why_not_int8_kv(
 
 
 def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Who will run the model: ``triton``, ``torch``, or an instruction-set path of the native kernels.
+    """Kernels for a model: ``triton``, ``torch``, or an instruction-set path of the native kernels.
 
-    Falling back on PyTorch unasked is said once, in the log. Raises ConfigError when ``kernels`` names what cannot be.
+    An automatic choice of PyTorch is logged once. Raises ConfigError when the setting ``kernels`` is impossible.
     """
     kernels, chosen = config.model.kernels, "triton"
     if kernels != "triton" and (kernels != "auto" or device.type == "cpu"):
@@ -174,6 +177,10 @@ def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtyp
     quantization = config.model.quantization
     if quantization is not None and (reason := why_not_quantized(quantization, chosen, dtype, device)):
         raise ConfigError(f"quantization is {quantization!r}, but {reason}, or leave quantization out")
+    if chosen == "triton" and config.lora.active:
+        raise ConfigError(
+            "enable_lora is on, but the Triton kernels cannot add adapters yet; leave it out, or take kernels='torch'"
+        )
     if chosen == "triton" and config.scheduler.speculation is not None:
         raise ConfigError(
             "speculative_config is set, but the Triton kernels keep the newest token of a row on the GPU, where drafts"
@@ -186,17 +193,19 @@ def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtyp
 
 
 def choose_transformers(config: EngineConfig, network: TransformersConfig) -> str:
-    """The kernels that run a model of transformers: ``torch``. Raises ConfigError for settings that need others."""
+    """Kernels for a model of transformers: always ``torch``. Raises ConfigError for settings that need others."""
     model, kept = config.model, config.cache.kv_cache_dtype
     refused = {
         "kernels": model.kernels not in ("auto", "torch"),
         "quantization": model.quantization not in (None, "none"),
         "batch_invariant": model.batch_invariant,
         "kv_cache_dtype": kept != "auto",
+        "enable_lora": config.lora.enable_lora,
     }
+    others = {"kv_cache_dtype": kept, "enable_lora": config.lora.enable_lora}
     for name, is_refused in refused.items():
         if is_refused:
-            given = kept if name == "kv_cache_dtype" else getattr(model, name)
+            given = others[name] if name in others else getattr(model, name)
             raise ConfigError(
                 f"{name} is {given!r}, but model_type {network.model_type!r} runs through transformers, by PyTorch's"
                 f" kernels, which cannot do that; leave {name} out"
@@ -204,8 +213,22 @@ def choose_transformers(config: EngineConfig, network: TransformersConfig) -> st
     return "torch"
 
 
+def refuse_for_states(config: EngineConfig, recurrent: bool) -> None:
+    """Raise ConfigError for settings that a model with recurrent states, or one without, cannot have."""
+    if recurrent and config.scheduler.speculation is not None:
+        raise ConfigError(
+            "speculative_config is set, but this model keeps recurrent states, which a wrong draft would change and"
+            " nothing can change back; leave speculative_config out"
+        )
+    if not recurrent and config.cache.state_snapshot_interval is not None:
+        raise ConfigError(
+            f"state_snapshot_interval is {config.cache.state_snapshot_interval}, but this model keeps no recurrent"
+            " states; leave it out"
+        )
+
+
 def choose_format(kernels: str, quantization: str | None) -> WeightFormat:
-    """The weights that go with what :func:`choose_kernels` chose."""
+    """Weight format for the result of :func:`choose_kernels`."""
     if quantization in QUANTIZED:
         return QUANTIZED[quantization]
     native = dataclasses.replace(NATIVE, floats=quantization == "none")
@@ -215,9 +238,9 @@ def choose_format(kernels: str, quantization: str | None) -> WeightFormat:
 def choose_isa(
     config: EngineConfig, network: ModelConfig | EncoderConfig, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """The instruction-set path of the native kernels that will run the model, or None for PyTorch.
+    """Instruction-set path of the native kernels for a model, or None for PyTorch.
 
-    Falling back on PyTorch unasked is said once, in the log. Raises ConfigError when ``kernels`` names a path that
+    An automatic choice of PyTorch is logged once. Raises ConfigError when the setting ``kernels`` names a path that
     this processor lacks, or that cannot run this model.
     """
     kernels = config.model.kernels
@@ -247,13 +270,13 @@ def make_runner(
     max_model_len: int,
     draft: CausalLM | None = None,
 ) -> ModelRunner:
-    """The runner for what :func:`choose_kernels` chose, of a model with the weights that go with it. ``draft`` is a
+    """Runner for the result of :func:`choose_kernels` and a model with weights in the right format. ``draft`` is a
     small model that drafts, for the native kernels."""
     threads, most = config.model.threads, config.scheduler.max_num_batched_tokens
     if kernels in ("torch", "triton") and threads is not None:
         torch.set_num_threads(threads)
     if kernels == "torch" or isinstance(model, TransformersLM):
-        return TorchModelRunner(model, plan, dtype, device)
+        return TorchModelRunner(model, plan, dtype, device, config.lora.active)
     if kernels == "triton":
         from chairlift.executor.triton_runner import TritonModelRunner  # Triton may not be installed
 
@@ -272,13 +295,14 @@ def make_runner(
         pool = Pool(threads)
     except OSError as error:
         raise ConfigError(f"threads is {threads}: {error}") from None
-    return NativeModelRunner(model, plan, dtype, pool, isa=kernels, max_tokens=most, draft=draft)
+    lora = config.lora.active
+    return NativeModelRunner(model, plan, dtype, pool, isa=kernels, max_tokens=most, draft=draft, lora=lora)
 
 
 def choose_pooled_kernels(
     config: EngineConfig, network: ModelConfig | EncoderConfig, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """The same as :func:`choose_kernels` for a model of embeddings or classes, which Triton's kernels do not run."""
+    """Kernels for a model of embeddings or classes, as in :func:`choose_kernels` but never Triton's."""
     if config.model.kernels == "triton":
         raise ConfigError("kernels is 'triton', but models for embeddings and classes run on 'auto' or 'torch'")
     chosen = choose_isa(config, network, dtype, device) or "torch"
@@ -295,10 +319,10 @@ def choose_pooled_kernels(
 def make_pooled_executor(
     model: PooledNetwork, config: EngineConfig, dtype: torch.dtype, device: torch.device, kernels: str, max_tokens: int
 ) -> PooledExecutor:
-    """The executor for what :func:`choose_pooled_kernels` chose. Raises ConfigError for too many threads."""
+    """Executor for the result of :func:`choose_pooled_kernels`. Raises ConfigError for too many threads."""
     threads = config.model.threads
     if threads is not None:
-        torch.set_num_threads(threads)  # an encoder's attention is PyTorch's
+        torch.set_num_threads(threads)  # an encoder's attention runs in PyTorch
     if kernels == "torch":
         return PooledExecutor(model, TorchPooledRunner(model, device))
     try:

@@ -1,6 +1,6 @@
-"""A step's arrays on their way to the device, and its results on their way back, through pinned memory.
+"""Copies a step's arrays to the device, and its results back, through pinned memory.
 
-A copy from or to ordinary memory would wait for all that the device has been given to do.
+A copy from or to ordinary memory would wait for all earlier work of the device.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from torch import Tensor
 __all__ = ["ReturnBuffers", "StepBuffer", "to_device"]
 
 _ALIGNMENT = 16
-"""Bytes. Triton compiles a kernel once more for arrays that lie differently."""
+"""Bytes. Triton compiles another kernel for arrays with another alignment."""
 
 
 _HostBuffer = tuple[Tensor, torch.cuda.Event | None]
-"""Pinned memory where there is a GPU, and what says that the newest copy out of it, or into it, is done."""
+"""Host memory (pinned if there is a GPU), and the event that the newest copy from or to it is done."""
 
 
 def _host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _HostBuffer:
-    """Host memory that copies to and from ``device`` need not wait for."""
+    """Host memory from which copies to and from ``device`` are asynchronous."""
     pinned = device.type == "cuda"
     event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
     return torch.empty(shape, dtype=dtype, pin_memory=pinned), event
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A copy that is queued behind what the device has to do; on the CPU, where nothing is queued, no copy."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))  # a stride would send it through ordinary memory
+    """A copy that is queued after earlier work of the device. On the CPU there is no queue, and no copy."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))  # a strided array would be copied through ordinary memory
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class StepBuffer:
-    """Memory on the device that holds one step's arrays. Arrays of the same sizes always lie at the same addresses.
+    """Memory on the device that holds one step's arrays. Arrays of the same sizes always have the same addresses.
 
-    Two pieces of host memory take turns: the host fills one while the copy out of the other may still be waiting.
+    Two host buffers alternate: the host fills one while the copy from the other may still be waiting.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class StepBuffer:
         self._resize(0)
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
-        """The arrays on the device, valid until the next call; nothing waits but for the copy before last."""
+        """The arrays on the device, valid until the next call. It waits only for the copy before the last."""
         starts = [0, *itertools.accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
         if starts[-1] > len(self._memory):
             self._resize(starts[-1])
@@ -68,21 +68,22 @@ class StepBuffer:
         return self._memory[start : start + array.nbytes].view(dtype).view(array.shape)
 
     def _resize(self, size: int) -> None:
-        """Half as much again, so that slowly growing steps do not resize every time."""
+        """Grow by half as well, so that slowly growing steps do not resize every time."""
         size += size // 2
         self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._hosts = itertools.cycle([_host_buffer((size,), torch.uint8, self._device) for _ in range(2)])
 
 
 class ReturnBuffers:
-    """Host memory for results of at most ``shape``, as many pieces as there are results that nobody has read yet."""
+    """Host memory for results of at most ``shape``: as many buffers as there are unread results."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._kind = shape, dtype, device
         self._free: list[_HostBuffer] = []
 
     def fetch(self, result: Tensor) -> Callable[[], npt.NDArray[Any]]:
-        """Start copying ``result``; later launches may overwrite it. What is returned waits for it: call that once."""
+        """Start copying ``result``; later launches may overwrite it. The returned function waits for the copy; call it
+        once."""
         host, copied = piece = self._free.pop() if self._free else _host_buffer(*self._kind)
         host[: len(result)].copy_(result, non_blocking=True)
         if copied is not None:

@@ -1,4 +1,4 @@
-"""Steps of fixed numbers of rows or tokens, each recorded once as a CUDA graph and replayed with a single launch."""
+"""Steps of fixed numbers of rows or tokens, recorded once as a CUDA graph and replayed with a single launch."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ __all__ = [
 ]
 
 MOST_RECORDED_TOKENS = 1024
-"""Larger steps, with chunks of prompts, are computed for longer than the host takes to launch them; unmeasured."""
+"""Larger steps, with prefill chunks, take longer to compute than the host takes to launch them. This limit is not
+measured."""
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 
 
 class Graph(Protocol[_T_co]):
-    """A step over buffers at fixed addresses."""
+    """A step with buffers at fixed addresses."""
 
     def replay(self) -> _T_co:
-        """Compute it on what the buffers hold; what is returned may be overwritten by the next replay."""
+        """Compute the step from the contents of the buffers. The next replay may overwrite the result."""
         ...
 
 
 class GraphMaker(Protocol):
-    """Makes graphs, and knows what they cost."""
+    """Makes graphs, and knows their cost."""
 
     num_graphs: int
     num_bytes: int
@@ -47,7 +48,7 @@ class GraphMaker(Protocol):
 
 
 class _EagerGraph(Generic[_T]):
-    """A step that is computed anew each time."""
+    """A step without a graph, launched anew each time."""
 
     def __init__(self, step: Callable[[], _T]) -> None:
         self._step = step
@@ -57,7 +58,7 @@ class _EagerGraph(Generic[_T]):
 
 
 class _CudaGraph(Generic[_T]):
-    """A step captured on the device."""
+    """A step that was captured on the device."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, result: _T) -> None:
         self._graph = graph
@@ -69,7 +70,7 @@ class _CudaGraph(Generic[_T]):
 
 
 class EagerSteps:
-    """No graphs: a step is computed anew each time, launch by launch."""
+    """Makes steps without graphs."""
 
     num_graphs = 0
     num_bytes = 0
@@ -79,32 +80,34 @@ class EagerSteps:
 
 
 class CudaGraphs:
-    """Captures steps. All graphs share one pool of memory: only one of them runs at a time."""
+    """Captures steps. All graphs share one memory pool, because only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.num_graphs = 0
         self.num_bytes = 0
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all: cuBLAS keeps memory for every stream it has worked on, and torch's own may be another device's.
+        # One stream for all, because cuBLAS keeps memory for every stream that it used. torch's own stream may belong
+        # to another device.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, step: Callable[[], _T]) -> Graph[_T]:
-        """Run ``step`` once as it is, which compiles its kernels, then capture it.
+        """Run ``step`` once, which compiles its kernels, then capture it.
 
-        So it runs twice on the same input before the first result is used, and must not mind.
+        So it runs twice on the same input before the first result is used; this must be harmless.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(self._stream):
                 step()
-        finally:  # of a step that finds no memory, a part may have been launched
+        finally:  # a step that runs out of memory may have launched a part
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # capturing does it too, and it would be counted
+        torch.cuda.empty_cache()  # capturing does it too, and would count it
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Beginning a capture writes to tensors that the first one made; PyTorch 2.11 demands one mode for both.
+        # The beginning of a capture writes to tensors of the first capture. PyTorch 2.11 requires the same mode for
+        # both.
         with (
             _without_collecting(),
             torch.inference_mode(False),
@@ -119,7 +122,8 @@ class CudaGraphs:
 
 @contextlib.contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Garbage may be an engine, whose end waits for the device: while a graph is captured nothing may."""
+    """Disable the garbage collector while a graph is captured. It might collect an engine, whose end waits for the
+    device, and nothing may wait during a capture."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -136,7 +140,7 @@ def graph_sizes(most_rows: int) -> list[int]:
 
 
 def token_sizes(most_tokens: int) -> list[int]:
-    """Numbers of tokens that steps with chunks of prompts are recorded for: by 64 up to 512, then by 128."""
+    """Numbers of tokens that steps with prefill chunks are recorded for: by 64 up to 512, then by 128."""
     sizes = [*range(64, 512, 64), *range(512, MOST_RECORDED_TOKENS + 1, 128)]
     return [size for size in sizes if size < most_tokens] + [most_tokens] * (most_tokens <= MOST_RECORDED_TOKENS)
 

@@ -20,7 +20,7 @@ __all__ = ["CudaHostBlocks", "make_swap_space"]
 _log = logging.getLogger(__name__)
 
 
-def make_swap_space(kv_caches: list[tuple[Tensor, Tensor]], plan: KVPlan) -> HostBlocks | CudaHostBlocks:
+def make_swap_space(kv_caches: list[tuple[Tensor, ...]], plan: KVPlan) -> HostBlocks | CudaHostBlocks:
     """Host memory for ``kv_caches`` as planned, and the copies between them. Raises ConfigError where there is none."""
     caches: list[list[Tensor]] = [[] for _ in plan.groups]
     for pair, group in zip(kv_caches, plan.layer_groups, strict=True):
@@ -32,18 +32,25 @@ def make_swap_space(kv_caches: list[tuple[Tensor, Tensor]], plan: KVPlan) -> Hos
         return HostBlocks(held, arrays)
     if plan.swap_directory is None and plan.host_bytes:
         _pin(arrays[0].base, device)
-    return CudaHostBlocks(caches, [torch.from_numpy(array).view(kv_caches[0][0].dtype) for array in arrays])
+    # Parts of a state may be of several dtypes, and are moved as bytes.
+    caches = [group if len({cache.dtype for cache in group}) == 1 else list(map(_as_bytes, group)) for group in caches]
+    hosts = [torch.from_numpy(array).view(group[0].dtype) for array, group in zip(arrays, caches, strict=True)]
+    return CudaHostBlocks(caches, hosts)
+
+
+def _as_bytes(cache: Tensor) -> Tensor:
+    return cache.view(torch.uint8)
 
 
 def _pin(memory: Any, device: torch.device) -> None:
-    """Let CUDA read and write an array by itself while it lives. PyTorch's pinned memory may be twice what is asked."""
+    """Let CUDA access an array directly while it lives. PyTorch's pinned memory may take twice the size."""
     address, cudart = memory.ctypes.data, torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = cudart.cudaHostRegister(address, memory.nbytes, 1)  # 1: for all devices
     if int(status) == 0:
         weakref.finalize(memory, _unpin, address, device)
         return
     with contextlib.suppress(RuntimeError):
-        torch.ones(1, device=device)  # the first launch after a failure reports it, whoever's it is
+        torch.ones(1, device=device)  # the first launch after a failure reports it, whatever its cause
     _log.warning(
         "CUDA does not pin the %s bytes of the swap space (%s), so swapping holds up steps; lower swap_space_bytes",
         f"{memory.nbytes:,}",
@@ -53,21 +60,21 @@ def _pin(memory: Any, device: torch.device) -> None:
 
 def _unpin(address: int, device: torch.device) -> None:
     with contextlib.suppress(RuntimeError):
-        torch.cuda.synchronize(device)  # copies may be under way
+        torch.cuda.synchronize(device)  # copies may be in progress
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 _MOST_STAGED = 128 << 20
-"""Bytes that are gathered at once, or one block's, and twice that on their way."""
+"""Most bytes that are gathered at a time (or one block's, if more), and half of the bytes that may be in progress."""
 
 
 class CudaHostBlocks:
     """Copies between KV on a CUDA device and its host blocks. Per group, ``caches`` are tensors [number of blocks,
     ...], and ``hosts`` is [number of blocks, elements of a block in all of them].
 
-    They run on a stream of their own. What is saved is gathered on the step's stream, so that the step may overwrite
-    the blocks at once; the way to the host runs beside the step. What is brought back, the step waits for. What is
-    under way takes memory of the device: the host waits before it becomes much.
+    Copies run on a stream of their own. Saved blocks are gathered on the step's stream, so that the step may overwrite
+    them at once; the copy to the host runs beside the step. The step waits for loaded blocks. Copies in progress take
+    memory of the device, so the host waits before they take much.
     """
 
     def __init__(self, caches: list[list[Tensor]], hosts: list[Tensor]) -> None:
@@ -76,7 +83,7 @@ class CudaHostBlocks:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def swap_out(self, saved: Iterable[tuple[int, int, int]]) -> None:
-        """(group, block, host block) to save, as the steps before this one left them."""
+        """Save blocks (group, block, host block) in the state that the earlier steps left."""
         current, under_way = torch.cuda.current_stream(self._device), 0
         for moves in self._parts((group, host, block) for group, block, host in saved):
             blocks, host = to_device(moves.blocks, self._device), self._hosts[moves.group]
@@ -87,15 +94,15 @@ class CudaHostBlocks:
             with torch.cuda.stream(self._stream):
                 for entries, hosts in moves.runs():
                     host[hosts].copy_(staged[entries], non_blocking=True)
-                staged.record_stream(self._stream)  # its memory is not given out again before the copy is done
+                staged.record_stream(self._stream)  # its memory is not reused before the copy is done
             under_way = _held_back(self._stream, under_way + staged.nbytes)
 
     def swap_in(self, wanted: Iterable[tuple[int, int, int]]) -> None:
-        """(group, host block, block) to bring back before anything of this step is computed."""
+        """Load blocks (group, host block, block) before the step is computed."""
         current, under_way = torch.cuda.current_stream(self._device), 0
         for moves in self._parts(wanted):
             blocks, host = to_device(moves.blocks, self._device), self._hosts[moves.group]
-            with torch.cuda.stream(self._stream):  # behind every save, so that it reads what was saved
+            with torch.cuda.stream(self._stream):  # after every save, so that it reads what was saved
                 staged = torch.empty((len(blocks), host.shape[1]), dtype=host.dtype, device=self._device)
                 for entries, hosts in moves.runs():
                     staged[entries].copy_(host[hosts], non_blocking=True)
@@ -113,7 +120,7 @@ class CudaHostBlocks:
 
 
 def _held_back(stream: torch.cuda.Stream, under_way: int) -> int:
-    """How much is under way, after waiting for all of it if it was too much."""
+    """Bytes of copies in progress. If they were too many, wait for all of them."""
     if under_way <= 2 * _MOST_STAGED:
         return under_way
     stream.synchronize()

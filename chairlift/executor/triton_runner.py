@@ -1,10 +1,10 @@
-"""A model run by the Triton kernels on one GPU: differences in, one launch list or graph, tokens back when ready.
+"""Runs a model with the Triton kernels on one GPU: differences in, one list of launches or one graph, tokens out.
 
-Steps in which every row computes one token and samples read and advance the resident state, padded to one of a few
-sizes, so that a CUDA graph can replay them. In steps with chunks of prompts all but the draw is a graph too, unless
-there are so many tokens that the GPU is busy for longer than the host is. Sampling is part of the step, and what
-was drawn is the next step's input where it lies: the host may start that step before it knows the tokens of this one.
-Everything is queued on one stream, so that each step sees what the one before it left.
+A step in which every row computes one token and is sampled reads and advances the state on the device. It is padded to
+one of a few sizes, so that a CUDA graph can replay it. In a step with prefill chunks everything but sampling is a graph
+too, unless the step has so many tokens that the GPU takes longer than the host. Sampling is part of the step, and the
+next step reads the tokens on the device: the host may start that step before it knows the tokens of this one. All work
+is queued on one stream, so that each step sees the results of the one before.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class _Outputs:
     hidden: Tensor
     """[T, D]"""
     logits: Tensor | None
-    """[P, V] where a sample position may have to be drawn by the sampler that knows everything."""
+    """[P, V] if a row may have to be sampled by the full sampler; otherwise None."""
     drawn: Tensor | None
-    """int32 [P, 3]: token, and the bits of what :func:`~chairlift.executor.device_sampling.failures` reads."""
+    """int32 [P, 3]: token, and the bits that :func:`~chairlift.executor.device_sampling.failures` reads."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Tokens on their way, all of them drawn on the device."""
+    """Tokens on their way from the device; all were sampled there."""
 
     read: Callable[[], npt.NDArray[np.int32]]
 
@@ -72,10 +72,10 @@ class _Drawn:
 class TritonModelRunner(TorchModelRunner):
     """Runs a :class:`~chairlift.models.causal_lm.CausalLM` with plain weights on a CUDA device, or interpreted.
 
-    ``graphs`` is ``lazy`` (a size is recorded when it is first needed), ``start`` (those of decode steps without min-p,
-    top-k and top-p and those of other steps are recorded here) or ``off``. The tokens are the same either way.
-    ``batch_invariant``: one way of computing each thing, whatever the batch, so that a request's bits do not depend on
-    others. Raises ConfigError where there is none.
+    ``graphs`` is ``lazy`` (a size is recorded at first use), ``start`` (decode steps without min-p, top-k and top-p,
+    and other steps, are recorded here) or ``off``. The tokens are the same in all cases. With ``batch_invariant`` every
+    operation has one implementation for any batch, so that a request's bits do not depend on others. Raises ConfigError
+    if an operation has none.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class TritonModelRunner(TorchModelRunner):
         self._body = TritonProgram(recorder.nodes[:body], hidden, *how)
         self._head = TritonProgram(recorder.nodes[body:], logits, *how)
         self.calls = list(dict.fromkeys((*self._body.calls, *self._head.calls)))
-        """Names of the operations that run in plain torch."""
+        """Names of the operations that plain torch computes."""
         self._settings = SlotSettings(num_slots, model.config.vocab_size)
         max_blocks = -(-max_model_len // plan.block_size)
         self._state = DecodeState(num_slots, max_blocks, len(plan.groups), plan.block_size, device)
@@ -121,22 +121,22 @@ class TritonModelRunner(TorchModelRunner):
         self._decodes: dict[tuple[int, bool, bool], tuple[DecodeInputs, Graph[_Outputs]]] = {}
         self._bodies: dict[int, tuple[StepBuffer, Graph[Tensor]]] = {}
         self._token_sizes = token_sizes(max_tokens)
-        # With it decodes and chunks are the same compiled kernel.
+        # With offsets, decodes and chunks use the same compiled kernel.
         self._offsets = torch.arange(num_slots + 1, dtype=torch.int32, device=device) if batch_invariant else None
         self._kept_logits = torch.empty(0, dtype=dtype, device=device)
         if batch_invariant and model.config.vocab_size % 4:
-            self._prompt_rows = 1  # PyTorch sums rows that lie differently in another order
+            self._prompt_rows = 1  # PyTorch's order of summation depends on the layout of rows
         if cuda and graphs == "start":
             for size in reversed(self._token_sizes):
                 self._recorded_body(size)
-            for size in reversed(self._sizes):  # so that smaller ones find room in what a larger one has left
+            for size in reversed(self._sizes):  # smaller graphs reuse memory of the larger ones
                 self._recorded(size, truncates=False, keep=False)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> _Outputs:
-        """Compute a step and draw its tokens; nothing waits for the device."""
+        """Compute a step and sample its tokens, without waiting for the device."""
         if self._device.index is not None:
-            torch.cuda.set_device(self._device)  # Triton launches where the calling thread is
+            torch.cuda.set_device(self._device)  # Triton launches on the current device of the calling thread
         self._move_blocks(batch)
         num_rows, slots = len(batch.slots), batch.sample_slots
         for group, tables in enumerate(batch.block_tables):
@@ -156,9 +156,10 @@ class TritonModelRunner(TorchModelRunner):
 
     @torch.inference_mode()
     def sample(self, hidden: _Outputs, batch: StepBatch, masks: Masks | None) -> SampledTokens | _Drawn:
-        """Tokens on their way, or, where a row asks for what the kernels do not know, what was read and drawn here.
+        """Pending tokens. If a row uses parameters that the kernels do not support, its tokens are read and sampled
+        here.
 
-        Such a row is drawn here in every step, so the host knows all that was drawn for it before.
+        Such a row is sampled here in every step, so the host knows all of its earlier tokens.
         """
         tokens, masks = SampledTokens([]), masks or {}
         if hidden.drawn is not None:
@@ -177,7 +178,7 @@ class TritonModelRunner(TorchModelRunner):
         return tokens
 
     def describe_graphs(self) -> str:
-        """What was recorded until now, in words; empty without graphs."""
+        """Graphs recorded so far, in words; empty without graphs."""
         if not isinstance(self.graphs, CudaGraphs):
             return ""
         return f"{self.graphs.num_graphs} recorded, {self.graphs.num_bytes / 2**20:,.0f} MiB, others when first needed"
@@ -186,11 +187,11 @@ class TritonModelRunner(TorchModelRunner):
         self, step: _Outputs, rest: list[int], batch: StepBatch, masks: Masks, tokens: SampledTokens
     ) -> None:
         histories = batch.histories
-        # Without logits only a mask, which the step could not foresee, brings a decode step here.
+        # A decode step comes here without logits only because of a mask, which was not known when it was launched.
         whole = self._compute_logits(step.hidden[: len(batch.sample_rows)]) if step.logits is None else step.logits
         logits = whole.index_select(0, torch.tensor(rest, device=whole.device))
         logprobs: list[Any] = [None] * len(batch.sample_rows)
-        # PyTorch's sums may depend on how many rows there are, and on where they lie.
+        # PyTorch's sums may depend on the number of rows and on their layout.
         size = 1 if self._batch_invariant else len(rest)
         for at in range(0, len(rest), size):
             some, part = rest[at : at + size], slice(at, at + size)
@@ -205,7 +206,8 @@ class TritonModelRunner(TorchModelRunner):
         tokens.logprobs = logprobs if any(entry is not None for entry in logprobs) else None
 
     def _decode(self, batch: StepBatch, size: int, truncates: bool, keep: bool) -> _Outputs:
-        """One token of each row. What the device does not know yet is sent; a row past ``batch`` is nobody's."""
+        """Compute one token of each row. Differences are sent to the device first. Rows beyond ``batch`` are
+        padding."""
         step, state = self._recorded(size, truncates, keep), self._state
         known = batch.token_ids >= 0
         rows = np.full(size, -1, dtype=np.int32)
@@ -214,7 +216,7 @@ class TritonModelRunner(TorchModelRunner):
         state.note("num_computed", batch.slots, batch.positions)
         state.note("slots", np.arange(size), rows)
         state.flush()
-        state.forget(batch.slots)  # a step that fails halfway has advanced them, or has not
+        state.forget(batch.slots)  # after a failure in the middle it is unknown whether they advanced
         outputs = step.replay()
         state.advanced(batch.slots, batch.seq_lens)
         return outputs
@@ -222,18 +224,18 @@ class TritonModelRunner(TorchModelRunner):
     def _recorded(self, size: int, truncates: bool, keep: bool) -> Graph[_Outputs]:
         key = (size, truncates, keep)
         if key not in self._decodes:
-            # Recording runs the step, more than once. With nobody in the rows it advances nothing.
+            # Recording runs the step more than once. With empty rows this advances nothing.
             self._state.note("slots", np.arange(size), np.full(size, -1))
             self._state.flush()
             inputs, launch = self._state.inputs(size), self._launch(size, True)
-            if keep and not len(self._kept_logits):  # all sizes share them, for only one runs at a time
+            if keep and not len(self._kept_logits):  # all sizes share them, because only one runs at a time
                 self._kept_logits = self._kept_logits.new_empty((self._sizes[-1], self._model.config.vocab_size))
             step = TritonModelRunner._decode_step
             self._decodes[key] = inputs, self._record(f"{size} rows", step, inputs, launch, truncates, keep)
         return self._decodes[key][1]
 
     def _decode_step(self, inputs: DecodeInputs, launch: AttentionLaunch, truncates: bool, keep: bool) -> _Outputs:
-        """What is recorded: from the resident state to the resident state, without anything from the host."""
+        """The recorded step: it reads and writes the state on the device, without input from the host."""
         state, slots = self._state, self._state.slots[: len(inputs.token_ids)]
         state.begin_step(inputs)
         tables, mapping = state.block_tables, inputs.slot_mapping.unbind()
@@ -246,7 +248,7 @@ class TritonModelRunner(TorchModelRunner):
         return dataclasses.replace(outputs, logits=self._kept_logits[: len(slots)].copy_(outputs.logits))
 
     def _mixed(self, batch: StepBatch, truncates: bool) -> _Outputs:
-        """Any other step. Its sample positions are drawn for launch by launch."""
+        """Compute any other step. Sampling is launched without a graph."""
         late = np.flatnonzero(batch.token_ids < 0)
         owners = np.searchsorted(batch.cu_seqlens, late, side="right") - 1
         tokens, sizes = len(batch.token_ids), self._token_sizes
@@ -254,7 +256,7 @@ class TritonModelRunner(TorchModelRunner):
         buffer, body = self._recorded_body(size) if size else (self._buffer, None)
         last = batch.cu_seqlens[batch.sample_rows + 1] - 1 == batch.sample_tokens
         slots, lengths = batch.sample_slots, batch.sample_lengths
-        newest = np.where(last, slots, -1)  # of a row with several sample positions the last gives the next input
+        newest = np.where(last, slots, -1)  # for a row with several sample positions, the last one gives the next input
         rest: list[npt.NDArray[Any]] = [late, batch.slots[owners], batch.sample_tokens, slots, lengths, newest]
         step, (places, sources, wanted, *sampling) = self._send(buffer, batch, size, rest)
         if len(late):
@@ -265,23 +267,24 @@ class TritonModelRunner(TorchModelRunner):
         return self._draw(hidden, hidden.index_select(0, wanted), *sampling, truncates=truncates, keep=True)
 
     def _recorded_body(self, size: int) -> tuple[StepBuffer, Graph[Tensor]]:
-        """What computes a step of up to ``size`` tokens, and the buffer that it reads."""
+        """The graph for steps of up to ``size`` tokens, and its input buffer."""
         largest = self._token_sizes[-1]
         if not self._bodies and size != largest and isinstance(self.graphs, CudaGraphs):
-            self._recorded_body(largest)  # smaller ones find room in what it has left
+            self._recorded_body(largest)  # smaller graphs reuse its memory
         if size not in self._bodies:
             groups, none = len(self._state.block_tables), np.zeros(0, dtype=np.int32)
             tables, mapping = np.zeros((groups, 0, 0), dtype=np.int32), np.zeros((groups, 0), dtype=np.int64)
             nobody = StepBatch(none, none, none, none, tables, mapping)
             buffer, most = StepBuffer(self._device), np.zeros(max(size, self._state.num_slots), dtype=np.int64)
-            step, _ = self._send(buffer, nobody, size, [most] * 6)  # as much as it will ever hold, so it stays there
+            # the largest contents, so that the buffer never moves
+            step, _ = self._send(buffer, nobody, size, [most] * 6)
             launch = self._launch(self._state.num_slots, False)
             self._bodies[size] = buffer, self._record(f"{size} tokens", TritonModelRunner._run_body, step, launch)
         return self._bodies[size]
 
     def _record(self, size: str, method: Callable[..., _T], *given: Any) -> Graph[_T]:
-        """``method`` with ``given`` as a graph; where there is no memory for one, what computes the same without."""
-        step = functools.partial(method, weakref.proxy(self), *given)  # a cycle would keep the GPU's memory
+        """``method`` with ``given`` as a graph. Without enough memory for a graph it is launched anew each time."""
+        step = functools.partial(method, weakref.proxy(self), *given)  # a reference cycle would keep the GPU's memory
         try:
             return self.graphs.record(step)
         except torch.cuda.OutOfMemoryError:
@@ -293,7 +296,7 @@ class TritonModelRunner(TorchModelRunner):
     def _send(
         self, buffer: StepBuffer, batch: StepBatch, size: int, rest: list[npt.NDArray[Any]]
     ) -> tuple[StepTensors, list[Tensor]]:
-        """A step's input and ``rest``, on the device. Unless ``size`` is 0, tokens and rows of nobody fill it up."""
+        """A step's input and ``rest``, on the device. Unless ``size`` is 0, it is padded with tokens and rows."""
         tokens, rows = (size, self._state.num_slots) if size else (len(batch.token_ids), len(batch.slots))
         arrays: list[tuple[npt.NDArray[Any], int, int]] = [
             (batch.token_ids, tokens, 0),
@@ -309,7 +312,7 @@ class TritonModelRunner(TorchModelRunner):
         return StepTensors(token_ids, positions, seq_lens, cu_seqlens, slots, tables, others[:groups]), others[groups:]
 
     def _run_body(self, step: StepTensors, launch: AttentionLaunch) -> Tensor:
-        """Activations [T, D] of all tokens."""
+        """Output [T, D] of the body for all tokens."""
         return self._body.run({self._token_ids: step.token_ids, self._positions: step.positions}, step, launch)
 
     def _draw(
@@ -325,9 +328,9 @@ class TritonModelRunner(TorchModelRunner):
     ) -> _Outputs:
         """One token for each sample position of ``wanted`` [P, D].
 
-        ``slots`` and ``lengths`` (int32 [P]) are their rows' slots, -1 for nobody's, and the positions of the new
-        tokens. ``newest`` (int32 [P]) are the slots whose next input the tokens are, which the next step finds in the
-        resident state; -1 for none. Logits are kept on demand: those of every recorded size would fill gigabytes.
+        ``slots`` and ``lengths`` (int32 [P]) are the slots of their rows (-1 for padding), and the positions of the new
+        tokens. ``newest`` (int32 [P]) are the slots whose next input the tokens are; -1 for none. Logits are kept only
+        on demand, because those of every recorded size would take gigabytes.
         """
         logits = self._compute_logits(wanted)
         kept = kept_ids(logits, self._state.sampling, slots) if truncates else None

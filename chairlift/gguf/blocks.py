@@ -1,6 +1,6 @@
-"""How GGUF stores weights: blocks of small integers with scales, and what they are worth in float32.
+"""GGUF's storage of weights: blocks of small integers with scales, and their conversion to float32.
 
-Layouts and names are llama.cpp's (ggml). A row is a whole number of blocks. Every type of integers is a case of one:
+Layouts and names are llama.cpp's (ggml). A row is a whole number of blocks. Every integer type is a case of
 :class:`Groups`. The arithmetic is that of ggml's reference: one product and one sum in float32.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["BLOCK_TYPES", "BlockType", "Groups"]
 _Raw = npt.NDArray[np.uint8]
 _Float = npt.NDArray[np.float32]
 _BYTES_AT_ONCE: Final = 1 << 22
-"""Raw bytes that are unpacked at a time, so that what lies between them and the result stays in the cache."""
+"""Raw bytes that are unpacked at a time, so that intermediate results stay in the cache."""
 
 
 class Groups(NamedTuple):
@@ -29,24 +29,25 @@ class Groups(NamedTuple):
     scales: _Float
     """float32 [rows, groups]."""
     minimums: _Float | None
-    """Like ``scales``, for a type that has them."""
+    """Shaped like ``scales``, if the type has minimums."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockType:
-    """One of ggml's types: ``bytes`` hold ``weights`` numbers."""
+    """One of ggml's types: a block of ``bytes`` holds ``weights`` numbers."""
 
     name: str
     weights: int
     bytes: int
     unpack: Callable[[_Raw], Any]
-    """Raw blocks, uint8 [B, bytes], to Groups of [B, weights]; to float32 [B, weights] where ``bits`` is 0."""
+    """Function from raw blocks, uint8 [B, bytes], to Groups of [B, weights], or to float32 [B, weights] if ``bits`` is
+    0."""
     bits: int = 0
-    """8 or 4: bits of a code, whatever the file needs for it. 0 for a type of floats."""
+    """Bits of a code (8 or 4), which may differ from the file's. 0 for a float type."""
     group: int = 0
-    """Columns that share a scale."""
+    """Number of columns that share a scale."""
     minimum: bool = False
-    """Whether groups have minimums. Without them the code of zero is half the range."""
+    """Whether groups have minimums. Without them, the code of zero is half the range."""
 
     def dequantize(self, raw: _Raw) -> _Float:
         """Rows of blocks, uint8 [rows, row bytes] -> float32 [rows, columns]."""
@@ -56,7 +57,7 @@ class BlockType:
         return out
 
     def groups(self, raw: _Raw) -> Groups:
-        """Rows of blocks, uint8 [rows, row bytes] -> the integers in them, of a type that has ``bits``."""
+        """Integers in rows of blocks, uint8 [rows, row bytes], of a type with ``bits``."""
         blocks = raw.shape[1] // self.bytes
         shape, scales_shape = (len(raw), blocks * self.weights), (len(raw), blocks * self.weights // self.group)
         codes, scales = np.empty(shape, dtype=np.uint8), np.empty(scales_shape, dtype=np.float32)
@@ -90,12 +91,12 @@ def _half(raw: _Raw) -> _Float:
 
 
 def _nibbles(raw: _Raw) -> _Raw:
-    """[B, n] -> [B, 2 n]: all low halves, then all high ones."""
+    """[B, n] -> [B, 2 n]: all low halves of bytes, then all high halves."""
     return np.concatenate([raw & 15, raw >> 4], axis=1)
 
 
 def _bits(raw: _Raw) -> _Raw:
-    """32 bits in 4 bytes, lowest first: [B, 4] -> [B, 32]."""
+    """Bits of 4 bytes, lowest first: [B, 4] -> [B, 32]."""
     return np.unpackbits(raw, axis=1, bitorder="little")
 
 
@@ -130,11 +131,12 @@ def _q5_1(raw: _Raw) -> Groups:
 
 
 def _q8_0(raw: _Raw) -> Groups:
-    return Groups(raw[:, 2:] ^ np.uint8(128), _half(raw), None)  # of a signed byte: 128 more
+    return Groups(raw[:, 2:] ^ np.uint8(128), _half(raw), None)  # from signed bytes to unsigned: add 128
 
 
 def _by_shift(raw: _Raw, groups: int, shifts: list[int], mask: int) -> _Raw:
-    """[B, n] in ``groups`` runs of bytes, each read once per shift: [B, groups, shifts, n / groups] as [B, ...]."""
+    """Values of [B, n] in ``groups`` parts, each shifted by every one of ``shifts``: [B, groups, shifts, n / groups] as
+    [B, ...]."""
     runs = raw.reshape(len(raw), groups, 1, -1)
     return ((runs >> np.array(shifts, dtype=np.uint8).reshape(1, 1, -1, 1)) & np.uint8(mask)).reshape(len(raw), -1)
 
@@ -164,7 +166,7 @@ def _scales_of_k(packed: _Raw) -> tuple[_Raw, _Raw]:
 
 
 def _in_groups_of_32(raw: _Raw, values: _Raw) -> Groups:
-    """What Q4_K and Q5_K share: two half numbers, twelve bytes of scales, and a value per weight [B, 256]."""
+    """Common part of Q4_K and Q5_K: two float16 numbers, twelve bytes of scales, and a value per weight [B, 256]."""
     scales, minimums = _scales_of_k(raw[:, 4:16])
     return Groups(values, _half(raw) * scales.astype(np.float32), -(_half(raw[:, 2:]) * minimums.astype(np.float32)))
 
@@ -191,7 +193,7 @@ _IQ4_NL_CODES: Final = np.array(
 _MXFP4_CODES: Final = np.array(
     [128 + sign * value for sign in (1, -1) for value in (0, 1, 2, 3, 4, 6, 8, 12)], dtype=np.uint8
 )
-"""Twice what e2m1 is worth, so that all are whole numbers; the exponent is one less for it."""
+"""Twice the values of e2m1, so that all are integers. The exponent is one lower in return."""
 
 
 def _iq4_nl(raw: _Raw) -> Groups:
@@ -220,4 +222,4 @@ BLOCK_TYPES: Final = {
     30: BlockType("BF16", 1, 2, _bf16),
     39: BlockType("MXFP4", 32, 17, _mxfp4, 8, 32),
 }
-"""By the number that a file has for them."""
+"""Block types by their number in a file."""

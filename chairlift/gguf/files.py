@@ -1,4 +1,4 @@
-"""Which file of a path is a GGUF model. Needs no numpy: processes that compute nothing import it."""
+"""Finds the GGUF file of a model path. Needs no numpy, because processes without computation import it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPLIT_NAME: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files of a GGUF model, of which ``path`` is one. Raises ModelLoadError where one is not there."""
+    """All files of the GGUF model to which ``path`` belongs. Raises ModelLoadError for a missing one."""
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None:
         return [path]
@@ -29,14 +29,14 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a model's path is that of a GGUF file, and not of a directory."""
+    """Whether a model's path is a GGUF file, not a directory."""
     return path.suffix == ".gguf" and not path.is_dir()
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF model that ``path`` names: a file, or the only one in a directory; None where there is none.
+    """The GGUF model of ``path``: the file, or the only one in a directory; None if there is none.
 
-    Raises :class:`~chairlift.errors.ModelLoadError` for a directory with several: which one is meant must be said.
+    Raises :class:`~chairlift.errors.ModelLoadError` for a directory with several; the path must then name one.
     """
     if path.is_file():
         return path if is_gguf(path) else None

@@ -1,8 +1,7 @@
-"""Read the header of a GGUF file (llama.cpp's format, versions 2 and 3), and map its tensors.
+"""Reads the header of a GGUF file (llama.cpp's format, versions 2 and 3), and maps its tensors.
 
-A GGUF file is data from a stranger. Every length and count is compared with the bytes that are left in the file before
-anything is allocated for it, so the header costs at most a small multiple of its own size, and a tensor never reaches
-beyond the file.
+A GGUF file is untrusted data. Every length and count is compared with the remaining bytes of the file before memory is
+allocated. So the header costs at most a small multiple of its own size, and no tensor reaches beyond the file.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import numpy.typing as npt
 from chairlift.errors import ModelLoadError
 from chairlift.gguf.blocks import BLOCK_TYPES, BlockType, Groups
 from chairlift.gguf.files import parts_of
+from chairlift.mistaken_models import check_content
 
 __all__ = ["GGUFFile", "GGUFModel", "TensorInfo"]
 
@@ -28,10 +28,10 @@ _Found = TypeVar("_Found")
 
 _MAGIC: Final = b"GGUF"
 _MOST_HEADER: Final = 1 << 28
-"""Bytes of metadata and tensor descriptions. A vocabulary of 262,144 tokens takes 10 MB."""
+"""Most bytes of metadata and tensor descriptions. A vocabulary of 262,144 tokens takes 10 MB."""
 _MOST_KEYS: Final = 1 << 16
 _MOST_ITEMS: Final = 1 << 24
-"""Largest number of items in one array."""
+"""Most items in one array."""
 _MOST_NAME: Final = 256
 _MOST_SIDE: Final = 1 << 32
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -40,18 +40,18 @@ _NUMBERS: Final = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies in its file."""
+    """Place of a tensor in its file."""
 
     name: str
     shape: tuple[int, ...]
-    """Outermost first, as in torch; the file has it the other way round."""
+    """Outermost dimension first, as in torch; the file has the reverse order."""
     type: BlockType
     start: int
-    """Byte of the file at which it begins."""
+    """Offset of its first byte in the file."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, which is always whole blocks."""
+        """Bytes of one row, always whole blocks."""
         return self.shape[-1] // self.type.weights * self.type.bytes
 
     @property
@@ -70,8 +70,8 @@ class TensorInfo:
 class GGUFFile:
     """One mapped file: ``metadata`` by key, ``tensors`` by name.
 
-    Arrays of numbers are numpy arrays, arrays of strings are lists. Text that is not UTF-8 has U+FFFD in its place.
-    Raises :class:`~chairlift.errors.ModelLoadError` that says what is wrong with the file.
+    Arrays of numbers are numpy arrays, arrays of strings are lists. Invalid UTF-8 becomes U+FFFD. Raises
+    :class:`~chairlift.errors.ModelLoadError` with the fault of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,12 +79,15 @@ class GGUFFile:
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # an empty file cannot be mapped
-            raise ModelLoadError(f"cannot read {path}: {error}") from None
+        except OSError as error:
+            raise ModelLoadError(f"cannot read {path}: {error.strerror or error}") from None
+        except ValueError:  # what is empty cannot be mapped
+            raise ModelLoadError(f"{path} is empty (0 bytes); download the file again") from None
         self.data: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
         self._at = 0
         self._end = min(len(self.data), _MOST_HEADER)
         if self._take(4) != _MAGIC:
+            check_content(path)
             self.fail("it does not begin with 'GGUF', so it is not a GGUF file")
         (version,) = struct.unpack("<I", self._take(4))
         if version not in (2, 3):
@@ -107,7 +110,7 @@ class GGUFFile:
         raise ModelLoadError(f"{self.path}: {problem}; {remedy} the file again")
 
     def release(self, info: TensorInfo, first_row: int, rows: int) -> None:
-        """Let go of the pages of some rows; they come back from the file when they are read again."""
+        """Release the pages of some rows; another access reads them from the file again."""
         begin = info.start + first_row * info.row_bytes
         low = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (begin + rows * info.row_bytes - low) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -122,7 +125,7 @@ class GGUFFile:
         return taken
 
     def _room_for(self, count: int, least_bytes: int, most: int, what: str) -> None:
-        """Refuse a count of things, of at least so many bytes each, that the rest of the header cannot hold."""
+        """Refuse a count of items, of at least ``least_bytes`` each, that does not fit into the rest of the header."""
         if count > most or count * least_bytes > self._end - self._at:
             self.fail(f"it claims to have {count} {what}, more than fit into it")
 
@@ -185,9 +188,9 @@ class GGUFFile:
 
 
 class GGUFModel:
-    """A model's GGUF files, which are one, or several that were split: ``name-00001-of-00003.gguf`` and so on.
+    """GGUF files of one model: one file, or several parts ``name-00001-of-00003.gguf`` and so on.
 
-    ``metadata`` is the first file's. Raises :class:`~chairlift.errors.ModelLoadError`.
+    ``metadata`` is that of the first file. Raises :class:`~chairlift.errors.ModelLoadError`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -215,12 +218,12 @@ class GGUFModel:
         return self._file_of[name].tensors[name]
 
     def read(self, name: str, first: int, last: int, order: _Order = None) -> npt.NDArray[np.float32]:
-        """Rows ``first`` to ``last`` (excluded) as float32 [rows, columns]; those of ``order`` at these places where
-        the rows of the file are in another order. The pages that were read are let go of."""
+        """Rows ``first`` to ``last`` (excluded) as float32 [rows, columns]. With ``order``, row i is row order[i] of
+        the file. The pages are released after reading."""
         return self._read(name, first, last, order, self.info(name).type.dequantize)
 
     def read_groups(self, name: str, first: int, last: int, order: _Order = None) -> Groups:
-        """The same rows as the integers that the file has, for a type that has ``bits``."""
+        """The same rows as integers, for a type with ``bits``."""
         return self._read(name, first, last, order, self.info(name).type.groups)
 
     def _read(self, name: str, first: int, last: int, order: _Order, unpack: Callable[..., _Found]) -> _Found:

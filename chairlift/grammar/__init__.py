@@ -1,1 +1,1 @@
-"""Grammars compiled and followed, through llguidance. Only these modules import it, and only when a grammar comes."""
+"""Compiles and follows grammars with llguidance. Only these modules import it, when the first grammar arrives."""

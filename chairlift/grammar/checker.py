@@ -1,8 +1,8 @@
-"""Callers' grammars tried in processes that can be killed, before the engine compiles them.
+"""Compiles callers' grammars in processes that can be killed, before the engine compiles them.
 
-A small schema may take seconds and gigabytes, and what runs in a native library cannot be stopped by its own process.
-So each grammar is compiled once under the kernel's limits of time and memory, with a tokenizer of bytes in place of the
-model's: what is wrong with a grammar does not depend on the tokens, and the model's tables are large.
+A small schema may take seconds and gigabytes, and a process cannot stop its own native code. So each grammar is first
+compiled under the kernel's limits of time and memory. The tokenizer is one of bytes instead of the model's, because
+faults of a grammar do not depend on tokens, and the model's tables are large.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["GrammarChecker"]
 
 _SECONDS: Final = 2.0
-"""Processor time that a grammar may take; real ones take 1 to 50 ms."""
+"""Most processor time for a grammar in seconds; real ones take 1 to 50 ms."""
 _CPU_SECONDS: Final = 4
-"""After which the kernel ends a worker that nobody killed."""
+"""Processor seconds after which the kernel kills a worker that was not killed before."""
 _MAX_REPLY: Final = 16_384
 _MOST_KEPT: Final = 1024
 _END: Final = "<|end|>"
 
 
 class GrammarChecker(WorkerPool):
-    """Tells whether grammars can be followed by a model of ``vocab_size`` logits.
+    """Checks grammars for a model with ``vocab_size`` logits.
 
-    At most ``most_waiting`` grammars wait for their turn. Workers start when the first grammar comes. One event loop
+    At most ``most_waiting`` grammars wait in the queue. Workers start when the first grammar arrives. One event loop
     owns the object.
     """
 
@@ -59,8 +59,8 @@ class GrammarChecker(WorkerPool):
         self._good: OrderedDict[bytes, None] = OrderedDict()
 
     async def check(self, grammar: Grammar) -> None:
-        """Raise RequestError for a grammar that cannot be followed, or takes too long or too much memory, and what
-        :meth:`WorkerPool.ask` raises when it is not to blame."""
+        """Raise RequestError for a grammar that cannot be followed, or that takes too much time or memory. Errors of
+        :meth:`WorkerPool.ask` mean that the grammar is not at fault."""
         have_llguidance()
         key = grammar.key
         if key in self._good:

@@ -1,7 +1,7 @@
-"""From a grammar to what follows it token by token: the only module that calls llguidance.
+"""Compiles grammars and follows answers token by token. This is the only module that calls llguidance.
 
-What compiles here is compiled under limits of its size, and a schema that llguidance would not hold in full is refused
-by the name of the keyword. Callers cannot switch that off: options inside a schema lose against ours.
+Grammars are compiled under size limits. A schema that llguidance would not enforce completely is refused by the name of
+the keyword. Callers cannot change that: the compiler's options override options inside a schema.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["Compiled", "Compiler", "GrammarCompiler", "Matcher", "have_llguidance", "markers_of"]
 
 _WHITESPACE: Final = "[ \\n\\t]{0,8}"
-"""Between the parts of a JSON text. Without an end, models write blanks up to ``max_tokens``."""
+"""Whitespace between the parts of a JSON text. Without a limit, models write blanks up to ``max_tokens``."""
 _LIMITS: Final[dict[str, Any]] = {
     "max_grammar_size": 20_000,
     "step_max_items": 2_000,
@@ -34,34 +34,34 @@ _LIMITS: Final[dict[str, Any]] = {
     "verbose_errors": False,
 }
 _FIRST_MASK_SECONDS: Final = 2.0
-"""Processor time for the first mask, which builds most of the lexer."""
+"""Processor seconds for the first mask, which builds most of the lexer."""
 _MASK_SECONDS: Final = 0.1
-"""Processor time for each later mask."""
+"""Processor seconds for each later mask."""
 _ALL_MASKS_SECONDS: Final = 10.0
-"""Processor time for all masks of an answer."""
+"""Processor seconds for all masks of an answer."""
 _MAX_ERROR: Final = 400
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
 class Matcher(Protocol):
-    """One answer's place in its grammar. One thread at a time."""
+    """State of one answer in its grammar. One thread at a time may use it."""
 
     num_consumed: int
-    """Tokens of the answer it has seen."""
+    """Number of the answer's tokens that it has consumed."""
     error: str
-    """Why it cannot go on, in words; empty while it can. For good."""
+    """Permanent error, in words; empty while there is none."""
 
     @property
     def stopped(self) -> bool:
-        """Whether nothing but the end may follow."""
+        """Whether only the end of the answer may follow."""
         ...
 
     def consume(self, token_id: int) -> bool:
-        """Take the next token. False, and :attr:`error` is set, where the grammar does not allow it."""
+        """Consume the next token. Returns False and sets :attr:`error` where the grammar does not allow it."""
         ...
 
     def rewind(self, num_consumed: int) -> bool:
-        """Go back to the first ``num_consumed`` tokens. False, and :attr:`error` is set, where that fails."""
+        """Go back to the first ``num_consumed`` tokens. Returns False and sets :attr:`error` where that fails."""
         ...
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -74,29 +74,29 @@ class Matcher(Protocol):
         ...
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
-        """What may come next, as in :data:`~chairlift.step_batch.Masks`; valid until it is asked again. None where
-        :attr:`error` is set."""
+        """Mask of the tokens that may come next, as in :data:`~chairlift.step_batch.Masks`; valid until the next call.
+        None after an :attr:`error`."""
         ...
 
 
 class Compiled(Protocol):
-    """A compiled grammar; matchers of it are independent."""
+    """A compiled grammar. Its matchers are independent."""
 
     def matcher(self, stop_token_ids: Sequence[int] = ()) -> Matcher:
-        """One at the beginning. ``stop_token_ids`` are allowed wherever the answer may end."""
+        """A matcher at the beginning of an answer. ``stop_token_ids`` are allowed wherever the answer may end."""
         ...
 
 
 class Compiler(Protocol):
-    """Makes grammars ready for one model."""
+    """Compiles grammars for one model."""
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Raises RequestError for a grammar that cannot be followed."""
+        """Compile a grammar. Raises RequestError for one that cannot be followed."""
         ...
 
 
 def have_llguidance() -> None:
-    """Raise RequestError, saying what to install, where llguidance is not installed."""
+    """Raise RequestError with the package to install if llguidance is missing."""
     if importlib.util.find_spec("llguidance") is None:
         raise RequestError(
             "structured_outputs needs llguidance, which is not installed; pip install llguidance, or leave it out"
@@ -104,17 +104,17 @@ def have_llguidance() -> None:
 
 
 def markers_of(tokenizer: Tokenizer) -> Markers:
-    """The added tokens of a tokenizer by their text."""
+    """Added tokens of a tokenizer by their text."""
     added = tokenizer.backend.get_added_tokens_decoder()
     special = {token.content: token_id for token_id, token in added.items() if token.special}
     return Markers(special, {token.content: i for i, token in added.items() if not token.special})
 
 
 class GrammarCompiler:
-    """Grammars for a model of ``vocab_size`` logits. ``read_tokenizer`` is called when the first grammar comes, and
-    makes the tokenizer, or None where there is none; an answer ends with one of ``eos_token_ids`` and the tokenizer's.
+    """Compiles grammars for a model with ``vocab_size`` logits. ``read_tokenizer`` is called for the first grammar, and
+    returns the tokenizer or None. An answer ends with one of ``eos_token_ids`` or of the tokenizer's.
 
-    The tokenizer's tables are made once, which takes 0.1 to 4 s and 30 to 370 MB. Safe to share between threads.
+    The tokenizer's tables are made once, which takes 0.1 to 4 s and 30 to 370 MB. Threads may share the object.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class GrammarCompiler:
         self._tables: tuple[Any, int, tuple[int, ...], Markers] | None = None
 
     def compile(self, grammar: Grammar) -> _CompiledGrammar:
-        """Raises RequestError for a grammar that cannot be followed, that is too large or takes too long, and where
-        llguidance or a tokenizer that it knows is missing."""
+        """Compile a grammar. Raises RequestError for one that cannot be followed, is too large or takes too long, and
+        if llguidance or a supported tokenizer is missing."""
         have_llguidance()
         tables, width, eos, markers = self._known_tables()
         return _CompiledGrammar(matcher_for(grammar, tables, markers), width, self._vocab_size, eos)
@@ -163,7 +163,7 @@ class GrammarCompiler:
 
 
 class _CompiledGrammar:
-    """What :meth:`GrammarCompiler.compile` makes."""
+    """Result of :meth:`GrammarCompiler.compile`."""
 
     def __init__(self, base: Any, width: int, vocab_size: int, eos: tuple[int, ...]) -> None:
         self._base = base
@@ -177,7 +177,7 @@ class _CompiledGrammar:
 
 
 class _LLMatcher:
-    """A :class:`Matcher` over llguidance's."""
+    """A :class:`Matcher` that uses llguidance's."""
 
     def __init__(self, matcher: Any, compiled: _CompiledGrammar, stop_token_ids: Sequence[int]) -> None:
         self.num_consumed = 0
@@ -199,7 +199,7 @@ class _LLMatcher:
     def consume(self, token_id: int) -> bool:
         if self.error:
             return False
-        # An error state allows the end only: unless it is asked for, a fault looks like an answer that ended early.
+        # An error state allows the end only. Without this check, an error would look like an answer that ended early.
         if not self._matcher.consume_token(token_id) or self._matcher.is_error():
             return self._fail(self._matcher.get_error())
         self.num_consumed += 1
@@ -261,7 +261,7 @@ def _is_set(bits: npt.NDArray[np.uint32], token_id: int) -> bool:
 
 
 def matcher_for(grammar: Grammar, tables: Any, markers: Markers) -> Any:
-    """llguidance's matcher for a grammar, with its first mask computed. Raises RequestError."""
+    """llguidance's matcher for a grammar, with the first mask computed. Raises RequestError."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
@@ -292,7 +292,7 @@ def matcher_for(grammar: Grammar, tables: Any, markers: Markers) -> Any:
 
 
 def _lowered(grammar: Grammar, markers: Markers) -> str:
-    """The grammar in a form that llguidance takes."""
+    """The grammar in a form that llguidance accepts."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -314,7 +314,7 @@ def _json_options(compact: bool) -> Any:
 
 
 def readable(message: str) -> str:
-    """An error of llguidance for the caller: what is wrong, and which keyword it is about."""
+    """An error of llguidance for the caller: the fault and the keyword."""
     if found := _UNIMPLEMENTED.search(message):
         names = found[1].replace('\\"', '"')
         several = "keywords" if "," in names else "keyword"
@@ -327,11 +327,10 @@ def readable(message: str) -> str:
 
 
 def _without_markers(tokenizer: Tokenizer) -> str:
-    """The text of ``tokenizer.json`` in which no text spells an added token.
+    """``tokenizer.json`` changed such that no text spells an added token.
 
-    A literal that spells one would be a dead end: llguidance offers its id, and refuses it when it comes. Added tokens
-    of the vocabulary that are not special become ordinary ones; all others get a name that nobody can guess, and are
-    reached by their id only.
+    A literal that spells one would be a dead end: llguidance offers its id, and then refuses it. Added tokens of the
+    vocabulary that are not special become normal ones. All others get a random name, and are reached by their id only.
     """
     parts = json.loads(tokenizer.backend.to_str())
     nonce = secrets.token_hex(8)

@@ -35,18 +35,18 @@ _JSON_OPTIONS: Final = "x-guidance"
 
 
 class Markers:
-    """Added tokens by their text: ``special`` ones never occur in free text, ``others`` may."""
+    """Added tokens by their text. ``special`` ones never occur in free text; ``others`` may."""
 
     def __init__(self, special: Mapping[str, int], others: Mapping[str, int]) -> None:
         self.special = dict(special)
         self.others = dict(others)
         self._ids = {**self.others, **self.special}
         self.texts = sorted((text for text in self._ids if text.strip()), key=len, reverse=True)
-        """The longest first."""
+        """Texts of the tokens, the longest first."""
         self._pattern = re.compile("|".join(map(re.escape, self.texts))) if self.texts else None
 
     def split(self, text: str) -> list[str | int]:
-        """A literal as texts and token ids in their order."""
+        """A literal as texts and token ids in order."""
         if self._pattern is None:
             return [text] if text else []
         parts: list[str | int] = []
@@ -59,7 +59,7 @@ class Markers:
 
 
 def structural_tag_grammar(spec: Mapping[str, Any], markers: Markers, json_options: Mapping[str, Any]) -> str:
-    """Lark for ``spec``; ``json_options`` are llguidance's for the schemas in it. Raises RequestError."""
+    """Lark grammar for ``spec``. ``json_options`` are llguidance's options for schemas in it. Raises RequestError."""
     return _Writer(markers, json_options).grammar(spec)
 
 
@@ -77,10 +77,10 @@ class _Writer:
         self._options = dict(json_options)
         self._rules: list[str] = []
         self._bounds: set[int] = set()
-        """Tokens that begin or end a tag: free text cannot hold them."""
+        """Tokens that begin or end a tag, which free text cannot contain."""
         self._tags = 0
         self._without: dict[str, str] = {}
-        """Rules of free text, each with the terminal that it repeats."""
+        """Rules of free text, with the terminal that each repeats."""
 
     def grammar(self, spec: Mapping[str, Any]) -> str:
         if "structures" in spec or "triggers" in spec:
@@ -96,7 +96,7 @@ class _Writer:
         start = self._format(root, "format", None, 0)
         free = [token for token in self._markers.others.values() if token not in self._bounds]
         marker = " | ".join(f"<[{token}]>" for token in free)
-        # Text up to a trigger is one lexeme with it, so only what ends in a marker may stand before.
+        # Text up to a trigger is one lexeme with the trigger, so only text that ends in a marker may come before.
         rules = [f"marked: (TEXT? ({marker}))*", "text: marked TEXT?"] if free else ['marked: ""', "text: TEXT?"]
         for name, terminal in self._without.items():
             rules.append(f"{name}: ({terminal}? ({marker}))* {terminal}?" if free else f"{name}: {terminal}?")
@@ -115,7 +115,7 @@ class _Writer:
         return name
 
     def _format(self, given: Any, where: str, end: str | None, depth: int) -> str:
-        """A Lark expression for a format. ``end`` is the literal that follows it, where that is known."""
+        """A Lark expression for a format. ``end`` is the literal after it, if known."""
         if not isinstance(given, Mapping):
             raise _wrong(where, f"must be an object with a type, got {given!r:.80}")
         if depth > _MOST_DEPTH:
@@ -175,7 +175,7 @@ class _Writer:
         return self._rule(" | ".join(parts))
 
     def _tag(self, given: Mapping[str, Any], where: str, end: str | None, depth: int, skip: int = 0) -> str:
-        """A tag without the first ``skip`` characters of its beginning, which stand already."""
+        """A tag without the first ``skip`` characters of its beginning, which are in the text already."""
         self._tags += 1
         if self._tags > _MOST_TAGS:
             raise _wrong(where, f"is one tag too many; {_MOST_TAGS} are allowed")
@@ -193,8 +193,8 @@ class _Writer:
         return self._rule(f"{opening} {inner} {_quoted(ending)}")
 
     def _text_without(self, close: str) -> str:
-        """Free text that does not spell the marker with which ``close`` begins in other tokens: who reads it as text
-        would take that for the end."""
+        """Free text that does not spell the marker at the begin of ``close`` with other tokens, because a reader of the
+        text would take that for the end."""
         spelled = next(text for text in self._markers.texts if close.startswith(text))
         pattern = re.escape(spelled).replace("/", "\\/").replace("\n", "n")
         number = len(self._rules)
@@ -251,7 +251,7 @@ class _Writer:
 
 
 def _begins_with(given: Any) -> str:
-    """The literal that a format begins with; a text that is no marker where nobody can tell."""
+    """The literal that a format begins with; if unknown, a text that is no marker."""
     if isinstance(given, Mapping):
         kind = given.get("type")
         if kind in ("const_string", "tag"):

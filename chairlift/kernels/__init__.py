@@ -1,1 +1,2 @@
-"""Operations on tensors: one name, several implementations, one truth. Import what you need from :mod:`.ops`."""
+"""Operations on tensors. Each has one name, one definition, and an implementation per backend. Import from
+:mod:`.ops`."""

@@ -1,4 +1,4 @@
-"""What the control groups of this process allow: processors and memory. Linux, version 1 and 2."""
+"""Limits of this process's control groups: processors and memory. Linux, versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ __all__ = ["memory_limit", "processor_limit"]
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 _QUOTAS: Final = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-"""Files with quota and period, of version 2 and of version 1."""
+"""Files with quota and period: one file in version 2, two in version 1."""
 _MEMORY: Final = ("memory.max", "memory.limit_in_bytes")
 
 
 def processor_limit() -> float | None:
-    """Processors' worth of time that the smallest quota allows, of this process's group and of all groups around it;
-    None without a quota."""
+    """Number of processors that the smallest quota allows, over this process's group and all enclosing groups; None
+    without a quota."""
     limits = []
     for folder in _folders("cpu"):
         for names in _QUOTAS:
             with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # another version, or no quota ("max")
                 quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
-                if quota > 0:  # -1 is none
+                if quota > 0:  # -1 means no quota
                     limits.append(quota / period)
     return min(limits, default=None)
 
 
 def memory_limit() -> int | None:
-    """Bytes that the smallest limit allows, of this process's group and of all groups around it; None without one."""
+    """Bytes that the smallest limit allows, over this process's group and all enclosing groups; None without a
+    limit."""
     limits = []
     for folder in _folders("memory"):
         for name in _MEMORY:
@@ -40,8 +41,11 @@ def memory_limit() -> int | None:
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """The folders of this process's group and of those around it. In a container the groups outside of it are named,
-    but have no folders: the files of the container's own group then lie in the root."""
+    """Folders of this process's group and of the enclosing groups.
+
+    In a container, the groups outside it have names but no folders. The files of the container's own group are then in
+    the root folder.
+    """
     bases: list[tuple[Path, str]] = [(_ROOT, "/"), (_ROOT / controller, "/")]
     with contextlib.suppress(OSError, ValueError):
         for line in _OWN.read_text().splitlines():
@@ -52,5 +56,5 @@ def _folders(controller: str) -> Iterator[Path]:
                 bases += [(_ROOT / controllers, path), (_ROOT / controller, path)]
     for base, path in bases:
         parts = [part for part in path.split("/") if part]
-        if ".." not in parts:  # a group outside of what this process can see
+        if ".." not in parts:  # a group that this process cannot see
             yield from (base.joinpath(*parts[:count]) for count in range(len(parts), -1, -1))

@@ -1,8 +1,8 @@
-"""A layer of experts as one operation: routing, the products of the chosen experts, and the sum of their results.
+"""A layer of experts as one operation: routing, the products of the chosen experts, and their weighted sum.
 
-Experts are gated MLPs of which each token passes a few (Shazeer et al., 2017). What a token gets must not depend on the
-others in its batch: its experts are summed in the order in which it chose them, and products are taken row by row. That
-is slow where PyTorch runs a whole model on the CPU; a model that is trained, and a GPU, take all rows at once.
+Experts are gated MLPs; each token passes only a few of them (Shazeer et al., 2017). The result of a token must not
+depend on other tokens of its batch. So its experts are summed in the order of its choice, and products are computed row
+by row. This is slow where PyTorch runs a whole model on the CPU. Training, and a GPU, compute all rows at once.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["experts", "route"]
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Weights, float32, and numbers, int64, of the experts that each token chooses, both [T, k], the best first.
+    """Weights (float32) and indices (int64) of the experts that each token chooses, both [T, k], best first.
 
-    ``logits`` are [T, E]. ``correction`` [E] is added to scores for the choice, and not to the weights (DeepSeek-V3:
-    it balances the load). If scores are equal, the lower number is chosen.
+    ``logits`` are [T, E]. ``correction`` [E] is added to the scores for the choice, but not to the weights (DeepSeek-V3
+    balances the load with it). Among equal scores the lower index is chosen.
     """
     logits = logits.float()
     if routing.scoring == "softmax_chosen":
         scores = logits
-    else:  # in float64, because torch rounds a float32 exponential by its place among others
+    else:  # in float64, because the rounding of torch's float32 exponential depends on a number's place in the tensor
         wide = logits.double()
         scores = (wide.softmax(-1) if routing.scoring == "softmax" else wide.sigmoid()).float()
     choice = scores if correction is None else scores + correction.float()
@@ -54,7 +54,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
 
 
 def _within_groups(choice: Tensor, routing: Routing) -> Tensor:
-    """Scores [T, E] in which only the best groups are left; the others are minus infinity."""
+    """Scores [T, E] with all but the best groups set to minus infinity."""
     by_group = choice.reshape(len(choice), routing.groups, -1)
     best = by_group.sort(dim=-1, descending=True, stable=True).values
     totals = best[..., 0] if routing.group_score == "best" else best[..., 0] + best[..., 1]
@@ -90,15 +90,15 @@ def experts(
     biases: tuple[Tensor, Tensor] | None = None,
     clamp: tuple[float, float] | None = None,
 ) -> Tensor:
-    """Each token of ``x`` [T, D] through the experts it chooses, summed with their weights -> [T, D].
+    """Send each token of ``x`` [T, D] through the experts it chooses, and sum their results with weights -> [T, D].
 
     An expert is down(silu(gate(x)) * up(x)) (Shazeer, 2020). ``gate_up`` is [E 2 I, D], gate above up for each expert,
-    ``down`` [E D, I], ``router`` [E, D]; see :func:`route` for ``correction`` [E]. ``shared`` [T, D], what an expert
-    for all tokens computed, is added, times sigmoid(x ``shared_gate``) where there is such a gate [1, D] (Qwen2-MoE).
+    ``down`` [E D, I], ``router`` [E, D]; see :func:`route` for ``correction`` [E]. ``shared`` [T, D] is the result of
+    an expert for all tokens; it is added, times sigmoid(x ``shared_gate``) if there is such a gate [1, D] (Qwen2-MoE).
     ``router_bias`` [E] is added to the router's products, and ``biases`` [E 2 I] and [E D] to those of gate and up, and
-    of down. With a ``clamp`` (alpha, limit), g = min(gate, limit) and u = up within +-limit, an expert is
-    down(g sigmoid(alpha g) (u + 1)) (gpt-oss, OpenAI, 2025).
-    Sums are float32, in the order of each token's own choice, and rounded once.
+    of down. With a ``clamp`` (alpha, limit), g = min(gate, limit) and u = up within +-limit, and an expert is down(g
+    sigmoid(alpha g) (u + 1)) (gpt-oss, OpenAI, 2025). Sums are float32, in the order of each token's own choice, and
+    rounded once.
     """
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         raise InvariantError(
@@ -110,7 +110,7 @@ def experts(
     logits = product(x.float(), router.float())
     logits = logits if router_bias is None else logits + router_bias.float()
     weights, chosen = route(logits, routing, correction)
-    # A GPU must not wait to learn which tokens an expert has, or no CUDA graph could hold this.
+    # A GPU must not wait for the list of tokens per expert, because a CUDA graph cannot contain such a wait.
     results = (_all_rows if x.is_cuda else _chosen_rows)(x, layer, chosen, product)
     out = weights[:, :1] * results[:, 0].float()
     for column in range(1, routing.top_k):
@@ -127,13 +127,14 @@ _Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def _row_by_row(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T``. A library may sum in another order where there are other numbers of rows, and at an edge."""
-    rows = [functional.linear(row.clone(), weight) for row in torch.split(x, 1)]  # a copy is aligned like any other
+    """``x @ weight.T`` row by row. A library may change its order of summation with the number of rows, and at edges of
+    tiles."""
+    rows = [functional.linear(row.clone(), weight) for row in torch.split(x, 1)]  # each copy has the same alignment
     return torch.cat(rows)
 
 
 class _Experts(NamedTuple):
-    """The weights of a layer by expert, [E, ...]."""
+    """Weights of a layer by expert, [E, ...]."""
 
     gate_ups: Tensor
     downs: Tensor
@@ -156,7 +157,7 @@ class _Experts(NamedTuple):
         )
 
     def compute(self, expert: int, x: Tensor, product: _Product) -> Tensor:
-        """One expert's MLP, rows to rows. The gate is in float64 for the reason given in :func:`route`."""
+        """One expert's MLP on rows. The gate is computed in float64 for the reason given in :func:`route`."""
         both = product(x, self.gate_ups[expert])
         gate, up = (both if self.gate_up_biases is None else both + self.gate_up_biases[expert]).chunk(2, dim=-1)
         if self.clamp is None:
@@ -170,7 +171,7 @@ class _Experts(NamedTuple):
 
 
 def _chosen_rows(x: Tensor, layer: _Experts, chosen: Tensor, product: _Product) -> Tensor:
-    """What the experts of each token compute, [T, k, D], expert by expert, for the tokens that chose it."""
+    """Results [T, k, D] of the experts that each token chose. Each expert computes only its own tokens."""
     top_k, flat = chosen.shape[1], chosen.flatten()
     order = flat.argsort(stable=True)
     counts = flat.bincount(minlength=len(layer.downs)).tolist()
@@ -184,7 +185,7 @@ def _chosen_rows(x: Tensor, layer: _Experts, chosen: Tensor, product: _Product) 
 
 
 def _all_rows(x: Tensor, layer: _Experts, chosen: Tensor, product: _Product) -> Tensor:
-    """The same with every token through every expert, without looking at what was chosen."""
+    """The same results, with every token in every expert. It needs no list of choices on the host."""
     results = x.new_zeros((*chosen.shape, x.shape[1]))
     for expert in range(len(layer.downs)):
         out = layer.compute(expert, x, product)

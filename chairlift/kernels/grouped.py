@@ -1,8 +1,8 @@
-"""Rows of a weight as small integers in groups: what quantised checkpoints hold, and what the kernels multiply with.
+"""Rows of a weight as small integers in groups, as quantised checkpoints store them and the kernels multiply them.
 
-Every format of 8 or 4 bits that checkpoints come in is a case of one: along the inputs, each group of codes has a
-scale, and a minimum or a fixed zero. A weight is ``scale * (code - zero)`` or ``scale * code + minimum``. MXFP4 has
-4-bit floats for codes: ``scale * E2M1_VALUES[code]``.
+It covers every format of 8 or 4 bits in checkpoints. Along the inputs, each group of codes has a scale, and a minimum
+or a fixed zero. A weight is ``scale * (code - zero)`` or ``scale * code + minimum``. In MXFP4 codes are 4-bit floats:
+``scale * E2M1_VALUES[code]``.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from torch import Tensor
 __all__ = ["E2M1_VALUES", "GROUP", "GroupKind", "GroupedRows", "dequantized"]
 
 GROUP: Final = 32
-"""Inputs of the smallest group; activations are always rounded in groups of so many."""
+"""Inputs of the smallest group. Activations are always rounded in groups of this size."""
 
 E2M1_VALUES: Final = tuple(sign * value for sign in (1, -1) for value in (0, 1, 2, 3, 4, 6, 8, 12))
-"""Twice the value of each 4-bit float e2m1 (OCP Microscaling Formats, 2023), so that all are whole numbers."""
+"""Twice the value of each 4-bit float e2m1 (OCP Microscaling Formats, 2023), which makes them integers."""
 
 
 class GroupKind(NamedTuple):
-    """How numbers are written down in a weight."""
+    """Format of the codes in a weight."""
 
     bits: int
     """8 or 4."""
     group: int
-    """Inputs that share a scale: a multiple of 32. The last group of a row may be shorter."""
+    """Number of inputs that share a scale: a multiple of 32. The last group of a row may be shorter."""
     minimum: bool = False
-    """Whether each group has a minimum; else the code of zero is half the range."""
+    """Whether each group has a minimum. Otherwise the code of zero is half the range."""
     e2m1: bool = False
-    """Whether codes of 4 bits are floats, worth what :data:`E2M1_VALUES` says; then there is no minimum."""
+    """Whether codes of 4 bits are floats with the values :data:`E2M1_VALUES`. Such a kind has no minimum."""
 
     @property
     def zero(self) -> int:
-        """The code of zero, where there is no minimum. With floats the least of their values, negative."""
+        """Code of zero, without a minimum. For float codes, the lowest value (negative)."""
         return E2M1_VALUES[7] if self.e2m1 else 0 if self.minimum else 1 << (self.bits - 1)
 
     @property
     def span(self) -> int:
-        """How many scales lie between the least number of a group and the greatest."""
+        """Number of scales between the lowest and the highest number of a group."""
         return 2 * E2M1_VALUES[7] if self.e2m1 else (1 << self.bits) - 1
 
     @property
     def name(self) -> str:
-        """For people: ``int4``, or ``mxfp4``."""
+        """Name in messages, such as ``int4`` or ``mxfp4``."""
         return "mxfp4" if self.e2m1 else f"int{self.bits}"
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class GroupKind(NamedTuple):
         return f"int{self.bits} in groups of {self.group}" + (" with minimums" if self.minimum else "")
 
     def __or__(self, other: object) -> GroupKind:
-        """The narrowest kind that holds the numbers of both as they are."""
+        """The narrowest kind that represents the numbers of both kinds exactly."""
         if not isinstance(other, GroupKind):
             return NotImplemented
         small, large = sorted((self.group, other.group))
@@ -72,11 +72,11 @@ class GroupedRows:
 
     kind: GroupKind
     codes: Tensor
-    """uint8 [R, K], one code a byte, whatever the bits."""
+    """uint8 [R, K], one code per byte, for 4 bits too."""
     scales: Tensor
     """float32 [R, ceil(K / group)]."""
     minimums: Tensor | None = None
-    """Like ``scales``, where the kind has minimums."""
+    """Shaped like ``scales``, if the kind has minimums."""
 
     @property
     def shape(self) -> torch.Size:
@@ -93,12 +93,12 @@ class GroupedRows:
         return len(self.codes)
 
     def __getitem__(self, rows: slice | Tensor) -> GroupedRows:
-        """A slice of the rows, or those with the given numbers, int64 [n]."""
+        """Rows by slice, or by index, int64 [n]."""
         minimums = None if self.minimums is None else self.minimums[rows]
         return GroupedRows(self.kind, self.codes[rows], self.scales[rows], minimums)
 
     def dequantize(self) -> Tensor:
-        """float32 [R, K]."""
+        """The numbers as float32 [R, K]."""
         scales = self._spread(self.scales)
         if self.kind.e2m1:
             return scales * torch.tensor(E2M1_VALUES, dtype=torch.float32)[self.codes.int()]
@@ -107,7 +107,7 @@ class GroupedRows:
         return scales * self.codes.float() + self._spread(self.minimums)
 
     def to(self, kind: GroupKind) -> GroupedRows:
-        """The same numbers in a kind that holds them, for which see ``GroupKind.__or__``. ValueError for another."""
+        """The same numbers in a wider kind; see ``GroupKind.__or__``. Raises ValueError for any other kind."""
         if kind == self.kind:
             return self
         if kind | self.kind != kind:
@@ -125,9 +125,9 @@ class GroupedRows:
 
     @classmethod
     def quantize(cls, rows: Tensor, kind: GroupKind) -> GroupedRows:
-        """Round ``rows`` [R, K], of any float dtype, to the nearest of ``kind``; scales are numbers of float16.
+        """Round ``rows`` [R, K], of any float dtype, to the nearest codes of ``kind``. Scales are float16 numbers.
 
-        Scales of 4-bit floats are the powers of two that the OCP's specification of MXFP4 asks for.
+        Scales of 4-bit floats are powers of two, as the OCP specification of MXFP4 requires.
         """
         count, k = rows.shape
         whole = -(-k // kind.group) * kind.group
@@ -158,10 +158,11 @@ class GroupedRows:
 
 
 def _nearest_e2m1(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [R, G, K] and scales [R, G] of float32 ``groups``: the largest number of each gets the exponent of 4,
-    and what is above 6 becomes 6. Between two values a number goes to the one nearer to zero."""
+    """Codes uint8 [R, G, K] and scales [R, G] of float32 ``groups``. The scale gives the largest number of a group the
+    exponent of 4, and numbers above 6 scales become 6. A number between two values goes to the one nearer to zero."""
     highest = groups.abs().amax(-1)
-    exponents = torch.frexp(highest).exponent - 4  # of half the scale: the highest is below 2 ** exponent
+    # exponent of half the scale: the highest number is below 2 ** exponent
+    exponents = torch.frexp(highest).exponent - 4
     scales = torch.where(highest > 0, torch.ldexp(torch.ones_like(highest), exponents), 0.0)
     ratios = groups.abs() * torch.where(scales > 0, 1 / scales, 0.0)[..., None]
     values = torch.tensor(E2M1_VALUES[:8], dtype=torch.float32)
@@ -170,5 +171,5 @@ def _nearest_e2m1(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(rows: Tensor | GroupedRows) -> Tensor:
-    """The numbers themselves."""
+    """The numbers as floats."""
     return rows.dequantize() if isinstance(rows, GroupedRows) else rows

@@ -1,4 +1,4 @@
-"""Linear layers on the CPU with the weight laid out once, in the blocked order oneDNN's kernels read.
+"""Linear layers on the CPU with the weight stored once in the blocked layout of oneDNN's kernels.
 
 ``torch.nn.functional.linear`` reorders the weight on every call. With few rows that costs as much as the product
 itself: on a 2-core AVX512-BF16 machine a 9728 x 896 bf16 layer takes 294 us plain and 114 us prepacked for one row,
@@ -16,8 +16,8 @@ __all__ = ["pack_weight", "packed_linear"]
 def pack_weight(weight: Tensor) -> Tensor | None:
     """Return ``weight`` [out, in] in oneDNN's own layout, or None where that is not possible.
 
-    The result is opaque: it has no storage to look at and only :func:`packed_linear` can use it. None is returned off
-    the CPU, without oneDNN, and for a dtype that this processor's oneDNN lacks (float16 before AVX512-FP16).
+    The result has no storage of its own; only :func:`packed_linear` can use it. None is returned off the CPU, without
+    oneDNN, and for a dtype that this processor's oneDNN lacks (float16 before AVX512-FP16).
     """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None

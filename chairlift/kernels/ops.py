@@ -1,7 +1,7 @@
-"""The operations models are written in, each with one definition: plain torch, and the width of what comes out.
+"""Operations that models are written in. Each has one definition: plain torch, and the width of its result.
 
-Call them through the module (``ops.rms_norm(...)``), so that a replaced implementation is seen by every model. A new
-operation needs a definition here and nothing else; where a backend has no kernel for it, it runs in plain torch. See
+Call them through the module (``ops.rms_norm(...)``), so that every model sees a replaced implementation. A new
+operation needs a definition here and nothing else. A backend without a kernel for it runs it in plain torch. See
 :class:`~chairlift.kernels.recording.Op`.
 """
 
@@ -85,8 +85,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square norm over the last dimension (Zhang and Sennrich, 2019).
 
-    Computed in float32, rounded to ``x``'s dtype and only then scaled by ``weight``: the order Hugging Face models were
-    trained with, so that bf16 results agree to the bit.
+    Computed in float32, rounded to ``x``'s dtype, then scaled by ``weight``. Hugging Face models use this order, so
+    bf16 results agree to the bit.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -95,7 +95,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @operation(lambda x, weight, eps, offset: expect(x, "rows", len(weight)))
 def rms_norm_offset(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """Root mean square norm over the last dimension, times ``offset + weight`` and only then rounded (Gemma: 1)."""
+    """Root mean square norm over the last dimension, times ``offset + weight``, then rounded (Gemma: offset 1)."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (normed * (offset + weight.float())).to(x.dtype)
@@ -103,13 +103,13 @@ def rms_norm_offset(x: Tensor, weight: Tensor, eps: float, offset: float) -> Ten
 
 @operation(lambda x, weight, bias, eps: expect(x, "rows", len(weight)))
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer norm over the last dimension (Ba et al., 2016), with a bias or without."""
+    """Layer norm over the last dimension (Ba et al., 2016), with an optional bias."""
     return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 @operation(lambda x: expect(x))
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by its approximation with tanh (Hendrycks and Gimpel, 2016)."""
+    """GELU, approximated with tanh (Hendrycks and Gimpel, 2016)."""
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
@@ -117,14 +117,14 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def gelu(x: Tensor) -> Tensor:
     """GELU (Hendrycks and Gimpel, 2016).
 
-    In float64: torch's own for float32 gives a row other bits alone than among others.
+    In float64, because torch's float32 GELU gives a row different bits alone and among other rows.
     """
     return torch.nn.functional.gelu(x.double()).to(x.dtype)
 
 
 @operation(lambda gate_up: expect(gate_up) // 2)
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    """GEGLU's product (Shazeer, 2020): [..., 2 I] with the gate first -> gelu_tanh(gate) * up, [..., I]."""
+    """GEGLU's product (Shazeer, 2020) with tanh: [..., 2 I] with the gate first -> gelu_tanh(gate) * up, [..., I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
@@ -156,7 +156,7 @@ def scale(x: Tensor, factor: float) -> Tensor:
 
 @operation(lambda x, limit: expect(x))
 def clip(x: Tensor, limit: float) -> Tensor:
-    """``x`` with each number brought into -limit to limit (OLMoE, of q, k and v)."""
+    """``x`` with each number limited to -limit to limit (OLMoE, for q, k and v)."""
     return x.clamp(-limit, limit)
 
 
@@ -184,7 +184,7 @@ def _embedding_width(ids: Value, weight: Tensor | PackedMatrix) -> int:
 
 @operation(_embedding_width)
 def embedding(ids: Tensor, weight: Tensor | PackedMatrix) -> Tensor:
-    """Rows ``ids`` [T] of ``weight`` [V, D] -> [T, D]; a packed weight works in step programs only."""
+    """Rows ``ids`` [T] of ``weight`` [V, D] -> [T, D]. A packed weight works in step programs only."""
     if not isinstance(weight, Tensor):
         raise InvariantError("the embedding is laid out for the native kernels; it works in a step program only")
     return torch.nn.functional.embedding(ids, weight)
@@ -197,7 +197,7 @@ def _packed_product(x: Value, weight: PackedMatrix) -> int:
 
 @operation(_packed_product)
 def native_linear(x: Tensor, weight: PackedMatrix) -> Tensor:
-    """``x @ weight.T + bias`` for a weight in the native kernels' layout, which works in step programs only."""
+    """``x @ weight.T + bias`` for a weight in the native kernels' layout. It works in step programs only."""
     raise InvariantError(
         "this linear layer is laid out for the native kernels, which run it in a step program only; "
         "keep it out of functions given to ops.call_out, or load the model in another layout"
@@ -239,8 +239,8 @@ def rotary_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a product [T, (Hq + 2 Hkv) Dh] into q [T, Hq, Dh], k and v [T, Hkv, Dh].
 
-    q and k are normalised per head where there are ``q_norm`` and ``k_norm`` [Dh] (Qwen3; plus ``norm_offset``, Gemma),
-    then rotated where there is a ``rotary``; v is left as it is.
+    With ``q_norm`` and ``k_norm`` [Dh], q and k are normalised per head (Qwen3; plus ``norm_offset``, Gemma). Then,
+    with ``rotary``, they are rotated. v is unchanged.
     """
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     split = num_heads + num_kv_heads
@@ -260,7 +260,7 @@ def rotary_heads(
 
 @operation(lambda qkv, q_norm, k_norm, eps: expect(qkv))
 def norm_all_heads(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
-    """A product [T, (Hq + 2 Hkv) Dh] with RMSNorm over all heads of q at once, and of k; v is left as it is (OLMo 2).
+    """A product [T, (Hq + 2 Hkv) Dh] with RMSNorm over all heads of q together, and of k; v is unchanged (OLMo 2).
 
     ``q_norm`` is [Hq Dh], ``k_norm`` [Hkv Dh].
     """
@@ -290,13 +290,14 @@ def rotate_and_norm(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """A product [T, (Hq + 2 Hkv) Dh] with q and k rotated, and then normalised per head; v is left as it is.
+    """A product [T, (Hq + 2 Hkv) Dh] with q and k rotated, then normalised per head; v is unchanged.
 
-    The first 2 F dimensions of each head are rotated by ``positions`` [T] times float32 ``frequencies`` [F], and scaled
-    by ``factor``; the others stay (Phi-3). Norms [Dh] come after that where there are any (Hunyuan).
+    The first 2 F dimensions of each head are rotated by ``positions`` [T] times float32 ``frequencies`` [F], scaled by
+    ``factor``; the other dimensions are not (Phi-3). Norms [Dh], if given, come after the rotation (Hunyuan).
     """
     heads, rotated = qkv.view(qkv.shape[0], -1, head_dim), 2 * len(frequencies)
-    # Float64, because torch rounds a float32 cosine by its place among others, and a row must not depend on those.
+    # In float64, because the rounding of torch's float32 cosine depends on a number's place in the tensor, and a row
+    # must not depend on others.
     angles = (positions.float()[:, None, None] * frequencies).double()
     cos, sin = ((table * factor).to(qkv.dtype) for table in (angles.cos(), angles.sin()))
     split = num_heads + num_kv_heads
@@ -314,17 +315,19 @@ def rotate_and_norm(
 def scale_queries(qkv: Tensor, positions: Tensor, width: int, beta: float, interval: int) -> Tensor:
     """A product whose first ``width`` columns are q, with q at position p times 1 + beta ln(1 + floor(p / interval)).
 
-    Keeps attention sharp over long texts (Llama 4, Ministral 3). ``qkv`` is [T, (Hq + 2 Hkv) Dh], ``positions`` [T].
+    This keeps attention sharp over long texts (Llama 4, Ministral 3). ``qkv`` is [T, (Hq + 2 Hkv) Dh], ``positions``
+    [T].
     """
     factors = 1 + beta * torch.log(1 + torch.floor(positions.double() / interval))
     return torch.cat((qkv[:, :width] * factors.to(qkv.dtype)[:, None], qkv[:, width:]), dim=-1)
 
 
 def call_out(function: Callable[..., Tensor], *values: Tensor, width: int) -> Tensor:
-    """``function(*values)``, [T, width], also inside a step program, where it gets tensors like everywhere else.
+    """``function(*values)``, [T, width]. Inside a step program the function gets tensors, too.
 
-    The way to use what is no operation: the program stops, Python computes, and the program goes on. Values
-    are activations [T, width], token ids or positions, of the tokens still needed; no row may depend on another.
+    Use it for a computation that is no operation: the program stops, Python computes, and the program continues. Values
+    are activations [T, width], token ids or positions, of the tokens that are still needed. No row may depend on
+    another.
     """
 
     def widths(*given: Value) -> int:

@@ -1,9 +1,9 @@
-"""Run a model once on symbols and keep what it did, so that it can be replayed without Python.
+"""Runs a model once on symbols and records its operations, so that they can be replayed without Python.
 
-A model's Python code is the only description of its network. A :class:`Recorder` hands it :class:`Value` objects in
-place of tensors, and every :class:`Op` that meets one is written down as a :class:`Node` instead of computed. This is
-tracing as torch.fx does it, without control flow: what a model decides in Python (which layers have a window, a bias,
-a norm on q and k) is decided once, and the rest is a straight line.
+A model's Python code is the only description of its network. A :class:`Recorder` passes :class:`Value` objects to it
+instead of tensors. Every :class:`Op` that gets one is recorded as a :class:`Node` instead of computed. This is tracing
+as in torch.fx, without control flow: decisions in Python (which layers have a window, a bias, a norm on q and k) are
+made once, and the result is a sequence of operations.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ import torch
 from torch import Tensor
 
 from chairlift.errors import InvariantError
+from chairlift.kernels.recurrent import Cell
 
-__all__ = ["Node", "Op", "Recorder", "Value", "add", "attention", "expect", "operation"]
+__all__ = ["Node", "Op", "Recorder", "Value", "add", "attention", "expect", "operation", "recurrence"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 class Value:
-    """What stands for a tensor while a model is recorded: [T, width] with T the tokens of whatever step comes.
+    """Placeholder of a tensor [T, width] in a recording, where T is the number of tokens in a step.
 
     ``role`` says what the numbers are: ``rows`` (activations in the model's dtype), ``token_ids``, ``positions``,
     ``rotary`` (a table of cosines and sines) or ``heads`` (q, k or v of one attention). ``node`` computes it; None for
-    what the step brings.
+    inputs of the step.
     """
 
     __slots__ = ("node", "recorder", "role", "width")
@@ -50,11 +51,11 @@ class Value:
 
     @property
     def device(self) -> torch.device:
-        """Programs run on the CPU."""
+        """The CPU, where programs run."""
         return torch.device("cpu")
 
     def flatten(self, start_dim: int) -> Value:
-        """Heads side by side, [T, H, Dh] -> [T, H * Dh], which is how they lie already."""
+        """Heads side by side, [T, H, Dh] -> [T, H * Dh]. This is their layout already."""
         if start_dim != 1:
             raise ValueError(f"flatten({start_dim}) cannot be recorded; flatten(1) keeps one row per token")
         return self
@@ -85,12 +86,12 @@ class Value:
 
 
 class Op(Generic[_P, _R]):
-    """The definition of one operation; :func:`operation` makes it from a function in plain torch.
+    """Definition of one operation; :func:`operation` makes it from a function in plain torch.
 
     Called with tensors it is that function, ``reference``. Called with :class:`Value` objects, which come before all
-    other arguments, it is recorded. ``widths`` takes the same arguments, checks them, and returns the width of what
-    comes out, or a tuple of them where several do; ``role`` is their role. Kernels are listed by the backends:
-    ``kernels/cpu/lowering.py`` and ``kernels/triton/program.py``. A backend without one calls ``reference``.
+    other arguments, it is recorded. ``widths`` takes the same arguments, checks them, and returns the width of the
+    result, or a tuple for several results; ``role`` is their role. Each backend lists its kernels:
+    ``kernels/cpu/lowering.py`` and ``kernels/triton/program.py``. A backend without a kernel calls ``reference``.
     """
 
     def __init__(
@@ -116,24 +117,24 @@ class Op(Generic[_P, _R]):
 def operation(
     widths: Callable[..., int | tuple[int, ...]], role: str = "rows"
 ) -> Callable[[Callable[_P, _R]], Op[_P, _R]]:
-    """Make an :class:`Op` of a function; see there."""
+    """Decorator that makes an :class:`Op` of a function."""
     return lambda reference: Op(reference, widths, role)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """One operation of the model."""
+    """One recorded call of an operation."""
 
     op: Op[Any, Any]
     inputs: tuple[Value, ...]
     """Its first arguments."""
     attributes: dict[str, Any]
-    """The other arguments by name: weights and numbers."""
+    """Its other arguments by name: weights and numbers."""
     outs: tuple[Value, ...]
 
     @property
     def out(self) -> Value:
-        """The first, and mostly only, result."""
+        """The first result, usually the only one."""
         return self.outs[0]
 
     @property
@@ -148,7 +149,7 @@ class Node:
 
 
 class Recorder:
-    """Writes down what a model does to :attr:`token_ids` and :attr:`positions`.
+    """Records the operations that a model applies to :attr:`token_ids` and :attr:`positions`.
 
     It is also the :class:`~chairlift.models.context.AttentionContext` of that run.
     """
@@ -156,12 +157,13 @@ class Recorder:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.nodes: list[Node] = []
-        """In the order in which they were called."""
+        """Nodes in the order of the calls."""
         self.token_ids = Value(self, "token_ids", 1)
         self.positions = Value(self, "positions", 1)
 
     def record(self, op: Op[Any, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Value | tuple[Value, ...]:
-        """Add a call of ``op``; returns what stands for its results. TypeError or ValueError for wrong arguments."""
+        """Record a call of ``op``. Returns placeholders of its results. Raises TypeError or ValueError for wrong
+        arguments."""
         inputs = tuple(itertools.takewhile(lambda each: isinstance(each, Value), args))
         if any(value.recorder is not self for value in inputs):
             raise TypeError(f"{op.name}: expected {inputs[0].role} of this recording, got those of another")
@@ -190,14 +192,19 @@ class Recorder:
         cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Value:
-        """See :class:`~chairlift.models.context.AttentionContext`; q, k and v come from one ``ops.rotary_heads``."""
+        """Record attention; see :class:`~chairlift.models.context.AttentionContext`. q, k and v come from one
+        ``ops.rotary_heads``."""
         given = {"layer": layer, "scale": scale, "window": window, "cap": cap, "sinks": sinks}
         out = self.record(attention, (q, k, v), given)
         return cast(Value, out)
 
+    def recur(self, layer: int, cell: Cell, *inputs: Value) -> Value:
+        """See :class:`~chairlift.models.context.AttentionContext`."""
+        return cast(Value, self.record(recurrence, inputs, {"layer": layer, "cell": cell}))
+
 
 def expect(value: Value, role: str = "rows", width: int | None = None) -> int:
-    """The width of a value with this role and, where it is given, this width. Raises TypeError and ValueError."""
+    """The width of a value. Raises TypeError for another role and ValueError for another width."""
     if not isinstance(value, Value) or value.role != role:
         given = value.role if isinstance(value, Value) else type(value).__name__
         raise TypeError(f"expected {role} of this recording, got {given}")
@@ -210,6 +217,10 @@ def _attention_width(q: Value, k: Value, v: Value, **_: Any) -> int:
     if q.role != "heads" or q.node is None or q.node.outs != (q, k, v):
         raise TypeError("attend takes q, k and v as one call of ops.rotary_heads gave them")
     return q.width
+
+
+def _recurrence_width(*inputs: Value, layer: int, cell: Cell) -> int:
+    return cell.width(*(expect(value) for value in inputs))
 
 
 add = operation(lambda a, b: expect(b, "rows", expect(a)))(operator.add)
@@ -226,5 +237,12 @@ def attention(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention in one layer, heads -> [T, Hq * Dh]. Only kernels compute it, for the step knows the cache."""
+    """Causal attention in one layer, heads -> [T, Hq * Dh]. It has no definition in plain torch, because it needs the
+    step's cache."""
     raise InvariantError("attention has no call-out; see AttentionContext.attend")
+
+
+@operation(_recurrence_width)
+def recurrence(*inputs: Tensor, layer: int, cell: Cell) -> Tensor:
+    """A recurrent layer, rows -> [T, width]. Only those compute it who know the states of the step."""
+    raise InvariantError("a recurrence has no call-out; see AttentionContext.recur")

@@ -1,7 +1,7 @@
-"""Attention and its cache in plain torch: the truth that faster kernels are tested against.
+"""Attention and its cache in plain torch: the reference for tests of faster kernels.
 
-Nothing here is fast on purpose. Attention is written as its definition, in float32 and one query row at a time, so that
-it shares no cleverness (tiles, masks, grouping of heads) with the implementations it judges.
+Speed does not matter here. Attention is written as its definition, in float32 and one query row at a time. It uses no
+tiles, masks or grouping of heads, so that it shares no mistake with the implementations under test.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al., 2021), the two halves of each head forming the pairs.
+    """Rotary position embedding (Su et al., 2021). The pairs are formed by the two halves of each head.
 
     ``x`` is [T, H, Dh]; ``cos`` and ``sin`` are [T, 1, Dh/2] in ``x``'s dtype.
     """
@@ -96,9 +96,10 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of each row's newest tokens over its blocks: q [T, Hq, Dh] -> [T, Hq, Dh].
 
-    Row ``i`` holds queries ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``, the last of ``seq_lens[i]`` tokens, whose keys
-    lie in the blocks ``block_table[i]`` of caches [blocks, block_size, Hkv, Dh]. A score s becomes ``cap`` tanh(s /
-    ``cap``) (Gemma 2); ``sinks`` [Hq] are one more logit in the softmax of each head, without a value (gpt-oss).
+    Row ``i`` has the queries ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``, which are the last of ``seq_lens[i]`` tokens.
+    Its keys are in the blocks ``block_table[i]`` of the caches [blocks, block_size, Hkv, Dh]. A score s becomes ``cap``
+    tanh(s / ``cap``) (Gemma 2). ``sinks`` [Hq] are one more logit in the softmax of each head, without a value
+    (gpt-oss).
     """
     block_size = key_cache.shape[1]
     rows: list[Tensor] = []

@@ -1,6 +1,6 @@
-"""What a machine allows at most (the roofline model: Williams, Waterman and Patterson, 2009).
+"""Limits of a machine (the roofline model: Williams, Waterman and Patterson, 2009).
 
-A quick measurement of it for the CPU; ``workbench.bench.limits`` has the thorough one.
+This module measures the CPU's limits quickly; ``workbench.bench.limits`` measures them thoroughly.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ from chairlift.kernels.cpu.library import ISA_NAMES, Memory, Pool, require
 __all__ = ["ASSUMED_L3", "GPU", "Roof", "l3_bytes", "product_isa", "quick_roof"]
 
 GPU: Final = "gpu"
-"""What stands for a path where the limits are those of a device; it counts as one thread."""
+"""Name in place of an instruction-set path, for limits of a GPU. A GPU counts as one thread."""
 
 ASSUMED_L3: Final = 64 << 20
-"""Bytes, where the system doesn't tell."""
+"""Assumed size in bytes if the system does not tell it."""
 _CACHES, _MOST_BUFFER, _LEAST_BUFFER = 3, 512 << 20, 64 << 20
 _TRIALS, _MOMENT = 3, 0.002
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Roof:
-    """What bounds an operation from below: bytes per second from memory, operations per second."""
+    """Limits for operations: bytes per second from memory, and operations per second."""
 
     bandwidth: float
     peak: float
 
     def seconds(self, nbytes: float, operations: float) -> float:
-        """The least time for so many bytes and operations, when one hides behind the other perfectly."""
+        """Least time in seconds for this many bytes and operations, with perfect overlap of the two."""
         return max(nbytes / self.bandwidth, operations / self.peak)
 
 
 def product_isa(isa: str, dtype: torch.dtype) -> str:
-    """The path whose product instruction a kernel uses: in float32 the bf16 ones do without their speciality."""
+    """The path whose product instruction a kernel uses. In float32 the bf16 paths use the instructions of a plain
+    path."""
     if dtype == torch.float32 and isa not in ("avx2", GPU):
         return "avx512"
     return isa
 
 
 def l3_bytes(folder: Path, processors: Iterable[int]) -> int:
-    """The L3 caches of ``processors`` together, each counted once though several share it; 0 when none is described."""
+    """Total bytes of the L3 caches of ``processors``, each cache counted once; 0 when none is described."""
     sizes: dict[str, int] = {}
     for processor in processors:
         for index in (folder / f"cpu{processor}" / "cache").glob("index*"):
@@ -62,15 +63,15 @@ def l3_bytes(folder: Path, processors: Iterable[int]) -> int:
 
 
 def quick_roof(pool: Pool, isa: str, dtype: torch.dtype) -> Roof:
-    """What bounds the kernels of a path in a dtype on the processors of ``pool``, within some 100 ms.
+    """Measure the limits of a path and dtype on the processors of ``pool``, within some 100 ms.
 
-    A buffer larger than the last-level cache is read, and products run from registers: the best of three trials each.
-    int8 is that of weights in codes, whatever their bits. Raises OSError without the compiled kernels.
+    It reads a buffer larger than the last-level cache, and computes products from registers; the best of three trials
+    counts. int8 means weights in codes of any number of bits. Raises OSError without the compiled kernels.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cache = l3_bytes(Path("/sys/devices/system/cpu"), allowed) or ASSUMED_L3
     memory = Memory(min(max(_CACHES * cache, _LEAST_BUFFER), _MOST_BUFFER))
-    memory.tensor(torch.uint8, (memory.nbytes,)).fill_(1)  # pages that nobody has written to are one and the same
+    memory.tensor(torch.uint8, (memory.nbytes,)).fill_(1)  # unwritten pages are all the same physical page
     library, path, int8 = require(), ISA_NAMES.index(product_isa(isa, dtype)), int(dtype == torch.int8)
     read = max(library.cl_measure_read(pool.handle, memory.address, memory.nbytes) for _ in range(_TRIALS))
     peak = max(library.cl_measure_peak(pool.handle, path, int8, _MOMENT) for _ in range(_TRIALS))

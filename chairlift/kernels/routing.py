@@ -1,4 +1,4 @@
-"""How a token finds its experts, as a value. Needs no torch."""
+"""Parameters of the routing of tokens to experts. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ GROUP_SCORES = ("best_two", "best")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Which experts a token is sent to, and how much each of their results counts (Shazeer et al., 2017).
+    """How tokens choose experts, and the weights of the experts' results (Shazeer et al., 2017).
 
-    The router's logits are products in float32. They become scores, the ``top_k`` experts with the highest scores are
-    chosen, best first, and their scores are the weights. If scores are equal, the lower expert comes first.
-    Raises ValueError for numbers that no token can be routed by.
+    The router's logits are products in float32. They become scores. The ``top_k`` experts with the highest scores are
+    chosen, best first, and their scores are the weights. Among equal scores the lower expert comes first. Raises
+    ValueError for parameters that do not fit together.
     """
 
     num_experts: int
     top_k: int
     """Experts per token."""
     scoring: str = "softmax"
-    """``softmax`` over all experts (Mixtral, Qwen), ``softmax_chosen`` over those that were chosen by their logits
-    (Granite), or ``sigmoid`` of each (DeepSeek-V3)."""
+    """``softmax`` over all experts (Mixtral, Qwen), ``softmax_chosen`` over the experts chosen by their logits
+    (Granite), or ``sigmoid`` of each logit (DeepSeek-V3)."""
     normalise: bool = False
     """Whether the weights are divided by their sum."""
     epsilon: float = 0.0
-    """What is added to that sum."""
+    """Number added to that sum."""
     scale: float = 1.0
-    """What the weights are multiplied by at last."""
+    """Factor of the weights, applied last."""
     groups: int = 1
-    """Neighbouring experts form so many groups of equal size (DeepSeek-V2)."""
+    """Number of groups of equal size, made of neighbouring experts (DeepSeek-V2)."""
     kept_groups: int = 1
-    """The groups with the highest scores, so many, are those that experts are chosen from."""
+    """Number of groups with the highest scores. Experts are chosen from these groups only."""
     group_score: str = "best_two"
-    """The score of a group: the sum of its ``best_two`` scores (DeepSeek-V3), or the ``best`` (DeepSeek-V2)."""
+    """Score of a group: the sum of its two best scores (``best_two``, DeepSeek-V3), or the ``best`` one
+    (DeepSeek-V2)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -59,5 +60,5 @@ class Routing:
 
     @property
     def words(self) -> str:
-        """For people: ``32 experts, 4 chosen``."""
+        """Description in messages, such as ``32 experts, 4 chosen``."""
         return f"{self.num_experts} experts, {self.top_k} chosen"

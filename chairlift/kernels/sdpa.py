@@ -1,9 +1,10 @@
-"""Paged and packed attention through torch's fused scaled-dot-product attention.
+"""Paged and packed attention with torch's fused scaled-dot-product attention.
 
-Two facts of that kernel are used. It takes any strides, so a KV head is shared by its group of query heads through a
-stride of zero instead of a copy. And it never looks beyond the tensors it is given, so keys outside a sequence or
-behind a window are left out by slicing; a mask is built only for rows that start in the middle of their sequence, for
-at most :data:`QUERY_TILE` rows at a time. It knows neither capped scores nor sinks: there attention is written out.
+Two facts of that kernel are used. It accepts any strides, so a group of query heads shares its KV head through a stride
+of zero instead of a copy. It reads only the tensors that it is given, so keys outside a sequence or behind a window are
+excluded by slicing. A mask is needed only for rows that start in the middle of their sequence, for at most
+:data:`QUERY_TILE` rows at a time. The kernel supports neither capped scores nor sinks; these use attention in plain
+torch.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ __all__ = [
 ]
 
 QUERY_TILE = 256
-"""Most query rows that share one mask, so that no mask is larger than [256, keys]."""
+"""Most query rows that share one mask, which has at most 256 rows."""
 SHORT = 64
-"""Segments of at most this many tokens may share a call with others of similar length."""
+"""Segments of at most this many tokens may share a call with segments of similar length."""
 _STEP = 8
-"""Their lengths may differ by less than this."""
+"""Lengths in a shared call differ by less than this."""
 _COPY = 128
-"""A call costs about as much as copying this many rows."""
+"""Cost of a call, in rows that could be copied in the same time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PagedRow:
-    """One sequence in a step: which queries it owns and which blocks hold the keys they need.
+    """One sequence in a step: its queries, and the blocks with the keys that they need.
 
     Made once per step and cache group, and used by every layer of the group.
     """
@@ -47,11 +48,11 @@ class PagedRow:
     start: int
     """First query row in the flat batch."""
     num_queries: int
-    """Queries of this row; they are the newest tokens of the sequence."""
+    """Number of queries; they are the newest tokens of the sequence."""
     num_keys: int
-    """Keys the queries need: all of the sequence, less those behind the first query's window."""
+    """Number of keys that the queries need: the whole sequence, except keys behind the first query's window."""
     skip: int
-    """Keys in the first gathered block that lie behind the window."""
+    """Number of keys in the first gathered block that are behind the window."""
     block_ids: Tensor
     """int64 [blocks]: only blocks that hold needed keys."""
 
@@ -86,22 +87,22 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of each row's queries over its blocks (PagedAttention: Kwon et al., 2023).
 
-    ``q`` is [T, Hq, Dh], the caches [blocks, block_size, Hkv, Dh]; returns [T, Hq, Dh]. Values may be of another width
-    than keys, and so is the result then. The new keys and values must have been written. A score s becomes
-    ``cap`` tanh(s / ``cap``) (Gemma 2); ``sinks`` [Hq] are one more logit in the softmax of each head, without a value
-    (gpt-oss). Not differentiable.
+    ``q`` is [T, Hq, Dh], the caches [blocks, block_size, Hkv, Dh]; returns [T, Hq, Dh]. If values have another width
+    than keys, the result has theirs. The new keys and values must have been written. A score s becomes ``cap`` tanh(s /
+    ``cap``) (Gemma 2). ``sinks`` [Hq] are one more logit in the softmax of each head, without a value (gpt-oss). Not
+    differentiable.
     """
     shape = _Shape(scale, window, cap, sinks)
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, value_dim = value_cache.shape[2:]
     group = num_heads // num_kv_heads
     width, value_width = num_kv_heads * head_dim, num_kv_heads * value_dim
-    # A query row as [1, Hkv, group, Dh]: the heads that share a KV head become the rows of one small product.
+    # A query row as [1, Hkv, group, Dh]: heads that share a KV head are the rows of one small product.
     decode_rows = q.reshape(-1, 1, num_kv_heads, group, head_dim)
     strides, value_strides = (0, head_dim, width, 1), (0, value_dim, value_width, 1)
     outputs: list[Tensor] = []
     for row in rows:
-        # A gather makes fresh, contiguous memory, so one as_strided does for view, slice and transpose.
+        # The gathered keys are new, contiguous memory, so one as_strided does view, slice and transpose.
         size = (1, num_kv_heads, row.num_keys)
         keys = key_cache.index_select(0, row.block_ids).as_strided((*size, head_dim), strides, row.skip * width)
         values = value_cache.index_select(0, row.block_ids)
@@ -111,8 +112,8 @@ def paged_attention(
         else:
             queries = q[row.start : row.start + row.num_queries]
             chunk = _attend_chunk(queries, keys, values, shape).view(-1, num_kv_heads, group, value_dim)
-            # A weight of zero does not silence a value that is NaN or infinite. Where a result is not finite, the fault
-            # may lie where its row must not look, so each row is computed again over the keys that it sees.
+            # A weight of zero times NaN or infinity is NaN. The bad value may be at a position that a row must not see,
+            # so each row is computed again over the keys that it sees.
             if not chunk.isfinite().all():
                 for i in range(row.num_queries):
                     high = row.num_keys - row.num_queries + i + 1
@@ -137,16 +138,17 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention inside each segment of a packed batch: q [T, Hq, Dh], k and v [T, Hkv, Dh] -> [T, Hq, Dh].
 
-    For ``cap`` and ``sinks`` see :func:`paged_attention`. Differentiable. Segments never see each other because each is
-    a call of its own or a row of one: neighbours of one length share a call, and where there are many short segments,
-    those of similar length do, wherever they lie.
+    For ``cap`` and ``sinks`` see :func:`paged_attention`. Differentiable. Segments never see each other, because each
+    is a call of its own or one row of a call. Neighbours of equal length share a call. With many short segments, those
+    of similar length share a call wherever they are in the batch.
     """
     shape = _Shape(scale, window, cap, sinks)
     plan = _plan(tuple(cu_seqlens), window, q.device)
     if plan.order is not None:
         index, inverse, filling = plan.order
         q, k, v = (_reorder(x, index, inverse, None) for x in (q, k, v))
-    # Split, not slices: the gradient of n slices is the sum of n tensors of full size, that of a split one of them.
+    # Split instead of slices: the gradient of n slices is the sum of n tensors of full size, that of a split is one
+    # tensor.
     sizes = [count * length for count, length in plan.calls]
     split = [[x] if len(sizes) == 1 else torch.split_with_sizes(x, sizes) for x in (q, k, v)]
     outputs: list[Tensor] = []
@@ -165,10 +167,10 @@ def packed_attention(
 def bidirectional_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], *, scale: float, window: int | None
 ) -> Tensor:
-    """Attention to both sides inside each segment of a packed batch: q, k and v [T, H, Dh] -> [T, H, Dh].
+    """Attention in both directions inside each segment of a packed batch: q, k and v [T, H, Dh] -> [T, H, Dh].
 
-    A token sees at most ``window`` tokens to each side, and itself; None sees all. Each segment is a call of its own
-    shape, so that its bits do not depend on the other segments.
+    A token sees itself and at most ``window`` tokens on each side; None sees all. Each segment is a separate call, so
+    that its bits do not depend on the other segments.
     """
     out = torch.empty_like(q)
     for start, end in itertools.pairwise(cu_seqlens):
@@ -191,24 +193,27 @@ def bidirectional_attention(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """How the segments of a batch are divided among calls."""
+    """Division of a batch's segments into calls."""
 
     calls: list[tuple[int, int]]
-    """Segments in the call, and rows of each."""
+    """(segments in the call, rows of each) per call."""
     order: tuple[Tensor, Tensor, Tensor] | None = None
-    """None when the calls laid end to end are the batch. Otherwise, int64: [P] the row of the batch at each row of
-    the calls; [T] where each row of the batch is among those; and the rows of the calls that only fill up a segment on
-    the right, where causal attention never looks."""
+    """None when the calls in order are the batch. Otherwise three int64 tensors.
+    - [P]: row of the batch at each row of the calls.
+    - [T]: place of each row of the batch among the rows of the calls.
+    - The rows of the calls that pad a segment on the right, where causal attention never looks.
+    """
 
 
 @functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)  # what an evaluation makes, training saves for its gradients
+@torch.inference_mode(False)  # a plan made during evaluation is reused by training, which saves it for gradients
 def _plan(cu_seqlens: tuple[int, ...], window: int | None, device: torch.device) -> _Plan:
-    """Few calls, for little copying; made once for all layers."""
+    """A plan with few calls and little copying, made once for all layers."""
     spans = [(start, end) for start, end in itertools.pairwise(cu_seqlens) if end > start]
 
     def kind(span: tuple[int, int], step: int) -> tuple[int, int]:
-        """The same for segments that may share a call. One that needs a mask (a window inside it) is alone."""
+        """Key that is equal for segments that may share a call. A segment that needs a mask (its window is shorter) is
+        alone."""
         start, length = span[0], span[1] - span[0]
         if window is not None and length > window:
             return length, start
@@ -237,11 +242,11 @@ def _plan(cu_seqlens: tuple[int, ...], window: int | None, device: torch.device)
 
 
 class _Reorder(torch.autograd.Function):
-    """Rows of x at ``index``. The gradient needs no sum: of equal rows, all but one have none."""
+    """Rows of x at ``index``. The gradient needs no sum, because only one of equal rows has a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, filling: Tensor | None) -> Tensor:
-        """``inverse`` takes the gradient back; its rows ``filling`` are nobody's, and get none."""
+        """``inverse`` maps the gradient back. The rows ``filling`` are padding and get no gradient."""
         ctx.save_for_backward(inverse, filling)
         return x.index_select(0, index)
 
@@ -270,7 +275,7 @@ def _attend_equal(q: Tensor, k: Tensor, v: Tensor, length: int, *, scale: float,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Shape:
-    """What becomes of scores."""
+    """Parameters of attention scores."""
 
     scale: float
     window: int | None
@@ -279,7 +284,7 @@ class _Shape:
 
     @property
     def plain(self) -> bool:
-        """Whether torch's kernel knows it."""
+        """Whether torch's kernel supports them."""
         return self.cap is None and self.sinks is None
 
 
@@ -303,9 +308,9 @@ def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, shape: _Shape, dropou
     num_queries, num_heads = q.shape[:2]
     num_kv_heads, num_keys = keys.shape[1], keys.shape[2]
     group, head_dim = num_heads // num_kv_heads, values.shape[3]
-    if group == 1 and shape.plain:  # as they lie, so that the output lies as it must
+    if group == 1 and shape.plain:  # in their layout, so that the output has the required layout
         queries = q.transpose(0, 1).unsqueeze(0)
-    else:  # Batch over KV heads; the group of query heads reads the same keys through a zero stride.
+    else:  # The batch dimension is the KV heads. A group of query heads reads the same keys through a zero stride.
         queries = q.view(num_queries, num_kv_heads, group, -1).permute(1, 2, 0, 3)
         keys = keys.transpose(0, 1).expand(-1, group, -1, -1)
         values = values.transpose(0, 1).expand(-1, group, -1, -1)
@@ -337,7 +342,7 @@ def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, shape: _Shape, dropou
 
 
 def _tile_mask(rows: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Additive mask [rows, keys] for the newest ``rows`` of ``keys`` tokens: 0 where row may look, else -inf."""
+    """Additive mask [rows, keys] for the newest ``rows`` of ``keys`` tokens: 0 where a row may look, otherwise -inf."""
     offset = keys - rows
     mask = torch.full((rows, keys), float("-inf"), dtype=dtype, device=device).triu_(offset + 1)
     if window is not None and keys > window:

@@ -1,11 +1,11 @@
-"""How the matrices of a model lie in memory: one class for each format.
+"""Formats of a model's matrices in memory: one class per format.
 
 A weight format is a value. It allocates weights, writes rows into them as they arrive, and multiplies with them. Only
-the format knows what its weights are: parameters, tensors in oneDNN's layout, packed panels, values with scales. A
-layer holds a weight and its format. Models and the loader never ask which format it is.
+the format knows the type of its weights: parameters, tensors in oneDNN's layout, packed panels, values with scales. A
+layer holds a weight and its format. Models and the loader are independent of the format.
 
-A weight is never in memory twice: rows arrive in slices and go straight to their place, also when they replace others.
-oneDNN packs whole matrices only, so it holds one matrix at a time in both layouts.
+A weight is never in memory twice: rows arrive in slices and are written to their place, also when they replace others.
+oneDNN packs whole matrices only, so one matrix at a time is there in both layouts.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ class MatrixShape(NamedTuple):
     out_features: int
     in_features: int
     interleaved: bool = False
-    """The first half of the outputs are gates for the second half. A format may put each gate beside what it gates."""
+    """The first half of the outputs are gates for the second half. A format may put each gate beside its value."""
     kind: GroupKind | None = None
-    """How a quantised checkpoint writes the numbers; None where they are floats."""
+    """Kind of codes in a quantised checkpoint; None for floats."""
     stack: int = 1
-    """So many weights of equal shape, one above the other, which are used apart (experts)."""
+    """Number of weights of equal shape, one above the other, which are used separately (experts)."""
 
 
 class WeightFormat(abc.ABC):
-    """A format of weights [out, in]. ``weight`` is one that :meth:`empty` returned."""
+    """A format of weights [out, in]. ``weight`` arguments come from :meth:`empty`."""
 
     embeds = False
-    """Whether an embedding can be looked up in such a weight, so that a tied output head shares the embedding's."""
+    """Whether embeddings can be looked up in such a weight, so that a tied output head can share the embedding's
+    weight."""
 
     @property
     def head(self) -> WeightFormat:
@@ -59,7 +60,7 @@ class WeightFormat(abc.ABC):
         return self
 
     def fitting(self, dtype: torch.dtype, device: torch.device) -> WeightFormat:
-        """This format, or the one to use in its place. Raises ConfigError where neither is possible."""
+        """This format, or a replacement for it. Raises ConfigError where neither is possible."""
         return self
 
     @abc.abstractmethod
@@ -68,20 +69,21 @@ class WeightFormat(abc.ABC):
 
     @abc.abstractmethod
     def empty(self, shapes: Sequence[MatrixShape], dtype: torch.dtype, device: torch.device) -> list[Any]:
-        """Weights without numbers for a model of ``dtype``, in the order of ``shapes``."""
+        """Uninitialised weights for a model of ``dtype``, in the order of ``shapes``."""
 
     def write(self, weight: Any, start: int, rows: Tensor | GroupedRows, *, mapped: bool) -> None:
         """Write ``rows`` [count, in], of any float dtype on any device, as outputs ``start`` and following.
 
-        ``mapped`` says that they lie in an unwritten file mapping: its pages are released as they are read.
+        ``mapped`` says that they are in an unwritten file mapping: its pages are released after reading.
         """
         weight.pack_rows(dequantized(rows), start, mapped=mapped)
 
     def finish(self, weight: Any, bias: Tensor | None) -> None:  # noqa: B027 - most formats have nothing left to do
-        """All rows and the layer's bias [out] have been written. Called again after they were replaced."""
+        """Finish a weight after all its rows and the layer's bias [out] have been written. Called again after they were
+        replaced."""
 
     def name(self, weight: Any) -> str | None:
-        """What the numbers are, where they are not of the model's dtype: ``int4`` for example."""
+        """Name of the number format, such as ``int4``; None for the model's dtype."""
         return None
 
     @abc.abstractmethod
@@ -91,7 +93,7 @@ class WeightFormat(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Plain(WeightFormat):
-    """Ordinary parameters, to train or to save."""
+    """Ordinary parameters, which can be trained and saved."""
 
     embeds = True
 
@@ -114,7 +116,7 @@ class Plain(WeightFormat):
 
 
 class _OneDnnWeight:
-    """``rows`` [out, in] while they are written, ``packed`` in oneDNN's layout afterwards."""
+    """``rows`` [out, in] while they are written, then ``packed`` in oneDNN's layout."""
 
     packed: Tensor
 
@@ -125,7 +127,7 @@ class _OneDnnWeight:
 
     def pack_rows(self, rows: Tensor, start: int, *, mapped: bool) -> None:
         if not mapped and rows.shape == self.size and rows.dtype == self.dtype and rows.is_contiguous():
-            self.rows = rows.cpu()  # the whole weight needs no copy
+            self.rows = rows.cpu()  # a whole weight needs no copy
             return
         if self.rows is None:
             self.rows = torch.empty(self.size, dtype=self.dtype)
@@ -136,7 +138,7 @@ class _OneDnnWeight:
 class OneDnn(WeightFormat):
     """oneDNN's own layout, for layers that PyTorch runs on the CPU; plain where oneDNN has no kernels.
 
-    Stacked weights are plain, for it packs whole matrices only.
+    Stacked weights are plain, because oneDNN packs whole matrices only.
     """
 
     @property
@@ -164,15 +166,15 @@ class OneDnn(WeightFormat):
 
 @dataclasses.dataclass(frozen=True)
 class Native(WeightFormat):
-    """The packed panels of our CPU kernels, for step programs only: float32 and bfloat16, or codes in groups.
+    """Packed panels of the native CPU kernels, for step programs only: float32 and bfloat16, or codes in groups.
 
-    Without a ``kind`` codes of a checkpoint stay what they are, and floats stay floats. With one all weights are
-    rounded to it, but the output head and the embedding never to fewer than 8 bits.
+    Without a ``kind``, codes of a checkpoint stay codes and floats stay floats. With a ``kind`` all weights are rounded
+    to it, but the output head and the embedding to at least 8 bits.
     """
 
     kind: GroupKind | None = None
     floats: bool = False
-    """Make floats of all codes."""
+    """Convert all codes to floats."""
 
     embeds = True
 
@@ -194,7 +196,8 @@ class Native(WeightFormat):
         return packed_code_bytes(*sizes, kind, interleaved=shape.interleaved, stack=shape.stack)
 
     def empty(self, shapes: Sequence[MatrixShape], dtype: torch.dtype, device: torch.device) -> list[PackedMatrix]:
-        """All in one piece of memory, which begins on a huge page: with one piece for each, the ends would add up."""
+        """All weights in one block of memory that begins on a huge page. Separate blocks would each waste the end of a
+        huge page."""
         sizes = [self.nbytes(shape, dtype) for shape in shapes]
         memory, offset, weights = Memory(sum(sizes)), 0, list[PackedMatrix]()
         for shape, size in zip(shapes, sizes, strict=True):
@@ -224,9 +227,10 @@ class Native(WeightFormat):
 
 @dataclasses.dataclass(frozen=True)
 class Fp8(WeightFormat):
-    """8 bits and a float32 scale for each output, for the Triton kernels.
+    """8-bit floats and a float32 scale per output, for the Triton kernels.
 
-    The output head stays plain: like the embedding it loses more by fp8 than it gains. Stacked weights stay plain too.
+    The output head stays plain: like the embedding it would lose more quality than it gains speed. Stacked weights stay
+    plain too.
     """
 
     @property
@@ -260,4 +264,4 @@ QUANTIZED: Final[dict[str, WeightFormat]] = {
     "int4": Native(GroupKind(4, GROUP)),
     "fp8": FP8,
 }
-"""By the values of the setting ``quantization``."""
+"""Weight formats by value of the setting ``quantization``."""

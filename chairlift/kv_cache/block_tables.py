@@ -29,7 +29,7 @@ class BlockTables:
         self.reservations = Reservations(layout, self.pools)
         self._evicted = evicted
         self.held_blocks = 0
-        """Number of table entries of all requests. A shared block counts once per table."""
+        """Number of table entries of all requests in groups of K and V. A shared block counts once per table."""
         self.deferred: deque[tuple[int, int, list[int]]] = deque()
         """(last step that uses the blocks, group, blocks). They are released when that step has run."""
         self.num_deferred = [0] * len(self.pools)
@@ -62,7 +62,7 @@ class BlockTables:
             table = [next(new) if block is None else block for block in shared]
             table.extend(new)
             request.block_ids.append(table)
-            self.held_blocks += len(table)
+            self._hold(group, len(table))
             self._update_reservation(group, request)
             if self.journal is not None:
                 self.journal.append((request.request_id, group, 0, list(table), []))
@@ -86,7 +86,7 @@ class BlockTables:
                 elif block != NULL_BLOCK:
                     (found[block],) = self.take(group, 1)
                 request.block_ids[group].append(found.get(block, NULL_BLOCK))
-            self.held_blocks += len(theirs)
+            self._hold(group, len(theirs))
             self._update_reservation(group, request)
 
     def extend(self, request: Request, num_tokens: int, in_flight: int) -> list[NewBlocks] | None:
@@ -95,8 +95,8 @@ class BlockTables:
         ``in_flight`` is the last step that was scheduled before this one. Returns the new blocks, or None if a pool is
         short; no block is taken then.
         """
-        for group, cache_group in enumerate(self.layout.groups):
-            if cache_group.window is not None:
+        for group, kind in enumerate(self.layout.kinds):
+            if kind.releases:
                 self._leave_behind(group, request, in_flight)
         if not self.has_room(request, num_tokens):
             return None
@@ -107,7 +107,7 @@ class BlockTables:
                 table = request.block_ids[group]
                 first = len(table)
                 table.extend(self.take(group, want))
-                self.held_blocks += want
+                self._hold(group, want)
                 self._update_reservation(group, request)
                 grown.append(NewBlocks(group, first, table[first:]))
                 if self.journal is not None:
@@ -115,7 +115,7 @@ class BlockTables:
         return grown
 
     def _num_wanted(self, group: int, request: Request, num_tokens: int) -> int:
-        return max(0, -(-num_tokens // self.block_size) - len(request.block_ids[group]))
+        return max(0, self.layout.kinds[group].num_entries(num_tokens) - len(request.block_ids[group]))
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
         """Whether there are blocks for the request's first ``num_tokens`` positions now."""
@@ -128,12 +128,21 @@ class BlockTables:
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Number of blocks that :meth:`extend` will lack when every deferred release has happened, in the pool that is
         shortest; 0 if it will succeed."""
-        want = -(-num_tokens // self.block_size)
         gaps = [
-            want - len(table) - max(0, free - self.reservations.withheld(group, request))
+            self.layout.kinds[group].num_entries(num_tokens)
+            - len(table)
+            - max(0, free - self.reservations.withheld(group, request))
             for group, (table, free) in enumerate(zip(request.block_ids, self.num_free_soon(), strict=True))
         ]
         return max(0, *gaps)
+
+    def num_left(self, request: Request, num_blocks: int, most: int) -> int:
+        """Number of leading positions, at most ``most``, that stay if each group loses ``num_blocks`` blocks at the
+        end of the request's table. Whole blocks, and below 1 if nothing would be left."""
+        kinds = self.layout.kinds
+        ends = [(len(t) - num_blocks) * kind.span for t, kind in zip(request.block_ids, kinds, strict=True)]
+        unit = max(self.block_size, self.layout.share_unit)
+        return min(most, *ends) // unit * unit
 
     def num_free_soon(self) -> list[int]:
         """Number of free blocks per group when every deferred release has happened."""
@@ -163,10 +172,11 @@ class BlockTables:
             raise InvariantError(f"{request!r} cannot keep {num_tokens} positions: blocks have {self.block_size}")
         if not self.resumable(request, num_tokens):
             return False
+        for group, kind in enumerate(self.layout.kinds):
+            kept = kind.num_entries(num_tokens)
+            self._cut(group, request, kept, in_flight)
+            request.num_out_of_reach[group] = min(request.num_out_of_reach[group], kept)
         end = num_tokens // self.block_size
-        for group in range(len(request.block_ids)):
-            self._cut(group, request, end, in_flight)
-            request.num_out_of_reach[group] = min(request.num_out_of_reach[group], end)
         path: list[PrefixNode] = []
         node = request.last_node
         while node is not None and node.parent is not None:
@@ -189,12 +199,16 @@ class BlockTables:
                 self.pools[group].release(block)
 
     def resumable(self, request: Request, position: int) -> bool:
-        """Whether the request still has every block that the token at ``position`` attends to."""
-        end = -(-position // self.block_size)
+        """Whether the request still has every block that the token at ``position`` reads, as it was behind the token
+        before it."""
         return all(
-            NULL_BLOCK not in table[self.layout.first_in_reach(group, position) : end]
-            for group, table in enumerate(request.block_ids)
+            kind.continues_at(position, request.num_computed_tokens)
+            and NULL_BLOCK not in table[self.layout.first_in_reach(group, position) : kind.num_entries(position)]
+            for group, (kind, table) in enumerate(zip(self.layout.kinds, request.block_ids, strict=True))
         )
+
+    def _hold(self, group: int, count: int) -> None:
+        self.held_blocks += count * self.layout.kinds[group].stores_positions
 
     def take(self, group: int, count: int) -> list[int]:
         """Take ``count`` blocks from the pool, which must have them."""
@@ -228,7 +242,7 @@ class BlockTables:
         table = request.block_ids[group]
         if self.journal is not None:
             self.journal.append((request.request_id, group, end, [], table[end:]))
-        self.held_blocks -= max(0, len(table) - end)
+        self._hold(group, -max(0, len(table) - end))
         self._give_back(group, request, [block for block in reversed(table[end:]) if block != NULL_BLOCK], in_flight)
         request.block_ids[group] = table[:end]
 

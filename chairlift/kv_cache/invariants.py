@@ -23,7 +23,7 @@ def check_manager(kv: KVCacheManager, requests: Iterable[Request]) -> None:
         if request.request_id in kv.swapped and request.block_ids:
             raise InvariantError(f"{request!r} holds blocks, and is swapped out")
         for group, table in enumerate(request.block_ids):
-            held += len(table)
+            held += len(table) * kv.layout.kinds[group].stores_positions
             reserved[group] += request.reserved[group][0]
             unheld[group] += request.reserved[group][1]
             _check_table(kv, group, request)
@@ -45,15 +45,15 @@ def check_manager(kv: KVCacheManager, requests: Iterable[Request]) -> None:
 
 
 def _check_table(kv: KVCacheManager, group: int, request: Request) -> None:
-    table = request.block_ids[group]
-    if len(table) * kv.block_size < request.num_computed_tokens:
+    table, span = request.block_ids[group], kv.layout.kinds[group].span
+    if len(table) * span < request.num_computed_tokens:
         raise InvariantError(f"{request!r} computed beyond its {len(table)} blocks in group {group}")
     first = kv.layout.first_in_reach(group, request.num_computed_tokens)
     if any(block == NULL_BLOCK for block in table[first:]):
         raise InvariantError(f"{request!r} has the null block within reach in group {group}")
     if any(table[: min(request.num_out_of_reach[group], len(table))]):
         raise InvariantError(f"{request!r} still holds blocks that group {group} counts as left behind")
-    _check_writable(kv.pools[group], group, request, table[request.num_computed_tokens // kv.block_size :])
+    _check_writable(kv.pools[group], group, request, table[request.num_computed_tokens // span :])
 
 
 def _check_writable(pool: BlockPool, group: int, request: Request, tail: list[int]) -> None:

@@ -1,7 +1,8 @@
 """The cache groups of a model, and how many blocks a table takes in each.
 
-A *group* is a set of layers that keep the same positions: ``full`` keeps all of them, ``window(W)`` the last W. Every
-group has a pool of its own; a request has one table per group.
+A *group* is a set of layers that keep the same positions: ``full`` keeps all of them, ``window(W)`` the last W, and
+``state`` has recurrent states instead of positions. Every group has a pool of its own; a request has one table per
+group. What an entry of its table holds is the group's :class:`~chairlift.kv_cache.cache_kind.CacheKind`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
+from chairlift.kv_cache.cache_kind import CacheKind
+from chairlift.kv_cache.state_kind import StateKind
 
 __all__ = ["CacheLayout"]
 
@@ -18,7 +21,8 @@ class CacheLayout:
     """Cache groups with their block size.
 
     ``max_step_tokens`` is the most tokens that one step computes for one request. A window group must hold a window and
-    the new tokens of one step at once. Raises ConfigError for a bad block size and for no groups.
+    the new tokens of one step at once. Raises ConfigError for a bad block size, for no groups, and for
+    a span of states that is no multiple of the block size.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], block_size: int, max_step_tokens: int) -> None:
@@ -29,21 +33,31 @@ class CacheLayout:
         self.groups = tuple(groups)
         self.block_size = block_size
         self.max_step_tokens = max_step_tokens
+        self.kinds = tuple(_kind_of(group, block_size) for group in groups)
+        """Kind of cache of each group."""
+        self.share_unit = max(kind.share_unit for kind in self.kinds)
+        """Lengths of prefixes that one request may share with another are multiples of this."""
 
     def blocks_for(self, group: int, num_tokens: int) -> int:
         """Largest number of blocks that a request of ``num_tokens`` positions holds at once in ``group``."""
-        whole = -(-num_tokens // self.block_size)
-        window = self.groups[group].window
-        if window is None:
-            return whole
-        return min(whole, -(-(window - 1 + self.max_step_tokens) // self.block_size) + 1)
+        return self.kinds[group].most_entries(num_tokens, self.max_step_tokens)
 
     def first_in_reach(self, group: int, position: int) -> int:
-        """Index of the first table entry that the token at ``position`` may still attend to."""
-        window = self.groups[group].window
-        return 0 if window is None else max(0, position - window + 1) // self.block_size
+        """Index of the first table entry that the token at ``position`` may still read."""
+        return self.kinds[group].first_in_reach(position)
 
     def admission_blocks(self, group: int, known: int, reserve: int) -> int:
         """Number of table entries after admission with ``known`` shared tokens and ``reserve`` reserved positions."""
-        whole = -(-max(reserve, known + 1) // self.block_size)
+        whole = self.kinds[group].num_entries(max(reserve, known + 1))
         return min(whole, self.first_in_reach(group, known) + self.blocks_for(group, reserve))
+
+
+def _kind_of(group: CacheGroup, block_size: int) -> CacheKind:
+    span = group.state_span
+    if span is None:
+        return CacheKind(block_size, group.window)
+    if span < 1 or span % block_size or group.window is not None:
+        raise ConfigError(
+            f"state_span must be a multiple of block_size {block_size}, without a window; got {span}, {group.window}"
+        )
+    return StateKind(span)

@@ -59,7 +59,10 @@ class KVCacheManager:
         seam: dict[str, Any] = {} if hash_function is None else {"hash_function": hash_function}
         self.prefix_cache: PrefixCache | None = None
         if enable_prefix_caching:
-            self.prefix_cache = PrefixCache(block_size, self.pools, secret, host_pool=self.swap_pool, **seam)
+            kinds = self.layout.kinds
+            self.prefix_cache = PrefixCache(
+                block_size, self.pools, secret, host_pool=self.swap_pool, kinds=kinds, **seam
+            )
         self.prefix_offload = prefix_offload and enable_prefix_caching
         self.num_offloaded = self.num_brought_back = 0
         """Evicted blocks that were copied to host memory, and blocks that were copied back."""
@@ -76,9 +79,9 @@ class KVCacheManager:
     def capacity_tokens(self) -> int:
         """Most positions of one request alone. A window group that can hold its window sets no limit."""
         limits = [
-            pool.capacity * self.block_size
-            for group, pool in enumerate(self.pools)
-            if self.layout.groups[group].window is None or self.layout.blocks_for(group, _NO_LIMIT) > pool.capacity
+            pool.capacity * kind.span
+            for group, (pool, kind) in enumerate(zip(self.pools, self.layout.kinds, strict=True))
+            if not kind.releases or self.layout.blocks_for(group, _NO_LIMIT) > pool.capacity
         ]
         return min(limits, default=_NO_LIMIT)
 
@@ -103,11 +106,13 @@ class KVCacheManager:
         absent = [(group, i) for group, table in enumerate(tables) for i, block in enumerate(table) if block is None]
         if (wants := self._wants(request, tables, known, reserve, watermark)) is None:
             return None
-        hosts = [(group, i, host) for group, i in absent if (host := path[i].hosts[group]) is not None]
+        ends = [self.layout.kinds[group].last_block(i, self.block_size) for group, i in absent]
+        found = [(group, i, path[end].hosts[group]) for (group, i), end in zip(absent, ends, strict=True)]
+        hosts = [(group, i, host) for group, i, host in found if host is not None]
         for group, _, host in hosts:
             self.swap_pool.touch(group, host, self._scheduled_step + 1)  # so that no eviction of this step takes it
         # Blocks that come back are published once the step that copies them has run, with the request's own blocks.
-        path = path[: min((i for _, i in absent), default=len(path))]
+        path = path[: min(ends, default=len(path))]
         stale = shared.source is not None and shared.source.num_published == NEVER  # a fork of it is stale too
         self.tables.occupy(request, tables, wants, known, path if share and not stale else None)
         copies: list[tuple[int, int, int]] = []
@@ -144,15 +149,16 @@ class KVCacheManager:
             raise InvariantError(f"{request!r} cannot save {num_tokens} positions: not computed, or saved before")
         if request.num_published == NEVER or not self.tables.resumable(request, num_tokens):
             return None
-        end = -(-num_tokens // self.block_size)
         firsts = [self.layout.first_in_reach(group, num_tokens) for group in range(len(self.layout.groups))]
-        if any(end - first > self.swap_pool.num_free(group) for group, first in enumerate(firsts)):
+        ends = [kind.num_entries(num_tokens) for kind in self.layout.kinds]
+        counts = [max(0, end - first) for first, end in zip(firsts, ends, strict=True)]
+        if any(count > self.swap_pool.num_free(group) for group, count in enumerate(counts)):
             return None
-        hosts = [self.swap_pool.allocate(group, max(0, end - first)) for group, first in enumerate(firsts)]
+        hosts = [self.swap_pool.allocate(group, count) for group, count in enumerate(counts)]
         self.swapped[request.request_id] = Swapped(num_tokens, hosts, in_flight + 1)
         copies = [
             (group, block, host)
-            for group, first in enumerate(firsts)
+            for group, (first, end) in enumerate(zip(firsts, ends, strict=True))
             for block, host in zip(request.block_ids[group][first:end], hosts[group], strict=True)
         ]
         self.tables.free(request, in_flight)
@@ -179,9 +185,9 @@ class KVCacheManager:
             path = self.prefix_cache.walk(request, known // self.block_size)
         tables: list[list[int | None]] = []
         for group, hosts in enumerate(saved.blocks):
-            first = self.layout.first_in_reach(group, known)
-            end = first + len(hosts)
-            cached = [node.blocks[group] for node in path[first:end]]
+            kind, first = self.layout.kinds[group], self.layout.first_in_reach(group, known)
+            ends = [kind.last_block(entry, self.block_size) for entry in range(first, first + len(hosts))]
+            cached = [path[end].blocks[group] for end in ends if end < len(path)]
             tables.append([NULL_BLOCK] * first + cached + [None] * (len(hosts) - len(cached)))
         if (wants := self._wants(request, tables, known, reserve, watermark)) is None:
             return None
@@ -273,7 +279,7 @@ class KVCacheManager:
             path = self.prefix_cache.walk(request, (len(request.token_ids) - 1) // self.block_size)
             known = self._agreed(path) * self.block_size
         source = request.source
-        forked = request.num_prompt_tokens - 1
+        forked = (request.num_prompt_tokens - 1) // self.layout.share_unit * self.layout.share_unit
         if source is not None and forked > known and self._can_fork(source, forked):
             return _Shared(forked, path, source)
         return _Shared(known, path)
@@ -283,23 +289,29 @@ class KVCacheManager:
         # A token since it was admitted proves that its prompt was computed by a step before this one.
         if source.status is not RequestStatus.RUNNING or len(source.token_ids) <= source.progress_mark:
             return False
-        end = -(-forked // self.block_size)
-        return self.tables.resumable(source, forked) and all(len(table) >= end for table in source.block_ids)
+        ends = [kind.num_entries(forked) for kind in self.layout.kinds]
+        return self.tables.resumable(source, forked) and all(
+            len(table) >= end for table, end in zip(source.block_ids, ends, strict=True)
+        )
 
     def _agreed(self, path: list[PrefixNode]) -> int:
         """Number of leading blocks of ``path`` that every group still has, in its pool or in host memory, as far as its
         window needs them."""
-        hit = len(path)
-        for group, cache_group in enumerate(self.layout.groups):
-            if cache_group.window is None:
+        hit, kinds = len(path), self.layout.kinds
+        for group, kind in enumerate(kinds):
+            if not kind.releases:
                 hit = next((i for i, node in enumerate(path[:hit]) if not self._has(group, node)), hit)
-        while hit and not all(
-            self._has(group, node)
-            for group in range(len(self.layout.groups))
-            for node in path[self.layout.first_in_reach(group, hit * self.block_size) : hit]
-        ):
+        while hit and not all(self._has_all(group, path[:hit]) for group in range(len(kinds))):
             hit -= 1
         return hit
+
+    def _has_all(self, group: int, path: list[PrefixNode]) -> bool:
+        """Whether the group has what the token behind ``path`` reads."""
+        kind, known = self.layout.kinds[group], len(path) * self.block_size
+        needed = range(self.layout.first_in_reach(group, known), kind.num_entries(known))
+        return known % kind.share_unit == 0 and all(
+            self._has(group, path[kind.last_block(entry, self.block_size)]) for entry in needed
+        )
 
     def _has(self, group: int, node: PrefixNode) -> bool:
         host = node.hosts[group]
@@ -308,13 +320,13 @@ class KVCacheManager:
     def _shared_table(self, group: int, shared: _Shared) -> list[int | None]:
         """Full blocks of the shared positions, with the null block behind a window and None for blocks that only host
         memory has."""
-        num_full = shared.num_tokens // self.block_size
+        kind, source = self.layout.kinds[group], shared.source
         first = self.layout.first_in_reach(group, shared.num_tokens)
-        if shared.source is not None:
-            blocks: Sequence[int | None] = shared.source.block_ids[group]
-        else:
-            blocks = [node.blocks[group] for node in shared.path]
-        return [NULL_BLOCK if i < first else blocks[i] for i in range(num_full)]
+        full: range = range(shared.num_tokens // kind.span)
+        if source is not None:
+            return [NULL_BLOCK if entry < first else source.block_ids[group][entry] for entry in full]
+        ends = [kind.last_block(entry, self.block_size) for entry in full]
+        return [NULL_BLOCK if i < first else shared.path[end].blocks[group] for i, end in enumerate(ends)]
 
     def _evicted(self, group: int, block: int, node: PrefixNode) -> None:
         """Called when the block of ``node`` is given out again."""

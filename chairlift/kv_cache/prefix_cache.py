@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from chairlift.errors import InvariantError
 from chairlift.kv_cache.block_pool import NULL_BLOCK, BlockPool
+from chairlift.kv_cache.cache_kind import CacheKind
 from chairlift.kv_cache.prefix_node import PrefixNode
 from chairlift.kv_cache.swap import SwapPool
 from chairlift.request import Request
@@ -37,8 +38,9 @@ def block_tokens(token_ids: list[int]) -> bytes:
 class PrefixCache:
     """Full blocks by content. Two requests share a block only if salt, adapter and every token up to its end agree.
 
-    ``secret`` makes keys differ between processes. ``hash_function`` is for tests with colliding hashes. Copies in
-    ``host_pool`` last until they are evicted there or their content is forgotten.
+    ``kinds`` are those of the pools' groups (default: full). ``secret`` makes keys differ between processes.
+    ``hash_function`` is for tests with colliding hashes. Copies in ``host_pool`` last until they are evicted there or
+    their content is forgotten.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class PrefixCache:
         secret: bytes = b"",
         hash_function: Callable[[bytes], bytes] = _sha256,
         host_pool: SwapPool | None = None,
+        kinds: Sequence[CacheKind] | None = None,
     ) -> None:
         self.block_size = block_size
+        self._kinds = [CacheKind(block_size)] * len(pools) if kinds is None else kinds
         self._host_pool = host_pool
         if host_pool is not None:
             host_pool.lost = self.lost_copy
@@ -186,8 +190,9 @@ class PrefixCache:
                     raise InvariantError(f"block {block} names a prefix-cache node that does not name it")
 
     def _attach(self, node: PrefixNode, request: Request, index: int) -> None:
-        for group, pool in enumerate(self._pools):
-            block = request.block_ids[group][index]
+        for group, (pool, kind) in enumerate(zip(self._pools, self._kinds, strict=True)):
+            entry = kind.completed_by(index, self.block_size)
+            block = NULL_BLOCK if entry is None else request.block_ids[group][entry]
             if node.blocks[group] is None and block != NULL_BLOCK and pool.nodes[block] is None:
                 node.blocks[group] = block
                 pool.attach(block, node)

@@ -27,11 +27,12 @@ class Reservations:
         A block that guaranteed requests share counts once for each, because it stays in use when one releases it.
         """
         capacity = self._pools[group].capacity
-        to_reserve = 0  # in a group without a window a guaranteed request has all its blocks from the beginning
-        if request.is_guaranteed and self._layout.groups[group].window is not None:
+        kind = self._layout.kinds[group]
+        to_reserve = 0  # in a group that releases nothing a guaranteed request has all its blocks from the beginning
+        if request.is_guaranteed and kind.releases:
             to_reserve = self._layout.blocks_for(group, request.limit)
         spare = min(free - want - self.unheld[group], capacity - self.reserved[group] - to_reserve)
-        return spare >= watermark * capacity
+        return spare >= (watermark * capacity if kind.grows else 0)
 
     def withheld(self, group: int, request: Request) -> int:
         """Number of free blocks that a running request may not take."""
@@ -43,13 +44,13 @@ class Reservations:
         A guaranteed request reserves the blocks that it holds and those that its window and next step need. The next
         step has the rest of the known tokens, later one token. True if others may take more blocks than before.
         """
-        window, size = self._layout.groups[group].window, self._layout.block_size
-        if window is None or not request.is_guaranteed:
+        kind = self._layout.kinds[group]
+        if not kind.releases or not request.is_guaranteed:
             return False
         held = len(request.block_ids[group]) - request.num_out_of_reach[group]
         step = min(self._layout.max_step_tokens, request.num_tokens - request.num_computed_tokens)
-        left = -(-request.limit // size) - len(request.block_ids[group])
-        unheld = max(0, min(left, -(-(window - 1 + step) // size) + 1 - held))
+        left = kind.num_entries(request.limit) - len(request.block_ids[group])
+        unheld = max(0, min(left, kind.most_entries(request.limit, step) - held))
         return self.reserve(group, request, held + unheld, unheld)
 
     def reserve(self, group: int, request: Request, reserved: int, unheld: int) -> bool:

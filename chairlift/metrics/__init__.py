@@ -1,1 +1,1 @@
-"""What the engine and the server count, as plain records, and how Prometheus reads them."""
+"""Counters of the engine and the server as plain records, and their export to Prometheus."""

@@ -1,13 +1,14 @@
-"""What Prometheus reads: the plain records of :mod:`chairlift.metrics.stats` as text, made when somebody asks.
+"""Exports the records of :mod:`chairlift.metrics.stats` in Prometheus' text format, on demand.
 
-Nothing is counted twice: a scrape walks the records once and forgets. Metrics that vLLM has too bear its names, so that
-its dashboards and autoscalers read them (prefix ``chairlift`` or ``vllm``); what only we have is always under
-``chairlift``. Label values are closed sets: nothing a client sends can become one.
+Nothing is counted twice: a scrape reads the records once and keeps nothing. Metrics that vLLM also has use its names,
+so that its dashboards and autoscalers work (prefix ``chairlift`` or ``vllm``). Metrics that only Chairlift has always
+begin with ``chairlift``. Label values are closed sets or names of adapters, so no text from a client can become one.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Final, Protocol
@@ -21,7 +22,7 @@ from chairlift.metrics.stats import DEADLINE_KINDS, FORECAST_RATIOS, Histogram, 
 __all__ = ["CONTENT_TYPE", "FINISH_REASONS", "REJECTION_REASONS", "CacheInfo", "render"]
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-"""The text format that every version of Prometheus reads."""
+"""The text format that every version of Prometheus supports."""
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error", "deadline")
 REJECTION_REASONS: Final = (
@@ -74,11 +75,11 @@ _HISTOGRAMS: Final = (
     ("request_preemptions", "request_num_preemptions", "Preemptions per request."),
     ("step_tokens", "iteration_tokens_total", "Tokens computed per step."),
 )
-"""Field of RequestStats, name, what it says."""
+"""(field of RequestStats, name, description)."""
 
 
 class CacheInfo(Protocol):
-    """What is fixed about the KV cache once the engine is ready."""
+    """Constant facts about the KV cache of a loaded engine."""
 
     @property
     def block_size(self) -> int: ...
@@ -113,16 +114,16 @@ def render(
 ) -> bytes:
     """All metrics in the text exposition format, UTF-8; its content type is :data:`CONTENT_TYPE`.
 
-    ``info`` is None until the engine is ready. ``up`` tells whether it serves now; one that does not runs nothing.
-    ``num_waiting`` counts requests that have been taken and wait for a step. ``now`` is on the clock of
-    ``stats.last_token_time``, in seconds. ``oldest_wait`` says for how many seconds the first of them has waited.
-    ``engine_pid`` is the engine's process. ``num_tasks`` counts tasks of the server's event loop. ``classes`` are the
-    classes of service that there are, with the rows reserved for each. ``forecast_within`` has, for each of
-    FORECAST_RATIOS, the share of requests that waited no longer than that times what was predicted.
+    ``info`` is None until the engine is loaded. ``up`` tells whether the engine serves now; otherwise nothing runs.
+    ``num_waiting`` is the number of accepted requests that wait for a step. ``now`` is on the clock of
+    ``stats.last_token_time``, in seconds. ``oldest_wait`` is the wait of the oldest of them in seconds. ``engine_pid``
+    is the engine's process. ``num_tasks`` is the number of tasks in the server's event loop. ``classes`` maps classes
+    of service to their reserved rows. ``forecast_within`` has, for each of FORECAST_RATIOS, the share of requests whose
+    wait was at most that many times the predicted one.
     """
     names = _Names(prefix, model_name)
     families = [*_gauges(names, stats, info, up, num_waiting), *_counters(names, stats), *_histograms(names, stats)]
-    families += _drafts(names, stats)
+    families += [*_drafts(names, stats), *_adapters(names, stats, up)]
     ours = _Names(_OURS, model_name)
     families += _ours(ours, stats, up, now, oldest_wait, num_tasks)
     families += _engine_process(ours, engine_pid)
@@ -130,13 +131,13 @@ def render(
     families += _governor(ours, stats, up)
     families += _promises(ours, stats, {"default": 0} if classes is None else classes, up)
     families += _forecasts(ours, stats, forecast_within or {})
-    # The process here is the server's.
+    # This process is the server's.
     families += ProcessCollector(registry=None).collect()
     return generate_latest(_Families(families))
 
 
 class _Families(Collector):
-    """Metrics that are ready, for code that expects to collect them."""
+    """Finished metrics, for code that expects a collector."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -146,7 +147,7 @@ class _Families(Collector):
 
 
 class _Names:
-    """Makes metrics with a prefix and the labels that all of them have."""
+    """Makes metrics with a common prefix and common labels."""
 
     def __init__(self, prefix: str, model_name: str) -> None:
         self._prefix = prefix
@@ -163,10 +164,10 @@ class _Names:
             family.add_metric((*self._values, key), value)
         return family
 
-    def constants(self, name: str, text: str, constants: Mapping[str, str]) -> GaugeMetricFamily:
-        """A gauge of 1 whose labels are what it says."""
+    def constants(self, name: str, text: str, constants: Mapping[str, str], value: float = 1) -> GaugeMetricFamily:
+        """A gauge whose labels carry the information."""
         family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, *constants))
-        family.add_metric((*self._values, *constants.values()), 1)
+        family.add_metric((*self._values, *constants.values()), value)
         return family
 
     def counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
@@ -177,7 +178,7 @@ class _Names:
     def counter_by(
         self, name: str, text: str, label: str, known: tuple[str, ...], values: Mapping[str, int]
     ) -> CounterMetricFamily:
-        """One line per known value, also where nothing was counted; what is not known adds up under ``other``."""
+        """One line per known value, even if its count is 0. Unknown values are summed under ``other``."""
         family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, label))
         for key in known:
             family.add_metric((*self._values, key), values.get(key, 0))
@@ -209,12 +210,12 @@ def _gauges(
     usage = engine.used_blocks / num_blocks if up and num_blocks else 0.0
     yield names.gauge("num_requests_running", "Sequences in the batch.", engine.num_running if up else 0)
     yield names.gauge("num_requests_waiting", "Requests that wait for a step.", num_waiting)
-    reasons = {"capacity": float(num_waiting), "deferred": 0.0}  # nothing defers a request yet
+    reasons = {"capacity": float(num_waiting), "deferred": 0.0}  # no request is deferred yet
     text = "Requests that wait, by what they wait for."
     yield names.gauge_by("num_requests_waiting_by_reason", text, "reason", reasons)
     yield names.gauge("kv_cache_usage_perc", "Share of the KV cache that requests hold, 0 to 1.", usage)
     if info is not None:
-        # The names of the labels are those that routers look for, on any device.
+        # Routers expect these label names, on any device.
         shape = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
         shape["cache_dtype"] = info.kv_cache_dtype or info.dtype
         yield names.constants("cache_config_info", "The KV cache.", shape)
@@ -253,7 +254,7 @@ def _ours(
     yield names.gauge("oldest_waiting_request_seconds", text, oldest_wait)
     idle = stats.last_token_time is None or now - stats.last_token_time > _RECENT_SECONDS
     rates = {
-        "60s": 0.0 if idle else engine.preemption_rate,  # an engine without work does not tell it any more
+        "60s": 0.0 if idle else engine.preemption_rate,  # an idle engine does not update it
         "total": _share(engine.num_preempted_sequences, engine.num_finished_sequences),
     }
     text = "Share of finished sequences that were preempted: below 0.02 is healthy, above 0.05 costs throughput."
@@ -277,7 +278,7 @@ def _ours(
 
 
 def _engine_process(names: _Names, pid: int | None) -> Iterator[Metric]:
-    """Nothing where there is no such process."""
+    """Metrics of the engine's process; none if there is no process."""
     for family in [] if pid is None else ProcessCollector(registry=None, pid=lambda: pid).collect():
         if family.name == "process_resident_memory_bytes":
             text = "Resident memory of the engine's process, with weights and KV cache."
@@ -285,7 +286,7 @@ def _engine_process(names: _Names, pid: int | None) -> Iterator[Metric]:
 
 
 def _giving_way(names: _Names, stats: RequestStats, info: CacheInfo | None) -> Iterator[Metric]:
-    """What memory pressure costs."""
+    """Costs of memory pressure: preemptions and evictions."""
     engine = stats.engine
     swaps, tails = engine.num_swap_preemptions, engine.num_tail_preemptions
     methods = {"recompute": engine.num_preemptions - swaps - tails, "swap": swaps, "tail": tails}
@@ -315,8 +316,23 @@ def _drafts(names: _Names, stats: RequestStats) -> Iterator[Metric]:
     yield names.counter_of("spec_decode_num_accepted_tokens_per_pos", text, ("position",), places.items())
 
 
+def _adapters(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
+    """Adapters (LoRA), where they are served; the first under vLLM's name, and with its labels."""
+    engine = stats.engine
+    if not engine.max_loras:
+        return
+    running, waiting = (engine.running_adapters, engine.waiting_adapters) if up else ([], [])
+    labels = {"max_lora": str(engine.max_loras), "running_lora_adapters": ",".join(running)}
+    labels["waiting_lora_adapters"] = ",".join(waiting)
+    text = "Adapters whose requests run, and those whose requests wait; the value is the time in seconds."
+    yield names.constants("lora_requests_info", text, labels, time.time())
+    yield names.counter("lora_adapter_reads", "Adapters read from their files.", engine.num_adapter_reads)
+    yield names.counter("lora_adapter_hits", "Requests whose adapter was in memory.", engine.num_adapter_hits)
+    yield names.counter("lora_adapter_evictions", "Adapters that made room for others.", engine.num_adapter_evictions)
+
+
 def _governor(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
-    """The settings that a governor moves, as they are now."""
+    """Present values of the settings that a governor changes."""
     engine = stats.engine
     yield names.gauge("running_limit", "Most sequences that may run.", engine.running_limit if up else 0)
     yield names.gauge("token_budget", "Tokens of a step.", engine.token_budget if up else 0)
@@ -327,7 +343,7 @@ def _governor(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
 
 
 def _promises(names: _Names, stats: RequestStats, classes: Mapping[str, int], up: bool) -> Iterator[Metric]:
-    """What was promised and what was kept."""
+    """Promises, and how many were kept."""
     engine, known = stats.engine, tuple(classes)
     for name, text, values in (
         ("requests_by_class", "Requests that have ended, by class of service.", stats.classes),
@@ -350,7 +366,7 @@ def _promises(names: _Names, stats: RequestStats, classes: Mapping[str, int], up
 
 
 def _forecasts(names: _Names, stats: RequestStats, within: Mapping[float, float | None]) -> Iterator[Metric]:
-    """How good forecasts of waits have been."""
+    """Accuracy of the forecasts of waits."""
     text = "Between the wait predicted for a request and the one it had."
     yield names.histogram("forecast_wait_error_seconds", text, stats.forecast_error)
     shares = {f"{ratio:g}": within.get(ratio) for ratio in FORECAST_RATIOS}

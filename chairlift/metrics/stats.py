@@ -1,4 +1,4 @@
-"""Plain records of what happened. Standard library only; whoever exports them reads the fields."""
+"""Plain records of statistics. Standard library only; exporters read the fields."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ __all__ = [
 ]
 
 DEADLINE_KINDS = ("ttft", "tpot", "deadline")
-"""To the first token, per token after it, to the end."""
+"""Kinds of deadlines: time to the first token, per token after it, to the end."""
 
 FORECAST_RATIOS = (1.0, 1.25, 2.0)
-"""Times what was predicted: how much longer a wait may have become for its forecast to count as kept."""
+"""Factors of the predicted wait within which a forecast counts as kept."""
 
 CAUSES = (
     *("front_door", "waiting_step", "waiting_slots", "waiting_blocks", "waiting_tokens", "waiting_reservation"),
-    *("waiting_batch", "waiting_grammar", "preempted", "prefill", "decode", "stretched", "host", "delivery"),
+    *("waiting_batch", "waiting_grammar", "waiting_adapter", "preempted", "prefill", "decode", "stretched", "host"),
+    "delivery",
 )
-"""Where the time of a request can go; docs/why-slow.md explains each."""
+"""Causes of a request's time; docs/why-slow.md explains each."""
 
 _FINE = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 TTFT_BUCKETS = (*_FINE, 80.0, 160.0, 640.0, 2560.0)
@@ -39,7 +40,7 @@ COUNT_BUCKETS = tuple(float(1 << i) for i in range(21))
 
 
 class Histogram:
-    """Counts per bucket. ``bounds`` are inclusive upper bounds; what lies above the last is in one more bucket."""
+    """Counts per bucket. ``bounds`` are inclusive upper bounds; one more bucket counts larger values."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -55,13 +56,13 @@ class Histogram:
 
 @dataclasses.dataclass(slots=True)
 class EngineStats:
-    """The engine's state after a step. Counters start at 0 with the engine's process."""
+    """The engine's state after a step. Counters begin at 0 with the engine's process."""
 
     num_running: int = 0
     num_waiting: int = 0
     used_blocks: int = 0
     cached_blocks: int = 0
-    """Blocks nobody uses, whose content the prefix cache keeps."""
+    """Unused blocks whose content is in the prefix cache."""
     free_blocks: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
@@ -69,57 +70,67 @@ class EngineStats:
     num_preempted_sequences: int = 0
     """Finished sequences that were preempted at least once."""
     preemption_rate: float = 0.0
-    """Preempted / finished sequences over the last 60 s."""
+    """Preempted divided by finished sequences, over the last 60 s."""
     prefix_cache_queries: int = 0
-    """Prompt tokens looked up in the prefix cache."""
+    """Prompt tokens searched in the prefix cache."""
     prefix_cache_hits: int = 0
     """Prompt tokens found there."""
     num_computed_tokens: int = 0
     """Tokens computed by all steps."""
     num_recomputed_tokens: int = 0
-    """Computed tokens that had been computed before and were lost to a preemption."""
+    """Tokens computed again after a preemption."""
     step_tokens: int = 0
     """Tokens computed by this step."""
     num_swap_preemptions: int = 0
-    """Preemptions that kept the KV in host memory."""
+    """Preemptions that saved the KV in host memory."""
     num_tail_preemptions: int = 0
-    """And those that dropped only its end."""
+    """Preemptions that dropped only the end of the KV."""
     num_verified_rows: int = 0
-    """Rows of steps that had drafts."""
+    """Rows of steps with drafts."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Drafts that were right."""
+    """Accepted drafts."""
     accepted_at: list[int] = dataclasses.field(default_factory=list)
     """How often the first, second, ... draft of a row was accepted."""
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
     num_offloaded_blocks: int = 0
-    """Swapped-out blocks that the prefix cache evicted. The next field counts those that it copied back."""
+    """Blocks that the prefix cache evicted to host memory. The next field counts the blocks that it copied back."""
     num_brought_back_blocks: int = 0
     num_late_dropped: int = 0
-    """Sequences that were ended because they could not keep their deadline any more."""
+    """Sequences that were ended because they could no longer meet their deadline."""
     num_late_downgraded: int = 0
-    """Sequences that went on without their deadline."""
+    """Sequences that continued without their deadline."""
     rows_by_class: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Running sequences per class of service; only of classes with reserved rows."""
+    """Running sequences per class of service, for classes with reserved rows."""
     tenant_gap: float = 0.0
-    """Largest difference in service between tenants that have requests waiting: weighted tokens over their shares."""
+    """Largest difference in service between tenants with waiting requests, in weighted tokens divided by shares."""
     running_limit: int = 0
-    """Most sequences that may run, as it is now; so are the next two. A governor moves them."""
+    """Present limit of running sequences. A governor may change it and the next two fields."""
     token_budget: int = 0
-    """Tokens of a step."""
+    """Present token budget of a step."""
     watermark: float = 0.0
-    """Share of the KV blocks kept free when a sequence joins."""
+    """Present share of the KV blocks that stays free when a sequence joins."""
     num_governor_decisions: int = 0
     """Changes that the governor made, or in shadow mode would have made."""
+    max_loras: int = 0
+    """Most adapters in a step; 0 where none are served."""
+    running_adapters: list[str] = dataclasses.field(default_factory=list)
+    """Names of adapters whose requests run, as they were at most a second ago, 64 at most; the next are of those whose
+    requests only wait."""
+    waiting_adapters: list[str] = dataclasses.field(default_factory=list)
+    num_adapter_reads: int = 0
+    """Adapters read from their files; then requests whose adapter was in memory, and adapters that made room."""
+    num_adapter_hits: int = 0
+    num_adapter_evictions: int = 0
     floor_share: float | None = None
-    """Least time in which this machine could have done the last steps / the time they took; None where its limits were
-    not measured."""
+    """Least possible time of the last steps on this machine divided by their time; None if the limits were not
+    measured."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class FinishedRequest:
-    """One request that has left, whatever the reason. Times in seconds."""
+    """One request that has left, for any reason. Times in seconds."""
 
     reason: str
     """stop, length, abort, error or deadline."""
@@ -127,37 +138,37 @@ class FinishedRequest:
     cached_tokens: int
     """Prompt tokens read from the prefix cache."""
     generation_tokens: int
-    """Delivered; summed over the ``n`` answers."""
+    """Delivered tokens, summed over the ``n`` answers."""
     n: int
     max_tokens: int | None
     num_preemptions: int
     e2e_seconds: float
     queue_seconds: float | None
-    """From arrival to the first step; None when there was none. The same for the next two."""
+    """Time from arrival to the first step; None without a step. So are the next two."""
     prefill_seconds: float | None
-    """From the first step to the first token."""
+    """Time from the first step to the first token."""
     decode_seconds: float | None
-    """From the first token to the end."""
+    """Time from the first token to the end."""
     service_class: str = "default"
     promised: bool = False
     """Whether it had a deadline of any kind."""
     misses: tuple[str, ...] = ()
-    """The kinds it did not keep: of :data:`DEADLINE_KINDS`."""
+    """Kinds of deadlines that it missed, from :data:`DEADLINE_KINDS`."""
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Mean time per token after the first; None when there was none."""
+        """Mean time per token after the first; None if there is none."""
         if self.decode_seconds is None or self.generation_tokens <= self.n:
             return None
         return self.decode_seconds * self.n / (self.generation_tokens - self.n)
 
 
 class RequestStats:
-    """Everything counted about requests since the start. Not thread-safe: the event loop owns it."""
+    """All counters of requests since the start. Not thread-safe: the event loop owns it."""
 
     def __init__(self) -> None:
         self.engine = EngineStats()
-        """The newest, with counters summed over restarts of the engine."""
+        """The newest state, with counters summed over restarts of the engine."""
         self.num_restarts = 0
         self.num_lost = 0
         """Requests that died with the engine."""
@@ -167,23 +178,23 @@ class RequestStats:
         self.cached_tokens = 0
         self.generation_tokens = 0
         self.overrun_tokens = 0
-        """Tokens computed past a stop string or a cancellation, and thrown away."""
+        """Tokens computed after a stop string or a cancellation, and dropped."""
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
-        """By reason: queue_requests, queue_tokens, queue_timeout, forecast, logprobs, draining, unavailable,
-        connections."""
+        """Refused requests by reason: queue_requests, queue_tokens, queue_timeout, forecast, logprobs, draining,
+        unavailable, connections."""
         self.responses: Counter[str] = Counter()
-        """Responses by HTTP status, also to requests that are not the API's. A stream that breaks off counts as 200."""
+        """Responses by HTTP status, for all paths. A stream that breaks off counts as 200."""
         self.classes: Counter[str] = Counter()
-        """Requests that have ended, by class of service."""
+        """Ended requests by class of service."""
         self.with_deadline: Counter[str] = Counter()
-        """Ended requests with a deadline, by class: answered, dropped, or cut off after they had missed it."""
+        """Ended requests with a deadline by class: answered, dropped, or cut off after a missed deadline."""
         self.within_deadline: Counter[str] = Counter()
-        """Ended requests that kept all their deadlines, by class: the goodput."""
+        """Ended requests that kept all their deadlines, by class (goodput)."""
         self.deadline_misses: Counter[tuple[str, str]] = Counter()
-        """By class and kind."""
+        """Missed deadlines by (class, kind)."""
         self.cause_seconds = dict.fromkeys(CAUSES, 0.0)
-        """Seconds of all answers that have ended, however they did, by cause."""
+        """Seconds by cause of all answers that have ended."""
         self.ttft = Histogram(TTFT_BUCKETS)
         self.inter_token = Histogram(TOKEN_BUCKETS)
         self.time_per_output_token = Histogram(TOKEN_BUCKETS)
@@ -195,11 +206,11 @@ class RequestStats:
         self.request_preemptions = Histogram((0.0, 1.0, 2.0, 4.0, 8.0))
         self.step_tokens = Histogram(COUNT_BUCKETS[:15])
         self.forecast_error = Histogram(LATENCY_BUCKETS)
-        """Seconds between the wait that was predicted for a request and the one it had."""
+        """Differences in seconds between predicted and actual waits."""
         self._base = EngineStats()
 
     def step(self, stats: EngineStats) -> None:
-        """The engine has run a step."""
+        """Take the engine's state after a step."""
         if stats.step_tokens:
             self.step_tokens.observe(stats.step_tokens)
         for name in _COUNTERS:
@@ -209,36 +220,36 @@ class RequestStats:
         self.engine = stats
 
     def connection_refused(self, status: int) -> None:
-        """What came over it was no request that the API could look at, or there are too many connections (503)."""
+        """Count a refused connection: no valid HTTP request, or too many connections (503)."""
         self.responses[str(status)] += 1
         self.rejected.update(("connections",) if status == 503 else ())
 
     def engine_died(self, num_requests: int = 0) -> None:
-        """Nothing runs any more, ``num_requests`` are lost, and a new process counts from 0 again."""
+        """Reset the state after the engine's death, which lost ``num_requests``. A new process counts from 0."""
         self.num_lost += num_requests
         self._base = self.engine
         self.engine = EngineStats(**{name: getattr(self._base, name) for name in _COUNTERS})
         self.engine.accepted_at = list(self._base.accepted_at)
 
     def prompt_computed(self, num_tokens: int, num_cached: int) -> None:
-        """A request has its first token. Counted as they come, so that rates are smooth."""
+        """Count the prompt of a request with its first token, so that rates are smooth."""
         self.prompt_tokens += num_tokens
         self.cached_tokens += num_cached
 
     def first_token(self, seconds: float, now: float) -> None:
-        """The first token of an answer, ``seconds`` after its request came."""
+        """Count the first token of an answer, ``seconds`` after its request arrived."""
         self.ttft.observe(seconds)
         self.generation_tokens += 1
         self.last_token_time = now
 
     def next_tokens(self, seconds: float, count: int, now: float) -> None:
-        """``count`` tokens of one answer, ``seconds`` after the ones before them."""
+        """Count ``count`` tokens of one answer, ``seconds`` after the earlier ones."""
         self.inter_token.observe(seconds / count, count)
         self.generation_tokens += count
         self.last_token_time = now
 
     def charge(self, causes: Mapping[str, float]) -> None:
-        """An answer has ended: its seconds by cause, or what came on top of them."""
+        """Add the seconds by cause of an answer that has ended, or a part of them."""
         for cause in CAUSES:
             self.cause_seconds[cause] += causes.get(cause, 0.0)
 

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al., 2018): learned positions, token types, norms behind each sum, GELU."""
+"""BERT (Devlin et al., 2018): learned positions, token types, norms after each sum, GELU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["BERT", "BERT_DEFAULTS", "BERT_TENSORS", "read_bert"]
 
 
 def read_bert(fields: Fields, layers: int, offset: int = 0) -> dict[str, Any]:
-    """Fields that BERT's relatives have in common; positions begin with row ``offset`` of their table."""
+    """Fields that BERT and related families share. Positions begin with row ``offset`` of their table."""
     kind = fields.get("position_embedding_type")
     if kind not in (None, "absolute"):
         fields.fail(f"position_embedding_type {kind!r:.40} is not supported, only absolute")

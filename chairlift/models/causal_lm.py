@@ -1,8 +1,9 @@
-"""The decoder-only language model that every supported family is an instance of."""
+"""The decoder-only language model. Every supported family is an instance of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from chairlift.kernels import ops
 from chairlift.kernels.grouped import GroupKind
 from chairlift.kernels.weights import PLAIN, WeightFormat
-from chairlift.models.context import AttentionContext, LayerCache
+from chairlift.models.context import AttentionContext, LayerCache, LayerState
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.decoder import DecoderLayer
 from chairlift.models.layers.linear import Embedding, Linear, Matrix, Stack
@@ -21,7 +22,7 @@ __all__ = ["CausalLM", "Decoder", "lay_out_layers", "lay_out_rest", "quantizatio
 
 
 class Decoder(nn.Module):
-    """Everything below the output head, apart so that parameters carry Hugging Face's ``model.`` prefix."""
+    """The part below the output head. It is separate so that parameters have Hugging Face's ``model.`` prefix."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Decoder(nn.Module):
         self.rounds_scale = config.rounds_embedding_scale
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """What the first layer gets, [T, D]."""
+        """Input of the first layer, [T, D]."""
         hidden: Tensor = self.embed_tokens(token_ids)
         if self.project_in is not None:
             hidden = self.project_in(hidden)
@@ -55,7 +56,7 @@ class Decoder(nn.Module):
         return hidden
 
     def rotations(self, positions: Tensor, dtype: torch.dtype) -> list[ops.Rotary | None]:
-        """What each layer rotates q and k by."""
+        """Per layer, the cosines and sines that rotate q and k."""
         tables = [rotary(positions, dtype) for rotary in self.rotary]
         return [None if table is None else tables[table] for table in self.layer_tables]
 
@@ -66,7 +67,7 @@ class Decoder(nn.Module):
             hidden = layer(hidden, rotary, positions, ctx)
         out: Tensor = hidden if self.norm is None else self.norm(hidden)
         out = out if self.project_out is None else self.project_out(out)
-        # Not of the logits: the head is one product, which kernels compute together with sampling.
+        # The hidden states are scaled, not the logits: the head is one product, which kernels fuse with sampling.
         return out if self.logit_scale == 1.0 else ops.scale(out, self.logit_scale)
 
 
@@ -85,7 +86,7 @@ class CausalLM(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let the output head share the embedding's weight, where the config says so and the head's format can."""
+        """Let the output head share the embedding's weight, if the config says so and the head's format allows it."""
         if self.config.tie_word_embeddings and self.lm_head.format.embeds:
             self.lm_head.take(self.model.embed_tokens.format, self.model.embed_tokens.weight)
             self.lm_head.shape = self.model.embed_tokens.shape
@@ -97,12 +98,12 @@ class CausalLM(nn.Module):
         device: torch.device,
         kinds: Mapping[str, GroupKind] | None = None,
     ) -> None:
-        """Give every layer of a model on the meta device memory for its numbers, which are still to be written.
+        """Allocate the parameters of a model on the meta device. Their numbers are not written yet.
 
-        Weights of linear layers are in ``weight_format``, that of the output head in the format's ``head``; the
-        embedding shares it where it is tied and can be. Those of experts are in its ``stacked``. Everything else is
-        plain, and of ``dtype`` unless its module lists it among ``float32_parameters``. ``kinds`` says of parameters,
-        by name, that their numbers will be written as integers in groups, and of which kind.
+        Weights of linear layers have ``weight_format``, the output head the format's ``head``, and experts its
+        ``stacked``. A tied head shares the embedding if possible. All other parameters are plain and have ``dtype``,
+        unless their module lists them in ``float32_parameters``. ``kinds`` maps names of parameters that will be
+        written as integers in groups to their kind.
         """
         head, embedding = self.lm_head, self.model.embed_tokens
         for name, layer in self.named_modules():
@@ -119,21 +120,22 @@ class CausalLM(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of activations."""
+        """Dtype of the activations."""
         return next(value.dtype for name, value in self.named_parameters() if name.endswith("norm.weight"))
 
     @property
     def quantization(self) -> str | None:
-        """What weights are rounded to, all kinds joined by ``+``; None where all are of the model's dtype."""
+        """Formats of the quantised weights, joined by ``+``; None where all weights have the model's dtype."""
         return quantization_of(self)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights where they lie now; a tied head counts once."""
+        """Bytes of all weights in their present form; a tied head counts once."""
         return weight_bytes_of(self, self.dtype)
 
     def finish_head(self) -> None:
-        """The embedding has been written: a tied head whose format cannot share the embedding's weight packs a copy."""
+        """After the embedding was written: pack a copy for a tied head whose format cannot share the embedding's
+        weight."""
         if self.config.tie_word_embeddings and not self.lm_head.format.embeds:
             rows = self.model.embed_tokens.weight.detach()
             self.lm_head.format.write(self.lm_head.weight, 0, rows, mapped=False)
@@ -144,18 +146,20 @@ class CausalLM(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token, [R, V], for the hidden states of the rows that need them."""
+        """Logits of the next token, [R, V], for the hidden states of the given rows."""
         logits: Tensor = self.lm_head(hidden)
         return logits if self.config.logit_cap is None else ops.soft_cap(logits, self.config.logit_cap)
 
-    def kv_cache_spec(self) -> list[LayerCache]:
-        """What each layer stores per token."""
-        config = self.config
-        return [LayerCache(config.num_key_value_heads, config.head_dim, window) for window in config.layer_windows]
+    def kv_cache_spec(self) -> list[LayerCache | LayerState]:
+        """What each layer stores: K and V per token, or a state per request."""
+        heads, size = self.config.num_key_value_heads, self.config.head_dim
+        mixers: list[Any] = [layer.mixer for layer in self.model.layers]
+        layers = zip(mixers, self.config.layer_windows, strict=True)
+        return [LayerCache(heads, size, window) if mixer is None else mixer.state for mixer, window in layers]
 
 
 def lay_out_layers(formats: Mapping[Matrix, WeightFormat], dtype: torch.dtype, device: torch.device) -> None:
-    """Give layers on the meta device memory for their weights, each in its format."""
+    """Allocate the weights of layers on the meta device, each in its format."""
     for each in dict.fromkeys(formats.values()):
         layers = [layer for layer, used in formats.items() if used == each]
         weights = each.empty([layer.shape for layer in layers], dtype, device)
@@ -164,7 +168,7 @@ def lay_out_layers(formats: Mapping[Matrix, WeightFormat], dtype: torch.dtype, d
 
 
 def lay_out_rest(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every other parameter on the meta device memory, plain."""
+    """Allocate all other parameters on the meta device as plain tensors."""
     for module in model.modules():
         for name, value in module.named_parameters(recurse=False):
             if value.is_meta:
@@ -174,14 +178,14 @@ def lay_out_rest(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 
 
 def quantization_of(model: nn.Module) -> str | None:
-    """What weights are rounded to, all kinds joined by ``+``; None where all are of the model's dtype."""
+    """Formats of the quantised weights, joined by ``+``; None where all weights have the model's dtype."""
     layers = [layer for layer in model.modules() if isinstance(layer, Matrix)]
     names = {layer.format.name(layer.weight) for layer in layers} - {None}
     return "+".join(sorted(str(name) for name in names)) or None
 
 
 def weight_bytes_of(model: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of all weights of a model of ``dtype`` where they lie now; a shared one counts once."""
+    """Bytes of all weights of a model of ``dtype`` in their present form; a shared weight counts once."""
     layers = {id(layer.weight): layer for layer in model.modules() if isinstance(layer, Matrix)}
     plain = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in layers)
     return plain + sum(layer.format.nbytes(layer.shape, dtype) for layer in layers.values())

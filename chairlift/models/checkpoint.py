@@ -1,7 +1,7 @@
-"""How our parameters relate to the tensor names in a Hugging Face checkpoint.
+"""Maps parameters to the tensor names of a Hugging Face checkpoint.
 
-A model's :class:`~chairlift.models.family.Family` says where names differ, and which products are stored in pieces:
-q, k and v are the rows of ``qkv_proj``, gate and up those of ``gate_up_proj``.
+A model's :class:`~chairlift.models.family.Family` has the names that differ, and the products that are stored in
+pieces: q, k and v are the rows of ``qkv_proj``, gate and up those of ``gate_up_proj``.
 """
 
 from __future__ import annotations
@@ -25,64 +25,64 @@ __all__ = ["CheckpointPart", "checkpoint_layout", "decoder_layout", "hf_state_di
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointPart:
-    """One tensor of a Hugging Face checkpoint and the rows of our parameter it fills."""
+    """One tensor of a Hugging Face checkpoint, and the rows of the parameter that it fills."""
 
     name: str
     """The tensor's name in the checkpoint."""
     parameter: str
     """Our parameter's name, as in ``model.named_parameters()``."""
     start: int
-    """First row it fills."""
+    """First row that it fills."""
     shape: tuple[int, ...]
-    """The shape of what it fills; ``shape[0]`` rows."""
+    """Shape of the filled part; it has ``shape[0]`` rows."""
     transposed: bool = False
-    """Whether the checkpoint holds the transpose of that."""
+    """Whether the checkpoint stores the transpose."""
     order: tuple[int, ...] = ()
-    """Our row i of each head is the checkpoint's row ``order[i]`` of it; empty where the order is the same."""
+    """Row i of each head is row ``order[i]`` of that head in the checkpoint; empty if the order is the same."""
     ordered: int = 0
-    """How many rows, from the first on, are of heads in that order; the others stand where they stood."""
+    """Number of leading rows that belong to such heads. Later rows keep their places."""
     stack: int = 1
-    """The checkpoint holds these rows as a stack of so many weights, [stack, rows / stack, ...]."""
+    """Number of weights in a stack: the checkpoint stores these rows as [stack, rows / stack, ...]."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor in the checkpoint."""
+        """Shape of the tensor in the checkpoint."""
         if self.stack > 1:
             each = (self.shape[0] // self.stack, *self.shape[1:])
             return (self.stack, *(each[::-1] if self.transposed else each))
         return self.shape[::-1] if self.transposed else self.shape
 
     def rows_of(self, stored: Tensor) -> Tensor | StoredRows:
-        """The tensor of the checkpoint as rows of :attr:`shape`, without a copy of it."""
+        """The checkpoint's tensor as rows of :attr:`shape`, without a copy."""
         if self.stack > 1:
             return TransposedStack(stored) if self.transposed else stored.flatten(0, 1)
         return stored.t() if self.transposed else stored
 
     def stored(self, rows: Tensor) -> Tensor:
-        """The opposite: ``rows`` [shape] in the checkpoint's order, as its tensor."""
+        """The inverse: ``rows`` [shape] as the checkpoint's tensor, in its order."""
         if not self.transposed:
             return rows.view(self.stored_shape)
         return rows.view(self.stack, -1, rows.shape[1]).transpose(1, 2) if self.stack > 1 else rows.t()
 
     def sources(self, first: int, count: int) -> Tensor:
-        """int64 [count]: which row of the tensor each of our rows from ``first`` on is. ``first`` begins a head."""
+        """int64 [count]: row of the tensor for each row from ``first`` on. ``first`` begins a head."""
         rows = torch.arange(first, first + count)
         inside = rows % len(self.order)
         return torch.where(rows < self.ordered, rows - inside + torch.tensor(self.order)[inside], rows)
 
 
 def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
-    """Every checkpoint tensor the model consists of, in the order of ``model.named_parameters()``.
+    """All checkpoint tensors of the model, in the order of ``model.named_parameters()``.
 
-    A tied output head is no tensor of its own. The model may live on the meta device.
+    A tied output head has no tensor of its own. The model may be on the meta device.
     """
     return decoder_layout(model, model.config)
 
 
 def decoder_layout(model: nn.Module, config: ModelConfig, left_out: str = "") -> list[CheckpointPart]:
-    """The tensors of a module that holds a decoder as :class:`CausalLM` does, in the order of its parameters.
+    """Checkpoint tensors of a module with a decoder like that of :class:`CausalLM`, in the order of its parameters.
 
-    Parameters whose names begin with ``left_out`` are no part of the decoder.
+    Parameters whose names begin with ``left_out`` are excluded.
     """
     family = FAMILIES[config.model_type]
     width, kv_width = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
@@ -123,11 +123,11 @@ def decoder_layout(model: nn.Module, config: ModelConfig, left_out: str = "") ->
 
 
 def _head_order(config: ModelConfig) -> tuple[int, ...]:
-    """For a head of q or k, which of its rows in a checkpoint stand where in ours; empty where that is the same.
+    """Order of the rows of a head of q or k: which row of the checkpoint each row is; empty if the order is the same.
 
-    Rotation turns a dimension of the first half of a head against its counterpart in the second half. Where a
-    checkpoint pairs neighbours, or rotates the first dimensions only, the pairs are brought there; scores, which are
-    sums over a head, stay as they are.
+    The rotation here pairs a dimension of the first half of a head with its counterpart in the second half. If a
+    checkpoint pairs neighbours, or rotates only the first dimensions, its rows are reordered. Scores are sums over a
+    head, so they do not change.
     """
     rope = config.rope
     if rope is None:
@@ -146,9 +146,9 @@ def _head_order(config: ModelConfig) -> tuple[int, ...]:
 
 
 def _by_head(order: tuple[int, ...], heads: int) -> tuple[int, ...]:
-    """For q, k and v of all heads, which row of a tensor that has them head by head is which of ours.
+    """Row of the checkpoint for each row of q, k and v, if the checkpoint stores them head by head.
 
-    ``order`` is that of a head's rows of q and k.
+    ``order`` is that of the rows of a head of q and k.
     """
     size = len(order)
     kinds = (order, order, tuple(range(size)))
@@ -160,7 +160,7 @@ def _by_head(order: tuple[int, ...], heads: int) -> tuple[int, ...]:
 def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:
     """The model's weights under Hugging Face's names, detached and contiguous, ready for ``safetensors``.
 
-    Raises :class:`~chairlift.errors.ConfigError` for a model in a format for serving, whose plain weights are gone.
+    Raises :class:`~chairlift.errors.ConfigError` for a model in a packed format, whose plain weights are gone.
     """
     if any(isinstance(module, Matrix) and module.format != PLAIN for module in model.modules()):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Command R7B and Command A (Cohere, 2024): attention and MLP side by side behind one LayerNorm without a bias."""
+"""Command R7B and Command A (Cohere, 2024): attention and MLP in parallel after one LayerNorm without a bias."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""The flat-batch contract between a model and whoever runs it.
+"""Interface between a model and its caller: the flat batch.
 
 A model is ``model(token_ids[T], positions[T], ctx) -> hidden[T, D]``: one flat batch, no batch dimension, no padding.
-It never knows which token belongs to which sequence; it hands its queries, keys and values to ``ctx``, which does. When
-serving, ``ctx`` is a :class:`PagedContext` over block tables (PagedAttention, Kwon et al., 2023); when training, a
-:class:`PackedContext` that keeps the sequences of a pack apart. The model code is the same.
+It does not know which token belongs to which sequence. It passes queries, keys and values to ``ctx``, which does. In
+serving, ``ctx`` is a :class:`PagedContext` with block tables (PagedAttention, Kwon et al., 2023); in training, a
+:class:`PackedContext` that separates the sequences of a pack. The model code is the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -16,31 +18,44 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
+from chairlift.kernels.recurrent import Cell, Piece, StatePart, plan_pieces, recur_packed, recur_paged
 
-__all__ = ["AttentionContext", "LayerCache", "PackedContext", "PagedContext"]
+__all__ = ["AttentionContext", "LayerCache", "LayerState", "PackedContext", "PagedContext"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer keeps per token: ``num_kv_heads * head_dim`` numbers for K, and as many for V unless
-    ``value_dim`` says otherwise."""
+    """K and V of one layer per token: ``num_kv_heads * head_dim`` numbers for K, and as many for V unless ``value_dim``
+    is set."""
 
     num_kv_heads: int
     head_dim: int
     window: int | None
-    """Tokens a query sees, itself included (sliding window); None sees all. Blocks behind it may be reused."""
+    """Number of tokens that a query sees, itself included (sliding window); None sees all. Blocks behind it may be
+    reused."""
     value_dim: int | None = None
-    """Width of a head of V, where it is not ``head_dim``."""
+    """Width of a head of V, if it is not ``head_dim``."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's K and V in ``dtype``. In int8, each head has a float32 scale and minimum of its own."""
+        """Bytes of one token's K and V in ``dtype``. In int8, each head also has a float32 scale and minimum."""
         extra = 8 if dtype == torch.int8 else 0
         widths = (self.head_dim, self.head_dim if self.value_dim is None else self.value_dim)
         return self.num_kv_heads * sum(width * dtype.itemsize + extra for width in widths)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerState:
+    """What one recurrent layer keeps per request, however long it is."""
+
+    parts: tuple[StatePart, ...]
+
+    def part_bytes(self, dtype: torch.dtype) -> list[int]:
+        """Bytes of each part of one state, in a model of ``dtype``."""
+        return [math.prod(part.shape) * (part.dtype or dtype).itemsize for part in self.parts]
+
+
 class AttentionContext(Protocol):
-    """How the tokens of a flat batch attend to each other and to what is cached."""
+    """Attention among the tokens of a flat batch and the cache."""
 
     def attend(
         self,
@@ -56,16 +71,20 @@ class AttentionContext(Protocol):
     ) -> Tensor:
         """Causal attention: ``q`` [T, Hq, Dh], ``k`` and ``v`` [T, Hkv, Dh] -> [T, Hq, Dh], all of one dtype.
 
-        ``scale`` multiplies the scores; with a ``cap`` a score s then becomes cap * tanh(s / cap). A query sees at most
+        ``scale`` multiplies the scores. With a ``cap`` a score s then becomes cap * tanh(s / cap). A query sees at most
         the ``window`` newest tokens, itself included. ``sinks`` [Hq] are one more logit in each head's softmax, without
         a value.
         """
         ...
 
+    def recur(self, layer: int, cell: Cell, *inputs: Tensor) -> Tensor:
+        """Run the cell of a recurrent layer over each sequence, from its state on: inputs [T, ...] -> [T, width]."""
+        ...
+
 
 @dataclasses.dataclass(slots=True)
 class PagedContext:
-    """One serving step: N rows, each the newest tokens of a sequence whose K and V lie in blocks.
+    """One serving step: N rows, each with the newest tokens of a sequence whose K and V are in blocks.
 
     Offsets and lengths are host integers, so that no layer waits for the device. A context serves one step only.
     """
@@ -78,11 +97,15 @@ class PagedContext:
     """int64 [groups, N, max_blocks]. Entries past a sequence or behind its window are never read."""
     slot_mapping: Tensor
     """int64 [groups, T]: ``block * block_size + offset`` where each token's K and V go."""
-    kv_caches: list[tuple[Tensor, Tensor]]
-    """Per layer, K and V, each [num_blocks, block_size, Hkv, Dh]; V may have another width."""
+    kv_caches: Sequence[tuple[Tensor, ...]]
+    """Per layer, K and V, each [num_blocks, block_size, Hkv, Dh]; V may have another width. In a recurrent layer the
+    parts of its states, each [num_blocks, ...]."""
     layer_groups: list[int]
     """Layer -> cache group."""
+    state_spans: Sequence[int | None] = ()
+    """Per cache group, positions per table entry of recurrent states; see :class:`~chairlift.config.CacheGroup`."""
     _plans: dict[tuple[int, int | None], list[ops.PagedRow]] = dataclasses.field(default_factory=dict, init=False)
+    _pieces: dict[int, list[Piece]] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if len(self.cu_seqlens) != len(self.seq_lens) + 1 or self.cu_seqlens[0] != 0:
@@ -113,10 +136,21 @@ class PagedContext:
         ops.write_kv(key_cache, value_cache, self.slot_mapping[group], k, v)
         return ops.paged_attention(q, key_cache, value_cache, plan, scale=scale, window=window, cap=cap, sinks=sinks)
 
+    def recur(self, layer: int, cell: Cell, *inputs: Tensor) -> Tensor:
+        """Read each row's state, and leave the newest in its block. See :class:`AttentionContext`."""
+        group = self.layer_groups[layer]
+        pieces, span = self._pieces.get(group), self.state_spans[group]
+        if span is None:
+            raise InvariantError(f"layer {layer} is recurrent, but its cache group {group} holds no states")
+        if pieces is None:
+            tables = self.block_tables[group].tolist()
+            pieces = self._pieces[group] = plan_pieces(self.cu_seqlens, self.seq_lens, tables, span)
+        return recur_paged(cell, inputs, self.kv_caches[layer], pieces)
+
 
 @dataclasses.dataclass(slots=True)
 class PackedContext:
-    """A pack of whole sequences side by side, without a cache: training, scoring, tests. Differentiable."""
+    """A pack of whole sequences side by side, without a cache, for training, scoring and tests. Differentiable."""
 
     cu_seqlens: list[int]
     """[N + 1] offsets of the sequences in the flat batch; the last is T. Positions restart at 0 in each."""
@@ -135,3 +169,7 @@ class PackedContext:
     ) -> Tensor:
         """Attend inside each sequence. See :class:`AttentionContext`."""
         return ops.packed_attention(q, k, v, self.cu_seqlens, scale=scale, window=window, cap=cap, sinks=sinks)
+
+    def recur(self, layer: int, cell: Cell, *inputs: Tensor) -> Tensor:
+        """Run each sequence from a state of zeros. See :class:`AttentionContext`."""
+        return recur_packed(cell, inputs, self.cu_seqlens)

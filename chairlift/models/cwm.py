@@ -1,4 +1,4 @@
-"""Code World Model (Meta, 2025): Llama 3 with a window in three of four layers, the first of four sees everything."""
+"""Code World Model (Meta, 2025): Llama 3 with a window in three of four layers; the first of four layers has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The encoder that every supported family of encoders is an instance of: a flat batch, attention to both sides."""
+"""The encoder: a flat batch with attention in both directions. Every supported family of encoders is an instance of
+it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ __all__ = ["Encoder", "EncoderBatch"]
 
 @dataclasses.dataclass(slots=True)
 class EncoderBatch:
-    """Which tokens of a flat batch belong together. The same object serves every pass: set its fields before each."""
+    """Texts in a flat batch. One object serves every pass: set its fields before each."""
 
     cu_seqlens: list[int] = dataclasses.field(default_factory=lambda: [0])
     """[N + 1] offsets of the texts in the flat batch."""
@@ -26,14 +27,14 @@ class EncoderBatch:
     _tables: dict[float, ops.Rotary] = dataclasses.field(default_factory=dict)
 
     def begin(self, cu_seqlens: list[int], token_types: Tensor | None) -> None:
-        """Another batch."""
+        """Set the texts of the next pass."""
         self.cu_seqlens, self.token_types = cu_seqlens, token_types
         self._tables.clear()
 
     def rotation(self, positions: Tensor, theta: float, head_dim: int, dtype: torch.dtype) -> ops.Rotary:
         """Cosines and sines [T, 1, Dh / 2] of this batch's positions, made once for all layers with this base.
 
-        In float64, because torch rounds a float32 cosine by its place among others.
+        In float64, because the rounding of torch's float32 cosine depends on a number's place in the tensor.
         """
         if theta not in self._tables:
             steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
@@ -67,7 +68,7 @@ class _Embeddings(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Attention and an MLP, added to what they read: [T, D] -> [T, D]."""
+    """Attention and an MLP, added to their input: [T, D] -> [T, D]."""
 
     def __init__(self, config: EncoderConfig, layer: int) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class _Layer(nn.Module):
         self.up = Linear(hidden, 2 * inner if config.gated else inner, bias=config.mlp_bias)
         self.down = Linear(inner, hidden, bias=config.mlp_bias)
         self.pre_norm, self.gated = config.pre_norm, config.gated
-        # ModernBERT's first layer reads what the embeddings' norm gave, and has no other.
+        # ModernBERT's first layer reads the output of the embeddings' norm, and has no norm of its own.
         self.attention_norm = None if config.pre_norm and layer == 0 else _norm(config)
         self.mlp_norm = _norm(config)
         self.window = config.layer_windows[layer]

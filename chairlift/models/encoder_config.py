@@ -1,6 +1,7 @@
-"""What an encoder looks like, read from ``config.json``. Needs no torch.
+"""Shape of an encoder, read from ``config.json``. Needs no torch.
 
-An encoder sees a text from both sides and generates nothing. A family is one file beside this one, as for decoders.
+An encoder reads a text in both directions and generates nothing. Like decoders, each family has one file beside this
+one.
 """
 
 from __future__ import annotations
@@ -26,34 +27,34 @@ class EncoderConfig:
     num_attention_heads: int
     norm_eps: float
     max_model_len: int
-    """The longest text in tokens."""
+    """Longest text in tokens."""
     num_positions: int = 0
-    """Rows of the table of learned positions; 0: q and k are rotated."""
+    """Rows of the table of learned positions; 0: q and k are rotated instead."""
     position_offset: int = 0
-    """Row of that table that belongs to a text's first token."""
+    """Row of that table for a text's first token."""
     num_token_types: int = 0
-    """Rows of the table of token types; 0: there is none."""
+    """Rows of the table of token types; 0: no table."""
     pre_norm: bool = False
-    """Norms stand before attention and MLP, and one at the end; else behind each sum."""
+    """Whether norms come before attention and MLP, with one at the end. Otherwise they come after each sum."""
     gated: bool = False
-    """The MLP is down(gelu(a) * b) with a and b as one product; else down(gelu(up))."""
+    """Whether the MLP is down(gelu(a) * b) with a and b as one product. Otherwise it is down(gelu(up))."""
     attention_bias: bool = True
     mlp_bias: bool = True
     norm_bias: bool = True
     layer_windows: tuple[int | None, ...]
-    """Per layer, how many tokens a token sees to each side; None sees all."""
+    """Per layer, the number of tokens that a token sees on each side; None sees all."""
     layer_thetas: tuple[float, ...] = ()
-    """Per layer, the base of the rotation; empty where positions are learned."""
+    """Per layer, the base of the rotation; empty with learned positions."""
     dtype: str | None = None
-    """``float32``, ``bfloat16`` or ``float16`` as the config says; None where it is silent."""
+    """``float32``, ``bfloat16`` or ``float16`` as in the config; None if it does not say."""
     head_bias: bool = True
     """Whether a classifier's first layer has a bias."""
     head_norm: bool = False
     """Whether a norm follows a classifier's first layer."""
     head_activation: str = "tanh"
-    """``tanh`` or ``gelu``, behind a classifier's first layer."""
+    """Activation after a classifier's first layer: ``tanh`` or ``gelu``."""
     head_pooling: str = "CLS"
-    """What a classifier reads of a text: ``CLS`` or ``MEAN``."""
+    """Input of a classifier: ``CLS`` or ``MEAN`` of a text."""
 
     @property
     def head_dim(self) -> int:
@@ -63,20 +64,20 @@ class EncoderConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderFamily:
-    """All that is particular to one ``model_type``."""
+    """Everything that is specific to one ``model_type``."""
 
     model_type: str
     read: Callable[[Fields, int], Mapping[str, Any]]
-    """(``config.json``, number of layers) -> fields of EncoderConfig that are not read alike for all families."""
+    """(``config.json``, number of layers) -> fields of EncoderConfig that differ between families."""
     defaults: Mapping[str, Any]
-    """What transformers takes for keys that ``config.json`` leaves out."""
+    """Defaults of transformers for keys that ``config.json`` leaves out."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Our names of keys (BERT's) -> the family's, where they differ."""
+    """BERT's names of keys -> the family's, where they differ."""
     prefix: str
-    """What the names of the body begin with in a checkpoint with a head; without a head it may be left out."""
+    """Prefix of the body's tensor names in a checkpoint with a head; without a head it may be missing."""
     tensors: Mapping[str, tuple[str, ...]]
-    """Our layers (``*`` is a number) -> their names without the prefix; several share our rows."""
+    """Layers here (``*`` is a number) -> their names without the prefix. Several names share the rows of one layer."""
     head_tensors: Mapping[str, str]
-    """Layers of our classifier -> their names with the prefix."""
+    """Layers of the classifier here -> their names with the prefix."""
     ignored_tensors: str
-    """Tensors that embeddings do not need: a regular expression."""
+    """Regular expression of tensors that embeddings do not need."""

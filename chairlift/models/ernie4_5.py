@@ -1,5 +1,5 @@
-"""ERNIE 4.5, the dense ones (Baidu, 2025): Llama with neighbouring dimensions rotated together, tied embeddings, and
-one switch for all biases."""
+"""Dense ERNIE 4.5 (Baidu, 2025): Llama with neighbouring dimensions rotated together, tied embeddings, and one switch
+for all biases."""
 
 from __future__ import annotations
 

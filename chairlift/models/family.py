@@ -1,6 +1,6 @@
-"""What a family of models is to Chairlift: data, and a function that reads what its ``config.json`` says.
+"""Data of a family of models, and a function that reads its ``config.json``.
 
-A family is one file beside this one, and nothing else asks for a ``model_type``. Needs no torch.
+Each family has one file beside this one. No other code depends on ``model_type``. Needs no torch.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = [
 MAX_CONTEXT = 2**27
 
 ROPE_TYPES: Mapping[str, str] = {name: name for name in ("default", "dynamic", "linear", "llama3", "yarn")}
-"""Values of ``rope_type`` that most families take -> ours."""
+"""Values of ``rope_type`` in most families -> names here."""
 
 SPLIT_NAMES: Mapping[str, tuple[str, ...]] = {
     "model.layers.*.self_attn.qkv_proj": tuple(f"model.layers.*.self_attn.{name}_proj" for name in "qkv"),
     "model.layers.*.mlp.gate_up_proj": ("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
 }
-"""Checkpoints like Llama's: each projection is a tensor, and all else has our names."""
+"""Tensor names of checkpoints like Llama's: each projection is a tensor, and all other names are the same as here."""
 
 
 EXPERT_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -50,15 +50,15 @@ EXPERT_NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "model.layers.*.mlp.experts.down_proj": ("model.layers.*.mlp.experts.#.down_proj",),
 }
-"""The same with experts: ``#`` is the number of one, and each of its projections is a tensor."""
+"""Tensor names with experts. ``#`` is the number of an expert; each of its projections is a tensor."""
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "num_experts_per_tok")
-"""Keys of ``config.json`` that say how many experts there are, under either name, and how many a token passes."""
+"""Keys of ``config.json`` with the number of experts (two names), and the number per token."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayers:
-    """The layers that have experts in place of one MLP."""
+    """Layers that have experts instead of one MLP."""
 
     routing: Routing
     layers: tuple[bool, ...]
@@ -66,22 +66,21 @@ class ExpertLayers:
     intermediate_size: int
     """Inner width of an expert."""
     shared_size: int = 0
-    """Inner width of an expert that all tokens pass; 0: there is none."""
+    """Inner width of an expert for all tokens; 0: there is none."""
     shared_gate: bool = False
-    """Whether what that one computes is multiplied by the sigmoid of a product (Qwen2-MoE)."""
+    """Whether the result of that expert is multiplied by the sigmoid of a product (Qwen2-MoE)."""
     correction: bool = False
-    """Whether a bias is added to scores for the choice of experts, and not to their weights (DeepSeek-V3)."""
+    """Whether a bias is added to the scores for the choice of experts, but not to their weights (DeepSeek-V3)."""
     bias: bool = False
     """Whether the router and the products of experts have biases (gpt-oss)."""
     clamp: tuple[float, float] | None = None
-    """(alpha, limit) of gates that are clamped; see :func:`chairlift.kernels.experts.experts` (gpt-oss)."""
+    """(alpha, limit) of clamped gates; see :func:`chairlift.kernels.experts.experts` (gpt-oss)."""
 
 
 class Fields:
-    """Checked access to the keys of a JSON object; every failure names the file, the key, the value and the range.
+    """Checked access to the keys of a JSON object. Every error names the file, the key, the value and the range.
 
-    ``defaults`` stand in for keys that the file leaves out, and ``names`` are the file's names of keys, where they
-    differ from ours.
+    ``defaults`` are used for keys that the file leaves out. ``names`` are the file's names of keys, where they differ.
     """
 
     def __init__(
@@ -105,11 +104,11 @@ class Fields:
         return self._names.get(key, key)
 
     def get(self, key: str) -> Any:
-        """What the file says, unchecked; None where it is silent, or says null."""
+        """The unchecked value; None if it is missing or null."""
         return self._raw.get(self.name(key))
 
     def integer(self, key: str, low: int, high: int, *, default: int | None = None) -> int:
-        """``default`` stands in for null and for nothing; without it the key is required."""
+        """An integer. ``default`` is used for a missing or null value; without it the key is required."""
         value = default if self.get(key) is None else self.get(key)
         if value is None:
             self.fail(f"{self.name(key)} is missing")
@@ -144,66 +143,66 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """All that is particular to one ``model_type``."""
+    """Everything that is specific to one ``model_type``."""
 
     model_type: str
     architecture: str
-    """Its class in transformers, for configs that are written here."""
+    """Name of its class in transformers, for configs that Chairlift writes."""
     read: Callable[[Fields, int], Mapping[str, Any]]
-    """(``config.json``, number of layers) -> fields of ModelConfig that are not read alike for all families."""
+    """(``config.json``, number of layers) -> fields of ModelConfig that differ between families."""
     defaults: Mapping[str, Any]
-    """What transformers takes for keys that ``config.json`` leaves out."""
+    """Defaults of transformers for keys that ``config.json`` leaves out."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Our names of keys (Llama's) -> the family's, where they differ."""
+    """Llama's names of keys -> the family's, where they differ."""
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"silu": "swiglu", "swish": "swiglu"})
     """Values of ``hidden_act`` -> :attr:`ModelConfig.mlp`."""
     own_keys: tuple[str, ...] = ()
-    """Keys that :attr:`read` reads, and that are refused in the ``config.json`` of other families."""
+    """Keys that :attr:`read` uses. In the ``config.json`` of other families they are refused."""
     known_code: tuple[str, ...] = ()
     """Values of ``AutoModelForCausalLM`` in ``auto_map``: code that the family's checkpoints carry, and that computes
-    what transformers' own class computes. It is never run; any other is refused."""
+    what transformers' own class computes. It is never run, and neither is any other, which a note at load says."""
     rotary: bool = True
     """Whether q and k are rotated."""
     rope_types: Mapping[str, str] = dataclasses.field(default_factory=lambda: ROPE_TYPES)
-    """Values of ``rope_type`` -> ours."""
+    """Values of ``rope_type`` -> names here."""
     rope_keys: tuple[str, ...] = ()
     """Rotary parameters that only this family has."""
     partial_rotary: bool = False
     """Whether ``partial_rotary_factor`` is read: only the first dimensions of a head are rotated."""
     interleaved: bool = False
-    """Whether a checkpoint pairs neighbouring dimensions of a head to be rotated, (0, 1), (2, 3), ..., and not its
-    halves. Rows of q and k are reordered when they are read."""
+    """Whether a checkpoint pairs neighbouring dimensions of a head for the rotation, (0, 1), (2, 3), ..., instead of
+    its halves. Rows of q and k are then reordered as they are read."""
     window_rope: bool = False
-    """Whether ``rope_parameters`` are given by layer type, and ``rope_scaling`` is for full attention only."""
+    """Whether ``rope_parameters`` are by layer type, and ``rope_scaling`` applies to full attention only."""
     tensors: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: SPLIT_NAMES)
-    """Our layers (``*`` is a number) -> their names in a checkpoint, where they differ; several share our rows.
+    """Layers here (``*`` is a number) -> their names in a checkpoint, where they differ. Several names share the rows
+    of one layer.
 
-    With ``#``, the number of an expert, there are such names for each; without, stacked weights are one tensor
-    [E, out, in].
+    A name with ``#``, the number of an expert, exists for each expert. Without it, stacked weights are one tensor [E,
+    out, in].
     """
     qkv_by_head: bool = False
-    """Whether q, k and v are one tensor that has the rows of q, k and v of the first head, then of the second, ..."""
+    """Whether q, k and v are one tensor with the rows of q, k and v of the first head, then of the second, ..."""
     transposed: tuple[str, ...] = ()
-    """Last names of our layers whose weights are stored as [in, out], or as [E, in, out] where they are stacked."""
+    """Last names of layers whose weights are stored as [in, out], or [E, in, out] if they are stacked."""
     paired_gates: bool = False
-    """Whether stacked weights of gate and up have the rows of a gate and of what it gates side by side."""
+    """Whether stacked weights of gate and up have the rows of gate and up alternating."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Our parameters (``*`` is a number) -> their names in a checkpoint, where those are not a layer's name and
+    """Parameters here (``*`` is a number) -> their names in a checkpoint, if these are not a layer's name and
     ``.weight`` or ``.bias``."""
-    optional_prefix: str = ""
-    """Which a checkpoint may leave out of all names."""
     ignored_tensors: str = r"rotary_emb\.inv_freq"
-    """Tensors that are computed and not weights, though old checkpoints hold them: a regular expression."""
+    """Regular expression of tensors in old checkpoints that are computed and so not needed."""
 
 
 def every_nth(fields: Fields, layers: int) -> list[str]:
-    """Layer types in which each ``sliding_window_pattern``-th layer sees everything, and the others have a window."""
+    """Layer types in which each ``sliding_window_pattern``-th layer has full attention, and the others have a
+    window."""
     interval = fields.integer("sliding_window_pattern", 1, 1_024, default=4)
     return ["sliding_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
 
 
 def layer_types(fields: Fields, layers: int) -> list[str] | None:
-    """The checked value of ``layer_types``; None where there is none."""
+    """The checked value of ``layer_types``; None if it is missing."""
     kinds = fields.get("layer_types")
     if kinds is None:
         return None
@@ -214,7 +213,7 @@ def layer_types(fields: Fields, layers: int) -> list[str] | None:
 
 
 def layer_windows(fields: Fields, layers: int, window: int | None, first: int) -> tuple[int | None, ...]:
-    """``window`` where ``layer_types`` says sliding; without it, from layer ``first`` on."""
+    """``window`` for layers that ``layer_types`` calls sliding; without that key, for layers from ``first`` on."""
     kinds = layer_types(fields, layers)
     if kinds is None:
         return tuple(window if layer >= first else None for layer in range(layers))
@@ -224,7 +223,7 @@ def layer_windows(fields: Fields, layers: int, window: int | None, first: int) -
 
 
 def pattern_windows(fields: Fields, layers: int, window: int | None, pattern: list[str]) -> tuple[int | None, ...]:
-    """``window`` where ``layer_types`` says sliding; ``pattern`` stands in for it where the file has none."""
+    """``window`` for layers that ``layer_types`` calls sliding. ``pattern`` is used if the file has no such key."""
     kinds = layer_types(fields, layers) or pattern
     if window is None and "sliding_attention" in kinds:
         fields.fail("sliding_window is not set, but layer_types, or what stands in for it, has sliding_attention")
@@ -232,7 +231,7 @@ def pattern_windows(fields: Fields, layers: int, window: int | None, pattern: li
 
 
 def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Per layer, whether it has experts: each ``decoder_sparse_step``-th, but for those in ``mlp_only_layers``."""
+    """Per layer, whether it has experts: each ``decoder_sparse_step``-th, except those in ``mlp_only_layers``."""
     step = fields.integer("decoder_sparse_step", 1, 1_024, default=1)
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in dense):
@@ -253,10 +252,10 @@ def read_experts(
     clamp: tuple[float, float] | None = None,
     **routing: Any,
 ) -> ExpertLayers:
-    """Experts of inner width ``size`` in these ``layers``, as many as the first of ``count_keys`` in the file says.
+    """Experts of inner width ``size`` in these ``layers``. The first of ``count_keys`` in the file is their number.
 
     ``routing`` are fields of :class:`~chairlift.kernels.routing.Routing`. Raises
-    :class:`~chairlift.errors.ModelLoadError` for numbers that do not go together.
+    :class:`~chairlift.errors.ModelLoadError` for numbers that do not fit together.
     """
     key = next((key for key in count_keys if fields.raw.get(key) is not None), count_keys[0])
     count = fields.integer(key, 1, 4_096)

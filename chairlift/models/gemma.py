@@ -10,7 +10,7 @@ __all__ = ["GEMMA"]
 
 
 def gemma_fields(fields: Fields) -> dict[str, Any]:
-    """Fields of ModelConfig that all generations share."""
+    """Fields of ModelConfig that all generations of Gemma share."""
     biased = fields.boolean("attention_bias", False)
     return {
         "qkv_bias": biased,
@@ -38,6 +38,6 @@ GEMMA = Family(
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
     },
-    # The first files say gelu and mean its approximation.
+    # The first files say gelu and mean the approximation with tanh.
     activations={"gelu": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh"},
 )

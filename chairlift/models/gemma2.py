@@ -25,7 +25,7 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 
 
 def _cap(fields: Fields, key: str) -> float | None:
-    """A file that says null has no cap; one that is silent has the default."""
+    """Value of a cap. Null in the file means no cap; a missing key means the default."""
     if key in fields.raw and fields.raw[key] is None:
         return None
     return fields.number(key, 0.0, 1e6)

@@ -1,4 +1,4 @@
-"""Gemma 3 (Gemma Team, 2025), text only: norms around the branches and of heads, and windows in five of six layers."""
+"""Gemma 3 (Gemma Team, 2025), text only: norms around branches and per head, and windows in five of six layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GEMMA3_TEXT = Family(
     },
     keys={"hidden_act": "hidden_activation"},
     activations={"gelu_pytorch_tanh": "geglu_tanh"},
-    # transformers reads attn_logit_softcapping of this family, and does not apply it.
+    # transformers reads attn_logit_softcapping for this family, but does not apply it.
     own_keys=("query_pre_attn_scalar", "attn_logit_softcapping"),
     window_rope=True,
     tensors={

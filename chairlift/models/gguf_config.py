@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file as the ``config.json`` of the model that it was made from. Needs no torch."""
+"""Converts the metadata of a GGUF file to the ``config.json`` of its original model. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from chairlift.models.registry import FAMILIES
 __all__ = ["FREQUENCY_DIVISORS", "gguf_config", "gguf_config_json"]
 
 FREQUENCY_DIVISORS: Final = "rope_freqs.weight"
-"""A tensor, not a key: what each rotary frequency is divided by (Llama 3.1 and later)."""
+"""Name of a tensor with the divisor of each rotary frequency (Llama 3.1 and later)."""
 _ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
 
 
 def gguf_config(model: GGUFModel) -> ModelConfig:
     """Read a model's shape from GGUF metadata. Raises :class:`~chairlift.errors.ModelLoadError`.
 
-    Weights become bfloat16 unless all of them are float32: what was rounded to 8 bits or fewer loses nothing by it that
-    matters, and float16 has no native kernels.
+    The dtype is bfloat16 unless all weights are float32. Weights of 8 bits or fewer lose nothing relevant by it, and
+    float16 has no native kernels.
     """
     architecture = model.metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
@@ -47,9 +47,9 @@ def gguf_config(model: GGUFModel) -> ModelConfig:
 
 
 def gguf_config_json(model: GGUFModel) -> dict[str, Any]:
-    """The ``config.json`` of a directory with the model's weights, for one that :func:`gguf_config` reads.
+    """The ``config.json`` for a directory with the model's weights, if :func:`gguf_config` can read the file.
 
-    Raises :class:`~chairlift.errors.ModelLoadError` where a ``config.json`` has no words for it.
+    Raises :class:`~chairlift.errors.ModelLoadError` for a model that ``config.json`` cannot describe.
     """
     if FREQUENCY_DIVISORS in model:
         raise ModelLoadError(
@@ -65,7 +65,7 @@ def gguf_config_json(model: GGUFModel) -> dict[str, Any]:
 
 
 class _Metadata:
-    """Numbers of the architecture. One that is missing and needed is an error that names it."""
+    """Numbers of the architecture. A missing number that is needed raises an error with its name."""
 
     def __init__(self, model: GGUFModel) -> None:
         self.model = model
@@ -76,7 +76,7 @@ class _Metadata:
         raise ModelLoadError(f"{self.model.path}: {self._prefix}.{name} {problem}; convert the model again")
 
     def number(self, name: str, default: float | None = None) -> Any:
-        """A number, also where it is stored once per layer; None where it is missing and there is no default."""
+        """A number, which may be stored once per layer; None if it is missing and there is no default."""
         value = self.model.metadata.get(f"{self._prefix}.{name}", default)
         if isinstance(value, np.ndarray):
             if len(value) == 0 or (value != value[0]).any():
@@ -87,7 +87,7 @@ class _Metadata:
         return value
 
     def need(self, name: str) -> Any:
-        """A number that must be there."""
+        """A number that must be present."""
         value = self.number(name)
         if value is None:
             self.fail(name, "is missing")
@@ -100,7 +100,7 @@ class _Metadata:
 
 
 def _as_config_json(metadata: _Metadata, architecture: str) -> dict[str, Any]:
-    """What ``config.json`` of the original model said."""
+    """The ``config.json`` of the original model."""
     model, heads = metadata.model, metadata.need("attention.head_count")
     window = metadata.number("attention.sliding_window", 0)
     if window and architecture != "llama":

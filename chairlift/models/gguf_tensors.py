@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under Hugging Face's names, unpacked as they are read."""
+"""Tensors of a GGUF file under Hugging Face's names, unpacked as they are read."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _OUTER_NAMES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model
 
 
 class GGUFTensor(StoredRows):
-    """One tensor of a GGUF file. Slices of a matrix are the file's own integers where its type has any.
+    """One tensor of a GGUF file. Slices of a matrix are the file's own integers, if its type has integers.
 
-    Types in groups of 16 (Q6_K, Q3_K, Q2_K) are rounded again to 8 bits in groups of 32, the smallest that there are
-    kernels for. That loses next to nothing: at most 1/254 of the largest number in a group.
+    Types in groups of 16 (Q6_K, Q3_K, Q2_K) are rounded again to 8 bits in groups of 32, the smallest groups that the
+    kernels support. The error is at most 1/254 of the largest number in a group.
     """
 
     def __init__(self, model: GGUFModel, name: str, order: npt.NDArray[np.intp] | None) -> None:
@@ -56,7 +56,7 @@ class GGUFTensor(StoredRows):
 
     def __getitem__(self, rows: slice) -> Tensor | GroupedRows:
         shape = self.get_shape()
-        if len(shape) == 1:  # one row in the file, and as many here as it has numbers
+        if len(shape) == 1:  # one row in the file, but one row per number here
             order = slice(None) if self._order is None else self._order
             return torch.from_numpy(self._model.read(self._name, 0, 1)[0][order][rows])
         first, last, _ = rows.indices(shape[0])
@@ -70,10 +70,10 @@ class GGUFTensor(StoredRows):
 
 
 def gguf_tensors(model: GGUFModel, config: ModelConfig) -> dict[str, GGUFTensor]:
-    """The tensors by the names of Hugging Face. Raises ModelLoadError for a name that nobody knows.
+    """Tensors by Hugging Face's names. Raises ModelLoadError for an unknown name.
 
-    llama.cpp stores the q and k rows of ``llama`` models so that the two numbers which are rotated together are
-    neighbours; they get the order back that they had.
+    In ``llama`` models llama.cpp stores the q and k rows such that rotated pairs are neighbours; they get their
+    original order back.
     """
     llama = model.metadata["general.architecture"] == "llama"
     orders: dict[str, Callable[[], npt.NDArray[np.intp]]] = {}
@@ -90,7 +90,7 @@ def gguf_tensors(model: GGUFModel, config: ModelConfig) -> dict[str, GGUFTensor]
 
 
 def _half_by_half(heads: int, head_dim: int) -> npt.NDArray[np.intp]:
-    """Where each row is in the file: pairs of neighbours there, first and second half of a head here."""
+    """Row of the file for each row: pairs are neighbours in the file, and in the two halves of a head here."""
     pairs = np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
 

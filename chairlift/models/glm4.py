@@ -1,4 +1,4 @@
-"""GLM-4 of 2025 (Z.ai): norms before and behind attention and MLP; half of a head is rotated, as neighbours."""
+"""GLM-4 of 2025 (Z.ai): norms before and after attention and MLP; half of a head is rotated, in neighbouring pairs."""
 
 from __future__ import annotations
 

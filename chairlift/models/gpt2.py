@@ -61,6 +61,5 @@ GPT2 = Family(
         "model.norm": ("transformer.ln_f",),
     },
     transposed=("qkv_proj", "o_proj", "up_proj", "down_proj"),
-    optional_prefix="transformer.",
     ignored_tensors=r"\.attn\.(masked_)?bias$",
 )

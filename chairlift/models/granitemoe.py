@@ -1,4 +1,4 @@
-"""Granite 3 with experts (IBM, 2024): Granite, whose router's softmax is over the chosen experts only."""
+"""Granite 3 with experts (IBM, 2024): Granite with a router whose softmax is over the chosen experts only."""
 
 from __future__ import annotations
 

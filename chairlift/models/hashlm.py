@@ -1,16 +1,17 @@
-"""HashLM: a model that costs nothing and forgives nothing.
+"""HashLM: a fake model for tests that costs nothing and detects every wrong input.
 
-It consumes what a real model consumes (flat batch, block tables, slot mapping, swaps, copies, sampling rows), under
-the real executor, but keeps one pair of 64-bit words per KV position instead of tensors. Each word depends on the
-token, the position and everything the position attends to, read back through the block table; the next token depends
-on all words in reach and on the row's sampling settings. One wrong block, slot, copy, position, window or row changes
-the text. Numpy only; exact, so two runs may be compared with ``==``.
+It has the inputs of a real model (flat batch, block tables, slot mapping, swaps, copies, sampling rows) and runs under
+the real executor. But it stores two 64-bit words per KV position instead of tensors. Each word depends on the token,
+the position and everything the position attends to, read through the block table. The next token depends on all words
+in reach and on the row's sampling parameters. One wrong block, slot, copy, position, window or row changes the text. A
+group of recurrent states stores two words per state, into which every token is mixed in turn. It uses only numpy and
+is exact, so two runs may be compared with ``==``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,20 +21,23 @@ from chairlift.sampling.failures import shaped_reason
 from chairlift.sampling.row import SamplingRow
 from chairlift.step_batch import Masks, SampledTokens, StepBatch
 
-__all__ = ["HASHLM_POSITION_BYTES", "HashLM", "reference_tokens"]
+__all__ = ["HASHLM_POSITION_BYTES", "STATE", "HashLM", "reference_tokens"]
 
 _Words = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
 HASHLM_POSITION_BYTES = 16
-"""Two words per KV position."""
+"""Two words per KV position, and per state."""
+STATE = 0
+"""Stands in a list of windows for a group of recurrent states."""
 _BASE = 0x9E3779B97F4A7C15  # odd, so that its powers never vanish modulo 2**64
 _TOKEN, _PLACE, _TAG = 0xD6E8FEB86659FD93, 0xA0761D6478BD642F, 0xE7037ED1A0B428DB
+_STATE = 0x8EBC6AF09C88C6E3
 
 
 class HashLM:
-    """A :class:`~chairlift.executor.local.ModelRunner` over the given cache groups.
+    """A :class:`~chairlift.executor.local.ModelRunner` with the given cache groups.
 
-    ``host_memory`` gives zeroed bytes for the groups' host blocks; without it they are ordinary memory.
+    ``host_memory`` returns zeroed bytes for the groups' host blocks; without it they are ordinary memory.
     """
 
     def __init__(
@@ -45,38 +49,49 @@ class HashLM:
         host_memory: Callable[[int], npt.NDArray[np.uint8]] | None = None,
     ) -> None:
         self.cache_groups = list(groups)
-        self.block_bytes = [HASHLM_POSITION_BYTES * block_size for _ in groups]
+        self._places = [1 if group.state_span else block_size for group in groups]
+        self.block_bytes = [HASHLM_POSITION_BYTES * places for places in self._places]
+        self._recurrent = [index for index, group in enumerate(groups) if group.state_span]
+        self._states: dict[tuple[int, int], int] = {}  # (row, length) -> second words of the states behind it, summed
         self.vocab_size = vocab_size
         self._block_size = block_size
-        # Per group, two words per KV position: what stands there, and what it saw when it was computed.
-        self._words = [np.zeros((2, group.num_blocks * block_size), dtype=np.uint64) for group in groups]
-        counts = [group.num_host_blocks * block_size for group in groups]
+        # Per group, two words per KV position: what stands there, and what it saw when it was computed. In a state: all
+        # of the former behind one another, and all of the latter.
+        sized = list(zip(groups, self._places, strict=True))
+        self._words = [np.zeros((2, group.num_blocks * places), dtype=np.uint64) for group, places in sized]
+        counts = [group.num_host_blocks * places for group, places in sized]
         make = host_memory or (lambda nbytes: np.zeros(nbytes, dtype=np.uint8))
         self._host_words = [make(HASHLM_POSITION_BYTES * count).view(np.uint64).reshape(2, count) for count in counts]
         self._powers = np.array([pow(_BASE, i + 1, 1 << 64) for i in range(max_model_len + 1)], dtype=np.uint64)
+        self.adapter_tags: Mapping[int, int] = {}
+        """What each adapter in memory does to the rows that have it: 64 bits."""
         self._offsets = np.arange(block_size, dtype=np.int64)
 
     def forward(self, batch: StepBatch) -> list[int]:
         """Write the step's words; returns per sample position the hash of everything it attends to."""
-        size = self._block_size
+        sizes = self._places
         for group, block, host in batch.swap_out:
-            _copy(self._words[group], block, self._host_words[group], host, size)
+            _copy(self._words[group], block, self._host_words[group], host, sizes[group])
         for group, source, target in batch.copies:
-            _copy(self._words[group], source, self._words[group], target, size)
+            _copy(self._words[group], source, self._words[group], target, sizes[group])
         for group, host, block in batch.swap_in:
-            _copy(self._host_words[group], host, self._words[group], block, size)
+            _copy(self._host_words[group], host, self._words[group], block, sizes[group])
         tags = np.array([row.tag & _MASK if row is not None else 0 for row in batch.sampling], dtype=np.uint64)
         lengths = np.diff(batch.cu_seqlens)
-        first = _first_words(batch.token_ids, batch.positions, np.repeat(tags, lengths))
-        for words, mapping in zip(self._words, batch.slot_mapping, strict=True):
+        tags = np.repeat(tags, lengths)
+        if batch.adapters is not None:
+            tags ^= np.array([self.adapter_tags[each] if each else 0 for each in batch.adapters.tolist()], np.uint64)
+        first = _first_words(batch.token_ids, batch.positions, tags)
+        for _, words, mapping in self._positional(batch):
             words[0, mapping] = first
+        self._states.clear()
         for row in range(len(batch.seq_lens)):
             self._row(batch, row, first)
         ends = zip(batch.sample_rows.tolist(), batch.sample_lengths.tolist(), strict=True)
         return [self._seen(batch, row, length) for row, length in ends]
 
     def sample(self, hidden: list[int], batch: StepBatch, masks: Masks | None = None) -> SampledTokens:
-        """One token per sample position, from what it attends to, its own history, its settings and its mask."""
+        """One token per sample position, from what it attends to, its history, its parameters and its mask."""
         tokens = SampledTokens([])
         places = zip(hidden, batch.sample_rows.tolist(), batch.histories, strict=True)
         for index, (seen, row, history) in enumerate(places):
@@ -94,19 +109,44 @@ class HashLM:
         length = int(batch.seq_lens[row])
         begin = length - (end - start)
         seen: _Words = np.zeros(end - start, dtype=np.uint64)
-        for group in range(len(self._words)):
+        for group, _, _ in self._positional(batch):
             seen += self._attend(batch, group, row, 0, begin, length)
+        for group in self._recurrent:
+            seen += self._advance(batch, group, row, 0, first[start:end])
         second = _mix(first[start:end] ^ seen)
-        for words, mapping in zip(self._words, batch.slot_mapping, strict=True):
+        for _, words, mapping in self._positional(batch):
             words[1, mapping[start:end]] = second
+        last = [self._advance(batch, group, row, 1, second) for group in self._recurrent]
+        for place in range(end - start):
+            self._states[row, begin + place + 1] = sum(int(words[place]) for words in last)
+
+    def _positional(self, batch: StepBatch) -> list[tuple[int, _Words, npt.NDArray[np.int64]]]:
+        """(group, words, where each token's words go) of the groups that keep positions."""
+        groups = [group for group in range(len(self._words)) if group not in self._recurrent]
+        return [(group, self._words[group], batch.slot_mapping[group]) for group in groups]
+
+    def _advance(self, batch: StepBatch, group: int, row: int, layer: int, words: _Words) -> _Words:
+        """Mix ``words``, one per token of the row, into the row's state. Returns the state behind each."""
+        start, end = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
+        states, begin, state = self._words[group], int(batch.positions[start]), 0
+        if begin:
+            entry = (begin - 1) // (self.cache_groups[group].state_span or 1)
+            state = int(states[layer, batch.block_tables[group][row, entry]])
+        behind = []
+        for word, block in zip(words.tolist(), batch.slot_mapping[group][start:end].tolist(), strict=True):
+            state = _mix_one(state * _STATE + word & _MASK)
+            states[layer, block] = state
+            behind.append(state)
+        return np.array(behind, dtype=np.uint64)
 
     def _seen(self, batch: StepBatch, row: int, length: int) -> int:
         """What the last of the row's first ``length`` tokens attends to."""
-        words = [self._attend(batch, group, row, 1, length - 1, length)[0] for group in range(len(self._words))]
-        return sum(int(word) for word in words) & _MASK
+        words = [self._attend(batch, group, row, 1, length - 1, length)[0] for group, _, _ in self._positional(batch)]
+        return (sum(int(word) for word in words) + self._states[row, length]) & _MASK
 
     def _attend(self, batch: StepBatch, group: int, row: int, layer: int, begin: int, end: int) -> _Words:
-        """For each position in [begin, end): the weighted sum of the words it can see, read through the block table."""
+        """For each position in [begin, end): the weighted sum of the words that it sees, read through the block
+        table."""
         window = self.cache_groups[group].window
         low = 0 if window is None else max(0, begin - window + 1)
         size = self._block_size
@@ -167,8 +207,10 @@ def reference_tokens(
     count: int,
     allowed: Callable[[int], Sequence[int] | None] = lambda position: None,
 ) -> list[int]:
-    """The first ``count`` tokens HashLM generates for a prompt that is served alone: no blocks, no batch, no numpy.
+    """The first ``count`` tokens that HashLM generates for a prompt served alone, computed without blocks, batch or
+    numpy.
 
+    ``windows`` has one entry per cache group: :data:`STATE` for recurrent states.
     ``allowed`` gives the ids, ascending, that the mask of a position's token allows; None where there is no mask.
     """
     tokens = list(prompt)
@@ -191,6 +233,17 @@ def reference_tokens(
 def _reach(words: list[int], powers: list[int], place: int, windows: Sequence[int | None]) -> int:
     total = 0
     for window in windows:
+        if window == STATE:
+            total += _state(words[: place + 1])
+            continue
         low = 0 if window is None else max(0, place - window + 1)
         total += sum(words[i] * powers[i] for i in range(low, place + 1))
     return total & _MASK
+
+
+def _state(words: list[int]) -> int:
+    """The state behind all of ``words``."""
+    state = 0
+    for word in words:
+        state = _mix_one(state * _STATE + word & _MASK)
+    return state

@@ -1,8 +1,7 @@
-"""HashLM behind the server: ``--model hashlm`` answers with texts that a test can work out for itself.
+"""HashLM behind the server: ``--model hashlm`` gives answers that a test can compute itself.
 
-It is a model like any other to whoever asks: it has tokens (one per byte, and special ones behind), a chat template,
-an end of sequence and log-probabilities. ``hashlm:5ms`` takes 5 ms per step, as a slow model would.
-Needs no torch.
+Clients see a normal model: it has tokens (one per byte, then special ones), a chat template, an end of sequence and
+log-probabilities. ``hashlm:5ms`` takes 5 ms per step, like a slow model. Needs no torch.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _NAME: Final = re.compile(r"hashlm(?::([0-9]{1,5}(?:\.[0-9]{1,3})?)ms)?")
 def parse_hashlm(name: str) -> float | None:
     """Seconds per step of a model called ``hashlm`` or ``hashlm:5ms``; None for the name of another model.
 
-    Raises ConfigError for ``hashlm:`` with something else behind it.
+    Raises ConfigError for ``hashlm:`` with anything else after it.
     """
     found = _NAME.fullmatch(name)
     if found is not None:
@@ -61,7 +60,7 @@ def parse_hashlm(name: str) -> float | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HashLMServed:
-    """The runner, and what the engine has to know of the model."""
+    """The runner, and the facts about the model that the engine needs."""
 
     runner: ServedHashLM
     vocab_size: int
@@ -72,7 +71,7 @@ class HashLMServed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """As the sampler reports them: the token itself, then the most likely ones, best first."""
+    """Log-probabilities in the sampler's form: the token itself, then the most likely ones, best first."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -113,7 +112,8 @@ class ServedHashLM(HashLM):
 
 
 def logprobs_of(token: int, count: int) -> _Logprobs:
-    """A token is the most likely one at its place, each following id half as likely as the one before."""
+    """Fake log-probabilities: the token is the most likely one, and each following id is half as likely as the one
+    before."""
     ids = [(token + i) % HASHLM_VOCAB_SIZE for i in range(min(count, HASHLM_VOCAB_SIZE))]
     logprobs = np.log(np.float32(2.0)) * -np.arange(1, max(len(ids), 1) + 1, dtype=np.float32)
     return _Logprobs(np.array([token, *ids], np.int32), np.concatenate((logprobs[:1], logprobs[: len(ids)])), 1)
@@ -122,9 +122,8 @@ def logprobs_of(token: int, count: int) -> _Logprobs:
 def hashlm_runner(
     config: EngineConfig, delay: float, host_memory: Callable[[int], npt.NDArray[np.uint8]] | None = None
 ) -> HashLMServed:
-    """HashLM as the settings want it. ``max_model_len`` and ``num_kv_blocks`` are 4,096 where they say nothing, and a
-    tenth as many blocks, rounded up, are swap space. ``host_memory`` is as in :class:`~chairlift.models.hashlm.HashLM`.
-    """
+    """HashLM for the given settings. The defaults of ``max_model_len`` and ``num_kv_blocks`` are 4,096, and swap space
+    has a tenth as many blocks, rounded up. ``host_memory`` is that of :class:`~chairlift.models.hashlm.HashLM`."""
     length = config.model.max_model_len or _MAX_MODEL_LEN
     blocks, size = config.cache.num_kv_blocks or _NUM_BLOCKS, config.cache.block_size
     tokens = (blocks - 1) * size

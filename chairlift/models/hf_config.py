@@ -1,8 +1,8 @@
-"""Read ``config.json`` as Hugging Face writes it, and refuse what we would compute wrongly.
+"""Reads Hugging Face's ``config.json``, and refuses models that would be computed wrongly.
 
-Two dialects are read: transformers 5 (``rope_parameters``, ``dtype``) and older (``rope_theta`` with ``rope_scaling``,
-``torch_dtype``). What differs from family to family is in :mod:`chairlift.models.family`. Every number is checked
-against a range, so that a hostile file costs an error message and not memory. Needs no torch.
+It reads the keys of transformers 5 (``rope_parameters``, ``dtype``) and older ones (``rope_theta`` with
+``rope_scaling``, ``torch_dtype``). :mod:`chairlift.models.family` has the differences between families. Every number is
+checked against a range, so that a malicious file causes an error message instead of a huge allocation. Needs no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from chairlift.errors import ModelLoadError
+from chairlift.mistaken_models import check_content, of_directory
 from chairlift.models.family import MAX_CONTEXT, ExpertLayers, Family, Fields
+from chairlift.models.mixers import MixerConfig
 from chairlift.models.registry import FAMILIES
 from chairlift.models.rope_config import RopeConfig, read_ropes
 
@@ -32,8 +34,8 @@ __all__ = [
 
 _MAX_JSON_BYTES = 64 * 2**20
 _INT32_MAX = 2**31 - 1
-_GENERATES = ("ForCausalLM", "LMHeadModel")
-"""Ends of the names of classes in transformers that generate text."""
+_GENERATES = ("ForCausalLM", "Model")
+"""Ends of the names of classes in transformers that generate text, or that do once they have an output head."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GENERATION_APPLIED = {*_SAMPLING, "eos_token_id", "do_sample"}
@@ -48,7 +50,7 @@ _GENERATION_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_h": (1,),
     "typical_p": (1,),
 }
-"""Values, beside false, 0 and empty ones, with which a setting of ``generation_config.json`` changes nothing."""
+"""Values, besides false, 0 and empty ones, with which a setting of ``generation_config.json`` has no effect."""
 _GENERATION_HARMLESS = (
     *(
         "_commit_hash",
@@ -65,7 +67,7 @@ _GENERATION_HARMLESS = (
     *("target_lookbehind", "trust_remote_code", "use_model_defaults", "use_mtp"),
 )
 _GENERATION_HARMLESS_STARTS = ("assistant_", "num_assistant_tokens", "output_")
-"""Settings that change how transformers computes an answer, but not which."""
+"""Settings that change how transformers computes an answer, but not the answer."""
 _GENERATION_PARAMETERS = {
     "bad_words_ids": "bad_words",
     "max_length": "max_tokens",
@@ -77,8 +79,8 @@ _GENERATION_PARAMETERS = {
     "stop_strings": "stop",
     "suppress_tokens": "logit_bias",
 }
-"""What a request can say instead."""
-# Keys by which other architectures change the maths of a layer. A config that sets one is not what it says it is.
+"""Settings of ``generation_config.json`` -> request parameters with the same purpose."""
+# Keys of other architectures that change the computation of a layer. A config with one of them is refused.
 _FOREIGN_KEYS = (
     "add_cross_attention",
     "alibi",
@@ -108,10 +110,10 @@ _FOREIGN_FACTORS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What a network looks like. Names are Hugging Face's; the last group spells out what they leave to the class."""
+    """Shape of a network. Names are Hugging Face's. The last group has what Hugging Face's classes define in code."""
 
     model_impl: ClassVar[str] = "native"
-    """Whose code computes it."""
+    """Implementation of the layers."""
 
     model_type: str
     vocab_size: int
@@ -124,64 +126,77 @@ class ModelConfig:
     norm_eps: float = 1e-6
     max_position_embeddings: int
     rope: RopeConfig | None
-    """None: q and k are not rotated."""
+    """Rotation of q and k; None: they are not rotated."""
     window_rope: RopeConfig | None = None
-    """That of layers with a window, where it differs."""
+    """Rotation in layers with a window, if it differs."""
     rope_layers: tuple[bool, ...] = ()
-    """Per layer, whether q and k are rotated; empty: all are."""
+    """Per layer, whether q and k are rotated. Empty: in all layers."""
     tie_word_embeddings: bool = False
     dtype: str | None = None
-    """``float32``, ``bfloat16`` or ``float16`` as the config says; None where it is silent."""
+    """``float32``, ``bfloat16`` or ``float16`` as in the config; None if it does not say."""
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end an answer: those of ``generation_config.json`` where it names any, else of ``config.json``."""
+    """Tokens that end an answer: those of ``generation_config.json`` if it has any, otherwise of ``config.json``."""
     sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
-    """What ``generation_config.json`` says of sampling, by the names of SamplingParams, unchecked."""
+    """Sampling parameters in ``generation_config.json``, by the names of SamplingParams, unchecked."""
     generation_unapplied: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """What else it says that would change answers, and that nobody here applies."""
+    unused_code: str | None = None
+    """The class that ``auto_map`` names. It is never run: the family's own implementation takes its place."""
 
     layer_windows: tuple[int | None, ...]
-    """Per layer, how many tokens a query sees (itself included); None sees all."""
+    """Per layer, the number of tokens that a query sees (itself included); None sees all."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
     qk_norm: str | None = None
-    """RMSNorm of q and k: ``head`` (each head by itself), ``rotated`` (the same, but after the rotation) or ``all``
-    (all heads at once)."""
+    """RMSNorm of q and k: ``head`` (each head separately), ``rotated`` (the same, but after the rotation) or ``all``
+    (all heads together)."""
     norm: str = "rms"
     """``rms`` (RMSNorm), ``rms_offset`` (times 1 + weight), ``layer`` (LayerNorm with a bias) or ``layer_no_bias``."""
     block: str = "pre"
-    """Where norms are: ``pre`` (before attention and MLP), ``post`` (after them, before they are added), ``both``,
-    ``post_sum`` (after they are added, and none behind the last layer), ``parallel`` (one norm, which attention and MLP
-    both read) or ``parallel_two`` (each has its own)."""
+    """Places of norms: ``pre`` (before attention and MLP), ``post`` (after them, before the addition), ``both``,
+    ``post_sum`` (after the addition, and none after the last layer), ``parallel`` (one norm, read by both attention and
+    MLP) or ``parallel_two`` (one norm for each)."""
     mlp: str = "swiglu"
     """``swiglu`` or ``geglu_tanh`` (gated); ``gelu``, ``gelu_tanh``, ``relu`` or ``relu2`` between two products."""
     embedding_scale: float = 1.0
     rounds_embedding_scale: bool = False
-    """Whether that factor is rounded to the model's dtype."""
+    """Whether the embedding's scale is rounded to the model's dtype."""
     residual_scale: float = 1.0
-    """What attention and MLP are multiplied by before they are added."""
+    """Factor of the results of attention and MLP before they are added."""
     logit_scale: float = 1.0
     score_cap: float | None = None
     """c: a score s of attention becomes c tanh(s / c) before the softmax (Gemma 2)."""
     logit_cap: float | None = None
-    """The same of logits, before penalties and temperature."""
+    """c: a logit s becomes c tanh(s / c), before penalties and temperature."""
     sinks: bool = False
     """Whether each head has one more logit in its softmax, without a value (gpt-oss)."""
     query_scaling: tuple[float, int] | None = None
     """(beta, n): a query at position p is multiplied by 1 + beta ln(1 + floor(p / n)), as in Llama 4."""
     learned_positions: bool = False
-    """A vector per position is added to the embedding."""
+    """Whether a learned vector per position is added to the embedding."""
     first_position_row: int = 0
-    """Which row of the table of positions is that of position 0."""
+    """Row for position 0 in the table of positions."""
     embedding_width: int | None = None
-    """Width of embeddings and of what the head reads, where products lead from it to ``hidden_size`` and back."""
+    """Width of the embedding and of the head's input, if products convert it to ``hidden_size`` and back."""
     layer_scales: tuple[float, ...]
-    """Per layer, what scores are multiplied by."""
+    """Per layer, the factor of scores."""
     qkv_clip: float | None = None
-    """q, k and v are brought into -this to this, before the rotation."""
+    """q, k and v are limited to -x to x for this x, before the rotation."""
     experts: ExpertLayers | None = None
     """Layers with experts in place of one MLP; None: there are none."""
+    mixers: tuple[MixerConfig | None, ...] = ()
+    """Per layer, what it has in place of attention; None where it attends. Empty: all layers attend."""
+
+    def mixer(self, layer: int) -> MixerConfig | None:
+        """The recurrent mixer that this layer has in place of attention, if any."""
+        return self.mixers[layer] if self.mixers else None
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layer keeps a recurrent state."""
+        return any(mixer is not None for mixer in self.mixers)
 
     @property
     def gated(self) -> bool:
@@ -189,26 +204,26 @@ class ModelConfig:
         return self.mlp in ("swiglu", "geglu_tanh")
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer has experts in place of one MLP."""
+        """Whether this layer has experts instead of one MLP."""
         return self.experts is not None and self.experts.layers[layer]
 
     @property
     def norm_offset(self) -> float:
-        """What is added to the weights of an RMSNorm."""
+        """Number added to the weights of an RMSNorm."""
         return 1.0 if self.norm == "rms_offset" else 0.0
 
     @property
     def layer_ropes(self) -> tuple[RopeConfig | None, ...]:
-        """Per layer, how q and k are rotated; None where they are not."""
+        """Per layer, the rotation of q and k; None where they are not rotated."""
         rotated = self.rope_layers or (True,) * self.num_hidden_layers
         ropes = (self.rope if window is None else self.window_rope or self.rope for window in self.layer_windows)
         return tuple(rope if turned else None for rope, turned in zip(ropes, rotated, strict=True))
 
     def step_bytes(self, itemsize: int) -> int:
-        """Bytes per token that are alive at once in the widest layer, with numbers of ``itemsize`` bytes."""
+        """Bytes per token of the intermediate results in the widest layer, with numbers of ``itemsize`` bytes."""
         heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
         count = (heads + 3 * self.intermediate_size + 4 * self.hidden_size) * itemsize
-        if self.experts is not None:  # what each chosen expert computed, and three times what one of them does
+        if self.experts is not None:  # results of each chosen expert, and three times the inner width of one
             chosen = self.experts.routing.top_k * self.hidden_size
             inner = max(self.experts.intermediate_size, self.experts.shared_size)
             count += (4 * inner + 2 * chosen) * itemsize + 8 * inner + 4 * self.hidden_size
@@ -216,22 +231,27 @@ class ModelConfig:
 
     @property
     def rotates_apart(self) -> bool:
-        """Whether rotation is more than a table for all dimensions of a head, so that it is an operation of its own:
-        a norm follows it, or it scales what it rotates and leaves the rest as it is."""
+        """Whether the rotation is an operation of its own, because a norm follows it, or because it scales the rotated
+        dimensions and leaves others unchanged."""
         ropes = [rope for rope in self.layer_ropes if rope is not None]
         scaled = any(rope.dim is not None and rope.rope_type in ("longrope", "yarn") for rope in ropes)
         return scaled or (self.qk_norm == "rotated" and bool(ropes))
 
     def for_length(self, longest: int) -> ModelConfig:
-        """The network for texts of at most ``longest`` tokens: with LongRoPE, what rotates q and k depends on it."""
+        """The network for texts of at most ``longest`` tokens. With LongRoPE the rotation depends on it."""
         rope, window_rope = (each and each.for_length(longest) for each in (self.rope, self.window_rope))
         if (rope, window_rope) == (self.rope, self.window_rope):
             return self
         return dataclasses.replace(self, rope=rope, window_rope=window_rope)
 
     def notes(self, with_generation_config: bool = True) -> list[str]:
-        """Where answers differ from those of transformers for what the model's files say, a line each."""
+        """Differences to transformers' answers with the model's files, one per line."""
         found = []
+        if self.unused_code is not None:
+            found.append(
+                f"auto_map in config.json names {self.unused_code!r}, code in the model's directory: it is not run, and"
+                f" the model is computed as {self.model_type!r}, as in transformers without trust_remote_code"
+            )
         if self.rope is not None and self.rope.rope_type == "dynamic":
             found.append(
                 f"rope_type is 'dynamic': positions are scaled for {self.max_model_len:,} tokens from the first on, as"
@@ -252,7 +272,7 @@ class ModelConfig:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence in tokens the positions are good for, with any rotary scaling counted in."""
+        """Longest sequence in tokens that the positions support, including rotary scaling."""
         if self.rope is None:
             return self.max_position_embeddings
         if self.rope.rope_type in ("linear", "dynamic"):
@@ -264,7 +284,7 @@ class ModelConfig:
 
 
 def generation_notes(unapplied: Mapping[str, Any]) -> list[str]:
-    """What ``generation_config.json`` says and nobody applies, in a line."""
+    """Settings of ``generation_config.json`` that are not applied, in one line."""
     if not unapplied:
         return []
     listed = ", ".join(f"{name} {str(value)[:60]}" for name, value in unapplied.items())
@@ -276,32 +296,29 @@ def generation_notes(unapplied: Mapping[str, Any]) -> list[str]:
 def read_hf_config(model_dir: Path) -> ModelConfig:
     """Read ``config.json`` and, where present, ``generation_config.json`` from a model directory.
 
-    Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing, damaged or asks for the unsupported.
+    Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing or damaged, or needs an unsupported feature.
     """
     raw, generation, where = read_hf_files(model_dir)
     return parse_config(raw, generation, where=where)
 
 
 def read_hf_files(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """The content of ``config.json`` and of ``generation_config.json``, and where the former is.
+    """Contents of ``config.json`` and of ``generation_config.json``, and the path of the former.
 
     Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing or damaged.
     """
     path = model_dir / "config.json"
     if not path.is_file():
-        raise ModelLoadError(
-            f"{model_dir} has no config.json, so it is not a Hugging Face model directory; "
-            "give the directory that holds config.json, *.safetensors and tokenizer.json"
-        )
+        raise ModelLoadError(of_directory(model_dir))
     generation_path = model_dir / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     return read_json(path), generation, str(path)
 
 
 def read_json(path: Path, whole: type = dict) -> Any:
-    """Read a JSON object (or a list, where ``whole`` says so), bounded in size.
+    """Read a JSON object of limited size (or a list, if ``whole`` is list).
 
-    :class:`~chairlift.errors.ModelLoadError` names what is wrong with it.
+    Raises :class:`~chairlift.errors.ModelLoadError` with the problem.
     """
     try:
         with path.open("rb") as file:
@@ -313,6 +330,7 @@ def read_json(path: Path, whole: type = dict) -> Any:
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
+        check_content(path)
         raise ModelLoadError(f"{path} is not valid JSON ({error}); download the model again") from None
     if not isinstance(content, whole):
         kind = "object" if whole is dict else whole.__name__
@@ -329,8 +347,8 @@ def parse_config(
 ) -> ModelConfig:
     """Turn the content of ``config.json`` (and ``generation_config.json``) into a checked :class:`ModelConfig`.
 
-    ``where`` names the source in error messages. ``pooled``: the network serves embeddings or classes, and need not be
-    one that generates. Raises :class:`~chairlift.errors.ModelLoadError`.
+    ``where`` names the source in error messages. With ``pooled`` the network is for embeddings or classes and need not
+    generate text. Raises :class:`~chairlift.errors.ModelLoadError`.
     """
     model_type = raw.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -367,15 +385,22 @@ def parse_config(
         **common_fields({**raw, "eos_token_id": fields.get("eos_token_id")}, generation or {}, context, where),
         "layer_scales": (head_dim**-0.5,) * layers,
         "mlp": family.activations[fields.get("hidden_act")],
+        "unused_code": _unused_code(raw, family),
         **family.read(fields, layers),
     }
     if "intermediate_size" not in values:
         values["intermediate_size"] = fields.integer("intermediate_size", 1, 2**20)
-    return ModelConfig(**values)
+    config = ModelConfig(**values)
+    if pooled and config.recurrent:
+        raise ModelLoadError(
+            f"{where}: model_type {model_type!r} keeps recurrent states, and embeddings or classes of such models are"
+            " not supported; use a model that attends in all layers"
+        )
+    return config
 
 
 def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], context: int, where: str) -> dict[str, Any]:
-    """What is read alike for every family, whoever computes it: fields of :class:`ModelConfig`."""
+    """Fields of :class:`ModelConfig` that are equal for every family, native or not."""
     eos = generation.get("eos_token_id")
     return {
         "dtype": read_dtype(raw, where),
@@ -386,19 +411,19 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], context
 
 
 def _context(fields: Fields) -> int:
-    """Positions that the model was made for, before any rotary scaling."""
+    """Number of positions that the model was trained for, before any rotary scaling."""
     context = fields.integer("max_position_embeddings", 1, MAX_CONTEXT)
     chunked = fields.get("dual_chunk_attention_config")
     if not chunked:
         return context
-    # Qwen's models for 1M tokens: the first chunk is as usual.
+    # Qwen's models for 1M tokens: the first chunk is normal attention.
     chunks = Fields(chunked if isinstance(chunked, Mapping) else {}, f"{fields.where}: dual_chunk_attention_config")
     size = chunks.integer("chunk_size", 1, MAX_CONTEXT)
     return min(context, size - chunks.integer("local_size", 0, size - 1))
 
 
 def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, where: str, pooled: bool) -> None:
-    """Refuse a config that asks for maths we do not do, rather than answer with the wrong numbers."""
+    """Refuse a config that needs an unsupported computation, instead of computing wrong numbers."""
     activation = fields.get("hidden_act")
     if not isinstance(activation, str) or activation not in family.activations:
         supported = ", ".join(family.activations)
@@ -420,17 +445,17 @@ def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, wher
         )
     if raw.get("is_causal") is False:
         raise ModelLoadError(f"{where}: is_causal is false, so tokens see later ones; use a text-generation model")
+
+
+def _unused_code(raw: Mapping[str, Any], family: Family) -> str | None:
+    """The class in the model's directory that is not run, where it is not known to compute the same."""
     auto_map = raw.get("auto_map")
     code = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, Mapping) else None
-    if code is not None and str(code).rpartition("--")[2] not in family.known_code:
-        raise ModelLoadError(
-            f"{where}: the model needs code from its own directory (auto_map), which Chairlift never runs; "
-            "use a version of the model in a standard format"
-        )
+    return None if code is None or str(code).rpartition("--")[2] in family.known_code else str(code)[:200]
 
 
 def read_dtype(raw: Mapping[str, Any], where: str) -> str | None:
-    """The dtype that a ``config.json`` names; None where it is silent. Raises ModelLoadError for others."""
+    """Dtype in a ``config.json``; None if it does not say. Raises ModelLoadError for other dtypes."""
     value = raw.get("dtype") if raw.get("dtype") is not None else raw.get("torch_dtype")
     if value is None:
         return None
@@ -449,7 +474,8 @@ def _token_ids(value: Any, where: str) -> tuple[int, ...]:
 
 
 def _sampling_defaults(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """By the names of SamplingParams. Without ``do_sample`` the others count, as in vLLM; with false none is drawn."""
+    """Sampling parameters by the names of SamplingParams. They apply if ``do_sample`` is missing, as in vLLM; with
+    false, answers are greedy."""
     found = {name: value for name in _SAMPLING if (value := generation.get(name)) is not None}
     if Fields(generation, f"{where}: generation_config.json").boolean("do_sample", True):
         return found

@@ -1,4 +1,4 @@
-"""Hunyuan, the dense ones (Tencent, 2025): Llama with a norm on each head of q and k behind the rotation."""
+"""Dense Hunyuan (Tencent, 2025): Llama with a norm on each head of q and k after the rotation."""
 
 from __future__ import annotations
 

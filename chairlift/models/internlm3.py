@@ -10,7 +10,8 @@ __all__ = ["INTERNLM3"]
 
 
 def _read(fields: Fields, layers: int) -> dict[str, Any]:
-    """transformers writes ``attention_bias`` and ``mlp_bias``, the model's own files say ``qkv_bias`` and ``bias``."""
+    """Read the switch for biases: transformers writes ``attention_bias`` and ``mlp_bias``, the model's own files
+    ``qkv_bias`` and ``bias``."""
     names = [("qkv_bias", "attention_bias"), ("bias", "mlp_bias")]
     attention, mlp = (fields.boolean(own if fields.get(own) is not None else usual, False) for own, usual in names)
     if attention != mlp:

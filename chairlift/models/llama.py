@@ -1,4 +1,4 @@
-"""Llama 1 to 3.2 and what shares their architecture (Touvron et al., 2023)."""
+"""Llama 1 to 3.2 and models with the same architecture (Touvron et al., 2023)."""
 
 from __future__ import annotations
 

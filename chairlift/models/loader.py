@@ -1,9 +1,9 @@
 """From a name or a directory to a model in memory.
 
-A model directory is data from a stranger. Only JSON and safetensors are read; pickle files are refused; no code in the
-directory is ever imported; names in the index cannot lead out of the directory. Tensors are memory-mapped and copied
-straight into their place, a few megabytes at a time, and the pages of the file are let go of behind, so that loading
-needs hardly more memory than the model.
+A model directory is untrusted data. Only JSON and safetensors are read; pickle files are refused; code in the directory
+is never imported; names in the index cannot lead out of the directory. Tensors are memory-mapped and copied straight to
+their place, a few megabytes at a time. Pages of the file are released afterwards, so that loading needs hardly more
+memory than the model.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from chairlift import mistaken_models
 from chairlift.errors import EngineDeadError, ModelLoadError
 from chairlift.gguf.files import find_gguf, is_gguf
 from chairlift.gguf.reader import GGUFModel
@@ -35,6 +36,7 @@ from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.config import TransformersConfig
 from chairlift.models.gguf_tensors import gguf_tensors
 from chairlift.models.hf_config import ModelConfig, read_json
+from chairlift.models.hub import INDEX_NAME, SINGLE_NAME, WEIGHT_FILE, download_model
 from chairlift.models.layers.linear import Matrix
 from chairlift.models.pooled_layout import SCORES, pooled_layout
 from chairlift.models.pooled_network import PooledNetwork
@@ -59,53 +61,36 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
+Surplus: TypeAlias = Literal["warn", "ignore", "refuse"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 _STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _PIECE_BYTES = 64 << 20
-_INDEX_NAME = "model.safetensors.index.json"
-_SINGLE_NAME = "model.safetensors"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-"""Our names; a checkpoint may call the embedding something else."""
+"""Names here; a checkpoint may have another name for the embedding."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 
 
 def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> Path:
-    """Return the directory of a model, or its GGUF file: a local one as it is, else the Hub snapshot of that id,
-    downloaded if needed.
+    """Directory of a model, or its GGUF file: a local path is returned as it is, a Hub id is downloaded if needed.
 
-    Only safetensors, JSON and tokenizer files are fetched. Raises :class:`~chairlift.errors.ModelLoadError` when
-    ``name_or_path`` is neither a directory nor a model the Hub (or its local cache) can give.
+    Only the files that are read are downloaded, never pickled ones. Raises :class:`~chairlift.errors.ModelLoadError`
+    when ``name_or_path`` is neither a local model nor available from the Hub or its local cache.
     """
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name and path.exists() and (model := find_gguf(path)) is not None:
         return model
     if name and path.is_dir():
         return path
-    if path.exists() or not _HUB_ID.fullmatch(name):
-        raise ModelLoadError(
-            f"{name!r} is not a directory; give the directory that holds config.json and *.safetensors, "
-            "or a Hugging Face model id such as Qwen/Qwen2.5-0.5B-Instruct"
-        )
-    from huggingface_hub import snapshot_download  # takes a while to import, and local directories don't need it
-
-    try:
-        snapshot = snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
-    except Exception as error:  # unreachable, unknown, gated, disk full: for the caller all are "no such model here"
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        raise ModelLoadError(
-            f"{name!r} is not a directory here, and the Hugging Face Hub did not give a model of that name "
-            f"({type(error).__name__}: {reason}); check the spelling, the network, and access to gated models, "
-            "or download it elsewhere and give its directory"
-        ) from None
-    return Path(snapshot)
+    if path.exists() or not _HUB_ID.fullmatch(name) or path.suffix == ".gguf":
+        raise ModelLoadError(mistaken_models.of_name(name))
+    return download_model(name, revision)
 
 
 def resolve_dtype(config: ModelConfig | EncoderConfig | TransformersConfig, dtype: str | torch.dtype) -> torch.dtype:
-    """The torch dtype for ``"auto"`` (the config's, else float32), a name, or a dtype."""
+    """The torch dtype for ``"auto"`` (the config's, otherwise float32), a name, or a dtype."""
     if isinstance(dtype, torch.dtype):
         name = str(dtype).removeprefix("torch.")
     else:
@@ -128,8 +113,9 @@ def load_model(
 
     ``progress`` is called with a label and the share done (0..1). Linear weights are laid out in ``weight_format`` as
     they are loaded: PLAIN to train or to save. Raises :class:`~chairlift.errors.ModelLoadError` when weights are
-    missing, damaged, surplus, misshapen or pickled, and :class:`~chairlift.errors.ConfigError` when the format is not
-    possible; see :meth:`~chairlift.kernels.weights.WeightFormat.fitting`.
+    missing, damaged, misshapen or pickled, or surplus in layers that are computed, and
+    :class:`~chairlift.errors.ConfigError` when the format is not possible; see
+    :meth:`~chairlift.kernels.weights.WeightFormat.fitting`.
     """
     torch_dtype, device = resolve_dtype(config, dtype), torch.device(device)
     weight_format = weight_format.fitting(torch_dtype, device)
@@ -153,7 +139,7 @@ def load_pooled(
     *,
     weight_format: WeightFormat,
 ) -> PooledNetwork:
-    """The same for a model that gives embeddings or classes; see :func:`load_model`."""
+    """Build a model for embeddings or classes; see :func:`load_model`."""
     weight_format = weight_format.fitting(dtype, device)
     with torch.device("meta"):
         model = PooledNetwork(config)
@@ -166,29 +152,29 @@ def load_pooled(
 
 
 def check_pooled_weights(model_dir: Path, config: PooledConfig, dtype: torch.dtype) -> None:
-    """Read all weights of such a model; see :func:`check_weights`."""
+    """Read all weights of a model for embeddings or classes; see :func:`check_weights`."""
     with torch.device("meta"):
         model = PooledNetwork(config)
     with contextlib.ExitStack() as stack:
-        tensors, parts = _pooled_parts(model, model_dir, stack)
+        tensors, parts = _pooled_parts(model, model_dir, stack, "ignore")
         _check_finite(tensors, parts, dtype, model_dir, _tell_nobody)
 
 
 def _pooled_parts(
-    model: PooledNetwork, model_dir: Path, stack: contextlib.ExitStack
+    model: PooledNetwork, model_dir: Path, stack: contextlib.ExitStack, surplus: Surplus = "warn"
 ) -> tuple[Mapping[str, Any], list[CheckpointPart]]:
     tensors = with_whole_weights(_open_files(model_dir, stack), model_dir)
     if model.config.answers:
         tensors = {**tensors, SCORES: _InMemory(_rows_of_head(tensors, model, model_dir))}
     layout = pooled_layout(model, tensors)
-    _compare_parts(tensors, layout.parts, model_dir, lambda name: _is_ignored(layout.ignored, name))
+    _compare_parts(tensors, layout.parts, model_dir, lambda name: _is_ignored(layout.ignored, name), surplus)
     if isinstance(model.config.network, ModelConfig):
         _refuse_mixed(tensors, layout.parts, model.config.network, model_dir)
     return tensors, layout.parts
 
 
 def _rows_of_head(tensors: Mapping[str, Any], model: PooledNetwork, model_dir: Path) -> Tensor:
-    """Those rows of the output head that are the classifier's: the embedding's where it is tied."""
+    """Rows of the output head that form the classifier; rows of the embedding if it is tied."""
     network = model.config.network
     embedding = next(part.name for part in pooled_layout(model, tensors).parts if part.parameter == _EMBEDDING)
     tied = isinstance(network, ModelConfig) and network.tie_word_embeddings
@@ -201,37 +187,38 @@ def _rows_of_head(tensors: Mapping[str, Any], model: PooledNetwork, model_dir: P
 
 def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> None:
     """Read all weights of ``config`` in a directory. Raises :class:`~chairlift.errors.ModelLoadError` unless every
-    number is finite, also once it is rounded to ``dtype``."""
+    number is finite, also after rounding to ``dtype``."""
     with torch.device("meta"):
         model = CausalLM(config)
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(model_dir, config, stack)
-        parts = _checked_parts(tensors, model, model_dir)
+        parts = _checked_parts(tensors, model, model_dir, "ignore")
         _check_finite(tensors, parts, dtype, model_dir, _tell_nobody)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The stored tensors of a model, of which names, shapes and dtypes are right. Nothing of them is in memory yet."""
+    """Stored tensors of a model with checked names, shapes and dtypes. No tensor is in memory yet."""
 
     model: CausalLM
     """The model on the meta device."""
     parts: list[CheckpointPart]
-    """Every tensor by the name that Hugging Face gives it, in the order of ``model.named_parameters()``."""
+    """Tensors by Hugging Face's names, in the order of ``model.named_parameters()``."""
     _tensors: Mapping[str, Any]
     _stored: Mapping[CheckpointPart, CheckpointPart]
     """The same parts by the names in the files."""
 
     def kind(self, part: CheckpointPart) -> GroupKind | None:
-        """How the numbers are stored; None where they are floats."""
+        """Format of the numbers; None for floats."""
         stored = self._tensors[self._stored[part].name]
         return stored.kind if isinstance(stored, StoredRows) else None
 
     def pieces(self, part: CheckpointPart) -> Iterator[tuple[int, Tensor]]:
-        """First row and rows of each piece, of the stored float dtype, or float32 where integers are stored.
+        """(first row, rows) of each piece, in the stored float dtype, or float32 for stored integers.
 
-        A piece has at most :data:`~chairlift.models.stored_rows.MOST_NUMBERS`, or one row. The pages of the file are
-        let go of when the next one is asked for."""
+        A piece has at most :data:`~chairlift.models.stored_rows.MOST_NUMBERS`, or one row. Its pages of the file are
+        released when the next piece is read.
+        """
         stored = self._stored[part]
         mapped = _is_mapped(self._tensors, stored)
         count = max(MOST_NUMBERS // math.prod(part.shape[1:]), 1)
@@ -245,9 +232,10 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def open_checkpoint(model_dir: Path, config: ModelConfig) -> Iterator[Checkpoint]:
-    """The weights of a directory or a GGUF file, to be read piece by piece.
+    """Weights of a directory or a GGUF file, to be read piece by piece.
 
-    Raises :class:`~chairlift.errors.ModelLoadError` when they are missing, surplus, misshapen or pickled.
+    Raises :class:`~chairlift.errors.ModelLoadError` when they are missing, misshapen or pickled, or
+    surplus in layers that are computed.
     """
     with torch.device("meta"):
         model = CausalLM(config)
@@ -259,18 +247,17 @@ def open_checkpoint(model_dir: Path, config: ModelConfig) -> Iterator[Checkpoint
 
 
 def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], progress: Progress | None = None) -> None:
-    """Write other weights into a loaded model, in place, whatever the format of each.
+    """Write new weights into a loaded model in place, whatever their formats.
 
     ``source`` is a directory with safetensors, a GGUF file, or a mapping from Hugging Face's names to tensors of any
-    float dtype on any device, or to matrices as :class:`~chairlift.kernels.grouped.GroupedRows`; a tied output head may
-    be among them or not. ``progress`` is as for :func:`load_model`.
-    Packed weights, those in fp8, their biases and plain parameters keep their addresses; what oneDNN packed is packed
-    again. Names, shapes and dtypes are compared, and all numbers must be finite, before anything is written:
-    :class:`~chairlift.errors.ModelLoadError` means that nothing was. An error after that, of reading a file, is
-    :class:`~chairlift.errors.EngineDeadError`.
+    float dtype on any device, or to matrices as :class:`~chairlift.kernels.grouped.GroupedRows`. A tied output head is
+    optional. ``progress`` is that of :func:`load_model`. Packed weights, fp8 weights, their biases and plain parameters
+    keep their addresses; oneDNN packs again. All names, shapes, dtypes and numbers are checked before anything is
+    written: after :class:`~chairlift.errors.ModelLoadError` the model is unchanged. A later error, in reading a file,
+    raises :class:`~chairlift.errors.EngineDeadError`.
     """
     with torch.device("meta"):
-        blank = type(model)(model.config)  # packing has taken the names and shapes out of the model itself
+        blank = type(model)(model.config)  # a packed model no longer has the names and shapes
     tensors = dict[str, Any]()
     with contextlib.ExitStack() as stack:
         if isinstance(source, Mapping):
@@ -290,7 +277,7 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
             except OSError as error:
                 message = f"cannot read {str(source)!r} ({error.strerror}); give a directory that this process may read"
                 raise ModelLoadError(message) from None
-        parts = _checked_parts(tensors, blank, where)
+        parts = _checked_parts(tensors, blank, where, "refuse" if isinstance(source, Mapping) else "warn")
         report = progress or _tell_nobody
         _check_finite(tensors, parts, model.dtype, where, report)
         try:
@@ -307,8 +294,8 @@ def _tell_nobody(label: str, share: float) -> None:
 
 
 def _finite(rows: Tensor | GroupedRows, dtype: torch.dtype) -> bool:
-    """Whether all numbers are finite, also once they are rounded to ``dtype``. The minimum and maximum of
-    numbers with NaN are NaN. For integers in groups, the lowest and the highest value of a code are tested."""
+    """Whether all numbers are finite, also after rounding to ``dtype``. If a tensor has NaN, so have its minimum and
+    maximum. For integers in groups, the lowest and the highest value of a code are tested."""
     if isinstance(rows, GroupedRows):
         lowest = rows.scales * -rows.kind.zero if rows.minimums is None else rows.minimums
         rows = torch.stack([lowest, lowest + rows.scales * rows.kind.span])
@@ -329,12 +316,12 @@ def _check_finite(
                     f" {str(dtype).removeprefix('torch.')}, in rows {first} to {first + len(rows) - 1}; nothing of"
                     " it is used: train, convert or download the weights again"
                 )
-            if isinstance(rows, Tensor):  # let go of the file's pages
+            if isinstance(rows, Tensor):  # release the file's pages
                 by_slices(rows, lambda *_: None, mapped=_is_mapped(tensors, part))
 
 
 def _by_layer(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]]:
-    """A layer's weight and bias stand together."""
+    """Parts grouped by layer: its weight and its bias."""
     grouped: dict[str, list[CheckpointPart]] = {}
     for part in parts:
         grouped.setdefault(part.parameter.rpartition(".")[0], []).append(part)
@@ -342,7 +329,7 @@ def _by_layer(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]]:
 
 
 def _kinds(tensors: Mapping[str, Any], parts: list[CheckpointPart]) -> dict[str, GroupKind]:
-    """Our parameters of which every part is stored as integers in groups, with the kind that holds all of them."""
+    """Parameters whose parts are all stored as integers in groups, with the kind that can hold all of them."""
     found: dict[str, list[GroupKind | None]] = {}
     for part in parts:
         stored = tensors[part.name]
@@ -357,8 +344,8 @@ def _write(
     tensors: Mapping[str, Any],
     report: Callable[[float], None],
 ) -> None:
-    """Put every number in its place, piece by piece. Only pages of mapped files may be let go of: others are somebody's
-    tensors."""
+    """Write all numbers, piece by piece. Only pages of mapped files are released, because other tensors belong to the
+    caller."""
     total, done = sum(math.prod(part.shape) for part in parts), 0
     for name, group in _by_layer(parts).items():
         layer = model.get_submodule(name)
@@ -377,7 +364,8 @@ def _write(
 
 
 def _of_kind(rows: Tensor | GroupedRows, kind: GroupKind | None) -> Tensor | GroupedRows:
-    """Rows for a layer of ``kind``: floats where the layer holds those, or cannot hold these as they are."""
+    """Rows for a layer of ``kind``; floats if the layer holds floats, or if its kind cannot hold these codes
+    exactly."""
     if isinstance(rows, Tensor) or kind is None:
         return rows
     return rows.to(kind) if rows.kind | kind == kind else rows.dequantize()
@@ -386,8 +374,8 @@ def _of_kind(rows: Tensor | GroupedRows, kind: GroupKind | None) -> Tensor | Gro
 def _pieces(
     tensors: Mapping[str, Any], group: list[CheckpointPart]
 ) -> Iterator[tuple[CheckpointPart, int, Tensor | GroupedRows]]:
-    """Rows of parameters, and where each of these pieces begins: a slow disk reads a large one for minutes. Quantised
-    ones are unpacked as they are asked for."""
+    """(part, first row, rows) of parameters in pieces, because a slow disk reads a large one for minutes. Quantised
+    rows are unpacked as they are read."""
     for part in group:
         given = _read(tensors, part)
         most = MOST_NUMBERS if isinstance(given, StoredRows) else _PIECE_BYTES // given.element_size()
@@ -400,7 +388,7 @@ def _pieces(
 
 
 class _InMemory:
-    """A tensor, read as one in a safetensors file is."""
+    """A tensor with the interface of one in a safetensors file."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -419,7 +407,7 @@ class _InMemory:
 
 
 class _RowsInMemory(StoredRows):
-    """The same for integers in groups."""
+    """Integers in groups with the interface of a tensor in a safetensors file."""
 
     def __init__(self, rows: GroupedRows) -> None:
         self._rows, self.kind = rows, rows.kind
@@ -457,7 +445,7 @@ def _check_grouped(name: str, rows: GroupedRows) -> None:
 
 
 def _is_mapped(tensors: Mapping[str, Any], part: CheckpointPart) -> bool:
-    """Whether reading it gives a view of a file. Rows in another order, or out of a transposed stack, are a copy."""
+    """Whether reading a tensor gives a view of a file. Reordered rows, and rows of a transposed stack, are a copy."""
     copied = part.order or (part.transposed and part.stack > 1)
     return not copied and not isinstance(tensors[part.name], (StoredRows, _InMemory))
 
@@ -476,26 +464,26 @@ def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | StoredRo
 
 def open_tensors(model_dir: Path, config: ModelConfig | None, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Map every tensor name in the checkpoint to the open, memory-mapped file that holds it, or to rows that are made
-    from several tensors of such files. ``config`` is needed for a GGUF file."""
+    from several of its tensors. ``config`` is needed for a GGUF file."""
     if config is not None and is_gguf(model_dir):
         return dict(gguf_tensors(GGUFModel(model_dir), config))
     return with_whole_weights(_open_files(model_dir, stack), model_dir)
 
 
 def _open_files(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    index_path = model_dir / _INDEX_NAME
+    index_path = model_dir / INDEX_NAME
     if index_path.is_file() and (index := _read_index(index_path)):
         opened = {file: _open_file(model_dir / file, stack) for file in sorted(set(index.values()))}
         names = {file: frozenset(opened[file].keys()) for file in opened}
         for name, file in index.items():
             if name not in names[file]:
                 raise ModelLoadError(f"{index_path}: tensor {name!r} is not in {file}; download both files again")
-        if _SINGLE_NAME not in opened and (model_dir / _SINGLE_NAME).is_file():
+        if SINGLE_NAME not in opened and (model_dir / SINGLE_NAME).is_file():
             message = "%s has both %s and the weights in pieces of %s: the pieces are used; remove what is out of date"
-            _log.warning(message, model_dir, _SINGLE_NAME, _INDEX_NAME)
+            _log.warning(message, model_dir, SINGLE_NAME, INDEX_NAME)
         return {name: opened[file] for name, file in index.items()}
-    if (model_dir / _SINGLE_NAME).is_file():
-        file = _open_file(model_dir / _SINGLE_NAME, stack)
+    if (model_dir / SINGLE_NAME).is_file():
+        file = _open_file(model_dir / SINGLE_NAME, stack)
         return dict.fromkeys(file.keys(), file)
     pickled = sorted(path.name for path in model_dir.iterdir() if path.suffix in _PICKLE_SUFFIXES)
     if pickled:
@@ -503,20 +491,20 @@ def _open_files(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
             f"{model_dir} has its weights only as pickle ({pickled[0]!r}), and unpickling runs any code inside; "
             "get a version with *.safetensors, or convert it with transformers' save_pretrained if you trust its author"
         )
-    raise ModelLoadError(f"{model_dir} has neither {_SINGLE_NAME} nor {_INDEX_NAME}; download the model again")
+    raise ModelLoadError(mistaken_models.of_weights(model_dir))
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> file; empty where the index is out of date."""
+    """Tensor name -> file; empty if the index is out of date."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{path} has no weight_map; download it again")
     for file in set(map(str, weight_map.values())):
         # Plain names only: an entry must not reach out of the model's directory.
-        if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file):
+        if not WEIGHT_FILE.fullmatch(file):
             raise ModelLoadError(f"{path} refers to {file[:80]!r}; only *.safetensors files beside it are allowed")
         if not (path.parent / file).is_file():
-            if (path.parent / _SINGLE_NAME).is_file():
+            if (path.parent / SINGLE_NAME).is_file():
                 return {}  # transformers leaves it behind when it saves one file over the pieces of before
             raise ModelLoadError(f"{path} refers to {file}, which is not there; download the model again")
     return {str(name): str(file) for name, file in weight_map.items()}
@@ -527,24 +515,29 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
     try:
         return stack.enter_context(safe_open(path, framework="pt"))
     except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        mistaken_models.check_content(path)
         if "Cannot allocate memory" in str(error):  # PyTorch has no type of its own for it
             raise ModelLoadError(f"there is no memory to map {path} ({error}); free some, or raise ulimit -v") from None
         raise ModelLoadError(f"{path} is damaged or incomplete ({error}); download it again") from None
 
 
-def _checked_parts(tensors: Mapping[str, Any], model: CausalLM, model_dir: Path) -> list[CheckpointPart]:
-    """Compare names, shapes and dtypes with what the model needs, before any memory is spent on it."""
+def _checked_parts(
+    tensors: Mapping[str, Any], model: CausalLM, model_dir: Path, surplus: Surplus = "warn"
+) -> list[CheckpointPart]:
+    """Compare names, shapes and dtypes with what the model needs, before any memory is spent on it; see
+    :func:`_compare_parts`."""
     tied, parts, family = model.config.tie_word_embeddings, checkpoint_layout(model), FAMILIES[model.config.model_type]
-    if (prefix := family.optional_prefix) and not any(name.startswith(prefix) for name in tensors):
-        parts = [dataclasses.replace(part, name=part.name.removeprefix(prefix)) for part in parts]
     embedding_name = next(part.name for part in parts if part.parameter == _EMBEDDING)
+    prefix = embedding_name.partition(".")[0] + "."
+    if not any(name.startswith(prefix) for name in tensors):  # saved by the class without a head (...Model)
+        parts = [dataclasses.replace(part, name=part.name.removeprefix(prefix)) for part in parts]
+        embedding_name = embedding_name.removeprefix(prefix)
     if tied and embedding_name not in tensors and _HEAD in tensors:  # safetensors' save_model keeps either name
         parts = [dataclasses.replace(part, name=_HEAD) if part.name == embedding_name else part for part in parts]
-    # Old checkpoints carry rotary frequencies, and a tied head may be stored again: both say nothing new.
+    # Old checkpoints contain rotary frequencies, and a tied head may be stored again. Both are redundant.
     redundant = (_HEAD,) if tied and not any(part.name == _HEAD for part in parts) else ()
-    _compare_parts(
-        tensors, parts, model_dir, lambda name: name in redundant or _is_ignored(family.ignored_tensors, name)
-    )
+    ignored = family.ignored_tensors
+    _compare_parts(tensors, parts, model_dir, lambda name: name in redundant or _is_ignored(ignored, name), surplus)
     _refuse_mixed(tensors, parts, model.config, model_dir)
     for name in filter(tensors.__contains__, redundant):
         head, embedding = (tensors[each].get_tensor(each) for each in (name, embedding_name))
@@ -561,15 +554,24 @@ def _is_ignored(pattern: str, name: str) -> bool:
 
 
 def _compare_parts(
-    tensors: Mapping[str, Any], parts: list[CheckpointPart], model_dir: Path, redundant: Callable[[str], bool]
+    tensors: Mapping[str, Any],
+    parts: list[CheckpointPart],
+    model_dir: Path,
+    redundant: Callable[[str], bool],
+    surplus: Surplus = "warn",
 ) -> None:
-    """Raise ModelLoadError unless ``tensors`` are the ``parts``, in their shapes and in a dtype of floats, and no
-    others but ``redundant`` ones."""
+    """Raise ModelLoadError unless ``tensors`` are the ``parts``, in their shapes and in a dtype of floats.
+
+    Others may be there if they are ``redundant``, or if no layer that is computed holds them and ``surplus`` is not to
+    ``refuse`` them: a log line names them unless it is to ``ignore`` them.
+    """
     wanted = {part.name: part for part in parts}
     missing = [name for name in wanted if name not in tensors]
-    unexpected = [
+    unused = [
         name for name in tensors if name not in wanted and not redundant(name) and not _adds_nothing(tensors, name)
     ]
+    owners = {_owner(name) for name in wanted}
+    unexpected = [name for name in unused if surplus == "refuse" or _owner(name) in owners]
     if missing or unexpected:
         both = (("missing", missing), ("unexpected", unexpected))
         problems = " and ".join(f"{len(names)} {kind} ({_few(names)})" for kind, names in both if names)
@@ -577,6 +579,8 @@ def _compare_parts(
             f"{model_dir}: the weights do not fit config.json: tensors {problems}; "
             "check that config.json and the weights belong together"
         )
+    if unused and surplus == "warn":
+        _log.warning("%s: the model does not use %d of its tensors (%s)", model_dir, len(unused), _few(unused))
     for name, part in wanted.items():
         view = tensors[name].get_slice(name)
         shape, dtype = tuple(view.get_shape()), view.get_dtype()
@@ -609,11 +613,17 @@ def _refuse_mixed(
 
 
 def _adds_nothing(tensors: Mapping[str, Any], name: str) -> bool:
-    """Whether it is a bias of zeros beside a quantised weight: AutoGPTQ stores one for each, whatever the model has."""
+    """Whether the tensor is a bias of zeros beside a quantised weight. AutoGPTQ stores one for each weight."""
     layer, _, ending = name.rpartition(".")
     if ending != "bias" or not isinstance(tensors.get(f"{layer}.weight"), StoredRows):
         return False
     return not tensors[name].get_tensor(name).any()
+
+
+def _owner(name: str) -> str:
+    """The numbered layer that a tensor is in; outside of those the module that it belongs to."""
+    layer = re.search(r"\A.*?\.\d+\.", name)
+    return layer.group() if layer else name.rpartition(".")[0]
 
 
 def _few(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Ministral 3 (Mistral AI, 2025): Mistral with queries that grow with the position, as in Llama 4."""
+"""Ministral 3 (Mistral AI, 2025): Mistral with queries scaled by position, as in Llama 4."""
 
 from __future__ import annotations
 

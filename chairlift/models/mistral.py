@@ -1,4 +1,4 @@
-"""Mistral 7B (Jiang et al., 2023): Llama with a sliding window in every layer, or none."""
+"""Mistral 7B (Jiang et al., 2023): Llama with a sliding window in every layer, or in none."""
 
 from __future__ import annotations
 

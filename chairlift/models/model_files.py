@@ -1,4 +1,4 @@
-"""What network a model's files hold: those of a Hugging Face directory, or a GGUF file. Needs no torch."""
+"""Reads the network of a model's files: a Hugging Face directory, or a GGUF file. Needs no torch."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ TOKENIZER_FILES: Final = (
     "vocab.json",
     "merges.txt",
 )
-"""What a directory's tokenizer is read from, where the files are there."""
+"""Files that a directory's tokenizer may have."""
 
 
 def read_config(path: Path) -> ModelConfig:
     """Read the shape of the model in a directory, or of a GGUF file.
 
-    Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing, damaged or asks for the unsupported.
+    Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing or damaged, or needs an unsupported feature.
     """
     return gguf_config(GGUFModel(path)) if is_gguf(path) else read_hf_config(path)
 
 
 def read_network(path: Path, model_impl: str) -> ModelConfig | TransformersConfig:
-    """The same, and who computes it: ``model_impl`` is the setting of that name.
+    """Read the shape of the model for the implementation that the setting ``model_impl`` selects.
 
-    ``auto`` is native wherever the registry knows the family: what a native family refuses is not tried elsewhere.
-    Raises :class:`~chairlift.errors.ModelLoadError`.
+    ``auto`` is native wherever the registry knows the family; a model that a native family refuses is not tried in
+    transformers. Raises :class:`~chairlift.errors.ModelLoadError`.
     """
     if is_gguf(path):
         if model_impl == "transformers":

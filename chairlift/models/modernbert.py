@@ -51,7 +51,8 @@ def _layer_kinds(fields: Fields, layers: int) -> list[str]:
 
 
 def _theta(fields: Fields, kind: str) -> float:
-    """The base of the rotation in layers of a kind: by ``rope_parameters`` (transformers 5), else by older keys."""
+    """Base of the rotation in layers of a kind: from ``rope_parameters`` (transformers 5), otherwise from older
+    keys."""
     given = fields.get("rope_parameters")
     if given is not None:
         rope = given.get(kind) if isinstance(given, Mapping) else None

@@ -1,4 +1,5 @@
-"""OLMoE (Muennighoff et al., 2024): Llama with experts, norms over all heads of q and k, and maybe clipped q, k, v."""
+"""OLMoE (Muennighoff et al., 2024): Llama with experts, norms over all heads of q and k, and optional clipping of q, k
+and v."""
 
 from __future__ import annotations
 

@@ -61,5 +61,4 @@ OPT = Family(
         f"{_LAYER}.mlp.down_proj": (f"{_THEIRS}.fc2",),
         "model.norm": ("model.decoder.final_layer_norm",),
     },
-    optional_prefix="model.",
 )

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al., 2024): Llama with fused products on disk and LongRoPE."""
+"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al., 2024): Llama with fused products in the checkpoint, and LongRoPE."""
 
 from __future__ import annotations
 

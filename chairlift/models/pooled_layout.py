@@ -1,4 +1,4 @@
-"""How the parameters of networks for embeddings and classes relate to the tensors of a checkpoint."""
+"""Maps the parameters of networks for embeddings and classes to the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _OLD_NAMES = {"weight": "gamma", "bias": "beta"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledLayout:
-    """What a checkpoint must hold."""
+    """Tensors that a checkpoint must contain."""
 
     parts: list[CheckpointPart]
     ignored: str
-    """Tensors that may be there and are not needed: a regular expression."""
+    """Regular expression of tensors that may be present and are not needed."""
 
 
 def pooled_layout(model: PooledNetwork, stored: Container[str]) -> PooledLayout:
-    """Every tensor the model consists of, by its name among those that are ``stored``.
+    """Every tensor of the model, under its name in ``stored``.
 
-    Without a head a checkpoint may leave out what the names of its body begin with (``...Model`` classes do).
+    In a checkpoint without a head, the prefix of the body's names may be missing (``...Model`` classes).
     """
     if isinstance(model.config.network, EncoderConfig):
         return _encoder_layout(model, stored)

@@ -1,4 +1,4 @@
-"""A network for embeddings, scores and classes: a decoder or an encoder, and what makes one vector of each text."""
+"""A network for embeddings, scores and classes: a decoder or an encoder, and a head that makes one vector per text."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from chairlift.models.pooling import PooledConfig
 __all__ = ["PooledNetwork"]
 
 _SHORTEST = 1e-12
-"""What an embedding's length counts as at least, where it is divided by it."""
+"""Least length by which an embedding is divided."""
 
 
 class _Head(nn.Module):
-    """A classifier over one vector [D] -> logits [L], in float32. One vector at a time: a product of several may
-    round otherwise."""
+    """A classifier of one vector [D] -> logits [L], in float32. It takes one vector at a time, because a product of
+    several may round differently."""
 
     def __init__(self, config: PooledConfig) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def _product(layer: Linear, x: Tensor) -> Tensor:
 
 
 class PooledNetwork(nn.Module):
-    """``body`` makes hidden states of a flat batch; :meth:`pool` makes one vector of those of each text."""
+    """``body`` computes hidden states of a flat batch; :meth:`pool` makes one vector per text from them."""
 
     def __init__(self, config: PooledConfig) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class PooledNetwork(nn.Module):
 
     @property
     def one_row(self) -> str | None:
-        """``LAST`` or ``CLS`` where the hidden state of one token of each text is read; None where all are."""
+        """``LAST`` or ``CLS`` if the hidden state of one token per text is used; None if all are."""
         return None if self.config.pooling == "MEAN" else self.config.pooling
 
     def lay_out(
@@ -81,7 +81,7 @@ class PooledNetwork(nn.Module):
         device: torch.device,
         kinds: Mapping[str, GroupKind] | None = None,
     ) -> None:
-        """Give every layer memory; see :meth:`~chairlift.models.causal_lm.CausalLM.lay_out`. Classifiers are plain."""
+        """Allocate all parameters; see :meth:`~chairlift.models.causal_lm.CausalLM.lay_out`. Classifiers are plain."""
         for name, layer in self.named_modules():
             if isinstance(layer, Matrix):
                 layer.shape = layer.shape._replace(kind=(kinds or {}).get(f"{name}.weight"))
@@ -95,11 +95,11 @@ class PooledNetwork(nn.Module):
         lay_out_rest(self, dtype, device)
 
     def finish_head(self) -> None:
-        """Nothing is tied here."""
+        """Do nothing: there is no tied head."""
 
     @property
     def quantization(self) -> str | None:
-        """What weights are rounded to, all kinds joined by ``+``; None where all are of the model's dtype."""
+        """Formats of the quantised weights, joined by ``+``; None where all weights have the model's dtype."""
         return quantization_of(self)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
@@ -107,17 +107,17 @@ class PooledNetwork(nn.Module):
         return weight_bytes_of(self, dtype)
 
     def kv_cache_spec(self) -> list[LayerCache]:
-        """What each layer of a decoder keeps of a text while it is computed; empty for an encoder."""
+        """Per layer of a decoder, the shape of its K and V per token; empty for an encoder."""
         config = self.config.network
         if not isinstance(config, ModelConfig):
             return []
         return [LayerCache(config.num_key_value_heads, config.head_dim, window) for window in config.layer_windows]
 
     def pool(self, hidden: Tensor, cu_seqlens: Sequence[int]) -> list[Tensor]:
-        """One float32 vector per text: its embedding [D], or what the classifier makes of it [L].
+        """One float32 vector per text: its embedding [D], or the classifier's result [L].
 
-        Text i has rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` of ``hidden`` [T, D]. Where :attr:`one_row` says
-        that one row of each text is read, ``hidden`` is [N, D], these rows alone.
+        Text i has rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` of ``hidden`` [T, D]. If :attr:`one_row` is set,
+        ``hidden`` is [N, D]: the one row of each text.
         """
         if self.one_row:
             return [self._finished(vector.float()) for vector in hidden]

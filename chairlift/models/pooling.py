@@ -1,9 +1,9 @@
-"""What a model is that turns texts into vectors or scores, read from its files. Needs no torch.
+"""Facts about a model that turns texts into vectors or scores, read from its files. Needs no torch.
 
 The files are those of Hugging Face (``config.json``) and of sentence-transformers (Reimers and Gurevych, 2019):
-``modules.json`` names the steps behind the network, ``1_Pooling/config.json`` says how the hidden states of a text
-become one vector, ``sentence_bert_config.json`` how long a text may be, ``config_sentence_transformers.json`` which
-prompts the model was trained with. What these files ask for and is not done here is refused by name.
+``modules.json`` lists the steps after the network; ``1_Pooling/config.json`` tells how the hidden states of a text
+become one vector; ``sentence_bert_config.json`` has the longest text; ``config_sentence_transformers.json`` has the
+model's prompts. Unsupported settings in these files are refused by name.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ _PROBLEMS: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PooledConfig:
-    """A network, and what becomes of its hidden states."""
+    """A network, and the use of its hidden states."""
 
     network: ModelConfig | EncoderConfig
     pooling: str
-    """Which hidden state stands for a text: ``LAST`` (its last token's), ``CLS`` (its first token's) or ``MEAN``."""
+    """Hidden state that represents a text: ``LAST`` (last token), ``CLS`` (first token) or ``MEAN``."""
     normalize: bool = True
     """Whether an embedding is divided by its length."""
     labels: tuple[str, ...] = ()
     """Names of the classes; empty for a model that gives embeddings."""
     activation: str = "softmax"
-    """What a classifier's logits go through: ``softmax``, ``sigmoid`` or ``identity``."""
+    """Function applied to a classifier's logits: ``softmax``, ``sigmoid`` or ``identity``."""
     max_seq_length: int | None = None
-    """The longest text in tokens that sentence-transformers lets in; None: as long as the network takes."""
+    """Longest text in tokens that sentence-transformers accepts; None: the limit of the network."""
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
-    """Texts to put before a text, by name."""
+    """Prompts to put before a text, by name."""
     default_prompt: str | None = None
-    """Name of the one that stands before every text, unless another is asked for."""
+    """Name of the prompt that is used when a request names none."""
     dimensions: tuple[int, ...] | None = None
-    """Sizes that an embedding may be cut to (Matryoshka; Kusupati et al., 2022): empty: any; None: none."""
+    """Sizes that an embedding may be cut to (Matryoshka; Kusupati et al., 2022). Empty: any. None: it cannot be cut."""
     notes: tuple[str, ...] = ()
-    """What a person should know, a line each."""
+    """Notes for the user, one per line."""
     answers: tuple[int, ...] = ()
-    """The classifier is these rows of the output head: the token ids of a reranker's answers."""
+    """Rows of the output head that form the classifier: the token ids of a reranker's answers."""
 
     @property
     def task(self) -> str:
@@ -79,14 +79,14 @@ class PooledConfig:
 
     @property
     def max_model_len(self) -> int:
-        """The longest text in tokens that the network takes."""
+        """Longest text in tokens that the network accepts."""
         return self.network.max_model_len
 
 
 def pools(path: Path, runner: str = "auto", reranker: str | None = None) -> bool:
-    """Whether a model is one for embeddings, scores or classes, by its files and these settings.
+    """Whether a model is for embeddings, scores or classes, by its files and these settings.
 
-    Raises ConfigError where the setting asks for what the model cannot be, and ModelLoadError for damaged files.
+    Raises ConfigError when a setting does not fit the model, and ModelLoadError for damaged files.
     """
     if reranker is not None and runner == "generate":
         raise ConfigError(f"runner is 'generate', but reranker {reranker!r} scores pairs; leave one of them out")
@@ -117,10 +117,10 @@ def _is_sentence(path: Path) -> bool:
 def read_pooled_config(
     path: Path, *, pooling_type: str | None = None, normalize: bool | None = None, is_matryoshka: bool | None = None
 ) -> PooledConfig:
-    """Read the files of a model directory. ``pooling_type``, ``normalize`` and ``is_matryoshka`` go before them.
+    """Read the files of a model directory. ``pooling_type``, ``normalize`` and ``is_matryoshka`` override them.
 
-    Raises ModelLoadError when a file is missing, damaged or asks for the unsupported, and ConfigError for a setting
-    that does not fit the model.
+    Raises ModelLoadError when a file is missing or damaged or needs an unsupported feature, and ConfigError for a
+    setting that does not fit the model.
     """
     where = path / "config.json"
     if not where.is_file():
@@ -154,10 +154,11 @@ def read_pooled_config(
 
 
 def read_reranker(path: Path, name: str, answers: tuple[int, ...]) -> PooledConfig:
-    """The files of a decoder that says yes or no; ``answers`` are the token ids of its answers, see ``Reranker``.
+    """Read the files of a decoder that answers yes or no. ``answers`` are the token ids of its answers, see
+    ``Reranker``.
 
-    Raises ModelLoadError when a file is missing, damaged or asks for the unsupported, and ConfigError for a model that
-    cannot be one.
+    Raises ModelLoadError when a file is missing or damaged or needs an unsupported feature, and ConfigError for a model
+    that cannot be such a reranker.
     """
     where = path / "config.json"
     if not where.is_file():
@@ -250,7 +251,7 @@ def _classifier(raw: Mapping[str, Any], network: ModelConfig | EncoderConfig, wh
 
 
 def _embedder(path: Path, encoder: bool) -> dict[str, Any]:
-    """By ``modules.json``; where there is none, as vLLM has it for the kind of network."""
+    """Settings in ``modules.json``; without that file, vLLM's defaults for the kind of network."""
     file = path / "modules.json"
     if not file.is_file():
         pooling = "CLS" if encoder else "LAST"

@@ -19,7 +19,8 @@ QWEN2_DEFAULTS = {
 
 
 def qwen2_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Off unless ``use_sliding_window`` is true; then from layer ``max_window_layers`` on, or by ``layer_types``."""
+    """Windows of the layers. There are none unless ``use_sliding_window`` is true; then from layer
+    ``max_window_layers`` on, or by ``layer_types``."""
     window, first = None, 0
     if fields.boolean("use_sliding_window", False):
         window = fields.optional_integer("sliding_window", 1, MAX_CONTEXT)

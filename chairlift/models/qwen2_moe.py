@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE (Yang et al., 2024): Qwen2 with experts, and a gated expert that all tokens pass."""
+"""Qwen1.5-MoE and Qwen2-MoE (Yang et al., 2024): Qwen2 with experts, and a gated expert for all tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
     if fields.boolean("use_sliding_window", False):
         window = fields.optional_integer("sliding_window", 1, MAX_CONTEXT)
         last = fields.integer("max_window_layers", 0, 1_024)
-    # Unlike in Qwen2 the first layers have the windows, and only every other one.
+    # Unlike in Qwen2, the first layers have windows, and only every other one of them.
     windowed = ["full_attention" if layer % 2 or layer >= last else "sliding_attention" for layer in range(layers)]
     return {
         "qkv_bias": fields.boolean("qkv_bias", True),

@@ -1,4 +1,4 @@
-"""Qwen3 (2025): Qwen2 with a norm on each head of q and k, and a head size of its own."""
+"""Qwen3 (2025): Qwen2 with a norm on each head of q and k, and an independent head size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with random weights: for tests and benchmarks, where the numbers don't matter but the shapes do."""
+"""Models with random weights, for tests and benchmarks where only the shapes matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which family a Hugging Face ``model_type`` is."""
+"""Maps Hugging Face's ``model_type`` to a family."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from chairlift.models.granitemoe import GRANITEMOE
 from chairlift.models.helium import HELIUM
 from chairlift.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from chairlift.models.internlm3 import INTERNLM3
+from chairlift.models.lfm2 import LFM2
 from chairlift.models.llama import LLAMA
 from chairlift.models.ministral import MINISTRAL
 from chairlift.models.ministral3 import MINISTRAL3
@@ -66,6 +67,7 @@ FAMILIES: dict[str, Family] = {
         HELIUM,
         HUNYUAN_V1_DENSE,
         INTERNLM3,
+        LFM2,
         LLAMA,
         MINISTRAL,
         MINISTRAL3,

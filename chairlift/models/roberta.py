@@ -1,4 +1,4 @@
-"""RoBERTa (Liu et al., 2019): BERT whose positions begin behind the padding token's row, with a head of its own."""
+"""RoBERTa (Liu et al., 2019): BERT whose positions begin after the padding token's row, with another head."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ roberta_family = functools.partial(
     head_tensors={"head.dense": "classifier.dense", "head.out": "classifier.out_proj"},
     ignored_tensors=r"^(roberta\.)?pooler\.|^lm_head\.|embeddings\.position_ids$",
 )
-"""The families with RoBERTa's network: model_type and defaults are left to give."""
+"""Makes families with RoBERTa's network; model_type and defaults are arguments."""
 
 ROBERTA = roberta_family(
     model_type="roberta", defaults={**BERT_DEFAULTS, "vocab_size": 50265, "pad_token_id": 1, "type_vocab_size": 2}

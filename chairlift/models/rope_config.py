@@ -1,7 +1,7 @@
-"""How q and k are rotated, as ``config.json`` says it: checked, for every kind that transformers knows and we compute.
+"""Rotation of q and k, read from ``config.json`` and checked, for every supported type of transformers.
 
-Two dialects are read: transformers 5 (``rope_parameters``) and older (``rope_theta`` with ``rope_scaling``). Needs no
-torch.
+It reads the keys of transformers 5 (``rope_parameters``) and older ones (``rope_theta`` with ``rope_scaling``). Needs
+no torch.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _ROPE_NUMBERS = (
     "mscale_all_dim",
 )
 _ROPE_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-"""Where zero is the same as leaving them out, as in transformers."""
+"""Keys whose value zero means the same as a missing key, as in transformers."""
 _ROPE_KEYS = {*_ROPE_NUMBERS, "rope_type", "type", "rope_theta", "truncate", "partial_rotary_factor", "finetuned"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: the base and how it is stretched. Names are transformers' ``rope_parameters``."""
+    """Rotary position embedding: its base and scaling. Names are those of transformers' ``rope_parameters``."""
 
     rope_type: str = "default"
     theta: float = 10_000.0
@@ -49,23 +49,24 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     divisors: tuple[float, ...] = ()
-    """What each frequency is divided by, [rotated dimensions / 2], where a file says it outright; empty elsewhere."""
+    """Divisor of each frequency, [rotated dimensions / 2], if a file lists them; otherwise empty."""
     short_divisors: tuple[float, ...] = ()
-    """The same for texts within ``original_max_position_embeddings``, where a file has two lists (LongRoPE)."""
+    """Divisors for texts within ``original_max_position_embeddings``, if a file has two lists (LongRoPE)."""
     dim: int | None = None
-    """How many dimensions of a head are rotated, its first; None for all."""
+    """Number of leading dimensions of a head that are rotated; None for all."""
     interleaved: bool = False
     """Whether a checkpoint pairs neighbouring dimensions. In memory the pairs are the halves of a head."""
 
     def for_length(self, longest: int) -> RopeConfig:
-        """The rotation for texts of at most ``longest`` tokens: LongRoPE has one for short texts and one for long."""
+        """The rotation for texts of at most ``longest`` tokens. LongRoPE has one for short texts and one for long
+        ones."""
         if not self.short_divisors or longest > self.original_max_position_embeddings:
             return self
         return dataclasses.replace(self, divisors=self.short_divisors)
 
 
 def read_ropes(fields: Fields, family: Family, context: int, head_dim: int) -> dict[str, RopeConfig | None]:
-    """How q and k are rotated: fields of ModelConfig."""
+    """Rotations of q and k: fields of ModelConfig."""
     if not family.rotary:
         return {"rope": None}
     scaling, given = fields.raw.get("rope_scaling"), fields.raw.get("rope_parameters")
@@ -76,7 +77,8 @@ def read_ropes(fields: Fields, family: Family, context: int, head_dim: int) -> d
     kinds = ("full_attention", "sliding_attention")
     if not isinstance(nested, Mapping) or not set(kinds).issuperset(nested):
         fields.fail(f"rope_parameters {nested!r:.160} must have {' and '.join(kinds)}, and nothing else")
-    # Only full attention has the file's rope_theta: as in transformers, where Gemma 3 has a key for the others.
+    # The file's rope_theta applies to full attention only, as in transformers; Gemma 3 has another key for layers with
+    # a window.
     local = fields.get("rope_local_base_freq")
     plain = Fields({} if local is None else {"rope_theta": local}, fields.where, family.defaults)
     whole, window = (
@@ -87,7 +89,7 @@ def read_ropes(fields: Fields, family: Family, context: int, head_dim: int) -> d
 
 
 def _rope(outer: Fields, family: Family, given: Any, context: int, head_dim: int) -> RopeConfig:
-    """``given`` are the rotary parameters, ``outer`` has those that older files keep beside them."""
+    """One rotation. ``given`` are the rotary parameters; ``outer`` has those that older files store beside them."""
     where, keys = outer.where, {*_ROPE_KEYS, *family.rope_keys}
     if not isinstance(given, Mapping) or not keys.issuperset(given):
         known = ", ".join(sorted(keys))
@@ -110,7 +112,7 @@ def _rope(outer: Fields, family: Family, given: Any, context: int, head_dim: int
     if rope_type == "dynamic" and dim == 2:
         fields.fail("rope_type 'dynamic' needs a head_dim above 2")
     if rope_type == "dynamic" and (alpha := fields.optional_number("alpha", 0.0, 1e6)) is not None:
-        rope_type, theta = "default", theta * alpha ** (dim / (dim - 2))  # static, whatever it is called
+        rope_type, theta = "default", theta * alpha ** (dim / (dim - 2))  # the scaling is static, whatever its name is
     if rope_type == "default":
         return RopeConfig(theta=theta, original_max_position_embeddings=context, **common)
     original = fields.integer("original_max_position_embeddings", 1, MAX_CONTEXT, default=context)
@@ -127,7 +129,7 @@ def _rope(outer: Fields, family: Family, given: Any, context: int, head_dim: int
         beta_slow=fields.number("beta_slow", 0.0, 1e6, default=1.0),
         mscale=fields.optional_number("mscale", 0.0, 1e6),
         mscale_all_dim=fields.optional_number("mscale_all_dim", 0.0, 1e6),
-        truncate="truncate" not in absent and fields.boolean("truncate", True),  # null is false in transformers
+        truncate="truncate" not in absent and fields.boolean("truncate", True),  # transformers reads null as false
     )
     if rope.high_freq_factor <= rope.low_freq_factor:
         fields.fail(f"high_freq_factor {rope.high_freq_factor} must be above low_freq_factor {rope.low_freq_factor}")
@@ -135,7 +137,7 @@ def _rope(outer: Fields, family: Family, given: Any, context: int, head_dim: int
 
 
 def _rotated(fields: Fields, family: Family, head_dim: int) -> int:
-    """How many dimensions of a head are rotated."""
+    """Number of dimensions of a head that are rotated."""
     share = fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0)
     if share != 1.0 and not family.partial_rotary:
         fields.fail(f"partial_rotary_factor {share:g} is not supported")
@@ -146,7 +148,8 @@ def _rotated(fields: Fields, family: Family, head_dim: int) -> int:
 
 
 def _longrope(fields: Fields, context: int, original: int, dim: int) -> dict[str, Any]:
-    """LongRoPE (Ding et al., 2024): a divisor for each frequency, those for long texts where the model is for them."""
+    """LongRoPE (Ding et al., 2024): a divisor per frequency. The list for long texts is used if the model is for long
+    texts."""
     most = 1e6
     found: dict[str, tuple[float, ...]] = {}
     for key in ("short_factor", "long_factor") if context > original else ("short_factor",):

@@ -1,4 +1,4 @@
-"""Seed-OSS (ByteDance, 2025): Llama with biases on q, k and v, and a head size of its own."""
+"""Seed-OSS (ByteDance, 2025): Llama with biases on q, k and v, and an independent head size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""StableLM (Stability AI, 2023): Llama with LayerNorm, a quarter of each head rotated, and maybe parallel branches."""
+"""StableLM (Stability AI, 2023): Llama with LayerNorm, a quarter of each head rotated, and optional parallel
+branches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step of a model costs at least: bytes of weights and of K and V that it reads, and operations."""
+"""Least cost of a step: bytes of weights, K and V that it reads, and operations."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from chairlift.kernels.roof import Roof
 from chairlift.kernels.weights import PLAIN, QUANTIZED, MatrixShape, WeightFormat
 from chairlift.models.context import LayerCache
 from chairlift.models.hf_config import ModelConfig
+from chairlift.models.layers.mixers import make_mixer
 
 __all__ = ["ExpertCost", "ModelCost"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertCost:
-    """What experts cost, in layers that are alike."""
+    """Cost of the experts in a group of equal layers."""
 
     layers: int
     in_tail: bool
-    """Whether only tokens that are sampled from pass them."""
+    """Whether only sampled tokens pass them."""
     count: int
     top_k: int
     params: int
     """Weights of one expert."""
     nbytes: int
-    """Bytes of these."""
+    """Bytes of one expert."""
 
     def distinct(self, tokens: int) -> float:
-        """How many experts of a layer so many tokens are expected to choose, if all are equally likely."""
+        """Expected number of distinct experts in a layer that this many tokens choose, if all are equally likely."""
         return self.count * (1 - (1 - self.top_k / self.count) ** tokens)
 
     def read(self, tokens: int) -> float:
-        """Bytes that so many tokens read: those of the distinct experts that are expected to be chosen."""
+        """Expected bytes of the distinct experts that this many tokens read."""
         return self.layers * self.distinct(tokens) * self.nbytes
 
     def operations(self, tokens: int) -> int:
@@ -45,22 +46,22 @@ class ExpertCost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What a step of a model costs, in weights and cached tokens."""
+    """Cost of a model's steps, in terms of weights and cached tokens."""
 
     body_params: int
-    """Weights that every token passes. The embedding is looked up, and not one of them."""
+    """Number of weights that every token passes. The embedding is looked up and not counted."""
     head_params: int
-    """Weights that only tokens that are sampled from pass: those behind the last layer's keys and values."""
+    """Number of weights that only sampled tokens pass: those after the last layer's keys and values."""
     itemsize: int
-    """Bytes of a weight, and of an element of K and V; but for what a quantized format saves."""
+    """Bytes of a weight, and of an element of K and V, without the savings of a quantised format."""
     kv_bytes: tuple[tuple[int | None, int], ...]
-    """(window, bytes per token) of the layers together that see so many tokens; None sees all."""
+    """(window, bytes per token) of all layers with that window; None is full attention."""
     body_saved: int = 0
-    """Bytes that a quantized format saves of the weights that every token passes."""
+    """Bytes that a quantised format saves in the weights that every token passes."""
     head_saved: int = 0
-    """The same of the others."""
+    """Bytes that a quantised format saves in the other weights."""
     experts: tuple[ExpertCost, ...] = ()
-    """Those of all layers but the last, and of the last, where there are any. They are no part of what is above."""
+    """Experts of all layers but the last, and of the last. They are not included in the fields above."""
 
     @classmethod
     def of(
@@ -72,36 +73,35 @@ class ModelCost:
     ) -> ModelCost:
         """The cost of a network whose weights, activations and KV cache are all of ``dtype``, or layers quantized, or K
         and V kept in ``kv_dtype``."""
-        hidden, dim = network.hidden_size, network.head_dim
-        q_width, kv_width = network.num_attention_heads * dim, network.num_key_value_heads * dim
+        hidden, layers = network.hidden_size, range(network.num_hidden_layers)
         norm = 2 * hidden if network.norm == "layer" else hidden
         norms = {"parallel": 1, "both": 4}.get(network.block, 2)
         head_params = (hidden + network.head_bias) * network.vocab_size
-        layer = hidden * (q_width + 2 * kv_width) + q_width * hidden + norms * norm
-        q_norm, k_norm = {None: (0, 0), "all": (q_width, kv_width)}.get(network.qk_norm, (dim, dim))
-        layer += (q_width + 2 * kv_width) * network.qkv_bias + hidden * network.o_bias + q_norm + k_norm
-        blocks = [_mlp_params(network, number) for number in range(network.num_hidden_layers)]
-        tail = layer + blocks[-1] - 2 * kv_width * (hidden + network.qkv_bias) - k_norm
+        mixing = [_mixing(network, number) for number in layers]
+        blocks = [_mlp_params(network, number) for number in layers]
+        whole = sum(each.params for each in mixing) + sum(blocks) + norms * norm * len(layers)
+        tail = mixing[-1].tail_params + blocks[-1] + norms * norm
         tail += norm if network.block == "post" else 0  # the final norm in place of that before attention, if any
         saved = tail_saved = head_saved = 0
-        # Where a checkpoint mixes kinds, most of it is of the first.
+        # Where a checkpoint mixes kinds, the first is the kind of most weights.
         small = PLAIN if quantization is None else QUANTIZED[quantization.partition("+")[0]]
         if quantization is not None:
-            of_queries = [MatrixShape(q_width, hidden), MatrixShape(hidden, q_width)]
-            keys, queries = (
-                _saved(shapes, small, dtype) for shapes in ([MatrixShape(2 * kv_width, hidden)], of_queries)
-            )
-            each = [_saved(_mlp_shapes(network, number), small, dtype) for number in range(network.num_hidden_layers)]
+            behind = _saved(mixing[-1].tail_shapes, small, dtype)
+            products = [shape for each in mixing for shape in (*each.shapes, *each.tail_shapes)]
+            each = [_saved(_mlp_shapes(network, number), small, dtype) for number in layers]
             head = MatrixShape(network.vocab_size, hidden)
             head_saved = PLAIN.nbytes(head, dtype) - small.head.nbytes(head, dtype)
-            saved, tail_saved = (keys + queries) * len(each) + sum(each), queries + each[-1]
-        windows = collections.Counter(network.layer_windows)
-        cached = LayerCache(network.num_key_value_heads, dim, None).token_bytes(kv_dtype or dtype)
+            saved, tail_saved = _saved(products, small, dtype) + sum(each), behind + each[-1]
+        attending = [window for number, window in enumerate(network.layer_windows) if network.mixer(number) is None]
+        cached = LayerCache(network.num_key_value_heads, network.head_dim, None).token_bytes(kv_dtype or dtype)
+        read = [(window, cached * count) for window, count in collections.Counter(attending).items()]
+        if states := sum(_state_bytes(network, number, dtype) for number in layers):
+            read.append((1, 2 * states))  # read and written, however long the text is
         return cls(
-            body_params=layer * network.num_hidden_layers + sum(blocks) + norm - tail,
+            body_params=whole + norm - tail,
             head_params=head_params + tail,
             itemsize=dtype.itemsize,
-            kv_bytes=tuple((window, cached * layers) for window, layers in windows.items()),
+            kv_bytes=tuple(read),
             body_saved=saved - tail_saved,
             head_saved=tail_saved + head_saved,
             experts=_expert_costs(network, small, dtype),
@@ -109,14 +109,14 @@ class ModelCost:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, which a large step that samples reads."""
+        """Bytes of all weights. A large step with sampling reads all of them."""
         dense = (self.body_params + self.head_params) * self.itemsize - self.body_saved - self.head_saved
         return dense + sum(part.layers * part.count * part.nbytes for part in self.experts)
 
     def least_seconds(self, roof: Roof, tokens: int, sampled: int, kv_bytes: float) -> float:
-        """The least time of a step of ``tokens`` tokens, of which ``sampled`` are sampled from.
+        """Least seconds of a step of ``tokens`` tokens, of which ``sampled`` are sampled.
 
-        It reads ``kv_bytes`` of K and V. Attention within prompts, activations and sampling are free.
+        It reads ``kv_bytes`` of K and V. Attention within prompts, activations and sampling are not counted.
         """
         weights = self.body_params + (self.head_params if sampled else 0)
         saved = self.body_saved + (self.head_saved if sampled else 0)
@@ -131,8 +131,44 @@ class ModelCost:
         return sum(min(context, window or context) * nbytes for window, nbytes in self.kv_bytes)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Mixing:
+    """What attention, or what stands in its place, costs in one layer."""
+
+    params: int
+    tail_params: int
+    """Weights behind keys and values, or behind the state, which only tokens that are sampled from pass."""
+    shapes: list[MatrixShape]
+    """Products before that, which a format can make smaller."""
+    tail_shapes: list[MatrixShape]
+
+
+def _mixing(network: ModelConfig, layer: int) -> _Mixing:
+    hidden, mixer = network.hidden_size, network.mixer(layer)
+    if mixer is not None:
+        before, behind = mixer.products(hidden)
+        plain, tail_plain = mixer.num_plain(hidden)
+        tail = tail_plain + sum(out * k for out, k in behind)
+        shapes = [[MatrixShape(*each) for each in products] for products in (before, behind)]
+        return _Mixing(plain + sum(out * k for out, k in before) + tail, tail, *shapes)
+    q_width, kv_width = network.num_attention_heads * network.head_dim, network.num_key_value_heads * network.head_dim
+    q_norm, k_norm = {None: (0, 0), "all": (q_width, kv_width)}.get(network.qk_norm, (network.head_dim,) * 2)
+    params = hidden * (q_width + 2 * kv_width) + q_width * hidden
+    params += (q_width + 2 * kv_width) * network.qkv_bias + hidden * network.o_bias + q_norm + k_norm
+    keys = [MatrixShape(2 * kv_width, hidden)]
+    queries = [MatrixShape(q_width, hidden), MatrixShape(hidden, q_width)]
+    return _Mixing(params, params - 2 * kv_width * (hidden + network.qkv_bias) - k_norm, keys, queries)
+
+
+def _state_bytes(network: ModelConfig, layer: int, dtype: torch.dtype) -> int:
+    """Bytes of the recurrent state of a layer; 0 where it attends."""
+    with torch.device("meta"):
+        mixer = make_mixer(network, layer)
+    return 0 if mixer is None else sum(mixer.state.part_bytes(dtype))
+
+
 def _mlp_params(network: ModelConfig, layer: int) -> int:
-    """Weights that every token passes between attention and the next layer, but for norms."""
+    """Weights that every token passes between attention and the next layer, without norms."""
     hidden, inner, products = network.hidden_size, network.intermediate_size, 3 if network.gated else 2
     if (found := network.experts) is None or not network.has_experts(layer):
         return products * hidden * inner + ((products - 1) * inner + hidden) * network.mlp_bias
@@ -141,7 +177,7 @@ def _mlp_params(network: ModelConfig, layer: int) -> int:
 
 
 def _mlp_shapes(network: ModelConfig, layer: int) -> list[MatrixShape]:
-    """The products that these weights belong to, and that a format can make smaller."""
+    """Shapes of the products with these weights, which a format can make smaller."""
     hidden, inner, products = network.hidden_size, network.intermediate_size, 3 if network.gated else 2
     if network.experts is not None and network.has_experts(layer):
         inner = network.experts.shared_size

@@ -1,4 +1,4 @@
-"""A weight that a checkpoint does not store as one plain tensor: its rows are made as they are asked for."""
+"""A weight that is not stored as one plain tensor in a checkpoint. Its rows are made when they are read."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from chairlift.kernels.grouped import GroupedRows, GroupKind, dequantized
 __all__ = ["MOST_NUMBERS", "StoredRows", "TransposedStack"]
 
 MOST_NUMBERS: Final = 1 << 22
-"""How many numbers to ask for at a time: 16 MiB once they are float32."""
+"""Numbers to read at a time: 16 MiB as float32."""
 
 
 class StoredRows(abc.ABC):
-    """One tensor, read as one in a safetensors file is, piece by piece. One of these is made for each tensor.
+    """One tensor, read piece by piece through the interface of a tensor in a safetensors file.
 
     ``rows[first:last]`` has rows ``first`` to ``last`` (excluded): integers in groups of :attr:`kind`, or float32.
     """
 
     kind: GroupKind | None = None
-    """How the numbers are written; None where slices are floats."""
+    """Format of the numbers; None if slices are floats."""
     stacked: bool = False
     """Whether these are the rows of a stack of weights, one above the other."""
 
     @abc.abstractmethod
     def get_shape(self) -> list[int]:
-        """Outermost first."""
+        """The shape, outermost dimension first."""
 
     @abc.abstractmethod
     def __getitem__(self, rows: slice) -> Tensor | GroupedRows: ...
@@ -38,20 +38,20 @@ class StoredRows(abc.ABC):
         return self.get_shape()[0]
 
     def get_dtype(self) -> str:
-        """What it is once it is dequantised."""
+        """Dtype after dequantisation."""
         return "F32"
 
     def get_slice(self, name: str) -> StoredRows:
-        """Itself."""
+        """This object."""
         return self
 
     def get_tensor(self, name: str) -> Tensor:
-        """All of it, float32."""
+        """The whole tensor as float32."""
         return dequantized(self[:])
 
 
 class TransposedStack(StoredRows):
-    """The rows [E out, in] of a tensor [E, in, out], copied as they are asked for."""
+    """Rows [E out, in] of a tensor [E, in, out], copied when they are read."""
 
     stacked = True
 

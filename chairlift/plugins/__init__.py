@@ -1,1 +1,1 @@
-"""Extensions that no part of the engine imports: each is loaded by its ``module:Class`` path."""
+"""Extensions, which no part of the engine imports. Each is loaded by its ``module:Class`` path."""

@@ -2,10 +2,10 @@
 
 Load it with ``--governor chairlift.plugins.learned_governor:LearnedGovernor``.
 
-Three numbers say how each setting moves, each a weighted sum of what is seen, squashed: a step up or down in the
-logarithm of rows and of the token budget, and in the watermark. The weights were found by the cross-entropy method
-(Rubinstein, 1999), a small policy-search form of reinforcement learning: ``tools/train_governor.py``. Nothing is learnt
-while it serves, so equal observations bring equal proposals.
+Three numbers move the three settings: steps in the logarithm of rows, in the logarithm of the token budget, and in the
+watermark. Each is a squashed weighted sum of the features. The weights were found by the cross-entropy method
+(Rubinstein, 1999), a simple form of reinforcement learning: ``tools/train_governor.py``. It does not learn while it
+serves, so equal observations give equal proposals.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LARGEST_WATERMARK_MOVE: Final = 0.05
 
 
 def features(seen: Observation, bounds: Bounds, targets: Targets, costs: Costs) -> list[float]:
-    """What the policy sees, each from -2 to 2: logarithms of ratios, and shares."""
+    """Inputs of the policy, each from -2 to 2: logarithms of ratios, and shares."""
     now, most = seen.settings, bounds.most
     in_time, tokens = most.running, tokens_for_throughput(seen, costs, most.tokens)
     if targets.tpot < math.inf:
@@ -77,7 +77,7 @@ def features(seen: Observation, bounds: Bounds, targets: Targets, costs: Costs) 
 
 
 class LearnedGovernor:
-    """``weights`` in place of those that come with the package."""
+    """The governor. ``weights`` replace those in the package."""
 
     name = "learned"
 
@@ -105,12 +105,12 @@ class LearnedGovernor:
 
 @cache
 def shipped_weights() -> Weights:
-    """Those in ``learned_governor.json``."""
+    """The weights in ``learned_governor.json``."""
     return read_weights(Path(__file__).with_suffix(".json"))
 
 
 def read_weights(path: Path) -> Weights:
-    """Weights from a JSON file. Raises ConfigError when it is not one, or was made for other features."""
+    """Read weights from a JSON file. Raises ConfigError for an invalid file, or one for other features."""
     try:
         fields: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

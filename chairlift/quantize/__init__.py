@@ -1,1 +1,1 @@
-"""Quantised directories from models of 16 bits: what ``chairlift quantize`` does. Serving imports none of it."""
+"""Makes quantised directories from 16-bit models, for ``chairlift quantize``. Serving imports none of it."""

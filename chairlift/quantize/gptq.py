@@ -1,8 +1,8 @@
-"""GPTQ (Frantar et al., 2022): weights rounded one column after the other, and what a column loses made up for by those
-that are still to come, as far as the layer's inputs of a calibration allow.
+"""GPTQ (Frantar et al., 2022): rounds weights column by column, and corrects the later columns for the error of each,
+as measured on the layer's inputs in a calibration.
 
-Decoder layers are taken in order, and the products in a layer too. Each sees the inputs that the products before it,
-already quantised, make of the samples. One Hessian is in memory at a time.
+Decoder layers are processed in order, and so are the products in a layer. Each product sees inputs that the earlier,
+quantised products compute from the samples. One Hessian is in memory at a time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from chairlift.quantize.rounding import Squares, best_scales, nearest_codes, rou
 __all__ = ["Calibrated", "Pack", "calibrate", "gptq", "output_error"]
 
 _BLOCK: Final = 128
-"""Columns whose errors are put together before the columns behind them hear of them."""
+"""Columns whose errors are collected before the columns after them are corrected."""
 _DAMPING: Final = 0.01
-"""Added to the Hessian's diagonal, in units of its mean."""
+"""Value added to the Hessian's diagonal, relative to its mean."""
 _MOST_DAMPING: Final = 10.0
 
 
@@ -48,27 +48,27 @@ class Pack:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Calibrated:
-    """A matrix that was quantised."""
+    """A quantised matrix."""
 
     parameter: str
     """Its name, as in ``model.named_parameters()``."""
     rows: GroupedRows
     squares: Squares
     output_error: float
-    """Squared error of the layer's outputs on the samples, as a share of the outputs' squares."""
+    """Squared error of the layer's outputs on the samples, relative to the outputs' squares."""
     nearest_error: float
-    """The same, had each weight been rounded to the nearest."""
+    """The same error with rounding to the nearest code."""
 
 
 def gptq(weight: Tensor, hessian: Tensor, kind: GroupKind, dtype: torch.dtype) -> GroupedRows:
-    """Quantise ``weight`` [N, K] float32 for inputs of ``hessian`` [K, K] float32, which is 2 X X^T.
+    """Quantise ``weight`` [N, K] float32 for inputs with ``hessian`` [K, K] float32, which is 2 X X^T.
 
-    The group of ``kind`` must divide 128 and K. Columns go in their order, in blocks of 128. A group's scales, numbers
-    of ``dtype``, are chosen when its first column is reached, for what its columns are by then. Inputs that were always
-    0 leave their columns to be rounded to the nearest. Raises ConfigError for inputs that are not finite.
+    The group of ``kind`` must divide 128 and K. Columns are processed in order, in blocks of 128. A group's scales,
+    numbers of ``dtype``, are chosen at its first column, for the corrected values of its columns. Columns whose inputs
+    are always 0 are rounded to the nearest. Raises ConfigError for inputs that are not finite.
     """
     inverse, (n, k) = _inverse_factor(hessian), weight.shape
-    columns = weight.t().clone(memory_format=torch.contiguous_format)  # so that each is in one piece of memory
+    columns = weight.t().clone(memory_format=torch.contiguous_format)  # so that each column is contiguous
     codes = torch.empty(k, n, dtype=torch.uint8)
     scales = torch.empty(k // kind.group, n)
     for start in range(0, k, _BLOCK):
@@ -90,7 +90,7 @@ def gptq(weight: Tensor, hessian: Tensor, kind: GroupKind, dtype: torch.dtype) -
 
 
 def _inverse_factor(hessian: Tensor) -> Tensor:
-    """Upper Cholesky factor [K, K] of the damped Hessian's inverse; more damping where rounding makes it necessary."""
+    """Upper Cholesky factor [K, K] of the damped Hessian's inverse. Damping grows if rounding makes it necessary."""
     if not bool(hessian.isfinite().all()):
         raise ConfigError(
             "the model's hidden states on the calibration texts are not finite; check the model with `chairlift check`,"
@@ -98,7 +98,7 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
         )
     hessian = hessian.clone()
     diagonal = hessian.diagonal()
-    diagonal[diagonal == 0] = 1.0  # never an input: on its own, as all else in its row and column is 0
+    diagonal[diagonal == 0] = 1.0  # an input that is always 0; the rest of its row and column is 0, too
     mean, damping = float(diagonal.mean()), _DAMPING
     diagonal.add_(damping * mean)
     while True:
@@ -115,7 +115,7 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
 
 
 def output_error(weight: Tensor, rows: GroupedRows, hessian: Tensor) -> float:
-    """||W X - Q X||^2 / ||W X||^2 of ``weight`` [N, K] float32 against ``rows``, where ``hessian`` is 2 X X^T."""
+    """||W X - Q X||^2 / ||W X||^2 for ``weight`` W [N, K] float32 and ``rows`` Q, where ``hessian`` is 2 X X^T."""
     lost = weight - rows.dequantize()
     whole = float(((weight @ hessian) * weight).sum(dtype=torch.float64))
     return float(((lost @ hessian) * lost).sum(dtype=torch.float64)) / whole if whole else 0.0
@@ -128,10 +128,10 @@ def calibrate(
     dtype: torch.dtype,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Iterator[Calibrated]:
-    """Quantise every matrix of the decoder layers of a model with plain weights, in order.
+    """Quantise every matrix in the decoder layers of a model with plain weights, in order.
 
-    The model is used up: a layer's weights become what the codes are worth, in float32, and are let go of when the
-    samples have passed it. ``progress`` is told the share of layers done. Raises ConfigError for inputs that are not
+    The model is consumed: a layer's weights become the dequantised values in float32, and are freed when the samples
+    have passed it. ``progress`` is called with the share of layers done. Raises ConfigError for inputs that are not
     finite.
     """
     layers = model.model.layers
@@ -160,7 +160,7 @@ def _quantise(name: str, linear: Linear, hessian: Tensor, kind: GroupKind, dtype
 
 
 def _embedded(model: CausalLM, pack: Pack) -> Tensor:
-    """What the first layer gets of a pack: float32 [T, D]."""
+    """Input of the first layer for a pack: float32 [T, D]."""
     return model.model.embed(pack.token_ids, pack.positions).float()
 
 
@@ -172,11 +172,11 @@ def _through(model: CausalLM, number: int, pack: Pack, hidden: Tensor) -> Tensor
 
 
 class _SeenEnough(Exception):
-    """What comes behind the product that is looked at need not be computed."""
+    """Ends a forward pass after the product of interest."""
 
 
 def _hessian(model: CausalLM, number: int, linear: Linear, packs: Sequence[Pack], states: Sequence[Tensor]) -> Tensor:
-    """2 X X^T [K, K] float32 of the inputs that one product of a layer gets."""
+    """2 X X^T [K, K] float32 of the inputs of one product in a layer."""
     k = linear.shape.in_features
     total = torch.zeros(k, k)
 

@@ -1,4 +1,4 @@
-"""Weights rounded to the nearest integer in groups, with the scale of each group that costs least."""
+"""Rounds weights to the nearest integers in groups, with the best scale per group."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FORMATS: Final[dict[str, GroupKind]] = {
     "int4-g32": GroupKind(4, 32),
     "int8": GroupKind(8, 32),
 }
-"""By the names that a user gives."""
+"""Formats by their names for users."""
 _RATIOS: Final = tuple(1.0 - 0.3 * step / 19 for step in range(20))
-"""Scales to try, in units of the one that makes the largest number of a group the largest code."""
+"""Scales to try, relative to the one that maps the largest number of a group to the largest code."""
 _LEAST: Final = 2.0**-24
-"""The smallest scale: the smallest number of float16, and a group of zeros has some scale, too."""
+"""Smallest scale: the smallest number of float16. A group of zeros needs a scale, too."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,36 +32,36 @@ class Squares:
     error: float = 0.0
     """Sum of squared differences between the weights and the values of their codes."""
     error_of_largest: float = 0.0
-    """The same, had the largest number of each group decided its scale."""
+    """The same sum, with scales from the largest number of each group."""
 
     def add(self, other: Squares) -> None:
-        """Count the weights of ``other``, too."""
+        """Add the sums of ``other``."""
         self.weights += other.weights
         self.error += other.error
         self.error_of_largest += other.error_of_largest
 
     @property
     def share(self) -> float:
-        """Error as a share of the weights' squares."""
+        """Error relative to the weights' squares."""
         return self.error / self.weights if self.weights else 0.0
 
     @property
     def share_of_largest(self) -> float:
-        """The same for the scales of the largest numbers."""
+        """Relative error with the scales from the largest numbers."""
         return self.error_of_largest / self.weights if self.weights else 0.0
 
 
 def nearest_codes(values: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The integers nearest to ``values / scales`` among those of ``bits``, below 0 and above: float32 as ``values``."""
+    """Integers of ``bits`` (signed) nearest to ``values / scales``: float32 like ``values``."""
     half = 1 << (bits - 1)
     return (values / scales).round_().clamp_(-half, half - 1)
 
 
 def best_scales(groups: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Squares]:
-    """Scales of ``groups`` [..., group] float32, as [..., 1] float32, each of them a number of ``dtype``.
+    """Scales of ``groups`` [..., group] float32, as [..., 1] float32; each is a number of ``dtype``.
 
-    Of twenty scales, from that of the largest number down to 0.7 of it, each group gets the one with the least squared
-    error. The first of them are those of the largest number, so the error is never above theirs.
+    Each group gets the best of twenty scales by squared error, from that of its largest number down to 0.7 of it. The
+    first one tried is that of the largest number, so the error is never above its error.
     """
     full = groups.abs().amax(-1, keepdim=True) / ((1 << (bits - 1)) - 1)
     best, least, first = full, full, full  # replaced in the first round
@@ -80,7 +80,7 @@ def best_scales(groups: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, 
 def round_rows(rows: Tensor, kind: GroupKind, dtype: torch.dtype) -> tuple[GroupedRows, Squares]:
     """Round ``rows`` [R, K] of any float dtype to ``kind``, whose group must divide K; scales are numbers of ``dtype``.
 
-    Each number becomes the nearest of its group. See :func:`best_scales`.
+    Each number becomes the nearest code in its group. See :func:`best_scales`.
     """
     groups = rows.float().reshape(len(rows), -1, kind.group)
     scales, squares = best_scales(groups, kind.bits, dtype)

@@ -1,4 +1,4 @@
-"""From a model that Chairlift loads to a directory with its matrices quantised."""
+"""Writes a directory with quantised matrices from a model that Chairlift loads."""
 
 from __future__ import annotations
 
@@ -34,34 +34,36 @@ Progress = Callable[[str, float], None]
 
 @dataclasses.dataclass(slots=True)
 class Report:
-    """What was done."""
+    """Result of a run."""
 
     kind: GroupKind
     matrices: int = 0
     weights: int = 0
-    """Numbers in these matrices."""
+    """Number of weights in these matrices."""
     squares: Squares = dataclasses.field(default_factory=Squares)
     files: list[str] = dataclasses.field(default_factory=list)
-    """Names of the files with weights."""
+    """Names of the weight files."""
     nbytes: int = 0
     """Bytes of the tensors."""
     samples: int = 0
     """Samples used for calibration; 0 without calibration."""
     tokens: int = 0
     output_errors: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    """Error of each product's output after calibration: see :class:`~chairlift.quantize.gptq.Calibrated`."""
+    """(output error, error with rounding) of each product after calibration: see
+    :class:`~chairlift.quantize.gptq.Calibrated`."""
     notes: list[str] = dataclasses.field(default_factory=list)
 
 
 def quantize_model(
     model_dir: Path, out: Path, form: str, texts: Path | None = None, progress: Progress = lambda label, share: None
 ) -> Report:
-    """Write the model in ``model_dir``, a directory or a GGUF file, to ``out`` in one of
-    :data:`~chairlift.quantize.rounding.FORMATS`.
+    """Quantise the model in ``model_dir``, a directory or a GGUF file, to one of
+    :data:`~chairlift.quantize.rounding.FORMATS`, and write it to ``out``.
 
-    With ``texts``, a file of samples, weights are chosen by GPTQ, else rounded to the nearest. Matrices of the decoder
-    layers are quantised; the embedding, the head and the rest are written in bfloat16, or float16 where the model says
-    so. ``out`` must be empty or not there; an error leaves it as it was. Raises ConfigError and ModelLoadError.
+    With ``texts``, a file of samples, GPTQ chooses the weights; otherwise they are rounded to the nearest. Matrices of
+    the decoder layers are quantised. The embedding, the head and the rest are written in bfloat16, or in float16 if the
+    model uses it. ``out`` must be empty or missing; an error leaves it unchanged. Raises ConfigError and
+    ModelLoadError.
     """
     kind = FORMATS[form]
     _check_empty(out)
@@ -105,7 +107,8 @@ def _packs(texts: Path, model_dir: Path, network: ModelConfig) -> tuple[list[Pac
 
 
 def _matrices(checkpoint: Checkpoint, kind: GroupKind, model_dir: Path) -> list[CheckpointPart]:
-    """What is quantised: weights of linear layers but the head. Raises ModelLoadError where one cannot be."""
+    """Matrices to quantise: weights of linear layers except the head. Raises ModelLoadError for one that cannot be
+    quantised."""
     found = []
     for part in checkpoint.parts:
         layer, _, attribute = part.parameter.rpartition(".")
@@ -169,7 +172,7 @@ def _write_rest(
     dtype: torch.dtype,
     progress: Progress,
 ) -> None:
-    """Write what is not quantised, and ``to_round`` rounded to the nearest, piece by piece."""
+    """Write the tensors that are not quantised, and round ``to_round`` to the nearest, piece by piece."""
     total, done = sum(_numbers(part) for part in checkpoint.parts), 0
     for part in checkpoint.parts:
         for first, rows in () if part in matrices and part not in to_round else checkpoint.pieces(part):
@@ -194,7 +197,7 @@ def _write_calibrated(
     dtype: torch.dtype,
     progress: Progress,
 ) -> None:
-    """Write all matrices as GPTQ finds them. The model is in memory once, in its own dtype."""
+    """Write all matrices quantised by GPTQ. The model is in memory once, in its own dtype."""
     check_weights(model_dir, network, dtype)
     model = load_model(model_dir, network, progress=progress, weight_format=PLAIN)
     parts: dict[str, list[CheckpointPart]] = {}
@@ -245,7 +248,7 @@ def _check_room(out: Path, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def _new_directory(out: Path) -> Iterator[None]:
-    """A directory that an error leaves as it was: not there, or empty."""
+    """Create a directory. After an error it is missing or empty again, as before."""
     existed = out.is_dir()
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The directory that is written: safetensors in pieces, and the files beside them.
+"""Writes the quantised directory: safetensors in pieces, and the other files.
 
 Tensors have the names, shapes and dtypes of compressed-tensors' format ``pack-quantized``, which Chairlift, vLLM and
 transformers read.
@@ -48,10 +48,10 @@ class Planned:
 
 
 class ShardWriter:
-    """Writes tensors of which names, dtypes and shapes are known, in any order and rows at a time.
+    """Writes tensors with known names, dtypes and shapes, in any order and some rows at a time.
 
-    A file has at most ``shard_bytes`` of tensors, or a single one. The files are there at the end of the ``with``; what
-    was not written is zeros. An error leaves them as they are.
+    A file has at most ``shard_bytes`` of tensors, or a single tensor. The files are complete at the end of the ``with``
+    block; rows that were not written are zeros. After an error they stay incomplete.
     """
 
     def __init__(self, folder: Path, tensors: Iterable[Planned], shard_bytes: int = _SHARD_BYTES) -> None:
@@ -93,13 +93,13 @@ class ShardWriter:
             _write_json(self._folder / "model.safetensors.index.json", index)
 
     def write(self, name: str, first: int, rows: Tensor) -> None:
-        """Write rows ``first`` and following of a tensor. OSError where the disk is full."""
+        """Write rows ``first`` and following of a tensor. Raises OSError when the disk is full."""
         file, offset, tensor = self._places[name]
         file.seek(offset + first * (tensor.nbytes // max(tensor.shape[0], 1)))
         file.write(rows.to(tensor.dtype).reshape(-1).contiguous().view(torch.uint8).numpy().data)
 
     def _begin(self, path: Path, shard: list[Planned]) -> None:
-        """Write the header of a safetensors file: the wide dtypes first, so that each tensor is aligned."""
+        """Write the header of a safetensors file. Wide dtypes come first, so that each tensor is aligned."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at, offsets = 0, {}
         for tensor in sorted(shard, key=lambda each: -each.dtype.itemsize):
@@ -121,14 +121,15 @@ class ShardWriter:
 
 
 def packed_words(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [R, K] of 4 or 8 bits in words along the columns, lowest first: int32 [R, K * bits / 32]."""
+    """Codes uint8 [R, K] of 4 or 8 bits, packed in words along the columns, lowest bits first: int32 [R, K * bits /
+    32]."""
     if bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
-    return codes.contiguous().view(torch.int32)  # torch's hosts are little-endian, as the format is
+    return codes.contiguous().view(torch.int32)  # torch runs on little-endian machines, and the format is little-endian
 
 
 def quantization_config(kind: GroupKind) -> dict[str, Any]:
-    """What ``config.json`` says of weights of ``kind``, in the words of compressed-tensors."""
+    """The entry of ``config.json`` for weights of ``kind``, in the form of compressed-tensors."""
     weights = {
         "num_bits": kind.bits,
         "type": "int",
@@ -151,16 +152,16 @@ def quantization_config(kind: GroupKind) -> dict[str, Any]:
 
 
 def source_config(model_dir: Path) -> dict[str, Any]:
-    """``config.json`` of a directory, or the one that a GGUF file would have. Raises ModelLoadError."""
+    """``config.json`` of a directory, or the one for a GGUF file. Raises ModelLoadError."""
     return gguf_config_json(GGUFModel(model_dir)) if is_gguf(model_dir) else read_json(model_dir / "config.json")
 
 
 def write_files(
     folder: Path, model_dir: Path, raw: Mapping[str, Any], family: Family, dtype: torch.dtype, kind: GroupKind
 ) -> None:
-    """Write all that is no weight: tokenizer, ``generation_config.json`` and, last, ``config.json``.
+    """Write the files besides weights: tokenizer, ``generation_config.json`` and, last, ``config.json``.
 
-    ``raw`` is the model's own ``config.json``; ``dtype`` that of what is not quantised.
+    ``raw`` is the model's own ``config.json``; ``dtype`` is that of the tensors that are not quantised.
     """
     if is_gguf(model_dir):
         content, beside = gguf_tokenizer(GGUFModel(model_dir))

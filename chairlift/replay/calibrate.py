@@ -1,4 +1,4 @@
-"""A cost model from real steps: those of a short calibration, or those that a step log on file has."""
+"""Fits a cost model to real steps, from a short calibration or from a step log on file."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ __all__ = ["StepTimes", "calibrate", "describe_fit", "fit_core", "fit_deployment
 _PROMPTS: Final = (16, 200, 64)
 _ANSWER: Final = 12
 _USUAL: Final = "genoa-9654"
-"""A machine of the usual ratio of arithmetic to bandwidth, for CPUs without matrix units."""
+"""A machine with a typical ratio of arithmetic to bandwidth, for CPUs without matrix units."""
 _LONG_PROMPTS: Final = (32, 96, 200, 400, 800, 1600)
 _MOST_FITTED_ROWS: Final = 64
 
 
 class StepTimes:
-    """A subscriber of a core's events that keeps what a cost model learns from."""
+    """Subscriber to a core's events that collects the samples of a cost model."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[StepFeatures, float]] = []
         self.lines: list[str] = []
-        """The records as JSON, one each."""
+        """The records as JSON, one per line."""
         self._last_end = 0.0
 
     def landed(self, record: StepRecord) -> None:
         """A step has ended."""
-        # With look-ahead a step is scheduled while the one before it still runs.
+        # With look-ahead a step is scheduled while the one before is still running.
         self.steps.append((record.features, record.end - max(record.start, self._last_end)))
         self.lines.append(record.to_json())
         self._last_end = record.end
@@ -47,25 +47,25 @@ class StepTimes:
 def calibrate(core: EngineCore, limits: ModelLimits, most_rows: int) -> StepTimes:
     """Time real steps: batches of 1, 2, 4, ... up to ``most_rows`` rows, and prompts of many lengths.
 
-    All of it twice, there and back, so that a moment in which the machine is slow does not fall on one size alone. The
-    core must be idle. Takes some 280 steps for 64 rows. Prompts are cut where the model or the cache has no room.
+    Everything runs twice, forwards and backwards, so that a slow moment of the machine does not affect one size alone.
+    The core must be idle. It takes some 280 steps for 64 rows. Prompts are cut to the room of model and cache.
     """
     room = min(limits.max_model_len, core.kv.capacity_tokens + 1)
     counts = sorted({min(1 << power, most_rows) for power in range(most_rows.bit_length() + 1)})
     batches = [[(_PROMPTS[row % len(_PROMPTS)], _ANSWER) for row in range(count)] for count in counts]
     batches += [[(length, 3)] for length in _LONG_PROMPTS]
-    # Rows with little and with much to attend to, or the prices of the two could not be told apart.
+    # Rows with short and with long contexts, because otherwise the costs of the two could not be separated.
     batches += [[(16, _ANSWER)] * min(most_rows, 24), [(900, _ANSWER)] * min(most_rows, 4)]
     times, serial = StepTimes(), 0
     try:
         for index, batch in enumerate([[(16, 4)], *batches, *batches[::-1]]):
-            if index == 1:  # the first batch warms up
+            if index == 1:  # the first batch is warm-up
                 core.events.subscribe("the calibration", times)
             requests = []
             for prompt, answer in batch:
                 answer = min(answer, room // 2)
                 prompt = min(prompt, room - answer)
-                # A number of its own in front of each prompt, so that none is found in the prefix cache.
+                # Each prompt begins with its own number, so that none is found in the prefix cache.
                 own = tuple(range(serial, serial - (-prompt // PREFIX_BLOCK)))
                 serial += len(own)
                 requests.append(TracedRequest(arrival=0.0, prompt_tokens=prompt, output_tokens=answer, prefix_ids=own))
@@ -76,9 +76,9 @@ def calibrate(core: EngineCore, limits: ModelLimits, most_rows: int) -> StepTime
 
 
 def fit_steps(steps: list[tuple[StepFeatures, float]], shape: ModelShape | None = None) -> CostModel:
-    """A cost model of real steps; the shape says what to assume where there are none, up to a factor.
+    """A cost model from real steps. ``shape`` gives the prior, up to a factor, where there are no steps.
 
-    Raises ConfigError when there are too few.
+    Raises ConfigError when there are too few steps.
     """
     count = sum(seconds > 0 for _, seconds in steps)
     if count < 16:
@@ -89,17 +89,18 @@ def fit_steps(steps: list[tuple[StepFeatures, float]], shape: ModelShape | None 
 
 
 def describe_fit(model: CostModel, steps: list[tuple[StepFeatures, float]]) -> str:
-    """What the model is worth, in a few words."""
+    """Quality of the model, in a few words."""
     errors = model.errors(steps)
     half, most = errors[len(errors) // 2], errors[int(0.9 * len(errors))]
     return f"fitted on {len(errors):,} real steps, half of them within {half:.0%} and nine of ten within {most:.0%}"
 
 
 def fit_core(core: EngineCore, limits: ModelLimits, machine: str, shape: ModelShape) -> tuple[Deployment, StepTimes]:
-    """Time steps of a real, idle engine (:func:`calibrate`) and fit a deployment with its KV cache on them."""
+    """Time steps of a real, idle engine (:func:`calibrate`), and fit a deployment with its KV cache to them."""
     times = calibrate(core, limits, min(core.scheduler.batch.max_running, _MOST_FITTED_ROWS))
     size = core.executor.block_size
-    kv_bytes = sum(core.executor.block_bytes) // size  # of what K and V are kept in, which may not be the model's dtype
+    # bytes of K and V in their dtype, which may differ from the model's
+    kv_bytes = sum(core.executor.block_bytes) // size
     memory = core.executor.cache_groups[0].num_blocks * size * kv_bytes
     deployment = fit_deployment(machine, shape, times.steps, memory, limits.max_model_len)
     return dataclasses.replace(deployment, kv_bytes_per_token=kv_bytes), times
@@ -108,7 +109,7 @@ def fit_core(core: EngineCore, limits: ModelLimits, machine: str, shape: ModelSh
 def fit_deployment(
     machine: str, shape: ModelShape, steps: list[tuple[StepFeatures, float]], memory: int, max_model_len: int
 ) -> Deployment:
-    """A model on the machine that the steps were timed on. Raises ConfigError when they are too few."""
+    """A model on the machine on which the steps were timed. Raises ConfigError when there are too few steps."""
     cost = fit_steps(steps, shape)
     return Deployment(
         machine=machine,
@@ -122,8 +123,8 @@ def fit_deployment(
 
 
 def read_steps(path: Path) -> list[tuple[StepFeatures, float]]:
-    """The steps of a log on file, one JSON object per line, or of a recording that the live view saved. Raises
-    ConfigError that names the line."""
+    """Steps of a log on file (one JSON object per line), or of a recording of the live view. Raises ConfigError with
+    the number of a bad line."""
     steps: list[tuple[StepFeatures, float]] = []
     last_end = 0.0
     try:
@@ -144,7 +145,7 @@ def read_steps(path: Path) -> list[tuple[StepFeatures, float]]:
             raise ConfigError(
                 f"line {number} of {path} is not a step: it must be a JSON object with {wanted}"
             ) from None
-        if not all(0 <= value < 1e15 for value in (*features, start, end)) or end <= start:  # nor NaN
+        if not all(0 <= value < 1e15 for value in (*features, start, end)) or end <= start:  # this excludes NaN, too
             raise ConfigError(f"line {number} of {path}: a step cannot have {line.strip():.80}")
         steps.append((features, end - max(start, last_end)))
         last_end = end

@@ -1,8 +1,8 @@
-"""Machines from their data sheets, models from their shapes, and what the one costs on the other.
+"""Machines from their data sheets, models from their shapes, and the cost of a model on a machine.
 
-Bandwidth and arithmetic are what vendors publish for dense bfloat16 (without sparsity). The shares of them that kernels
-reach, and the time between steps, are assumptions. So whatever follows from this table is *modelled, unvalidated*, and
-says so wherever it is printed; only a cost model fitted on real steps does not.
+Bandwidth and arithmetic are the vendors' figures for dense bfloat16 (without sparsity). The shares of them that kernels
+reach, and the time between steps, are assumptions. So all results from this table are *modelled, unvalidated*, and are
+marked so wherever they are printed; only a cost model fitted to real steps is not.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ MODELLED: Final = "modelled, unvalidated"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """One GPU, or one CPU socket with all its memory channels used."""
+    """One GPU, or one CPU socket with all its memory channels in use."""
 
     name: str
     bandwidth: float
     """Memory bandwidth in bytes per second."""
     operations: float
-    """Dense bfloat16, per second."""
+    """Dense bfloat16 operations per second."""
     memory: float
-    """Bytes."""
+    """Memory in bytes."""
     bandwidth_share: float
-    """What reading weights and KV reaches of the bandwidth."""
+    """Share of the bandwidth reached when reading weights and KV."""
     operation_share: float
-    """What large products reach of the operations."""
+    """Share of the operations reached by large products."""
     step_seconds: float
-    """Launches, scheduling and everything else that a step costs whatever is in it."""
+    """Fixed seconds per step: launches, scheduling and so on."""
     kv_share: float
     """Share of the memory for weights and KV together."""
 
@@ -61,7 +61,8 @@ def _gpu(name: str, terabytes: float, teraflops: float, gigabytes: float) -> Mac
 
 
 def _cpu(name: str, cores: int, gigahertz: float, per_cycle: int, gigabytes_per_second: float) -> Machine:
-    """``per_cycle`` is the bfloat16 operations of a core; its clock is the base clock, which products can hold."""
+    """A CPU. ``per_cycle`` is the number of bfloat16 operations per core and cycle; the clock is the base clock, which
+    products can sustain."""
     operations = cores * gigahertz * 1e9 * per_cycle
     return Machine(name, gigabytes_per_second * 1e9, operations, 256e9, 0.75, 0.5, 0.0005, 0.5)
 
@@ -97,28 +98,28 @@ MACHINES: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a decoder costs, in weights and cached tokens. All weights and KV have ``itemsize`` bytes."""
+    """Cost of a decoder in weights and cached tokens. All weights and KV have ``itemsize`` bytes."""
 
     name: str
     body_params: int
-    """Weights that every token passes: all but embedding and output head."""
+    """Weights that every token passes: all except embedding and output head."""
     head_params: int
-    """Weights of the output head, which only tokens that are sampled from pass."""
+    """Weights of the output head, which only sampled tokens pass."""
     embedding_params: int
-    """Parameters of an embedding that is not also the head. It is looked up, never read whole."""
+    """Parameters of an embedding that is not also the head. It is looked up, never read as a whole."""
     kv_width: int
-    """Elements of K, or of V, that all layers together keep per token."""
+    """Elements of K (or of V) per token in all layers together."""
     q_width: int
-    """Elements of the queries of all layers together."""
+    """Elements of the queries per token in all layers together."""
     max_model_len: int
     itemsize: int = 2
     unchosen_params: int = 0
-    """Weights of experts beyond those that one token passes; those are among :attr:`body_params`. A step counts as if
-    it read them all, as one does whose batch is a few times as large as there are experts."""
+    """Weights of experts beyond those of one token, which are in :attr:`body_params`. A step counts as reading all of
+    them, as it does if its batch is a few times the number of experts."""
 
     @classmethod
     def of(cls, name: str, network: ModelConfig, itemsize: int = 2) -> ModelShape:
-        """The shape of a network. Windows are not modelled: every layer counts as if it saw everything."""
+        """Shape of a network. Windows are not modelled: every layer counts as full attention."""
         hidden, layers = network.hidden_size, network.num_hidden_layers
         q, kv = network.num_attention_heads * network.head_dim, network.num_key_value_heads * network.head_dim
         attention, head = hidden * (q + 2 * kv) + q * hidden, hidden * network.vocab_size
@@ -153,7 +154,7 @@ class ModelShape:
         return 2 * self.kv_width * self.itemsize
 
     def on(self, machine: Machine) -> Roofline:
-        """The prices of this model on a machine."""
+        """Costs of this model on a machine."""
         bandwidth = machine.bandwidth * machine.bandwidth_share
         operations = machine.operations * machine.operation_share
         params = self.body_params + self.head_params
@@ -170,7 +171,7 @@ class ModelShape:
 def _known(
     name: str, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], vocab: int, tied: bool, length: int
 ) -> ModelShape:
-    """``heads`` are those of queries, those of keys, and their size."""
+    """A known model. ``heads`` are (number of query heads, number of KV heads, their size)."""
     q, kv, head = heads[0] * heads[2], heads[1] * heads[2], hidden * vocab
     return ModelShape(
         name=name,
@@ -202,7 +203,7 @@ MODELS: Final = {
 
 
 def shape_from_name(name: str) -> ModelShape:
-    """A known model, or that of a directory with a config.json. Raises ConfigError, ModelLoadError."""
+    """A known model, or the shape in a directory's config.json. Raises ConfigError and ModelLoadError."""
     if name in MODELS:
         return MODELS[name]
     if (Path(name) / "config.json").is_file():
@@ -216,7 +217,7 @@ def shape_from_name(name: str) -> ModelShape:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A model on a machine: everything a simulation has to know of the two."""
+    """A model on a machine: all inputs of a simulation."""
 
     machine: str
     model: str
@@ -225,16 +226,16 @@ class Deployment:
     kv_memory_bytes: int
     max_model_len: int
     validity: str = MODELLED
-    """``modelled, unvalidated``, or how many real steps the cost model was fitted on."""
+    """``modelled, unvalidated``, or the number of real steps behind the cost model."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Plain data for JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {"cost": self.cost.to_dict()}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Deployment:
-        """What :meth:`to_dict` described. Raises ConfigError when it did not."""
+        """The inverse of :meth:`to_dict`. Raises ConfigError for other data."""
         texts, numbers = (
             ("machine", "model", "validity"),
             ("kv_bytes_per_token", "kv_memory_bytes", "max_model_len"),
@@ -251,7 +252,7 @@ class Deployment:
 
 
 def deploy(machine_name: str, shape: ModelShape) -> Deployment:
-    """A model on a machine of the table. Raises ConfigError when the machine is unknown or too small."""
+    """A model on a machine of the table. Raises ConfigError for an unknown machine, or one that is too small."""
     machine = MACHINES.get(machine_name)
     if machine is None:
         raise ConfigError(f"machine must be one of {', '.join(MACHINES)}; got {machine_name!r}")
@@ -272,7 +273,7 @@ def deploy(machine_name: str, shape: ModelShape) -> Deployment:
 
 
 def read_deployment(path: Path) -> Deployment:
-    """What :func:`write_deployment` wrote. Raises ConfigError."""
+    """Read a file of :func:`write_deployment`. Raises ConfigError."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -285,6 +286,6 @@ def read_deployment(path: Path) -> Deployment:
 
 
 def write_deployment(path: Path, deployment: Deployment) -> None:
-    """Write a cost model and what it was fitted on, as JSON."""
+    """Write a cost model and its origin as JSON."""
     with replacing(path) as file:
         file.write(json.dumps(deployment.to_dict()) + "\n")

@@ -1,18 +1,14 @@
-"""A trace through the real engine on a virtual clock: what these settings would do to that traffic, in seconds.
+"""Serves a trace with the real engine on a virtual clock, to predict what settings do to this traffic, in seconds.
 
-Scheduler, KV cache and engine core are the ones that serve. Only the executor is another: it computes nothing, and a
-step takes as long as the cost model says. Requests arrive at their times, also in the middle of a step, and are seen at
-the next one, as in an engine whose loop is busy. The same :func:`serve_trace` drives a real engine on the system's
-clock, so that measured and simulated figures mean the same. Simulating a deployment from a profile of its steps is
-Vidur's idea (MLSys 2024).
+Scheduler, KV cache and engine core are the real ones. Only the executor computes nothing, and a step takes the time of
+the cost model. Requests arrive at their times, also in the middle of a step, and are seen at the next step, as in a
+busy engine. The same :func:`serve_trace` drives a real engine on the system's clock, so measured and simulated figures
+mean the same. Simulating a deployment from a profile of its steps is Vidur's idea (MLSys 2024).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
-import math
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -20,11 +16,11 @@ from chairlift.config import CacheGroup, EngineConfig
 from chairlift.engine.clock import Clock, VirtualClock
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
-from chairlift.errors import ConfigError, InvariantError, RequestError
+from chairlift.errors import ConfigError, InvariantError
+from chairlift.replay.clients import Clients, enter
 from chairlift.replay.machines import Deployment
 from chairlift.replay.served import Collector, RequestTiming, ServedTrace, Watch
-from chairlift.replay.traced_request import TracedRequest, prompt_token_ids
-from chairlift.sampling_params import SamplingParams
+from chairlift.replay.traced_request import TracedRequest
 from chairlift.scheduler.cost_model import CostModel, StepFeatures
 from chairlift.scheduler.output import SchedulerOutput
 from chairlift.step_batch import Masks, SampledTokens
@@ -32,13 +28,13 @@ from chairlift.step_batch import Masks, SampledTokens
 __all__ = ["RequestTiming", "ServedTrace", "SimExecutor", "SimReport", "replay", "serve_trace", "simulated_core"]
 
 _VOCAB_SIZE: Final = 2**31 - 1
-"""Vocabulary of simulated models. It is large, so that different prompts do not begin alike."""
+"""Vocabulary of simulated models, so large that different prompts have different beginnings."""
 _TOKEN: Final = 1
 _MOST_HOST_BLOCKS: Final = 1 << 22
 
 
 class _Pending:
-    """Tokens that are there when the clock says so."""
+    """Tokens that are available at a time of the clock."""
 
     __slots__ = ("_clock", "_ready_at", "_tokens")
 
@@ -51,9 +47,9 @@ class _Pending:
 
 
 class SimExecutor:
-    """Takes the time that the cost model predicts, one step after the other. Returns a dummy token per sample position.
+    """Executor whose steps take the predicted time, one after another. It returns a dummy token per sample position.
 
-    Copies to and from host memory come on top, at the cost model's bandwidth. On the system's clock it sleeps so long.
+    Copies to and from host memory take additional time, at the cost model's bandwidth. On the system's clock it sleeps.
     """
 
     def __init__(
@@ -79,92 +75,25 @@ class SimExecutor:
         return _Pending(SampledTokens([_TOKEN] * count), self._clock, self._free_at)
 
     def shutdown(self) -> None:
-        """Nothing outlives the object."""
+        """Do nothing: all resources are freed with the object."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimReport:
-    """A served trace, and what the figures are worth."""
+    """A served trace, and the validity of its figures."""
 
     machine: str
     model: str
     validity: str
-    """``modelled, unvalidated`` unless the cost model was fitted on real steps."""
+    """``modelled, unvalidated`` unless the cost model was fitted to real steps."""
     served: ServedTrace
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Plain data for JSON."""
         return dataclasses.asdict(self)
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------
-
-
-class _Clients:
-    """Who is sent when: at its time, not before the turn before it has ended, with so many in flight at most."""
-
-    def __init__(self, trace: Sequence[TracedRequest], begin: float, most: int | None) -> None:
-        self._trace, self._begin = trace, begin
-        self._places = None if most is None else deque([begin] * most)
-        """Since when each user of a closed loop has had no request in flight."""
-        self._later: dict[str, deque[int]] = {}
-        order = list(range(len(trace)))
-        if any(request.session for request in trace):
-            order.sort(key=lambda index: (trace[index].turn, index))
-        first = []
-        for index in order:
-            turns = self._later.get(trace[index].session)
-            if turns is not None:
-                turns.append(index)
-                continue
-            first.append((begin + trace[index].arrival, index))
-            if trace[index].session:
-                self._later[trace[index].session] = deque()
-        heapq.heapify(first)
-        self._ready: list[tuple[float, int]] = first
-        self._leaving: list[tuple[float, int]] = []
-
-    @property
-    def done(self) -> bool:
-        """Whether all have been sent that can be without another one ending."""
-        return not self._ready
-
-    def next_event(self) -> float | None:
-        """When the next is sent or leaves, if nobody ends before."""
-        sent = self._ready[0][0] if self._ready and self._places is None else None
-        if self._ready and self._places:
-            sent = max(self._ready[0][0], self._places[0])
-        return min(
-            (when for when in (sent, *[each[0] for each in self._leaving[:1]]) if when is not None), default=None
-        )
-
-    def send(self, now: float) -> tuple[int, float] | None:
-        """The next to send at ``now``, and since when it could be."""
-        if not self._ready or self._ready[0][0] > now or (self._places is not None and not self._places):
-            return None
-        when, index = heapq.heappop(self._ready)
-        if self._places is not None:
-            when = max(when, self._places.popleft())
-        patience = self._trace[index].cancel_ms
-        if patience is not None:
-            heapq.heappush(self._leaving, (when + patience / 1000, index))
-        return index, when
-
-    def leaving(self, now: float) -> list[int]:
-        """Those who do not wait any longer, answered or not."""
-        over = []
-        while self._leaving and self._leaving[0][0] <= now:
-            over.append(heapq.heappop(self._leaving)[1])
-        return over
-
-    def ended(self, index: int, now: float) -> None:
-        """Its user, and the next turn of its session, may go on."""
-        if self._places is not None:
-            self._places.append(now)
-        turns = self._later.get(self._trace[index].session)
-        if turns:
-            later = turns.popleft()
-            heapq.heappush(self._ready, (max(now, self._begin + self._trace[later].arrival), later))
 
 
 def serve_trace(
@@ -176,23 +105,23 @@ def serve_trace(
     max_concurrency: int | None = None,
     watch: Watch | None = None,
 ) -> ServedTrace:
-    """Serve a trace to its end, greedily and to exactly its lengths; arrivals count from now on the core's clock.
+    """Serve a trace to its end, greedily and with exactly its lengths. Arrivals count from now on the core's clock.
 
-    ``timings`` is given one entry for every request that was let in. A turn of a session is sent at its time or when
-    the turn before it has ended, whichever is later; a request with ``cancel_ms`` is aborted then; with
-    ``max_concurrency`` no more than so many requests are in flight, as in a closed loop of users.
+    ``timings`` gets one entry per admitted request. A turn of a session is sent at its time or when the turn before has
+    ended, whichever is later. A request with ``cancel_ms`` is aborted at that time. With ``max_concurrency`` at most
+    that many requests are in flight, as in a closed loop of users.
 
-    Works for simulated and real cores alike; the core must be idle. Raises RequestError when a request that was let in
-    fails and nobody watches; those that the door refuses, and those dropped at their deadline, are counted.
+    It works for simulated and real cores; the core must be idle. Raises RequestError when an admitted request fails and
+    there is no watcher. Refused requests, and those dropped at their deadline, are counted.
     """
     clock, door = core.clock, InputProcessor(limits, None, core.kv, seed=0)
     collector = Collector(watch, core.scheduler.membership.held)
     refused, preemptions = 0, core.scheduler.num_preemptions
-    clients = _Clients(trace, clock.now(), max_concurrency)
+    clients = Clients(trace, clock.now(), max_concurrency)
     while core.has_work or not clients.done:
         now = clock.now()
         while (sent := clients.send(now)) is not None:
-            if not _enter(core, door, trace[sent[0]], *sent, collector):
+            if not enter(core.add, door, trace[sent[0]], *sent, collector):
                 refused += 1
                 clients.ended(sent[0], now)
         _let_go(core, clients, collector, now)
@@ -216,11 +145,11 @@ def serve_trace(
             clock.wait_until(min(events))
     if timings is not None:
         timings += collector.timings.values()
-    return collector.served(refused, core, preemptions)
+    return collector.served(refused, core.scheduler.num_preemptions - preemptions)
 
 
-def _let_go(core: EngineCore, clients: _Clients, collector: Collector, now: float) -> None:
-    """Abort those whose client has left, and hear of the others that leave a static batch with them."""
+def _let_go(core: EngineCore, clients: Clients, collector: Collector, now: float) -> None:
+    """Abort requests whose client has left, and note other requests that leave a static batch with them."""
     for index in clients.leaving(now):
         timing = collector.timings.get(str(index))
         if timing is None or timing.left >= 0:
@@ -233,49 +162,12 @@ def _let_go(core: EngineCore, clients: _Clients, collector: Collector, now: floa
             clients.ended(gone, now)
 
 
-def _enter(
-    core: EngineCore, door: InputProcessor, request: TracedRequest, index: int, arrival: float, collector: Collector
-) -> bool:
-    """Let a request in that was sent at ``arrival``; False when the door refuses it. Policies that look at no promises
-    are told of none."""
-    asked: dict[str, Any] = {}
-    if door.limits.service_classes is not None:
-        names = ("priority", "service_tier", "ttft_ms", "tpot_ms", "deadline_ms")
-        asked = {name: getattr(request, name) or None for name in names}
-    params = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True, seed=0, **asked)
-    prompt = prompt_token_ids(request, index, door.limits.vocab_size)
-    name, timing = str(index), RequestTiming(dataclasses.replace(request, arrival=arrival), index)
-    if collector.watch is not None:
-        collector.watch(timing)
-    try:
-        prepared = door.prepare(name, prompt, params, arrival, tenant=request.tenant)
-        core.add(prepared)
-    except RequestError as error:
-        timing.error = str(error)
-        collector.over(timing, arrival)
-        return False
-    service = prepared.service
-    promised = {
-        "ttft_ms": service.first_token_by - arrival,
-        "tpot_ms": service.seconds_per_token,
-        "deadline_ms": service.finish_by - arrival,
-    }
-    of_class: dict[str, Any] = {
-        name: 1000 * seconds
-        for name, seconds in promised.items()
-        if seconds < math.inf and getattr(request, name) is None
-    }
-    timing.request = dataclasses.replace(timing.request, **of_class)
-    collector.timings[name] = timing
-    return True
-
-
 def simulated_core(
     deployment: Deployment, config: EngineConfig, clock: Clock | None = None
 ) -> tuple[EngineCore, ModelLimits]:
-    """An engine core, on a virtual clock of its own unless one is given, and the limits of its model.
+    """An engine core, on a new virtual clock unless one is given, and the limits of its model.
 
-    Raises ConfigError for settings that the deployment has no room for.
+    Raises ConfigError for settings for which the deployment has no room.
     """
     cache, scheduler = config.cache, config.scheduler
     longest = config.model.max_model_len or deployment.max_model_len
@@ -314,9 +206,9 @@ def replay(
 ) -> SimReport:
     """Simulate a trace. The same trace, settings and cost model give the same report, bit for bit.
 
-    ``max_concurrency`` is as in :func:`serve_trace`.
+    ``max_concurrency`` is that of :func:`serve_trace`.
 
-    Raises ConfigError for settings that the deployment has no room for.
+    Raises ConfigError for settings for which the deployment has no room.
     """
     core, limits = simulated_core(deployment, config)
     served = serve_trace(core, trace, limits, max_concurrency=max_concurrency)

@@ -1,4 +1,4 @@
-"""What becomes of a trace that an engine core serves: the times of each request, and what they add up to."""
+"""Results of a trace that an engine core serves: times of each request, and totals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Collector", "Percentiles", "RequestTiming", "ServedTrace", "Watch"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Percentiles of times in seconds; zeros where there were none."""
+    """Percentiles of times in seconds; zeros without times."""
 
     mean: float
     p50: float
@@ -28,7 +28,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float] | NDArray[np.float64]) -> Percentiles:
-        """Interpolated between the nearest values."""
+        """Percentiles, interpolated between the nearest values."""
         if not len(values):
             return cls(0.0, 0.0, 0.0, 0.0)
         p50, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()
@@ -37,28 +37,29 @@ class Percentiles:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServedTrace:
-    """What became of a trace. Times in seconds."""
+    """Result of a trace. Times in seconds."""
 
     requests: int
-    """Served to their end."""
+    """Requests that were served to their end."""
     refused: int
-    """Turned away at the door, because they could never fit or asked for what the settings do not have."""
+    """Requests that were refused, because they can never fit or need a feature that is off."""
     dropped: int
-    """Ended because they could not keep their deadline any more."""
+    """Requests that were dropped because they could no longer meet their deadline."""
     cancelled: int
-    """Ended because their client left; they count nowhere else."""
+    """Requests whose client left; they count nowhere else."""
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens read from the prefix cache."""
     output_tokens: int
     seconds: float
-    """From the first request that is sent to the last token."""
+    """Time from the first sent request to the last token."""
     requests_per_second: float
     output_tokens_per_second: float
     ttft: Percentiles
-    """Time to the first token, from when it is sent. The others per request too, but for the gaps between tokens."""
+    """Time to the first token, from the sending. The other percentiles are over requests too, except the gaps between
+    tokens."""
     tpot: Percentiles
-    """Time per output token after the first; says nothing where ``delivered_whole``, as the next."""
+    """Time per output token after the first. Like the next field it is meaningless if ``delivered_whole``."""
     itl: Percentiles
     """Gaps between tokens, over all tokens."""
     e2e: Percentiles
@@ -66,38 +67,38 @@ class ServedTrace:
     """From arrival to the first step."""
     steps: int
     mean_rows: float
-    """Requests in a step."""
+    """Mean number of requests in a step."""
     utilisation: float
-    """Share of the seconds in which a step ran."""
+    """Share of the time in which a step ran."""
     preemptions: int
     preemption_rate: float
-    """Requests preempted at least once / requests that ended."""
+    """Requests preempted at least once, divided by requests that ended."""
     goodput: float | None
-    """Share of the requests with a promise (ttft_ms, tpot_ms, deadline_ms) that was kept in full; None without any."""
+    """Share of the requests with promises (ttft_ms, tpot_ms, deadline_ms) that were all kept; None without promises."""
     delivered_whole: bool = False
-    """Whether answers came whole, as those of static batches do: then there is no time between tokens."""
+    """Whether answers are delivered as a whole, as in static batches. There is then no time between tokens."""
 
 
 @dataclasses.dataclass(slots=True)
 class RequestTiming:
-    """One request on its way. Times are on the core's clock; -1 is not yet."""
+    """Times of one request on the core's clock; -1 means "not yet"."""
 
     request: TracedRequest
-    """With the time at which it was sent as its arrival."""
+    """The request, with the time at which it was sent as its arrival."""
     index: int
-    """Place in the trace."""
+    """Index in the trace."""
     started: float = -1.0
     times: list[float] = dataclasses.field(default_factory=list)
-    """When its tokens came; of an answer of a static batch, which delivers when all of it has ended, all then."""
+    """Delivery times of its tokens. A static batch delivers all of them at its end."""
     left: float = -1.0
-    """When it was over, however it ended; in a static batch that is when the whole batch was."""
+    """Time at which it ended, for any reason; in a static batch, the end of the batch."""
     cached_tokens: int = 0
     ended: bool = False
     dropped: bool = False
     cancelled: bool = False
     preempted: bool = False
     error: str = ""
-    """Why it was refused at the door, or how it failed."""
+    """Reason why it was refused or failed."""
 
     @property
     def tokens(self) -> int:
@@ -117,7 +118,7 @@ class RequestTiming:
 
     @property
     def kept(self) -> bool | None:
-        """Whether what was promised was kept; None when nothing was."""
+        """Whether its promises were kept; None without promises."""
         if self.dropped:
             return False
         request, arrival = self.request, self.request.arrival
@@ -131,14 +132,15 @@ class RequestTiming:
 
 
 Watch = Callable[[RequestTiming], None]
-"""Told of each request twice: when it is sent, and when it is over."""
+"""Called twice per request: when it is sent, and when it has ended."""
 
 
 class Collector:
-    """Reads what steps bring, and nothing twice: at many rows it is the most expensive part of a simulated step."""
+    """Collects the results of steps. It reads nothing twice, because with many rows it is the most expensive part of a
+    simulated step."""
 
     def __init__(self, watch: Watch | None, held: bool) -> None:
-        """``held``: nothing is delivered before a batch has ended."""
+        """Create a collector. With ``held`` nothing is delivered before the end of a batch."""
         self.timings: dict[str, RequestTiming] = {}
         self.watch, self._held = watch, held
         self.steps = self.rows = 0
@@ -154,7 +156,7 @@ class Collector:
         self.end(outputs.finished, now)
 
     def end(self, finished: Iterable[FinishedSequence], now: float) -> None:
-        """Note who has left. Raises RequestError for one that failed, unless somebody watches."""
+        """Note requests that have left. Raises RequestError for one that failed, unless there is a watcher."""
         for ended in finished:
             timing = self.timings[ended.sequence_id]
             timing.ended = ended.finish_reason is FinishReason.LENGTH
@@ -167,7 +169,7 @@ class Collector:
             self.over(timing, now)
 
     def over(self, timing: RequestTiming, now: float) -> None:
-        """It will not change any more."""
+        """Note that a request will not change any more."""
         timing.left = now
         if self._held and timing.ended:
             timing.times = [now] * timing.tokens
@@ -176,7 +178,7 @@ class Collector:
 
     def step(self, core: EngineCore) -> None:
         record = core.step_log[-1] if len(core.step_log) else None
-        if record is None or record.step == self._last_step:  # it only told of requests that came too late
+        if record is None or record.step == self._last_step:  # it only has requests that came too late
             return
         self._last_step = record.step
         self.steps += 1
@@ -184,7 +186,7 @@ class Collector:
         self.busy += record.end - max(record.start, self.busy_until)
         self.busy_until = record.end
 
-    def served(self, refused: int, core: EngineCore, preemptions: int) -> ServedTrace:
+    def served(self, refused: int, preemptions: int) -> ServedTrace:
         done = [timing for timing in self.timings.values() if timing.ended]
         begin = min((timing.request.arrival for timing in self.timings.values()), default=0.0)
         seconds = max((timing.last for timing in done), default=begin) - begin
@@ -192,7 +194,8 @@ class Collector:
         over = [timing for timing in self.timings.values() if timing.ended or timing.dropped]
         times = [timing.times for timing in self.timings.values() if timing.times]
         gaps = np.diff(np.fromiter(itertools.chain.from_iterable(times), float))
-        between = np.cumsum([len(each) for each in times[:-1]], dtype=int) - 1  # from one request to another
+        # gaps between tokens of different requests
+        between = np.cumsum([len(each) for each in times[:-1]], dtype=int) - 1
         kept = [each for each in (timing.kept for timing in over) if each is not None]
         per_second = 1 / seconds if seconds > 0 else 0.0
         return ServedTrace(
@@ -214,7 +217,7 @@ class Collector:
             steps=self.steps,
             mean_rows=self.rows / self.steps if self.steps else 0.0,
             utilisation=min(1.0, self.busy * per_second),
-            preemptions=core.scheduler.num_preemptions - preemptions,
+            preemptions=preemptions,
             preemption_rate=sum(timing.preempted for timing in over) / len(over) if over else 0.0,
             goodput=sum(kept) / len(kept) if kept else None,
             delivered_whole=self._held,

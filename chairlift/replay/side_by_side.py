@@ -1,8 +1,8 @@
-"""A recording, and what static batching would have made of the same requests, on the same machine, at the same times.
+"""Compares a recording with static batching of the same requests on the same machine at the same times.
 
-What was recorded is measured, and stands first. The machine is known by the recorded steps: a cost model is fitted on
-them, and static batching is simulated with it. So is what was recorded: where the cost model is off, or its simulation
-differs from the recording, no comparison is made, and the reason is told.
+The recorded figures are measured, and come first. A cost model is fitted to the recorded steps, and static batching is
+simulated with it. The recorded run is simulated as well: if the cost model is inaccurate, or its simulation differs
+from the recording, no comparison is made, and the reason is given.
 
 ``python -c "... main()" . static`` reads a recording and writes one line that compares, then a recording of the static
 run; with ``demo`` it writes a recording of a simulated example.
@@ -35,29 +35,29 @@ _MOST_REQUESTS: Final = 4000
 _MOST_BYTES: Final = 256 << 20
 _DEMO_BLOCK: Final = 16
 _MOST_ERROR: Final = 0.2
-"""Median error of the cost model, relative, up to which it is used."""
+"""Largest median relative error of a cost model that is used."""
 _ALIKE: Final = 1.25
-"""Factor between what was recorded and its simulation, up to which the simulator is believed."""
+"""Largest factor between the recording and its simulation for which the simulator is trusted."""
 _DROPPED: Final = ("governor", "late_requests", "scheduling_policy")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Side:
-    """What a way of batching does to the requests. Seconds, from arrival."""
+    """Figures of one way of batching. Seconds, from arrival."""
 
     tokens_per_second: float
     first_p50: float
-    """Until the first token could be read: of a static batch that is when all of it ends."""
+    """Median time until the first token could be read; in a static batch that is its end."""
     whole_p50: float
     whole_p99: float
     seconds: float
-    """From the first arrival to the end of the last request."""
+    """Time from the first arrival to the end of the last request."""
     held_share: float
-    """Share of the computed answer tokens that belong to ended requests that stayed in their batch."""
+    """Share of computed answer tokens of ended requests that stayed in their batch."""
 
 
 def recorded_trace(recording: Recording) -> list[TracedRequest]:
-    """The requests of a recording, from its first arrival on. Raises ConfigError when there are none."""
+    """Requests of a recording, from its first arrival on. Raises ConfigError when there are none."""
     requests = recording.arrivals[-_MOST_REQUESTS:]
     if not requests:
         raise ConfigError(
@@ -72,17 +72,17 @@ def recorded_trace(recording: Recording) -> list[TracedRequest]:
 
 
 def recorded_config(recording: Recording, **changes: Any) -> EngineConfig:
-    """The settings that the recorded engine had, as far as a simulation knows them."""
+    """Settings of the recorded engine that a simulation uses."""
     about = recording.about
     settings = {name: value for name, value in about["settings"].items() if name not in _DROPPED}
     if (settings | changes).get("batching", "continuous") == "continuous":
-        settings.pop("preferred_batch_sizes", None)  # of an engine that is compared with this one
+        settings.pop("preferred_batch_sizes", None)  # setting of an engine that is compared with this one
     settings |= {name: about[name] for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")}
     return EngineConfig.from_flat(settings | changes)
 
 
 def recorded_deployment(recording: Recording) -> Deployment:
-    """The machine that the steps were recorded on. Raises ConfigError when there are too few of them."""
+    """The machine of the recorded steps. Raises ConfigError when there are too few steps."""
     cost = fit_steps(recording.steps)
     about = recording.about
     bytes_per_token = max(1, about["block_bytes"] // about["block_size"])
@@ -100,7 +100,7 @@ def recorded_deployment(recording: Recording) -> Deployment:
 def _simulate(
     trace: Sequence[TracedRequest], config: EngineConfig, deployment: Deployment
 ) -> tuple[ServedTrace, bytes]:
-    """Serve a trace on a virtual clock; what became of it, and a recording of every step."""
+    """Serve a trace on a virtual clock. Returns the results, and a recording of every step."""
     core, limits = simulated_core(deployment, config)
     recorder = StepRecorder(core, most_bytes=_MOST_BYTES)
     served = serve_trace(core, trace, limits)
@@ -108,7 +108,8 @@ def _simulate(
 
 
 def compare(data: bytes) -> bytes:
-    """The two ways of batching as one line of JSON, then the recording of the static run. Raises ConfigError."""
+    """One line of JSON that compares the two ways of batching, then the recording of the static run. Raises
+    ConfigError."""
     line, lines = compare_sides(read_recording(data))
     return json.dumps({"compare": line}).encode() + b"\n" + lines
 
@@ -138,7 +139,7 @@ def compare_sides(recording: Recording, **settings: Any) -> tuple[dict[str, Any]
 
 
 def _check_fit(recording: Recording, deployment: Deployment) -> None:
-    """Raise ConfigError where the cost model is no basis for a comparison."""
+    """Raise ConfigError if the cost model is too inaccurate for a comparison."""
     errors = deployment.cost.errors(recording.steps)
     off = errors[len(errors) // 2]
     if off > _MOST_ERROR:
@@ -149,8 +150,7 @@ def _check_fit(recording: Recording, deployment: Deployment) -> None:
 
 
 def _measured(recording: Recording, count: int) -> _Side:
-    """What became of the last ``count`` requests of a recording, as far as they have ended. Raises ConfigError when
-    none has."""
+    """Results of the last ``count`` requests of a recording that have ended. Raises ConfigError when none has."""
     done = [each for each in recording.arrivals[-count:] if each.ended is not None]
     if not done:
         raise ConfigError("no comparison: no recorded request has ended yet; record for longer")
@@ -169,7 +169,7 @@ def _measured(recording: Recording, count: int) -> _Side:
 
 
 def _check_alike(measured: _Side, simulated: _Side) -> None:
-    """Raise ConfigError where the simulator makes something else of the recorded engine than what was recorded."""
+    """Raise ConfigError if the simulation of the recorded engine differs from the recording."""
     for what, ran, made in (
         ("an answer (median)", measured.whole_p50, simulated.whole_p50),
         ("all of them", measured.seconds, simulated.seconds),
@@ -206,7 +206,7 @@ def _side(served: ServedTrace, recording: Recording, held: bool) -> _Side:
 
 
 def _words(continuous: _Side, static: _Side, measured: _Side | None) -> list[str]:
-    """The difference as people would say it; ``measured`` is what was recorded, of continuous batching."""
+    """The difference in sentences. ``measured`` is the recording, of continuous batching."""
 
     def times(more: float, less: float) -> str:
         ratio = more / less if less > 0 else 1.0
@@ -239,7 +239,7 @@ def _seconds(value: float) -> str:
 
 
 def demo() -> bytes:
-    """A recording of the real scheduler on a simulated machine: bursts, short and long answers, and a tight cache."""
+    """A recording of the real scheduler on a simulated machine: bursts, short and long answers, and a small cache."""
     rng = np.random.default_rng(7)
     trace, now = [], 0.0
     for burst in range(7):
@@ -247,7 +247,8 @@ def demo() -> bytes:
             now += float(rng.exponential(0.06))
             prompt = int(np.clip(rng.lognormal(4.8, 0.7), 16, 600))
             answer = int(np.clip(rng.lognormal(3.7 if rng.random() < 0.7 else 5.2, 0.5), 6, 300))
-            system = tuple(range(4)) if rng.random() < 0.4 else ()  # some begin alike, and share blocks
+            # some prompts have equal beginnings, and share blocks
+            system = tuple(range(4)) if rng.random() < 0.4 else ()
             prompt += _DEMO_BLOCK * len(system)
             trace.append(
                 TracedRequest(
@@ -269,8 +270,8 @@ def demo() -> bytes:
 
 
 def main() -> None:
-    """What is asked for is the last argument; exit code 2 for a recording that cannot be simulated."""
-    os.nice(10)  # the engine goes first
+    """Run the command in the last argument. Exit code 2 for a recording that cannot be simulated."""
+    os.nice(10)  # lower priority than the engine
     try:
         out = demo() if sys.argv[-1] == "demo" else compare(sys.stdin.buffer.read())
     except ChairliftError as error:

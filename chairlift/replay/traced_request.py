@@ -1,4 +1,4 @@
-"""One request of a trace: how long, when, for whom; never what it says."""
+"""One request of a trace: its lengths, times and tenant, never its text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from chairlift.errors import ConfigError
 __all__ = ["PREFIX_BLOCK", "TracedRequest", "check_number", "prompt_token_ids"]
 
 PREFIX_BLOCK: Final = 512
-"""Tokens that one prefix id stands for unless a trace says otherwise, as in Mooncake's traces."""
+"""Default number of tokens that one prefix id stands for, as in Mooncake's traces."""
 
 _MOST_TOKENS: Final = 1 << 24
 _MOST_ID: Final = 1 << 62
 _FIRST_ID: Final = 10
-"""Smallest token id of a prompt: those below are special tokens in most vocabularies."""
+"""Smallest token id of a prompt, because lower ones are special tokens in most vocabularies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,33 +23,33 @@ class TracedRequest:
     """One request of a trace. Raises ConfigError when a value is out of range."""
 
     arrival: float
-    """Seconds from the start of the trace. A later turn of a chat is sent then, or when the turn before it has been
-    answered, whichever is later."""
+    """Seconds from the start of the trace. A later turn of a chat is sent at this time, or when the turn before has
+    been answered, whichever is later."""
     prompt_tokens: int
-    """All of the prompt, with the turns before it."""
+    """Tokens of the whole prompt, including earlier turns."""
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()
-    """Content of the prompt's first blocks of ``prefix_block`` tokens: prompts with the same ids and block size begin
-    with the same tokens. The last block may reach beyond the prompt. Small numbers, or hashes of up to 62 bits."""
+    """Ids of the prompt's first blocks of ``prefix_block`` tokens: prompts with the same ids and block size begin with
+    the same tokens. The last block may reach beyond the prompt. Ids are small numbers, or hashes of up to 62 bits."""
     prefix_block: int = PREFIX_BLOCK
-    """Tokens that one prefix id stands for."""
+    """Number of tokens that one prefix id stands for."""
     session: str = ""
-    """The chat that this is a turn of; empty for a request on its own."""
+    """Chat to which this turn belongs; empty for a single request."""
     turn: int = 0
-    """Place in the session, from 0. Turns of a session are sent one after the other, in this order; numbers may be
+    """Number in the session, from 0. Turns of a session are sent one after another in this order. Numbers may be
     missing, since a trace may begin in the middle of a chat."""
     cancel_ms: float | None = None
-    """The client leaves that many ms after sending, if the answer is not complete by then. None: it stays."""
+    """Milliseconds after which the client leaves if the answer is not complete. None: it does not leave."""
     tenant: str = ""
     priority: int = 0
     """Lower goes first."""
     service_tier: str = ""
     ttft_ms: float | None = None
-    """Time to the first token that was promised, in ms. None: nothing was. The same for the next two."""
+    """Promised time to the first token, in ms; None without a promise. So are the next two fields."""
     tpot_ms: float | None = None
-    """Time per output token after the first."""
+    """Promised time per output token after the first."""
     deadline_ms: float | None = None
-    """Time from arrival to the end."""
+    """Promised time from arrival to the end."""
 
     def __post_init__(self) -> None:
         check_number("timestamp", self.arrival, (int, float), 0, 1e12)
@@ -59,7 +59,8 @@ class TracedRequest:
         check_number("block_size", self.prefix_block, (int,), 16, 1 << 16)
         check_number("turn", self.turn, (int,), 0, 2**31)
         for number in self.prefix_ids:
-            if type(number) is not int or not 0 <= number <= _MOST_ID:  # a call for each would double the time to read
+            # a function call per number would double the time to read
+            if type(number) is not int or not 0 <= number <= _MOST_ID:
                 check_number("a hash id", number, (int,), 0, _MOST_ID)
         for name, limit in (
             ("ttft_ms", self.ttft_ms),
@@ -83,11 +84,11 @@ class TracedRequest:
 
 
 def prompt_token_ids(request: TracedRequest, index: int, vocab_size: int) -> list[int]:
-    """A prompt of the request's length: equal to another's as far as their prefix ids are equal, then its own.
+    """A prompt of the request's length. It equals another's as far as their prefix ids are equal, and then differs.
 
-    ``index`` is the request's place in the trace. A block repeats the few ids that spell its number in base
-    ``vocab_size - 10``: the first tokens of two different blocks differ. Raises ConfigError when the vocabulary has no
-    two ids for prompts.
+    ``index`` is the request's index in the trace. A block repeats the few ids that spell its number in base
+    ``vocab_size - 10``, so the first tokens of two different blocks differ. Raises ConfigError when the vocabulary has
+    fewer than two ids for prompts.
     """
     base, size = vocab_size - _FIRST_ID, request.prefix_block
     if base < 2:
@@ -106,11 +107,11 @@ def prompt_token_ids(request: TracedRequest, index: int, vocab_size: int) -> lis
     prompt: list[int] = []
     for number in request.prefix_ids:
         prompt += block(number, size)
-    own = block(-1 - index, max(0, request.prompt_tokens - len(prompt)))  # negative: no prefix id spells it
+    own = block(-1 - index, max(0, request.prompt_tokens - len(prompt)))  # negative, so that it equals no prefix id
     return (prompt + own)[: request.prompt_tokens]
 
 
 def check_number(name: str, value: Any, kinds: tuple[type, ...], low: float, high: float) -> None:
-    if type(value) not in kinds or not low <= value <= high:  # also what is not a number: NaN compares as false
+    if type(value) not in kinds or not low <= value <= high:  # also excludes NaN, which compares as false
         kind = "a whole number" if kinds == (int,) else "a number"
         raise ConfigError(f"{name} must be {kind} from {low:,.0f} to {high:,.0f}, got {value!r:.40}")

@@ -1,4 +1,4 @@
-"""Why a row has no token, in words. Needs no torch."""
+"""Reasons why a row has no token, in words. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def raw_reason(highest: float) -> str:
 
 
 def output_reason(error: Exception) -> str:
-    """Why an answer ended whose output could not be made: names the kind of error, and nothing of what is in it."""
+    """Reason of an answer whose output could not be made. It names the type of the error, and no contents."""
     return f"its output could not be made ({type(error).__name__}); the server's log says more"
 
 

@@ -30,7 +30,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _COUNTERS_PER_CHUNK = 1 << 15
-"""1.5 MiB of temporaries: the largest that torch works on with one thread, so no operation waits for others."""
+"""1.5 MiB of temporaries. Up to this size torch uses one thread, so no operation waits for other threads."""
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -90,7 +90,7 @@ def gumbel_argmax(scores: Tensor, seeds: Sequence[int], positions: Sequence[int]
         scores = torch.nn.functional.pad(scores, (0, -scores.shape[1] % 4), value=-math.inf)
     top, top_id = scores.max(dim=-1)
     reached = top + gumbel_noise(seeds, positions, top_id.unsqueeze(-1)).squeeze(-1)
-    # The allowance covers every float32 rounding below; more of it keeps more ids and never changes the answer.
+    # The allowance covers every float32 rounding below. A larger one keeps more ids and never changes the answer.
     bar = reached - (1e-3 + reached.abs() * 2.0**-20)
     possible = scores >= (bar - 33 * math.log(2)).unsqueeze(-1)
     rows, groups = possible.view(torch.int32).nonzero(as_tuple=True)  # four ids share a counter

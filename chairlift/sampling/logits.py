@@ -1,9 +1,9 @@
-"""Logits transforms: one function each, over a batch, touching only the rows that ask.
+"""Logits transforms: one function each, over a batch. Only rows that use the transform are changed.
 
-Every function changes ``logits`` (float32 ``[R, V]``) in place and returns nothing. Settings come as flat tensors:
-either one entry per (row, token id) pair, or one entry per row that asks, with ``rows`` (int64, distinct, ascending)
-saying which. No row's result depends on another row. The sampler applies them in vLLM's order: masks and bias,
-penalties, temperature, min-p, top-k, top-p. (Masks and bias commute, because a masked logit is -inf.)
+Every function changes ``logits`` (float32 ``[R, V]``) in place and returns nothing. Settings come as flat tensors, with
+one entry per (row, token id) pair, or one per row in ``rows`` (int64, distinct, ascending). No row's result depends on
+another row. The sampler applies them in vLLM's order: masks and bias, penalties, temperature, min-p, top-k, top-p.
+(Masks and bias commute, because a masked logit is -inf.)
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = [
     "rank_token_ids",
 ]
 
-_NUCLEUS_HEAD = 1024  # top-p looks at this many of the best ids before it sorts a row
+_NUCLEUS_HEAD = 1024  # top-p searches this many of the best ids before it sorts a whole row
 
 
 def apply_allowed_mask(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
-    """Mask what a grammar forbids in ``rows`` (int64 ``[K]``).
+    """Mask the ids that a grammar forbids in ``rows`` (int64 ``[K]``).
 
     ``allowed`` is int32 ``[K, ceil(V / 32)]`` with bit ``i % 32`` of word ``i // 32`` set when id ``i`` is allowed.
     """
@@ -46,7 +46,7 @@ def add_logit_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor
 
 
 def keep_only_token_ids(logits: Tensor, asking: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-    """In the rows ``asking`` (int64 ``[K]``), mask everything but the given (row, token id) pairs."""
+    """In the rows ``asking`` (int64 ``[K]``), mask all ids except those in the given (row, token id) pairs."""
     kept = logits[rows, token_ids]
     logits[asking] = -math.inf
     logits[rows, token_ids] = kept
@@ -68,7 +68,7 @@ def apply_presence_and_frequency_penalties(
 ) -> None:
     """Subtract ``frequency * count + presence`` from each generated token's logit; a pair occurs at most once.
 
-    ``counts`` (float32) says how often the token was generated, at least 1; the penalties are per pair, float32.
+    ``counts`` (float32, at least 1) is how often the token was generated; the penalties are per pair, float32.
     """
     logits[rows, token_ids] -= frequency * counts + presence
 
@@ -87,7 +87,7 @@ def apply_min_p(logits: Tensor, rows: Tensor, min_p: Tensor) -> None:
 
 
 def apply_top_k(logits: Tensor, rows: Tensor, top_k: list[int]) -> None:
-    """Keep the ``top_k`` highest logits of each row that asks, exactly that many: the lowest ids win a tie."""
+    """Keep exactly the ``top_k`` highest logits of each row in ``rows``; the lowest ids win a tie."""
     part = _take(logits, rows)
     values, token_ids = rank_token_ids(part, max(top_k))
     lost = torch.arange(values.shape[1], device=part.device) >= torch.tensor(top_k, device=part.device).unsqueeze(-1)
@@ -97,8 +97,8 @@ def apply_top_k(logits: Tensor, rows: Tensor, top_k: list[int]) -> None:
 def apply_top_p(logits: Tensor, rows: Tensor, top_p: Tensor) -> None:
     """Keep the smallest set of best ids whose probability reaches ``top_p`` (float64, in (0, 1)); at least one.
 
-    Nucleus sampling (Holtzman et al., 2019). Among equal logits the lowest ids enter first. The best 1,024 ids almost
-    always hold the nucleus; a row whose nucleus is larger is ranked whole.
+    This is nucleus sampling (Holtzman et al., 2019). Among equal logits the lowest ids enter first. The best 1,024 ids
+    almost always contain the nucleus; only a row with a larger nucleus is sorted completely.
     """
     part = _take(logits, rows)
     probs = torch.softmax(part, dim=-1)
@@ -114,14 +114,14 @@ def apply_top_p(logits: Tensor, rows: Tensor, top_p: Tensor) -> None:
 
 
 def _nucleus(probs: Tensor, token_ids: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the ranked ids are in the nucleus, and whether their probability reaches ``top_p`` at all."""
+    """Which of the sorted ids are in the nucleus, and whether their probability reaches ``top_p``."""
     ranked = probs.gather(-1, token_ids).to(torch.float64)
     total = ranked.cumsum(dim=-1)
     return total - ranked < top_p.unsqueeze(-1), total[..., -1] >= top_p
 
 
 def _take(logits: Tensor, rows: Tensor) -> Tensor:
-    """The rows that ask: ``logits`` itself when all do, which saves copying a vocabulary for each, else a copy."""
+    """The given rows: ``logits`` itself if these are all rows (which saves a copy), otherwise a copy."""
     return logits if len(rows) == len(logits) else logits[rows]
 
 
@@ -133,8 +133,8 @@ def _put(logits: Tensor, rows: Tensor, part: Tensor) -> None:
 def rank_token_ids(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` highest values of each row and their ids, best first and lowest id first among equals.
 
-    Like ``torch.topk``, which leaves open what becomes of ties. ``values`` is ``[R, V]``; returns ``[R, min(k, V)]``
-    values and int64 ids.
+    Unlike ``torch.topk``, ties have a fixed order. ``values`` is ``[R, V]``; returns ``[R, min(k, V)]`` values and
+    int64 ids.
     """
     if k == 0:
         return values[:, :0], torch.empty_like(values[:, :0], dtype=torch.int64)

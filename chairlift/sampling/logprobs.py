@@ -19,7 +19,7 @@ _VALUES_PER_SLICE = 1 << 20  # 8 MiB of float64 at a time
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one place of the text: of the token that stands there, and of the most likely ones."""
+    """Log-probabilities at one position of the text: of the token there, and of the most likely ones."""
 
     token_ids: npt.NDArray[np.int32]
     """``[1 + N]``: the token itself, then the N most likely, best first (lowest id first among equals)."""
@@ -33,14 +33,14 @@ class TokenLogprobs:
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: Sequence[int]) -> list[TokenLogprobs]:
     """Log-probabilities of one given token per row, and of the most likely ones.
 
-    For generated text pass the rows that sampled and what they drew; for prompt log-probabilities pass the rows of
+    For generated text pass the rows that were sampled and their tokens. For prompt log-probabilities pass the rows of
     prompt positions 0 to n - 2 and the prompt's tokens 1 to n - 1.
 
     Args:
         logits: raw logits ``[R, V]`` in any floating dtype. Work is done in slices of rows, so memory beyond the
             input stays bounded; sums are float64.
         token_ids: the R tokens.
-        num_logprobs: how many of the most likely tokens each row reports, 0 or more.
+        num_logprobs: number of most likely tokens that each row reports, 0 or more.
 
     Raises:
         ValueError: the three do not have the same length.
@@ -59,10 +59,10 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: Seque
 
 def _slice_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: Sequence[int]) -> list[TokenLogprobs]:
     raw = logits.to(torch.float32)
-    # A float32 sum over 150,000 flat logits is wrong by 1e-4 where registers are short.
+    # A float32 sum over 150,000 flat logits has an error of 1e-4 on processors with short vector registers.
     logprobs = torch.log_softmax(raw, dim=-1, dtype=torch.float64)
     chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).unsqueeze(-1)
-    # Ranks compare logits: two of them can share a log-probability only by rounding.
+    # Ranks compare logits, because rounding can give two different logits the same log-probability.
     ranks = (raw > raw.gather(-1, chosen)).sum(dim=-1, dtype=torch.int32) + 1
     best = rank_token_ids(raw, max(num_logprobs))[1]
     ids = torch.cat((chosen, best), dim=-1)

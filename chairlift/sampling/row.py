@@ -1,4 +1,4 @@
-"""What the sampler must know of one request. Needs no torch, so that the engine can make it."""
+"""Sampling parameters of one answer in the executor. Needs no torch, so that the engine can make them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["SamplingRow"]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SamplingRow:
-    """What the sampler must know of one answer, made once at admission and never changed."""
+    """Sampling parameters of one answer, made once at admission and never changed."""
 
     params: SamplingParams
     seed: int
     """Unsigned 64 bits, from :func:`~chairlift.sampling.seeds.sample_seed`."""
     num_prompt_tokens: int
     stop_token_ids: tuple[int, ...] = ()
-    """Masked until ``min_tokens`` were generated: the caller's, and end of sequence unless ``ignore_eos``."""
+    """Tokens masked until ``min_tokens`` were generated: the caller's, and end of sequence unless ``ignore_eos``."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    """Each bad word as token ids, none empty."""
+    """Token ids of each bad word; none is empty."""
     tag: int = 0
-    """Rows with different tags (adapter, cache salt) never share KV, whatever their tokens."""
+    """Tag of the KV. Rows with different tags (cache salt) never share KV, even with equal tokens."""
     reshapes: bool = dataclasses.field(init=False)
     """Whether any setting can change which token has the highest logit."""
     plain_greedy: bool = dataclasses.field(init=False)
@@ -45,7 +45,7 @@ class SamplingRow:
         self.plain_greedy = params.greedy and not self.reshapes and params.logprobs is None
 
     def masked_token_ids(self, history: npt.NDArray[np.int32]) -> list[int]:
-        """Ids that must not come next: the ends of bad words whose beginnings stand, and stops before ``min_tokens``.
+        """Ids that must not come next: last tokens of bad words that have begun, and stop tokens before ``min_tokens``.
 
         ``history`` is prompt and output so far. An id may occur twice, and may lie outside the vocabulary.
         """

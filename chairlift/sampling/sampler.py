@@ -1,9 +1,9 @@
-"""The sampler: one token per row, from the model's logits and what each request asked for.
+"""The sampler: one token per row, from the model's logits and the request's parameters.
 
-There is no state here and no random generator: a row's token is a function of its logits, its settings and its own
-tokens so far. Order of work, as in vLLM: grammar mask, allowed ids, bias, bad words, ``min_tokens``; repetition, then
-presence and frequency penalties; for rows that are not greedy temperature, min-p, top-k, top-p and the draw.
-Log-probabilities come from the raw logits.
+It has no state and no random generator. A row's token is a function of its logits, its parameters and its tokens so
+far. The order is that of vLLM: grammar mask, allowed ids, bias, bad words, ``min_tokens``; repetition, then presence
+and frequency penalties; for rows that are not greedy temperature, min-p, top-k, top-p and the draw. Log-probabilities
+come from the raw logits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chairlift.step_batch import Masks
 
 __all__ = ["Sampler", "SamplerOutput"]
 
-_VALUES_PER_SLICE = 1 << 20  # rows are worked on 4 MiB of float32 at a time
+_VALUES_PER_SLICE = 1 << 20  # 4 MiB of float32 at a time
 _Ids = npt.NDArray[np.int64]
 
 
@@ -37,13 +37,13 @@ class SamplerOutput:
     token_ids: list[int]
     """-1 where no token could be drawn; :attr:`errors` says why."""
     logprobs: list[TokenLogprobs | None]
-    """None for rows that did not ask, and for failed rows."""
+    """None for rows that did not ask for them, and for failed rows."""
     errors: dict[int, str]
     """Row -> reason, only for rows without a token. Usually empty."""
 
 
 class Sampler:
-    """Draws one token for each row of logits. Stateless: may be shared by threads."""
+    """Draws one token for each row of logits. It has no state, so threads may share it."""
 
     def __call__(
         self,
@@ -56,13 +56,13 @@ class Sampler:
 
         Args:
             logits: raw logits ``[R, V]`` in the model's dtype; not changed.
-            rows: the R rows' settings.
-            tokens: the R rows' prompt and output so far (int32, one-dimensional). Only its length matters unless
-                penalties or bad words are asked for; the length is the new token's position.
-            masks: which ids a grammar allows, for the rows that have a mask; None allows all.
+            rows: parameters of the R rows.
+            tokens: prompt and output so far of the R rows (int32, one-dimensional). Only the length matters unless
+                penalties or bad words are used; the length is the new token's position.
+            masks: ids that a grammar allows, for the rows that have a mask; None allows all.
 
-        A row whose logits hold NaN or +inf, or that has no allowed token left, yields -1 and a reason; the other rows
-        do not notice.
+        A row whose logits have NaN or +inf, or that has no allowed token left, yields -1 and a reason. The other rows
+        are not affected.
 
         Raises:
             ValueError: ``logits``, ``rows`` and ``tokens`` do not have the same length.
@@ -91,7 +91,7 @@ class Sampler:
         masks: Masks,
         output: SamplerOutput,
     ) -> None:
-        """Replace the arg max of the rows that ask for more, in slices so that float32 copies stay small."""
+        """Replace the arg max in rows with other parameters. It works in slices, so that float32 copies stay small."""
         shaped = [i for i, row in enumerate(rows) if i in masks or row.reshapes or not row.params.greedy]
         shaped = [i for i in shaped if i not in output.errors]
         step = max(1, _VALUES_PER_SLICE // logits.shape[1])
@@ -223,7 +223,7 @@ class _Pairs:
 
 
 def _report_logprobs(logits: Tensor, rows: Sequence[SamplingRow], output: SamplerOutput) -> None:
-    """Fill in log-probabilities of the raw logits for the rows that asked and drew a token."""
+    """Add log-probabilities of the raw logits for the rows that want them and drew a token."""
     asked = [
         (i, row.params.logprobs)
         for i, row in enumerate(rows)
@@ -246,5 +246,5 @@ def _floats(like: Tensor, values: Iterable[float]) -> Tensor:
 
 
 def _not_finite(highest: Tensor) -> list[tuple[int, float]]:
-    """Rows whose highest value is NaN or infinite; one transfer from the device."""
+    """Rows whose highest value is NaN or infinite. It needs one transfer from the device."""
     return [(i, value) for i, value in enumerate(highest.tolist()) if not math.isfinite(value)]

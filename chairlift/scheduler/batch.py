@@ -41,11 +41,9 @@ class Batch:
         max_preemptions: int,
         preemption: PreemptionMode,
         policy_share: float,
+        max_loras: int = 0,
     ) -> None:
-        self.kv = kv
-        self.policy = policy
-        self.membership = membership
-        self.waiting = waiting
+        self.kv, self.policy, self.membership, self.waiting = kv, policy, membership, waiting
         self.max_running = max_running
         """Number of rows."""
         self.running_limit = max_running
@@ -58,10 +56,15 @@ class Batch:
         """A closed batch is a baseline: it prefills in policy order."""
         self.preemption = preemption
         self.max_preemptions = 0 if preemption.never else max_preemptions
+        self.max_loras = max_loras
+        """Most different adapters of running requests; 0: any number."""
+        self.adapters: Counter[int] = Counter()
+        """Adapters of running requests -> how many of them have it."""
         self.requests: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.unready: dict[str, Request] = {}
-        """Requests whose grammar is being compiled. They take their place in the waiting queue when they are ready."""
+        """Requests whose grammar is being compiled, or whose adapter is read. They take their place in the waiting
+        queue when they are ready."""
         self.reserve: dict[str, Request] = {}
         """Short requests that run in reserved rows and blocks."""
         self.paced: dict[str, float] = {}
@@ -87,6 +90,11 @@ class Batch:
         """Changes whenever tokens of steps in flight may have lost their request."""
 
     @property
+    def unready_for(self) -> str:
+        """What the first request waits for that is not ready: ``grammar`` or ``adapter``; empty where all are."""
+        return next(iter(self.unready.values())).waits_for or "grammar" if self.unready else ""
+
+    @property
     def free_rows(self) -> int:
         """Number of requests that may still join."""
         return max(0, self.running_limit - len(self.running))
@@ -104,11 +112,13 @@ class Batch:
         """Share of the blocks that is reserved and not taken. Only short requests may join with these."""
         share = self.prompt_share.reserved_blocks(self.running_limit)
         if share and self.reserve:
-            pools = enumerate(self.kv.pools)
-            share -= max(
+            pools = enumerate(zip(self.kv.pools, self.kv.layout.kinds, strict=True))
+            taken = [
                 sum(len(short.block_ids[group]) for short in self.reserve.values()) / pool.capacity
-                for group, pool in pools
-            )
+                for group, (pool, kind) in pools
+                if kind.grows
+            ]
+            share -= max(taken, default=0.0)
         return max(0.0, share)
 
     def may_use_reserve(self, request: Request) -> bool:
@@ -117,8 +127,8 @@ class Batch:
             return False
         if request.size > self.prompt_share.short_tokens(self.token_budget):
             return False
-        num_blocks = -(-request.size // self.kv.block_size) + 1
-        return num_blocks <= self._unused_blocks() * min(pool.capacity for pool in self.kv.pools)
+        pools, share = zip(self.kv.pools, self.kv.layout.kinds, strict=True), self._unused_blocks()
+        return all(kind.num_entries(request.size) + 1 <= share * pool.capacity for pool, kind in pools if kind.grows)
 
     @property
     def has_prefill_work(self) -> bool:
@@ -153,8 +163,18 @@ class Batch:
             self.waiting.remove(request)
             self.waiting.add(request)
 
+    def has_adapter_room(self, request: Request) -> bool:
+        """Whether the adapter of a waiting request, if it has one, may be in the steps beside those that are."""
+        adapter = request.adapter_id
+        if not adapter or not self.max_loras or adapter in self.adapters:
+            return True
+        return len(self.adapters) < self.max_loras
+
     def admit(self, request: Request, out: SchedulerOutput, *, reserved: bool = False) -> bool:
         """Give a waiting request a row and blocks, or nothing. With ``reserved`` both come from the reserve."""
+        if not self.has_adapter_room(request):
+            out.held_up_by = out.held_up_by or "adapter"
+            return False
         pinned = is_pinned(request, self.max_preemptions)
         if pinned and not self.policy.may_stay(request):
             out.held_up_by = out.held_up_by or "reservation"
@@ -188,6 +208,8 @@ class Batch:
         request.num_computed_tokens = admission.num_computed_tokens
         self.num_computed_tokens += admission.num_computed_tokens
         self.running[request.request_id] = request
+        if request.adapter_id:
+            self.adapters[request.adapter_id] += 1
         self.stops.update(request.stop_token_ids)
         if request.service.seconds_per_token < math.inf:
             self.paced[request.request_id] = request.service.seconds_per_token
@@ -197,7 +219,8 @@ class Batch:
         out.swap_in += admission.swap_in
         tokens, tables = list(request.token_ids), [list(table) for table in request.block_ids]
         computed, prompt = admission.num_computed_tokens, request.num_prompt_tokens
-        out.joined.append(NewRow(request.slot, request.request_id, tokens, prompt, computed, tables, request.sampling))
+        how = request.sampling, request.adapter_id
+        out.joined.append(NewRow(request.slot, request.request_id, tokens, prompt, computed, tables, *how))
 
     def put_back(self, request: Request) -> None:
         """Undo an admission before anything was computed for it."""
@@ -225,6 +248,10 @@ class Batch:
         self.left.append(request.slot)
         request.slot = -1
         del self.running[request.request_id]
+        if request.adapter_id:
+            self.adapters[request.adapter_id] -= 1
+            if not self.adapters[request.adapter_id]:
+                del self.adapters[request.adapter_id]
         self.paced.pop(request.request_id, None)
         for token in request.stop_token_ids:
             self.stops[token] -= 1

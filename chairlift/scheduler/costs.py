@@ -27,6 +27,7 @@ class Costs:
         self, block_bytes: Sequence[int], model: CostModel | None = None, max_step_tokens: int = 1 << 30
     ) -> None:
         self.model = model or CostModel()
+        self._block_bytes = tuple(block_bytes)
         self._bytes = sum(block_bytes)
         self._step_seconds = 0.0
         self._most_tokens = max_step_tokens
@@ -41,16 +42,22 @@ class Costs:
         """Whether there is something to learn from a step."""
         return bool(out.chunks or out.swap_out) or out.step % _STEADY == 0
 
-    def observe(self, features: StepFeatures, seconds: float, num_copied: int) -> None:
-        """Learn from a step; ``num_copied`` is how many blocks went to host memory or came from there in it."""
+    def num_copied(self, out: SchedulerOutput) -> float:
+        """Blocks that a step copies to host memory or from there. One block of each cache group together counts 1."""
+        moved = sum(self._block_bytes[group] for group, _, _ in (*out.swap_out, *out.swap_in))
+        return moved / self._bytes if moved else 0.0
+
+    def observe(self, features: StepFeatures, seconds: float, num_copied: float) -> None:
+        """Learn from a step in which ``num_copied`` blocks (see :meth:`num_copied`) were copied."""
         self._step_seconds += (seconds - self._step_seconds) * (_MEMORY if self._step_seconds else 1.0)
         # Steps of one kind, with one decoding row or none, and without copies give the shortest step time.
         if not num_copied and features.num_decodes == (not features.prefill_tokens):
             size = features.prefill_tokens.bit_length()
             self._shortest[size] = min(self._shortest[size] or seconds, seconds)
-        copying, alone = self.model.copy_seconds(num_copied * self._bytes), self.model.step_seconds(features)
+        nbytes = round(num_copied * self._bytes)
+        copying, alone = self.model.copy_seconds(nbytes), self.model.step_seconds(features)
         if 16 * copying > alone:  # a shorter copy is smaller than the spread of steps
-            self.model.observe_copy(num_copied * self._bytes, seconds - alone)
+            self.model.observe_copy(nbytes, seconds - alone)
         else:
             self.model.observe(features, seconds - copying)
 
@@ -75,9 +82,10 @@ class Costs:
         """Seconds to compute ``num_tokens`` lost positions of one request again."""
         return self.model.prefill_seconds(num_tokens)
 
-    def swap_seconds(self, num_blocks: int) -> float:
-        """Seconds to copy ``num_blocks`` blocks of every cache group to host memory and back."""
-        return 2 * self.model.copy_seconds(num_blocks * self._bytes)
+    def swap_seconds(self, num_blocks: Sequence[int]) -> float:
+        """Seconds to copy ``num_blocks`` blocks, one number per cache group, to host memory and back."""
+        nbytes = sum(count * size for count, size in zip(num_blocks, self._block_bytes, strict=True))
+        return 2 * self.model.copy_seconds(nbytes)
 
     def estimate(self, request: Request, num_tokens: int | None, num_shared: int) -> Estimate:
         """Estimate for a request that is expected to answer ``num_tokens`` tokens and shares ``num_shared`` of KV."""

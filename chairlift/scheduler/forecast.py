@@ -205,13 +205,14 @@ def _like(request: Request, lengths: AnswerLengths) -> Request:
         arrival_time=request.arrival_time,
         priority=request.priority,
         service=request.service,
+        adapter_id=request.adapter_id,
     )
     copy.token_ids = [_TOKEN] * len(request.token_ids)
     copy.num_prompt_tokens = request.num_prompt_tokens
     copy.max_total_tokens += request.num_prompt_tokens
     copy.limit = request.limit  # blocks are reserved for the longest answer, not for the expected one
     copy.num_preemptions, copy.sequence = request.num_preemptions, request.sequence
-    copy.times_passed = request.times_passed
+    copy.times_passed, copy.adapter_passes = request.times_passed, request.adapter_passes
     copy.size = request.size
     copy.finish_reason = request.finish_reason
     return copy

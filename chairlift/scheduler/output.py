@@ -29,6 +29,8 @@ class NewRow:
     """Block table per cache group."""
     sampling: Any
     """The executor's own description of how this row samples. The scheduler does not read it."""
+    adapter_id: int = 0
+    """Which adapter its tokens are computed with; 0: none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,8 +105,9 @@ class SchedulerOutput:
     """Ids of decoding requests that wait for a block from this step on."""
     held_up_by: str = ""
     """What the first waiting request lacks: ``slots``, ``blocks``, ``tokens``, ``reservation`` (rows reserved for
-    another class) or ``batch``. ``grammar`` if all waiting requests have a grammar that is being compiled. Empty if no
-    request waits. Set also in a step that has nothing to execute."""
+    another class), ``adapter`` (the step has as many adapters as it may) or ``batch``. ``grammar`` or ``adapter`` if
+    all waiting requests have a grammar that is being compiled, or an adapter that is being read. Empty if no request
+    waits. Set also in a step that has nothing to execute."""
     context_tokens: int = 0
     """Positions that all decode rows attend to together. The cost of a decode grows with it."""
     num_waiting: int = 0

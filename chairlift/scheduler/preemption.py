@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from chairlift.request import Request
@@ -28,8 +28,8 @@ class PreemptionCosts(Protocol):
         """Seconds to compute ``num_tokens`` lost positions of one request again."""
         ...
 
-    def swap_seconds(self, num_blocks: int) -> float:
-        """Seconds to copy ``num_blocks`` blocks of every cache group to host memory and back."""
+    def swap_seconds(self, num_blocks: Sequence[int]) -> float:
+        """Seconds to copy ``num_blocks`` blocks, one number per cache group, to host memory and back."""
         ...
 
 
@@ -57,7 +57,7 @@ class PreemptionMode:
         """Whether to save the first ``num_tokens`` positions of a request in host memory instead of dropping them."""
         if self.name != "auto" or self.costs is None:
             return self.name == "swap"
-        num_blocks = max(map(len, request.block_ids), default=0)
+        num_blocks = [len(table) for table in request.block_ids]
         return self.costs.swap_seconds(num_blocks) < self.costs.recompute_seconds(num_tokens)
 
 

@@ -79,6 +79,10 @@ class Preemptor:
         if sum(request.num_tokens - request.num_computed_tokens for request in ahead) >= budget:
             self._refused_state = None
             return False
+        if not self.batch.has_adapter_room(head):
+            step.out.held_up_by = step.out.held_up_by or "adapter"
+            self._turned_away = None
+            return False
         let_in = self.batch.open_rows > 0 and self.batch.admit(head, step.out)
         return let_in or (self._displace(head, step) and self.batch.admit(head, step.out))
 
@@ -188,10 +192,9 @@ class Preemptor:
 
         The blocks that it keeps need no recompute. False if no block would be left, or none may be taken.
         """
-        size = self.kv.block_size
         done = self._computed_before(request, step)
         # One known token stays uncomputed, so that the next can be sampled. Results of steps in flight are dropped.
-        kept = min(min(map(len, request.block_ids)) - num_blocks, min(done, len(request.token_ids) - 1) // size) * size
+        kept = self.kv.tables.num_left(request, num_blocks, min(done, len(request.token_ids) - 1))
         last = request.num_preemptions + 1 >= self.batch.max_preemptions  # once pinned, it must not wait holding blocks
         if kept <= 0 or last or not (self.batch.preemption.drops_tails and request.may_share):
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from chairlift.request import Request
@@ -15,6 +15,9 @@ from chairlift.scheduler.prefill_mode import Turn
 from chairlift.scheduler.step import Step
 
 __all__ = ["PromptBudget"]
+
+_ADAPTERS_LOOKED_PAST = 64
+"""Most waiting requests that are looked past in a step because the steps have no room for their adapter."""
 
 
 class PromptBudget:
@@ -105,9 +108,9 @@ class PromptBudget:
         """The smallest waiting request that may join and has the same standing as the first in policy order."""
         if step.out.preempted or not self.waiting or not self.batch.free_rows:
             return None
-        may_pass = self._may_pass(step)
+        may_pass, joins = self._may_pass(step), self._adapters_that_may_join(step)
         for request in self.waiting.smallest(self.batch.now):
-            if request not in step.passed and (
+            if (request not in step.passed and joins(request)) and (
                 (self.batch.open_rows and may_pass) or self.batch.may_use_reserve(request)
             ):
                 return request
@@ -131,8 +134,32 @@ class PromptBudget:
         if self.batch.open_rows and self._may_pass(step) and self.batch.admit(request, out):
             for other in step.passed:
                 other.times_passed += 1
+            self._pass_blocked(request, step)
             return True
-        return self.batch.may_use_reserve(request) and self.batch.admit(request, out, reserved=True)
+        if self.batch.may_use_reserve(request) and self.batch.admit(request, out, reserved=True):
+            self._pass_blocked(request, step)
+            return True
+        return False
+
+    def _adapters_that_may_join(self, step: Step) -> Callable[[Request], bool]:
+        """Whether a newcomer's adapter may be in the steps, and nobody waits for too long that its own may not."""
+        batch = self.batch
+        if not batch.max_loras:
+            return lambda request: True
+        first = islice(self.waiting.line(batch.now), _ADAPTERS_LOOKED_PAST)
+        step.blocked = [other for other in first if not batch.has_adapter_room(other)]
+        is_open = not self._door_closed(step)
+        return lambda request: not request.adapter_id or (is_open and batch.has_adapter_room(request))
+
+    def _door_closed(self, step: Step) -> bool:
+        """Whether somebody has been passed so often for its adapter that the running ones must come to an end: nobody
+        behind it who has an adapter joins."""
+        return any(other.adapter_passes >= self.waiting.max_times_passed for other in step.blocked)
+
+    def _pass_blocked(self, request: Request, step: Step) -> None:
+        if request.adapter_id:
+            for other in step.blocked:
+                other.adapter_passes += 1
 
     @staticmethod
     def _upto(request: Request, num_tokens: int) -> int:
@@ -176,11 +203,14 @@ class PromptBudget:
             out.held_up_by = out.held_up_by or self.membership.lacks(places)
             return budget
         closed = self.membership.closed
-        batch: Iterable[Request] = islice(waiting.line(self.batch.now), places + (0 if closed else waiting.look_ahead))
+        looked_at = places + (0 if closed else waiting.look_ahead)
+        if self.batch.max_loras and not closed:
+            looked_at += _ADAPTERS_LOOKED_PAST
+        batch: Iterable[Request] = islice(waiting.line(self.batch.now), looked_at)
         if closed:  # the length of each row depends on all requests that join, so exactly these must be known
             batch = list(batch)
             self.membership.prepare(batch, min(self.max_model_len - 1, self.kv.capacity_tokens))
-        passed = step.passed
+        passed, step.blocked = step.passed, []
         for request in batch:
             if before is not None and self.policy.order(request) > self.policy.order(before):
                 break
@@ -189,6 +219,8 @@ class PromptBudget:
             if not places or budget < self.membership.needs_budget():
                 out.held_up_by = out.held_up_by or self.membership.lacks(places)
                 break
+            if request.adapter_id and not closed and self._is_blocked(request, step):
+                continue
             if not self.batch.admit(request, out):
                 out.held_up_by = out.held_up_by or "blocks"
                 passed.append(request)
@@ -198,11 +230,22 @@ class PromptBudget:
             places -= 1
             for other in passed:
                 other.times_passed += 1
+            self._pass_blocked(request, step)
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             if num_tokens:
                 budget -= num_tokens
                 self._take_chunk(request, num_tokens, step)
         return budget
+
+    def _is_blocked(self, request: Request, step: Step) -> bool:
+        """Whether a request must be looked past for its adapter, or for somebody before it who waits for too long."""
+        room = self.batch.has_adapter_room(request)
+        if not room:
+            step.blocked.append(request)
+        elif not self._door_closed(step):
+            return False
+        step.out.held_up_by = step.out.held_up_by or "adapter"
+        return True
 
     def _take_chunk(self, request: Request, num_tokens: int, step: Step) -> None:
         start = request.num_computed_tokens

@@ -65,6 +65,7 @@ class Scheduler:
         policy_share: float = DEFAULT_POLICY_SHARE,
         speculator: Speculator | None = None,
         guide: Guide | None = None,
+        max_loras: int = 0,
     ) -> None:
         self.batch = batch = Batch(
             kv,
@@ -78,6 +79,7 @@ class Scheduler:
             max_preemptions=max_preemptions,
             preemption=preemption,
             policy_share=policy_share,
+            max_loras=max_loras,
         )
         self.kv, self.policy, self.membership = kv, policy, batch.membership
         self.requests, self.running, self.waiting = batch.requests, batch.running, batch.waiting
@@ -121,6 +123,7 @@ class Scheduler:
             preemption=batch.preemption if batch.preemption.never else RECOMPUTE,
             costs=self.costs,
             policy_share=batch.prompt_share.fraction,
+            max_loras=batch.max_loras,
         )
         twin._arrivals = self._arrivals
         twin.batch.running_limit, twin.batch.token_budget = batch.running_limit, batch.token_budget
@@ -256,7 +259,7 @@ class Scheduler:
             self.drafts.add(step)
         self._seal(step)
         if not self.waiting:
-            out.held_up_by = "grammar" if self.batch.unready else ""
+            out.held_up_by = self.batch.unready_for
         elif not out.held_up_by:
             out.held_up_by = "slots" if not self.batch.open_rows else "blocks" if out.preempted else "tokens"
         if self.preemptor.preempted_for:
@@ -351,9 +354,8 @@ class Scheduler:
             out.context_tokens = self.batch.num_computed_tokens - prompts
         out.num_waiting = len(self.waiting)
         out.blocks = self.kv.counts()
-        out.unused_slots = self.kv.tables.held_blocks * self.kv.block_size - self.batch.num_computed_tokens * len(
-            self.kv.pools
-        )
+        num_groups = sum(kind.stores_positions for kind in self.kv.layout.kinds)
+        out.unused_slots = self.kv.tables.held_blocks * self.kv.block_size - self.batch.num_computed_tokens * num_groups
         longest = max((chunk.num_tokens for chunk in out.chunks), default=1)
         out.padding_avoided = longest * (out.num_decodes + len(out.chunks)) - out.num_tokens
 

@@ -27,6 +27,8 @@ class Step:
     """Chunks with drafts. They are the last ones in ``chunks``."""
     passed: list[Request] = dataclasses.field(default_factory=list)
     """Waiting requests that did not fit when they were tried."""
+    blocked: list[Request] = dataclasses.field(default_factory=list)
+    """Waiting requests whose adapter the steps have no room for."""
     finals: list[Request] = dataclasses.field(default_factory=list)
     """Requests whose last token this step samples."""
     epoch: int = 0

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server. It owns HTTP, templates and text; the engine runs in a process of its own."""
+"""The OpenAI-compatible HTTP server. It handles HTTP, templates and text; the engine runs in its own process."""

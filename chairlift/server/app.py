@@ -1,7 +1,7 @@
-"""The ASGI application: what every request passes before and after its endpoint.
+"""The ASGI application: checks before each endpoint, and the handling of errors after it.
 
-In this order: a request id, the Host allow-list, the origin or the API key, the drain, then routing. Every error, from
-the first check to a bug in an endpoint, leaves as an OpenAI error object, or as Anthropic's on the paths of its API.
+The order is: a request id, the Host allow-list, the origin or the API key, the drain, then routing. Every error, from
+the first check to a bug in an endpoint, becomes an OpenAI error object, or Anthropic's on the paths of its API.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from chairlift.engine.async_engine import EngineState
 from chairlift.metrics import prometheus
 from chairlift.metrics.stats import FORECAST_RATIOS
 from chairlift.server import (
+    adapters,
     batches,
     chat,
     completions,
@@ -60,23 +61,23 @@ _DRAIN_RETRY_SECONDS: Final = 5
 
 
 def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> ASGIApp:
-    """The application around ``state``, with all endpoints, or with the ``routes`` given instead."""
+    """The application for ``state``, with all endpoints, or with the given ``routes`` only."""
     if routes is None:
         endpoints = (
             *(chat, completions, responses, messages, pooling, tokens, models, queue, traffic, openapi, pages, live),
-            *(weights, files, batches),
+            *(weights, adapters, files, batches),
         )
         routes = [*_routes, *(route for module in endpoints for route in module.routes)]
     return with_cors(_App(state, routes), state.config.cors_origin)
 
 
 class _App:
-    """Plain ASGI, without a middleware's buffering: a stream's chunks go straight to the connection."""
+    """The ASGI callable. It does not buffer as middleware would: chunks of a stream go straight to the connection."""
 
     def __init__(self, state: ServerState, routes: Sequence[BaseRoute]) -> None:
         self._state = state
         self._router = Router(routes, redirect_slashes=False)
-        self._holder = Starlette()  # what request.app is
+        self._holder = Starlette()  # becomes request.app
         self._holder.state.server = state
         self._auth = Auth(state.api_keys)
         self._hosts = HostCheck(state.config.host, state.config.allowed_host, bool(state.api_keys))
@@ -108,7 +109,7 @@ class _App:
             self._state.engine.stats.rejected.update(("unavailable",) if turned_away else ())
             response = error_response(told, scope["path"], exchange.request_id)
             if exchange.status is not None:
-                raise  # in the middle of an answer only the end of the connection can tell
+                raise  # in the middle of an answer, only closing the connection can report an error
             await response(scope, receive, exchange.send)
         finally:
             release_body(Request(scope))
@@ -120,7 +121,7 @@ class _App:
                 exchange.log()
 
     def _admit(self, scope: Scope) -> None:
-        """Raise ApiError for a request that is not to be looked at."""
+        """Raise ApiError for a request that may not reach an endpoint."""
         hosts, authorization, keys, sites, origins = [], [], [], [], []
         for name, value in scope["headers"]:
             if name == b"host":
@@ -151,7 +152,7 @@ class _App:
 
 
 class _Exchange:
-    """One request and its answer, as the log sees them."""
+    """Data of one request and its answer for the log."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -182,7 +183,7 @@ class _Exchange:
         await self._send(message)
 
     def log(self) -> None:
-        """One line, without anything of what was asked or answered."""
+        """Log one line, without any text of request or answer."""
         now = time.monotonic()
         log_event(
             _logger,
@@ -207,20 +208,21 @@ def _json(content: Any, status: int = 200) -> Response:
 
 
 def _unavailable(state: ServerState) -> str:
-    """Why nothing can be answered now, or nothing. Anyone may read it: what exactly went wrong is in the log."""
+    """Reason why the server cannot answer now, in general words; empty when it can. Everybody may read it; the log has
+    the details."""
     engine = state.engine
     return engine.check_health() if engine.state is EngineState.READY else f"the engine is {engine.state.value}"
 
 
 async def _health(request: Request) -> Response:
-    """200 while requests make progress."""
+    """Answer 200 while requests make progress."""
     state: ServerState = request.app.state.server
     reason = _unavailable(state)
     return _json({"status": "unavailable", "reason": reason}, 503) if reason else _json({"status": "ok"})
 
 
 async def _ready(request: Request) -> Response:
-    """200 while new requests are taken."""
+    """Answer 200 while new requests are accepted."""
     state: ServerState = request.app.state.server
     engine = state.engine
     if engine.state is EngineState.READY and not state.draining:

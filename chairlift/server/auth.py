@@ -1,9 +1,9 @@
-"""Who may ask: API keys, and the names under which the server may be addressed.
+"""Access control: API keys, and the host names of the server.
 
-Everything but four routes without data needs a key. What is open is decided by the path exactly as it was sent:
-nothing is decoded, folded or joined first, so no spelling of another path can pass for an open one. The Host header
-is compared with a list of names, so that a web page cannot reach the server through a name that its owner points at
-this machine (DNS rebinding). Without keys, a request that a browser sends for a page of another origin is refused.
+Everything but four routes without data needs a key. Open routes are recognised by the path exactly as it was sent:
+nothing is decoded, folded or joined first, so no spelling of another path can pass for an open one. The Host header is
+compared with a list of names, so that a web page cannot reach the server through a domain name that its owner points at
+this machine (DNS rebinding). Without keys, requests from web pages of another origin are refused.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from starlette.requests import Request
+
 from chairlift.config import ServerConfig
 from chairlift.errors import ConfigError
 from chairlift.server.errors import ApiError
@@ -29,6 +31,7 @@ __all__ = [
     "Caller",
     "HostCheck",
     "caller_of",
+    "check_admin",
     "check_exposure",
     "check_origin",
     "is_loopback",
@@ -37,13 +40,13 @@ __all__ = [
 ]
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/", "/live"})
-"""Served without a key: two answers for probes, and two pages that have no data in them."""
+"""Paths that need no key: two answers for probes, and two pages without data."""
 
 PAGES: Final = OPEN_PATHS | {"/docs"}
-"""What a page of another origin may link to, embed or ask for: nothing of it does any work or holds a place."""
+"""Paths that a page of another origin may link to, embed or request: they do no work and take no place in a queue."""
 
 ADMIN: Final = "admin"
-"""Name of the keys that see every tenant's requests: when, how long and how many, never what they say."""
+"""Name of the keys that see the requests of every tenant: times, lengths and numbers, never texts."""
 
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 _HOST: Final = re.compile(r"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_-][A-Za-z0-9._-]{0,252})(?::[0-9]{1,5})?")
@@ -53,10 +56,10 @@ _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
 def load_keys(config: ServerConfig) -> dict[str, str]:
-    """The API keys of the settings and of the key file, and the tenant that each stands for. Raises ConfigError.
+    """API keys from the settings and the key file -> their tenants. Raises ConfigError.
 
-    In the file a name may stand before the key, and several keys may have the same. The tenant of a key without a name
-    is ``key-`` and twelve hexadecimal digits of its hash, from which nobody gets the key back.
+    In the file a name may come before the key, and several keys may have the same name. A key without a name has the
+    tenant ``key-`` and twelve hexadecimal digits of its hash, from which the key cannot be recovered.
     """
     lines = []
     if config.api_key_file is not None:
@@ -85,13 +88,13 @@ def load_keys(config: ServerConfig) -> dict[str, str]:
 
 
 def _named_key(line: str) -> tuple[str, str]:
-    """Name and key of a line; what has another form is all key, and no good one."""
+    """Name and key of a line. A line of another form is returned as a key, and fails the later check."""
     name, *rest = line.split()
     return (name, rest[0]) if len(rest) == 1 and _NAME.fullmatch(name) else ("", line)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach a socket bound to this numeric address."""
+    """Whether a socket bound to this numeric address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -99,7 +102,7 @@ def is_loopback(address: str) -> bool:
 
 
 def check_exposure(address: str, keys: Collection[str], insecure: bool) -> None:
-    """Raise ConfigError when a socket on this numeric address would serve strangers without a key."""
+    """Raise ConfigError when a socket on this numeric address would be open to other machines without a key."""
     if not keys and not insecure and not is_loopback(address):
         raise ConfigError(
             f"listening on {address} lets other machines in, and there is no API key; give --api-key-file FILE "
@@ -109,25 +112,26 @@ def check_exposure(address: str, keys: Collection[str], insecure: bool) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request."""
+    """Sender of a request."""
 
     holder: str = ""
-    """Whose KV cache it shares: made from its API key where there are several, else empty."""
+    """Owner of the KV cache that its requests share: made from its API key if there are several, otherwise empty."""
     tenant: str = ""
-    """Who is charged: the name of its API key, or its ``user`` where there are no keys."""
+    """Tenant that is charged: the name of its API key, or its ``user`` if there are no keys."""
     request_id: str = ""
     """The X-Request-Id of the request."""
     arrived: float | None = None
-    """When the whole request was there, on the monotonic clock."""
+    """Time at which the whole request had arrived, on the monotonic clock."""
 
     def sees(self, tenant: str) -> bool:
-        """Whether it may know of a tenant's requests: of its own, of all with the key named ``admin``, and of all where
-        keys do not tell callers apart."""
+        """Whether it may see a tenant's requests: its own; all with the key named ``admin``; all where keys do not
+        distinguish callers."""
         return not self.holder or self.tenant in (tenant, ADMIN)
 
 
 def caller_of(keys: Mapping[str, str], tenant: str) -> Caller | None:
-    """Who has the requests of a tenant that nobody sends now: as with one of its keys; None where it has none left.
+    """A caller for a tenant whose requests are not sent by a client, as if with one of its keys; None if no key is
+    left.
 
     ``keys`` are those of the server, with the tenant of each.
     """
@@ -139,8 +143,16 @@ def caller_of(keys: Mapping[str, str], tenant: str) -> Caller | None:
     return None
 
 
+def check_admin(request: Request) -> None:
+    """Raise ApiError 403 unless the request came with an API key that is named ``admin``."""
+    caller: Caller = getattr(request.state, "caller", Caller())
+    if caller.tenant != ADMIN:
+        message = f"this takes an API key that is named {ADMIN}: a line '{ADMIN} KEY' in the file of --api-key-file"
+        raise ApiError(403, message, code="admin_key_needed")
+
+
 class Auth:
-    """Checks bearer tokens against keys, given with the tenant of each; without keys everything is allowed."""
+    """Checks bearer tokens against keys. Without keys everything is allowed."""
 
     def __init__(self, keys: Mapping[str, str]) -> None:
         self._tenants = {_digest(key.encode()): tenant for key, tenant in keys.items()}
@@ -148,13 +160,13 @@ class Auth:
     def check(
         self, path: str, raw_path: bytes, authorization: Sequence[bytes], x_api_key: Sequence[bytes] = ()
     ) -> Caller:
-        """Whose request it is; nobody's, where that does not matter.
+        """The caller of a request; an anonymous one on open paths.
 
         Raises ApiError 401 unless the path is open or one of the keys was sent.
 
-        ``path`` and ``raw_path`` are the decoded path and the bytes it came as, ``authorization`` and ``x_api_key`` the
-        values of all headers of these names, which must have the same key where both are there. Takes the same time
-        whichever key is right, or how much of a wrong one.
+        ``path`` and ``raw_path`` are the decoded and the raw path. ``authorization`` and ``x_api_key`` are the values
+        of all headers of these names, which must agree if both are present. The time does not depend on which key is
+        right, or on how much of a wrong key is.
         """
         if not self._tenants or (path in OPEN_PATHS and raw_path == path.encode()):
             return Caller()
@@ -176,7 +188,8 @@ class Auth:
 
 
 def salt_for(holder: str, salt: str) -> str:
-    """What keeps the KV that one key's requests computed from being found, by its speed, with another key.
+    """Salt of the prefix cache, so that nobody can detect the cached prompts of one key by their speed with another
+    key.
 
     ``holder`` is the :class:`Caller`'s, ``salt`` the request's own ``cache_salt``.
     """
@@ -184,12 +197,11 @@ def salt_for(holder: str, salt: str) -> str:
 
 
 class HostCheck:
-    """Which names and addresses may stand in a Host header.
+    """Checks names and addresses in Host headers.
 
-    These are the loopback names, the address that is listened on, the name of this machine, and those that are allowed
-    by name. A server that listens on every address is also known by its numeric ones, which no foreign name server
-    can speak for; and with keys set and no name allowed, by any name, because a page that reached it by rebinding would
-    still have no key.
+    Allowed are the loopback names, the listening address, the name of this machine, and names from the settings. A
+    server that listens on all addresses also allows its numeric ones, which need no name server. With keys and no names
+    in the settings, all names are allowed, because a page that reached the server by rebinding has no key.
     """
 
     def __init__(self, host: str, allowed: Sequence[str], has_keys: bool) -> None:
@@ -199,7 +211,7 @@ class HostCheck:
         self._names = {name.lower().rstrip(".") for name in names}
 
     def check(self, hosts: Sequence[bytes]) -> None:
-        """Raise ApiError unless there is exactly one Host header (400), with a name that is allowed (421)."""
+        """Raise ApiError unless there is exactly one Host header (400) with an allowed name (421)."""
         if len(hosts) != 1:
             raise ApiError(400, f"a request must have exactly one Host header, got {len(hosts)}", code="invalid_host")
         match = _HOST.fullmatch(hosts[0].decode("latin-1"))
@@ -218,8 +230,8 @@ def check_origin(path: str, host: bytes, sites: Sequence[bytes], origins: Sequen
     """Raise ApiError 403 for a request that a browser sends for a page of another origin.
 
     ``sites`` and ``origins`` are the values of all Sec-Fetch-Site and Origin headers, ``host`` is the Host header's.
-    Browsers write both headers themselves; a page cannot. Programs that send neither are not browsers. Where keys are
-    set nobody needs to ask: a browser does not add a key by itself.
+    Browsers write both headers; pages cannot. Programs that send neither are no browsers. With keys this check is not
+    needed, because a browser does not add a key by itself.
     """
     if path in PAGES:
         return
@@ -239,7 +251,7 @@ def check_origin(path: str, host: bytes, sites: Sequence[bytes], origins: Sequen
 
 
 def _same_origin(origin: bytes, host: bytes) -> bool:
-    """Whether they name the same server. A reverse proxy may have left out the port of Host."""
+    """Whether both name the same server. A reverse proxy may have removed the port from Host."""
     scheme, _, place = origin.strip().lower().partition(b"://")
     name = host.strip().lower()
     if _HOST_PORT.search(name) is None:

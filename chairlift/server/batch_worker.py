@@ -1,8 +1,8 @@
-"""Answers the requests of batches: a few at a time, in the class for work that can wait, by the application itself.
+"""Answers the requests of batches through the application, a few at a time, in the class of service for patient work.
 
-A request of a batch passes the same checks and the same endpoint as one that a client sends. What is refused because
-there is no room, or because the engine was lost, is asked again later. All that must outlast this process is in the
-:class:`~chairlift.batches.BatchStore`; so after a restart the requests without an answer are asked again.
+A request of a batch passes the same checks and endpoint as a client's. A request that finds no room, or whose engine
+died, is sent again later. Everything that must survive a restart is in the :class:`~chairlift.batches.BatchStore`, so
+unanswered requests are sent again afterwards.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from chairlift.server.state import ServerState
 __all__ = ["INSIDE", "BatchWorker", "open_store", "working"]
 
 INSIDE: Final = "chairlift.inside"
-"""Key of an ASGI scope that this process made itself: what the checks of who asks would have put into its state."""
+"""Key of an ASGI scope that this process made. Its value replaces the caller that the access checks would find."""
 _PAGE: Final = 64
-"""Requests of a batch that are read from the store at a time."""
+"""Number of requests of a batch that are read from the store at a time."""
 _LOOK_SECONDS: Final = 1.0
-"""How often somebody looks at what changes without a sign: clocks, the engine, the queue."""
+"""Seconds between checks of conditions that have no event: times, the engine, the queue."""
 _TROUBLE_SECONDS: Final = 10.0
-"""Pause after the disk failed."""
+"""Pause in seconds after an error of the disk."""
 _MAX_ATTEMPTS: Final = 5
-"""Times that a request may lose its engine, or its time, before that is its answer."""
+"""Tries of a request that loses its engine or times out, before the error becomes its answer."""
 _MAX_DELAY: Final = 30.0
 _T = TypeVar("_T")
 _log: Final = logging.getLogger("chairlift.server")
 
 
 def open_store(config: ServerConfig) -> BatchStore | None:
-    """The store that the settings name, if they name one. Raises ConfigError."""
+    """The store of the settings; None if they name none. Raises ConfigError."""
     return None if config.batch_dir is None else BatchStore(config.batch_dir)
 
 
 @contextlib.asynccontextmanager
 async def working(state: ServerState, app: ASGIApp) -> AsyncIterator[None]:
-    """Answer batches meanwhile, where the server keeps any. Afterwards the store is closed."""
+    """Answer batches inside the block, if the server has a store, which is closed at the end."""
     if state.batches is None:
         yield
         return
@@ -66,13 +66,13 @@ async def working(state: ServerState, app: ASGIApp) -> AsyncIterator[None]:
 
 @dataclasses.dataclass(slots=True)
 class _Work:
-    """What is under way for one batch."""
+    """Progress of one batch."""
 
     queue: deque[Pending] = dataclasses.field(default_factory=deque)
     reached: int = 0
-    """Lines up to here have been taken from the store."""
+    """Last line that was read from the store."""
     tasks: dict[int, asyncio.Task[None]] = dataclasses.field(default_factory=dict)
-    """By line."""
+    """Running requests by line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,37 +84,37 @@ class _Reply:
 
 
 class BatchWorker:
-    """The batches of one server. One event loop owns it; the store is called on one thread, in turn."""
+    """The batches of one server. One event loop owns it; one thread calls the store."""
 
     def __init__(self, state: ServerState, store: BatchStore) -> None:
         self.store = store
         self.uploads = asyncio.Semaphore(2)
-        """Held while a file is uploaded."""
+        """Held during the upload of a file."""
         self._state = state
         self._thread = ThreadPoolExecutor(1, "batches")
         self._works: dict[str, _Work] = {}
         self._news = asyncio.Event()
 
     async def call(self, work: Callable[[BatchStore], _T]) -> _T:
-        """Have the store do something."""
+        """Call the store on its thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, self.store)
 
     def wake(self) -> None:
-        """There is something new to look at."""
+        """Wake the worker: there is something new."""
         self._news.set()
 
     def close(self) -> None:
-        """Close the store, after what it is doing."""
+        """Close the store after its current call."""
         self._thread.shutdown(wait=True)
         self.store.close()
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that are asked now."""
+        """Number of running requests."""
         return sum(len(work.tasks) for work in self._works.values())
 
     async def run(self, app: ASGIApp) -> None:
-        """Go on until the server drains: what has no answer then is asked again after the next start."""
+        """Run until the server drains. Unanswered requests are sent again after the next start."""
         try:
             while not self._state.draining:
                 pause = _LOOK_SECONDS
@@ -140,7 +140,7 @@ class BatchWorker:
             await self._fill([batch for batch in active if batch.status == "in_progress"], app)
 
     async def _advance(self, batch: BatchRecord, now: int) -> None:
-        """Move a batch on to its next status, if it is time for it."""
+        """Move a batch to its next status, if it is time."""
         work = self._works.setdefault(batch.id, _Work())
         if batch.status == "validating":
             longest = self._state.config.max_body_bytes + (1 << 16)
@@ -161,7 +161,7 @@ class BatchWorker:
         _log.info("batch %s: %s", batch.id, end)
 
     async def _more(self, batch: BatchRecord, work: _Work) -> bool:
-        """Whether a request of the batch is to be asked; there are some in its queue then."""
+        """Whether the batch has a request to send. Loads requests into its queue."""
         if not work.queue:
             reached = work.reached
             found = await self.call(lambda store: store.pending(batch.id, reached, _PAGE))
@@ -170,7 +170,8 @@ class BatchWorker:
         return bool(work.queue)
 
     async def _fill(self, batches: list[BatchRecord], app: ASGIApp) -> None:
-        """Ask as many requests as may be, of the batches in turn. While others wait for the engine, one goes on."""
+        """Send as many requests as allowed, of the batches in turn. While other requests wait for the engine, only one
+        runs."""
         info, engine = self._state.engine.info, self._state.engine
         rows = 1 if info is None else info.max_num_seqs
         most = self._state.config.batch_max_in_flight or max(1, rows // 2)
@@ -194,8 +195,8 @@ class BatchWorker:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("line %d of a batch is asked again: %s", pending.line, error, exc_info=error)
             work.queue.clear()
-            work.reached = 0  # from the first without an answer
-            return  # at the next look, not at once
+            work.reached = 0  # start again at the first unanswered line
+            return  # retry at the next check, not at once
         self.wake()
 
     async def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
@@ -206,7 +207,7 @@ class BatchWorker:
     # -- one request ---------------------------------------------------------------------------------------------
 
     async def _answer(self, batch: BatchRecord, pending: Pending, app: ASGIApp) -> None:
-        """Ask until there is an answer, and keep it."""
+        """Send a request until there is an answer, and store it."""
         content = await self.call(lambda store: store.read(batch.input_file_id, pending))
         line = read_line(content, batch.endpoint)
         caller = caller_of(self._state.api_keys, batch.owner)
@@ -260,14 +261,14 @@ def _scope(path: str, body: bytes, request_id: str) -> dict[str, Any]:
 
 
 async def _ask(app: ASGIApp, scope: Scope, body: bytes) -> _Reply:
-    """What the application answers to a request that nobody sent."""
+    """Answer of the application to a request that did not come over HTTP."""
     given = False
     status, headers, parts = 500, dict[bytes, bytes](), list[bytes]()
 
     async def receive() -> Message:
         nonlocal given
         if given:
-            await asyncio.Event().wait()  # nobody who could leave
+            await asyncio.Event().wait()  # there is no client that could disconnect
         given = True
         return {"type": "http.request", "body": body, "more_body": False}
 

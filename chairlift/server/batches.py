@@ -1,4 +1,4 @@
-"""/v1/batches: files of requests, answered within a day while the engine has nothing more urgent to do."""
+"""/v1/batches: files of requests, answered within a day while the engine has no urgent work."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["BatchList", "BatchObject", "BatchRequest", "routes"]
 
 _WINDOWS: Final = {"24h": 86_400}
 _MAX_ACTIVE: Final = 100
-"""Batches of one owner that have not come to their end."""
+"""Most unfinished batches per owner."""
 _Id = Annotated[str, Meta(max_length=64)]
 
 
 class ExpiresAfter(msgspec.Struct, kw_only=True):
-    """How long the output files are kept."""
+    """Lifetime of the output files."""
 
     anchor: Annotated[str, Meta(max_length=64)]
-    """created_at."""
+    """Always created_at."""
     seconds: Annotated[int, Meta(ge=EXPIRES[0], le=EXPIRES[1])]
 
 
@@ -41,19 +41,19 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     input_file_id: _Id
     """A file of JSON lines with custom_id, method, url and body."""
     endpoint: _Id
-    """The url of all its lines."""
+    """The url of all lines of the file."""
     completion_window: _Id
-    """24h."""
+    """Always 24h."""
     metadata: (
         Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
         | None
     ) = None
     output_expires_after: ExpiresAfter | None = None
-    """Without: they are kept until somebody deletes them."""
+    """Without it, output files are kept until a client deletes them."""
 
 
 class BatchError(msgspec.Struct, kw_only=True):
-    """Why a batch failed."""
+    """Reason why a batch failed."""
 
     code: str
     message: str
@@ -69,7 +69,7 @@ class BatchErrors(msgspec.Struct, kw_only=True):
 
 
 class RequestCounts(msgspec.Struct, kw_only=True):
-    """Of the lines of the input file."""
+    """Numbers of lines in the input file."""
 
     total: int
     completed: int
@@ -83,7 +83,7 @@ class BatchObject(msgspec.Struct, kw_only=True):
     object: Literal["batch"] = "batch"
     endpoint: str
     model: str
-    """The name under which the model is served."""
+    """Name of the served model."""
     errors: BatchErrors | None
     input_file_id: str
     completion_window: str
@@ -105,7 +105,7 @@ class BatchObject(msgspec.Struct, kw_only=True):
 
 
 class BatchList(msgspec.Struct, kw_only=True):
-    """Some of the caller's batches, the newest first."""
+    """A page of the caller's batches, the newest first."""
 
     object: Literal["list"] = "list"
     data: list[BatchObject]
@@ -130,7 +130,7 @@ def _object(request: Request, record: BatchRecord) -> BatchObject:
 
 
 async def create_batch(request: Request) -> Response:
-    """Begin a batch with the requests of a file."""
+    """Create a batch from the requests of a file."""
     worker, owner = batch_worker(request), owner_of(request)
     asked, ignored = parse(BatchRequest, await read_json(request))
     _check(asked)
@@ -170,7 +170,7 @@ def _check(asked: BatchRequest) -> None:
 
 
 async def list_batches(request: Request) -> Response:
-    """The caller's batches."""
+    """List the caller's batches."""
     worker, owner = batch_worker(request), owner_of(request)
     after, limit = page_of(request, 20, 100)
     found = await worker.call(lambda store: store.batches(owner, after=after, limit=limit + 1))
@@ -188,12 +188,12 @@ async def _found(request: Request) -> BatchRecord:
 
 
 async def show_batch(request: Request) -> Response:
-    """One batch."""
+    """Show one batch."""
     return json_response(_object(request, await _found(request)))
 
 
 async def cancel_batch(request: Request) -> Response:
-    """Have a batch end with what it has; one that has ended stays as it is."""
+    """Cancel a batch; it keeps the answers that it has. A finished batch is unchanged."""
     worker, record = batch_worker(request), await _found(request)
     await worker.call(lambda store: store.cancel(record.id, int(time.time())))
     worker.wake()

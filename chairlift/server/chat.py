@@ -40,11 +40,11 @@ __all__ = ["ARGUMENTS", "ChatCompletion", "ChosenLogprob", "chosen_logprob", "ro
 _encode: Final = msgspec.json.encode
 _TEXTS: Final = ("content", "reasoning")
 ARGUMENTS: Final = 4096
-"""Characters of a call's arguments that one delta carries at most."""
+"""Most characters of a call's arguments in one delta."""
 
 
 class TokenLogprob(msgspec.Struct):
-    """A token that could have been chosen."""
+    """A token among the most likely ones."""
 
     token: str
     logprob: float
@@ -52,7 +52,7 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChosenLogprob(msgspec.Struct):
-    """The token that was chosen, and the most likely ones."""
+    """The chosen token, and the most likely ones."""
 
     token: str
     logprob: float
@@ -76,7 +76,7 @@ class CalledFunction(msgspec.Struct):
 
 
 class ToolCall(msgspec.Struct):
-    """A call that the model wants to be made."""
+    """A call that the model wants the client to make."""
 
     id: str
     function: CalledFunction
@@ -88,12 +88,12 @@ class ChatMessage(msgspec.Struct):
 
     role: str
     content: str | None
-    """null where there is nothing but tool calls."""
+    """null if there are only tool calls."""
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    """The same: clients look for either name."""
+    """Another name of reasoning_content for other clients."""
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -104,14 +104,14 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChoiceLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    """The stop token or stop string that ended it."""
+    """Stop token or stop string that ended it."""
     token_ids: list[int] | UnsetType = UNSET
     tool_call_errors: list[str] | UnsetType = UNSET
-    """Why text that began like a tool call is in the content."""
+    """Errors of text that began like a tool call and stayed in the content."""
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """The reply that is not a stream."""
+    """The reply without streaming."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -119,7 +119,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     service_tier: str
-    """The class of service that the request had."""
+    """The class of service that was used."""
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
@@ -158,7 +158,7 @@ async def create_chat_completion(request: Request) -> Response:
 def _choice(
     chat: ChatRequest, answer: CompletionOutput, texts: TokenTexts, pieces: Pieces, reading: AnswerReading | None
 ) -> ChatChoice:
-    """A finished answer; ``reading`` finds the calls and the reasoning in it."""
+    """A finished answer. ``reading`` finds the calls and the reasoning in it."""
     logprobs, top = None, chat.top_logprobs or 0
     if answer.logprobs is not None:
         content = json_items(chosen_logprob(entry, top, texts) for entry in answer.logprobs)
@@ -180,7 +180,7 @@ def _choice(
 
 
 def _read_into(choice: ChatChoice, events: Sequence[Event]) -> None:
-    """Put what was read in an answer into its message."""
+    """Copy the content, reasoning and calls of an answer into its message."""
     told = {kind: "".join(e.text for e in events if isinstance(e, Piece) and e.kind == kind) for kind in _TEXTS}
     calls = [ToolCall(e.id, CalledFunction(e.name, e.arguments)) for e in events if isinstance(e, Call)]
     message = choice.message
@@ -190,7 +190,7 @@ def _read_into(choice: ChatChoice, events: Sequence[Event]) -> None:
 
 
 def _finish_reason(answer: CompletionOutput, reading: AnswerReading) -> str | None:
-    """``tool_calls`` for an answer that came to its end and has some that the model chose to make."""
+    """``tool_calls`` for a complete answer with calls that the model chose to make."""
     called = answer.finish_reason is FinishReason.STOP and reading.ids and not reading.named
     return "tool_calls" if called else answer.finish_reason
 
@@ -200,14 +200,14 @@ def _logprobs(entries: Sequence[Mapping[int, Logprob]], top: int, texts: TokenTe
 
 
 def chosen_logprob(entry: Mapping[int, Logprob], top: int, texts: TokenTexts) -> ChosenLogprob:
-    """One token of an answer as replies have it, with the ``top`` most likely ones."""
+    """One token of an answer in the form of replies, with the ``top`` most likely ones."""
     written = [
         (top + 1 if each.rank is None else each.rank, _token_logprob(token_id, each, texts))
         for token_id, each in entry.items()
     ]
     chosen = written[0][1]
     best = sorted((pair for pair in written if pair[0] <= top), key=lambda pair: pair[0])
-    # The chosen one may tie with the last of them; it comes first of those that tie.
+    # The chosen token may tie with the last of them; then it comes first.
     return ChosenLogprob(chosen.token, chosen.logprob, chosen.bytes, [each for _, each in best[:top]])
 
 
@@ -257,7 +257,7 @@ class _ChatChunks(ChunkWriter):
             yield b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b%b}' % end
 
     def _read(self, answer: CompletionOutput, told: bool) -> Iterator[bytes]:
-        """The deltas of what was read in an answer's news. Log-probabilities and ids go with the first of them."""
+        """Deltas of the new part of an answer. The first delta has the log-probabilities and ids."""
         reading = self._readings[answer.index]
         before = len(reading.ids)
         events = reading.read(answer.text, answer.token_ids, answer.finish_reason is not None)
@@ -279,7 +279,7 @@ class _ChatChunks(ChunkWriter):
 
 
 def _deltas(event: Event, ids: Sequence[str], before: int) -> Iterator[bytes]:
-    """The deltas of one event: a text, or a call's index, id and name, and then its arguments."""
+    """Deltas of one event: a text; or a call's index, id and name, then its arguments."""
     if isinstance(event, Call):
         index = ids.index(event.id, before)
         name = b'{"name":%b,"arguments":""}' % _encode(event.name)

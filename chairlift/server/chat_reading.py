@@ -1,4 +1,4 @@
-"""What a chat request wants read out of its answers, tool calls and reasoning, and the readers for that."""
+"""Readers that find tool calls and reasoning in the answers to a chat request."""
 
 from __future__ import annotations
 
@@ -40,34 +40,34 @@ __all__ = ["AnswerReading", "ChatPlan", "chat_plan", "held_params", "limited_par
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _ALPHABET: Final = string.ascii_letters + string.digits
 _TAIL: Final = 64
-"""Tokens at the end of the prompt in which an opened reasoning is looked for."""
+"""Number of last tokens of the prompt in which the begin of reasoning is searched."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatPlan:
-    """How the answers to one chat request are read."""
+    """Plan for reading the answers to one chat request."""
 
     tools: Tools
     variables: Mapping[str, Any]
-    """For the chat template."""
+    """Variables for the chat template."""
     tool_format: ToolFormat | None = None
-    """None: nothing is a call."""
+    """Format of tool calls; None: calls are not read."""
     reasoning: ReasoningFormat | None = None
-    """None: reasoning is not told from the answer."""
+    """Format of reasoning; None: reasoning is not separated from the answer."""
     include_reasoning: bool = True
     hidden: tuple[str, ...] = ()
-    """Special tokens to leave out of the text; not empty where the engine keeps them for the reader."""
+    """Special tokens to remove from the text, if the engine keeps them for the reader; otherwise empty."""
     thinking: Thinking = Thinking.NONE
-    """Whether the answer may begin with reasoning, or is inside it."""
+    """Whether the answer may begin with reasoning, or begins inside it."""
 
     @property
     def reads(self) -> bool:
-        """Whether answers are more than their text."""
+        """Whether answers contain anything besides text."""
         return self.tool_format is not None or self.reasoning is not None
 
 
 def plan_prompt(state: ServerState, asked: ChatRequest | TokenizeRequest, ignored: list[str]) -> ChatPlan:
-    """The tools and variables of a prompt. Names of fields that mean nothing here are added to ``ignored``. Raises
+    """Plan for the tools and variables of a prompt. Names of ignored fields are added to ``ignored``. Raises
     ApiError."""
     template = state.engine.chat_template
     choice, parallel = None, None
@@ -92,7 +92,7 @@ def plan_prompt(state: ServerState, asked: ChatRequest | TokenizeRequest, ignore
 
 
 def _with_effort(effort: str | None, variables: dict[str, Any], template: str, ignored: list[str]) -> dict[str, Any]:
-    """``reasoning_effort`` as the template takes it: by that name, or ``none`` as ``enable_thinking=false``."""
+    """Add ``reasoning_effort`` in the template's form: by that name, or ``none`` as ``enable_thinking=false``."""
     if effort is None:
         return variables
     if effort not in EFFORTS:
@@ -107,7 +107,7 @@ def _with_effort(effort: str | None, variables: dict[str, Any], template: str, i
 
 
 def chat_plan(state: ServerState, chat: ChatRequest, ignored: list[str]) -> ChatPlan:
-    """How the answers to a request are read. Raises ApiError."""
+    """Plan for reading the answers to a request. Raises ApiError."""
     plan = plan_prompt(state, chat, ignored)
     template, config = state.engine.chat_template, state.config
     reasoning = None
@@ -129,7 +129,7 @@ def chat_plan(state: ServerState, chat: ChatRequest, ignored: list[str]) -> Chat
 
 
 def _with_special_tokens(plan: ChatPlan, tokenizer: Tokenizer | None, hide: bool) -> ChatPlan:
-    """Keep special tokens for the reader where they are marks of a format; it leaves out the others."""
+    """Keep special tokens that are marks of a format in the text; the reader removes the other ones."""
     if tokenizer is None or not hide:
         return plan
     marks = (*(plan.tool_format.markers if plan.tool_format else ()),)
@@ -140,7 +140,7 @@ def _with_special_tokens(plan: ChatPlan, tokenizer: Tokenizer | None, hide: bool
 
 
 def opened_by(plan: ChatPlan, chat: ChatRequest, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> ChatPlan:
-    """The plan, with whether the prompt ends inside the reasoning."""
+    """The plan, updated by whether the prompt ends inside reasoning."""
     marks = plan.reasoning
     if marks is None or tokenizer is None:
         return plan
@@ -154,7 +154,7 @@ def opened_by(plan: ChatPlan, chat: ChatRequest, tokenizer: Tokenizer | None, pr
 
 
 def held_params(plan: ChatPlan, chat: ChatRequest, params: SamplingParams) -> SamplingParams:
-    """``params`` with the form of the whole answer: its reasoning, and calls or content. Raises ApiError."""
+    """``params`` with a grammar for the whole answer: its reasoning, then calls or content. Raises ApiError."""
     asked = params.structured_outputs
     with naming(chat):
         whole = held_to(asked, plan.tools, plan.tool_format, plan.reasoning, plan.thinking)
@@ -164,7 +164,7 @@ def held_params(plan: ChatPlan, chat: ChatRequest, params: SamplingParams) -> Sa
 def limited_params(
     plan: ChatPlan, chat: ChatRequest, tokenizer: Tokenizer | None, params: SamplingParams
 ) -> SamplingParams:
-    """``params`` with the budget for reasoning that the request has. Raises ApiError where it cannot be kept."""
+    """``params`` with the request's thinking budget. Raises ApiError where it cannot be kept."""
     most = _budget(chat)
     if most is None:
         return params
@@ -180,7 +180,7 @@ def limited_params(
     begin = () if plan.thinking is Thinking.INSIDE else tokenizer.encode(shape.begin, False)
     added = tokenizer.backend.get_added_tokens_decoder()
     for text, token_id in ((shape.end, end), (shape.begin, begin[0] if begin else end)):
-        if token_id is None or token_id not in added:  # what is spelled in several ways would be missed
+        if token_id is None or token_id not in added:  # a mark with several tokenisations would be missed
             raise _no_budget(f"{text} is no token of its own in the model's vocabulary; use max_tokens")
     after = shape.goes_on + ("" if plan.tools.offered else shape.content)
     budget = ThinkingBudget(
@@ -193,7 +193,7 @@ def limited_params(
 
 
 def _budget(chat: ChatRequest) -> int | None:
-    """Most tokens of reasoning; None for any number."""
+    """Most tokens of reasoning; None for no limit."""
     asked = chat.thinking_budget if chat.thinking_token_budget is None else chat.thinking_token_budget
     return None if asked == -1 else asked
 
@@ -204,7 +204,7 @@ def _no_budget(why: str) -> ApiError:
 
 
 class AnswerReading:
-    """Reads one answer as it comes. ``ids`` are those of its calls, in order."""
+    """Reads one answer as it grows. ``ids`` are the ids of its calls, in order."""
 
     def __init__(self, plan: ChatPlan, tokenizer: Tokenizer | None, skips: bool) -> None:
         self._reader = AnswerReader(
@@ -217,7 +217,7 @@ class AnswerReading:
         )
         self._include_reasoning = plan.include_reasoning
         self.named = plan.tools.choice == "named"
-        """The request named the function to call."""
+        """Whether the request named the function to call."""
         self._size = functools.partial(_num_bytes, tokenizer, skips)
         self._starts: list[int] = []
         """Bytes of the text before each token."""
@@ -226,7 +226,8 @@ class AnswerReading:
         self.broken: list[str] = []
 
     def read(self, text: str, token_ids: Sequence[int], ended: bool) -> list[Event]:
-        """The news in this text and these tokens; calls have an id, and there is nothing that is not wanted."""
+        """New events from this text and these tokens. Calls get an id; parts that the client does not want are
+        dropped."""
         for token_id in token_ids:
             self._starts.append(self._bytes)
             self._bytes += self._size(token_id)
@@ -243,15 +244,15 @@ class AnswerReading:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far, its marks included."""
+        """Number of reasoning tokens so far, including marks."""
         return self._reader.num_reasoning_tokens(self._starts)
 
     def is_reasoning(self, place: int) -> bool:
-        """Whether the token at this place in the answer is reasoning, or its mark."""
+        """Whether the token at this index of the answer is reasoning or its mark."""
         return self._reader.is_reasoning(self._starts[place])
 
     def _new_id(self, call: Call) -> str:
-        """The id that the model gave the call, or one of nine letters and digits, which all templates take."""
+        """The id that the model gave the call, or a new one of nine letters and digits, which all templates accept."""
         found = call.id
         while not found or found in self.ids:
             found = "call" + "".join(secrets.choice(_ALPHABET) for _ in range(5))

@@ -1,6 +1,7 @@
-"""A chat on its way to its answer. Every endpoint that answers conversations begins one, after translating its request.
+"""A chat from its request to its answer. Every endpoint for conversations translates its request and then uses this
+module.
 
-So there is one validation, one admission and one reading of tools and reasoning, whatever the form of the request was.
+So validation, admission and reading of tools and reasoning are the same for every form of request.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from chairlift.server.chat_reading import AnswerReading, ChatPlan, chat_plan, he
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import until_tokens
 from chairlift.server.logprob_room import hold_logprobs
-from chairlift.server.models import check_model, generating_info
+from chairlift.server.models import adapter_named, check_model, generating_info
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import ChatRequest, TokenizeRequest, no_prompt_logprobs_in_stream, sampling_params
 from chairlift.server.state import ServerState
@@ -31,27 +32,27 @@ __all__ = ["ChatRun", "begin_chat", "encode_messages"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatRun:
-    """A chat that the engine works on."""
+    """A chat that the engine computes."""
 
     chat: ChatRequest
     model: str
-    """The name that the answer carries."""
+    """Model name in the answer."""
     info: EngineInfo
     plan: ChatPlan
     params: SamplingParams
     prompt: list[int]
     streams: list[OutputStream]
-    """One, with all ``n`` answers."""
+    """One stream with all ``n`` answers."""
     texts: TokenTexts
     was_shortened: bool = False
-    """The answer may be shorter than ``max_tokens`` says, as no more fits."""
+    """Whether the answer may be shorter than ``max_tokens``, because no more fits."""
 
     def head(self, prefix: str) -> dict[str, Any]:
-        """What replies and chunks of chat completions begin with."""
+        """First fields of replies and chunks of chat completions."""
         return reply_head(prefix, self.model, self.info, self.streams)
 
     def reading(self) -> AnswerReading:
-        """A reader for one of the answers."""
+        """Make a reader for one of the answers."""
         return AnswerReading(self.plan, self.texts.tokenizer, self.params.skip_special_tokens)
 
 
@@ -63,10 +64,10 @@ async def begin_chat(
     shorten: bool = False,
     thinking_hint: int | None = None,
 ) -> ChatRun:
-    """Check a chat, lay it out and hand it to the engine. Names of fields that mean nothing are added to ``ignored``.
+    """Check a chat, lay it out and send it to the engine. Names of ignored fields are added to ``ignored``.
 
-    ``shorten``: where prompt and ``max_tokens`` do not fit together, the answer gets what room there is.
-    ``thinking_hint``: a thinking_token_budget that is ignored where it cannot be kept. Raises ApiError, RequestError,
+    With ``shorten``, an answer whose ``max_tokens`` do not fit beside the prompt gets the remaining room.
+    ``thinking_hint`` is a thinking_token_budget that is ignored where it cannot be kept. Raises ApiError, RequestError,
     TemplateError, OverloadedError or EngineDeadError.
     """
     state: ServerState = request.app.state.server
@@ -94,13 +95,14 @@ async def begin_chat(
     if shortened:
         params = dataclasses.replace(params, max_tokens=room)
     hold_logprobs(request, chat, [prompt])
-    streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), caller=caller)
+    whose: dict[str, Any] = {"caller": caller, "adapter": adapter_named(state, model)}
+    streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), **whose)
     texts = TokenTexts(state.engine.tokenizer, bool(chat.return_tokens_as_token_ids))
     return ChatRun(chat, model, info, plan, params, prompt, streams, texts, shortened)
 
 
 async def encode_messages(state: ServerState, request: ChatRequest | TokenizeRequest, plan: ChatPlan) -> list[int]:
-    """The token ids of a conversation. Raises ApiError, RequestError or TemplateError."""
+    """Token ids of a conversation. Raises ApiError, RequestError or TemplateError."""
     opens = request.add_generation_prompt
     if opens and request.continue_final_message:
         message = "add_generation_prompt and continue_final_message exclude each other; leave one out"

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text goes on where the prompt ends."""
+"""POST /v1/completions: continues a text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from chairlift.server.errors import ApiError
 from chairlift.server.infilling import Infilling, infilling
 from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.logprob_room import hold_logprobs
-from chairlift.server.models import check_model, generating_info
+from chairlift.server.models import adapter_named, check_model, generating_info
 from chairlift.server.pieces import Pieces, json_items, respond
 from chairlift.server.promises import class_of, read_promises
 from chairlift.server.protocol import (
@@ -58,19 +58,19 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["TextCompletion", "routes"]
 
 _MAX_LIST_ENTRIES: Final = 1 << 18
-"""Entries of lists that are sent to the engine once for each prompt; 64 times a vocabulary would be gigabytes there."""
+"""Most entries of lists that the engine gets once per prompt. 64 copies of a vocabulary would take gigabytes there."""
 _encode: Final = msgspec.json.encode
 _Entries = Sequence[Mapping[int, Logprob] | None]
 
 
 class TextLogprobs(msgspec.Struct):
-    """One entry per token in each list."""
+    """Log-probabilities of tokens. Each list has one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Where each token begins in the choice's text."""
+    """Offset of each token in the choice's text."""
 
 
 class TextChoice(msgspec.Struct, kw_only=True):
@@ -81,14 +81,14 @@ class TextChoice(msgspec.Struct, kw_only=True):
     logprobs: TextLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    """The stop token or stop string that ended it."""
+    """Stop token or stop string that ended it."""
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
 class TextCompletion(msgspec.Struct, kw_only=True):
-    """The reply that is not a stream."""
+    """The reply without streaming."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -96,11 +96,11 @@ class TextCompletion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     service_tier: str
-    """The class of service that the request had."""
+    """The class of service that was used."""
     choices: list[TextChoice]
     usage: Usage
     timing: Timing | UnsetType = UNSET
-    """Of the prompt that took longest."""
+    """Timing of the prompt that took longest."""
 
 
 async def create_completion(request: Request) -> Response:
@@ -126,7 +126,8 @@ async def create_completion(request: Request) -> Response:
         places = [await _places(state, asked, prompt) for prompt in given]
     writer = _Writer(asked, prompts, state.engine.tokenizer, echoes, places)
     hold_logprobs(request, asked, prompts)
-    streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream), caller=caller)
+    whose: dict[str, Any] = {"caller": caller, "adapter": adapter_named(state, model)}
+    streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream), **whose)
     head = reply_head("cmpl", model, info, streams)
     headers = warning_headers(ignored)
     if asked.stream:
@@ -162,7 +163,7 @@ def _params(asked: CompletionRequest, defaults: Mapping[str, Any], ends: Sequenc
         logprobs = 0  # to rank the answers
     most = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     if most == 0 and of_prompt is None:
-        of_prompt = 0  # a prompt that is scored may be as long as the model takes
+        of_prompt = 0  # a prompt that is only scored may have the model's full length
     fields: dict[str, Any] = {"n": best_of, "max_tokens": most, "logprobs": logprobs, "prompt_logprobs": of_prompt}
     if ends and not asked.ignore_eos:
         fields["stop_token_ids"] = [*(asked.stop_token_ids or ()), *ends]
@@ -170,7 +171,7 @@ def _params(asked: CompletionRequest, defaults: Mapping[str, Any], ends: Sequenc
 
 
 def _check_lists(params: SamplingParams, num_prompts: int) -> None:
-    """Raise ApiError where lists that each prompt takes along to the engine have too many entries over all prompts."""
+    """Raise ApiError if lists that the engine gets once per prompt have too many entries over all prompts."""
     sizes = {
         "allowed_token_ids": len(params.allowed_token_ids or ()),
         "stop_token_ids": len(params.stop_token_ids or ()),
@@ -202,7 +203,7 @@ async def _encode_prompts(
 async def _echoes(
     state: ServerState, asked: CompletionRequest, given: Sequence[str | list[int]], prompts: Sequence[list[int]]
 ) -> list[str]:
-    """What each choice begins with: the prompt as it was given, or as its tokens read."""
+    """First part of each choice's text: the prompt as it was given, or the text of its tokens."""
     tokenizer, skip = state.engine.tokenizer, asked.skip_special_tokens is not False
     if tokenizer is None:
         raise ApiError(400, "echo needs the tokenizer, which was not loaded; leave it out", param="echo")
@@ -216,7 +217,7 @@ async def _echoes(
 
 
 def _num_added(state: ServerState, asked: CompletionRequest, prompt: str | list[int]) -> tuple[int, int]:
-    """How many special tokens the tokenizer put around a prompt."""
+    """Numbers of special tokens that the tokenizer added before and behind a prompt."""
     tokenizer = state.engine.tokenizer
     if tokenizer is None or isinstance(prompt, list) or asked.add_special_tokens is False:
         return 0, 0
@@ -224,7 +225,7 @@ def _num_added(state: ServerState, asked: CompletionRequest, prompt: str | list[
 
 
 async def _places(state: ServerState, asked: CompletionRequest, given: str | list[int]) -> list[int] | None:
-    """Where the tokens of an echoed prompt begin in it; None where nobody asks, or the echo is made of the tokens."""
+    """Offsets of the tokens in an echoed prompt; None if nobody wants them, or if the echo is made of the tokens."""
     tokenizer = state.engine.tokenizer
     if tokenizer is None or tokenizer.doubt or asked.logprobs is None or not _echoes_given(asked, given):
         return None
@@ -239,7 +240,7 @@ def _echoes_given(asked: CompletionRequest, given: str | list[int]) -> bool:
 
 
 def _delivered(asked: CompletionRequest, output: RequestOutput) -> RequestOutput:
-    """The answers that the client gets: the best ``n`` of ``best_of``."""
+    """The answers for the client: the best ``n`` of ``best_of``."""
     answers, n = output.outputs, asked.n or 1
     if len(answers) > n:
         ranked = sorted(answers, key=lambda answer: (-_mean_logprob(answer), answer.index))[:n]
@@ -252,7 +253,7 @@ def _mean_logprob(answer: CompletionOutput) -> float:
 
 
 class _Scored:
-    """Tokens in a row, and what the model thought of them."""
+    """Consecutive tokens with their log-probabilities."""
 
     def __init__(self, token_ids: Sequence[int], logprobs: _Entries) -> None:
         self.token_ids = token_ids
@@ -262,14 +263,14 @@ class _Scored:
         return zip(self.token_ids, self._logprobs, strict=True)
 
     def chosen(self) -> Iterator[tuple[int, Logprob | None]]:
-        """Only the tokens' own."""
+        """(token, log-probability) of each token, without the other likely ones."""
         if isinstance(self._logprobs, FlatLogprobs):
             return zip(self.token_ids, self._logprobs.chosen(), strict=True)
         return ((token_id, entry[token_id] if entry else None) for token_id, entry in self.entries())
 
 
 class _Writer:
-    """Makes choices for the answers to several prompts. Choices are numbered prompt by prompt."""
+    """Makes choices from the answers to several prompts. Choices are numbered prompt by prompt."""
 
     def __init__(
         self,
@@ -293,7 +294,7 @@ class _Writer:
         return prompt * self._n + answer.index
 
     def whole(self, prompt: int, output: RequestOutput, answer: CompletionOutput, pieces: Pieces) -> TextChoice:
-        """A finished answer, after its prompt where that was asked for."""
+        """A finished answer, with its prompt before it if that is echoed."""
         ids, echo = self._prompts[prompt], self._echoes[prompt] if self._echoes else ""
         choice = self._choice(prompt, answer, echo + answer.text, None)
         choice.finish_reason, choice.stop_reason = answer.finish_reason, answer.stop_reason
@@ -311,7 +312,7 @@ class _Writer:
         return choice
 
     def _written(self, prompt: int, scored: Sequence[_Scored], top: int) -> Iterator[bytes]:
-        """The JSON of a TextLogprobs, list by list, so that none of them is ever there as a whole."""
+        """JSON of a TextLogprobs, list by list, so that no list is in memory as a whole."""
 
         def chosen() -> Iterator[tuple[int, Logprob | None]]:
             return itertools.chain.from_iterable(one.chosen() for one in scored)
@@ -334,7 +335,7 @@ class _Writer:
         yield b"}"
 
     def openings(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> Iterator[TextChoice]:
-        """What was asked for of the prompt, as the beginning of a choice; in parts, where that is much."""
+        """The requested parts of the prompt, as the beginning of a choice; in several parts if they are long."""
         if not self._echoes and not self._asked.return_token_ids:
             return
         ids, top = self._prompts[prompt], self._asked.logprobs
@@ -350,7 +351,7 @@ class _Writer:
             yield choice
 
     def news(self, prompt: int, answer: CompletionOutput) -> Iterator[TextChoice]:
-        """What an output says about an answer, but for its end; in parts, where that is much."""
+        """The new part of an answer without its end; in several parts if it is long."""
         for part in parts(answer, self._asked.logprobs or 0):
             logprobs = self._logprobs(self.index(prompt, part), part.token_ids, part.logprobs or ())
             choice = self._choice(prompt, part, part.text, logprobs)
@@ -383,7 +384,7 @@ class _Writer:
         return _Offsets(self._tokenizer, self._skip, self._prompts[prompt], echo, self._places[prompt])
 
     def _text(self, token_id: int, entry: Logprob) -> str:
-        """As OpenAI writes it: ``bytes:\\xc3`` for a token that is a part of a character, which no text can say."""
+        """Text of a token in OpenAI's form: ``bytes:\\xc3`` for a part of a character, which is no valid text."""
         text = self._texts.text(token_id, entry)
         if "\ufffd" not in text:
             return text
@@ -395,7 +396,7 @@ class _Writer:
         return Logprob(0.0, None, text)
 
     def _top(self, entry: Mapping[int, Logprob], chosen: int, most: int) -> dict[str, float]:
-        """By text, the most likely first; of tokens with the same text the more likely one counts."""
+        """Most likely tokens by text, best first. Of tokens with the same text the more likely one is kept."""
         found: dict[str, float] = {}
         for token_id, each in sorted(entry.items(), key=lambda item: -item[1].logprob):
             if token_id == chosen or (each.rank is not None and each.rank <= most):
@@ -404,10 +405,10 @@ class _Writer:
 
 
 class _Offsets:
-    """Where tokens begin in the text of a choice, in characters; a character begins with its first byte.
+    """Offsets of tokens in the text of a choice, in characters. A character begins with its first byte.
 
-    ``echo`` is what the text begins with: then the tokens of ``prompt`` come first. They begin at ``places``, or where
-    the echo is made of them, where their text does.
+    ``echo`` is the beginning of the text; the tokens of ``prompt`` then come first. They begin at ``places``, or where
+    their text begins if the echo is made of the tokens.
     """
 
     def __init__(
@@ -450,10 +451,10 @@ class _Offsets:
         if self._window is not None:
             piece, own = self._window.feed(token_id), self._tokenizer.token_text(token_id)
             start, self._at = self._at, self._at + len(piece)
-            shown = own if piece.endswith(own) else own[:-1]  # of the last word's end a decoder drops the space
+            shown = own if piece.endswith(own) else own[:-1]  # a decoder may drop the space at the end of the last word
             return self._at - len(shown) if shown and piece.endswith(shown) else start
         raw = self._tokenizer.token_bytes(token_id, self._skip)
-        if raw and not 0x80 <= raw[0] < 0xC0:  # a character that was open stays broken, and stands before this token
+        if raw and not 0x80 <= raw[0] < 0xC0:  # an incomplete character stays broken, and comes before this token
             self._at += len(self._utf8.decode(b"", final=True))
         start = self._at
         self._at += len(self._utf8.decode(raw)) - (self._at_start and raw.startswith(b" "))

@@ -1,4 +1,4 @@
-"""Which pages of other origins may ask this server from a browser: none, unless ``--cors-origin`` names them."""
+"""Cross-origin requests of web pages: none are allowed unless ``--cors-origin`` names their origin."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from starlette.types import ASGIApp
 __all__ = ["ANY", "allows_origin", "with_cors"]
 
 ANY: Final = "*"
-"""Value of ``--cors-origin`` that stands for every origin."""
+"""Value of ``--cors-origin`` for all origins."""
 _EXPOSED: Final = ("x-request-id", "warning", "retry-after")
 _MAX_AGE: Final = 600
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """``app``, whose answers pages of ``origins`` may read; ``app`` itself where there are none.
+    """Allow pages of ``origins`` to read answers of ``app``. Returns ``app`` itself if there are none.
 
-    Credentials of the browser (cookies) are never allowed: an API key is a header, which the page writes itself.
+    Credentials of the browser (cookies) are never allowed. An API key is a header that the page writes itself.
     """
     if not origins:
         return app
@@ -35,5 +35,5 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def allows_origin(origins: Sequence[str], given: Sequence[bytes]) -> bool:
-    """Whether a request with these Origin headers comes from a page that is allowed to ask."""
+    """Whether a request with these Origin headers comes from an allowed page."""
     return len(given) == 1 and (ANY in origins or given[0].decode("latin-1") in origins)

@@ -1,4 +1,4 @@
-"""OpenAI error objects: what went wrong, as every endpoint says it but those of Anthropic's API, whose form differs."""
+"""Error objects in OpenAI's form, and in Anthropic's for the paths of its API."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _log = logging.getLogger("chairlift.server")
 class ApiError(Exception):
     """Ends a request with an HTTP status and an OpenAI error object.
 
-    ``type`` follows the status unless it is given: invalid_request_error, authentication_error, not_found_error,
+    ``type`` follows from the status unless given: invalid_request_error, authentication_error, not_found_error,
     rate_limit_error, server_error, overloaded_error.
     """
 
@@ -79,13 +79,13 @@ def error_body(error: ApiError) -> dict[str, object]:
 
 
 def messages_error_body(error: ApiError, request_id: str) -> dict[str, object]:
-    """``{"type": "error", "error": {"type", "message"}, "request_id"}``, as Anthropic's API has it."""
+    """``{"type": "error", "error": {"type", "message"}, "request_id"}``, the form of Anthropic's API."""
     kind = {413: "request_too_large", 500: "api_error"}.get(error.status, error.type)
     return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
 
 
 def to_api_error(error: Exception, state: ServerState, request_id: str, *, chat: bool = False) -> ApiError:
-    """How a client is told about ``error``. What is not meant for it gets a generic text, and is logged.
+    """Convert ``error`` for the client. Errors that are not for clients get a general text, and are logged.
 
     ``chat``: the prompt was made of messages.
     """
@@ -114,7 +114,7 @@ def to_api_error(error: Exception, state: ServerState, request_id: str, *, chat:
         if state.draining or state.engine.state is EngineState.STOPPED:
             message = "the server stopped before the answer was complete; try another one"
             return ApiError(503, message, code="server_draining", headers={"retry-after": seconds})
-        # What the engine died of may name files of this machine: that is for the log.
+        # The reason of the engine's death may name files of this machine, so only the log has it.
         loading = state.engine.state is EngineState.LOADING
         why = "is loading its model" if loading else "died, and is started again"
         message = f"the engine {why}; send the request again in {seconds} s"
@@ -125,7 +125,7 @@ def to_api_error(error: Exception, state: ServerState, request_id: str, *, chat:
 
 
 def _field(message: str, chat: bool) -> str | None:
-    """The field that a refusal is about, where it begins with its name: ``ttft_ms is 5.0, but ...``."""
+    """The field that a message is about, if it begins with a field's name: ``ttft_ms is 5.0, but ...``."""
     number = _PROMPT_NUMBER.match(message)
     message = message[number.end() :] if number else message
     if message.startswith("the messages") or (chat and _OF_PROMPT.match(message)):
@@ -137,7 +137,7 @@ def _field(message: str, chat: bool) -> str | None:
 
 
 def _context_length(state: ServerState) -> str:
-    """OpenAI's words, by which some clients know this error from others, and try a model that takes more."""
+    """OpenAI's text. Some clients recognise this error by it, and try a model with a longer context."""
     info = state.engine.info
     if info is None:
         return ""

@@ -1,6 +1,6 @@
-"""/v1/files: what batches read and write. A file belongs to the API key that uploaded it.
+"""/v1/files: input and output files of batches. A file belongs to the API key that uploaded it.
 
-Keys of one name share their files. Where there are no keys, all files are everybody's.
+Keys with the same name share their files. Without keys, everybody shares all files.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from chairlift.server.streaming import json_response
 __all__ = ["FileDeleted", "FileList", "FileObject", "batch_worker", "file_object", "owner_of", "page_of", "routes"]
 
 MAX_FILES: Final = 1000
-"""Files of one owner."""
+"""Most files per owner."""
 EXPIRES: Final = (3600, 2_592_000)
-"""Least and most seconds that a file may be kept, where a request says so."""
+"""Least and most seconds in a request for the lifetime of a file."""
 _OVERHEAD: Final = 65_536
-"""Bytes that a form may have besides its file."""
+"""Most bytes of a form besides its file."""
 _FIELDS: Final = ("purpose", "file", "expires_after[anchor]", "expires_after[seconds]")
 _WHOLE: Final = re.compile("[0-9]{1,9}")
 
@@ -54,7 +54,7 @@ class FileObject(msgspec.Struct, kw_only=True):
 
 
 class FileList(msgspec.Struct, kw_only=True):
-    """Some of the caller's files."""
+    """A page of the caller's files."""
 
     object: Literal["list"] = "list"
     data: list[FileObject]
@@ -64,7 +64,7 @@ class FileList(msgspec.Struct, kw_only=True):
 
 
 class FileDeleted(msgspec.Struct, kw_only=True):
-    """What DELETE answers."""
+    """The answer to DELETE."""
 
     id: str
     object: Literal["file"] = "file"
@@ -72,7 +72,7 @@ class FileDeleted(msgspec.Struct, kw_only=True):
 
 
 def batch_worker(request: Request) -> BatchWorker:
-    """Who keeps files and batches. Raises ApiError 404 where nobody does."""
+    """The server's batch worker. Raises ApiError 404 if it has none."""
     state: ServerState = request.app.state.server
     if state.batches is None:
         message = "this server keeps no files and batches; start it with --batch-dir DIR to have it do so"
@@ -81,7 +81,7 @@ def batch_worker(request: Request) -> BatchWorker:
 
 
 def owner_of(request: Request) -> str:
-    """Whose files and batches the caller sees: those of its API key's tenant."""
+    """Owner of the files and batches that the caller sees: the tenant of its API key."""
     caller: Caller = getattr(request.state, "caller", Caller())
     return caller.tenant if request.app.state.server.api_keys else ""
 
@@ -96,7 +96,7 @@ def page_of(request: Request, default: int, most: int) -> tuple[str | None, int]
 
 
 def file_object(record: FileRecord) -> FileObject:
-    """A file as clients see it."""
+    """A file in the form of replies."""
     return FileObject(
         id=record.id,
         bytes=record.bytes,
@@ -108,7 +108,7 @@ def file_object(record: FileRecord) -> FileObject:
 
 
 async def upload_file(request: Request) -> Response:
-    """Keep a file: multipart/form-data with ``purpose`` and ``file``."""
+    """Store a file: multipart/form-data with ``purpose`` and ``file``."""
     worker, owner, now = batch_worker(request), owner_of(request), int(time.time())
     num_files = await worker.call(lambda store: store.num_files(owner))
     if num_files >= MAX_FILES:
@@ -140,7 +140,8 @@ async def upload_file(request: Request) -> Response:
 
 @asynccontextmanager
 async def _form(request: Request) -> AsyncIterator[FormData]:
-    """The form in the body. Raises ApiError: 415 for another body, 413 for a long one, 400 for a broken one."""
+    """The form in the body. Raises ApiError: 415 for another type of body, 413 for a long one, 400 for an invalid
+    one."""
     state: ServerState = request.app.state.server
     most = state.config.max_batch_file_bytes
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
@@ -189,13 +190,13 @@ def _expires_at(form: FormData, now: int) -> int | None:
 
 
 def _plain_name(given: str | None) -> str:
-    """The file's name without its folders, printable and not too long."""
+    """The file's name without folders, printable and not too long."""
     name = os.path.basename((given or "").replace("\\", "/"))
     return "".join(char for char in name if char.isprintable())[:255] or "file.jsonl"
 
 
 async def list_files(request: Request) -> Response:
-    """The caller's files, the newest first, or as ``order`` says."""
+    """List the caller's files, the newest first, or by ``order``."""
     worker, owner = batch_worker(request), owner_of(request)
     after, limit = page_of(request, 10_000, 10_000)
     order, purpose = request.query_params.get("order", "desc"), request.query_params.get("purpose")
@@ -209,7 +210,7 @@ async def list_files(request: Request) -> Response:
 
 
 def ends(listed: Sequence[Any]) -> dict[str, Any]:
-    """The ids of the first and the last of a list."""
+    """Ids of the first and the last entry of a list."""
     return {"first_id": listed[0].id if listed else None, "last_id": listed[-1].id if listed else None}
 
 
@@ -223,19 +224,19 @@ async def _found(request: Request) -> FileRecord:
 
 
 async def show_file(request: Request) -> Response:
-    """One file."""
+    """Show one file."""
     return json_response(file_object(await _found(request)))
 
 
 async def file_content(request: Request) -> Response:
-    """The content of a file, as it was uploaded or written."""
+    """Content of a file as it was uploaded or written."""
     record = await _found(request)
     path = batch_worker(request).store.path(record.id)
     return FileResponse(path, media_type="application/octet-stream", filename=record.filename)
 
 
 async def delete_file(request: Request) -> Response:
-    """Delete a file, unless a batch reads it."""
+    """Delete a file, unless a batch still reads it."""
     worker, record = batch_worker(request), await _found(request)
     reader = await worker.call(lambda store: store.reader_of(record.id))
     if reader is not None:

@@ -1,10 +1,10 @@
-"""HTTP/1.1 on a socket: uvicorn's protocol, with an end to everything that a client could go on sending.
+"""HTTP/1.1 on a socket: uvicorn's protocol with limits on everything that a client can send without end.
 
-A connection that breaks a limit gets one OpenAI error object and is closed. No timer runs but those of connections in
-a phase that has to end. When a client leaves, the task that works for it is cancelled at once, whatever it waits for.
+A connection that exceeds a limit gets one OpenAI error object and is closed. Timers run only for connections in a phase
+that has to end. When a client disconnects, the task of its request is cancelled at once.
 
-All that overrides uvicorn's internals is in this file. uvicorn does not promise to keep them, so its version is bounded
-in pyproject.toml, and tests/server/test_uvicorn_internals.py fails when they change.
+This file overrides internals of uvicorn. Since uvicorn may change them, pyproject.toml limits its version, and
+tests/server/test_uvicorn_internals.py fails when they change.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from chairlift.server.errors import ApiError, error_body
 __all__ = ["HttpLimits", "HttpProtocol", "HttpServer"]
 
 _PIECE: Final = 2048
-"""Bytes given to the parser at a time while it reads a head, so that it cannot swallow much more than the caps."""
+"""Bytes given to the parser at a time while it reads headers, so that it cannot exceed the limits by much."""
 
 _LEAST_READ: Final = 1 << 16
-"""Bytes that a client reads at least in each ``stall_timeout`` while it is owed more."""
+"""Least bytes that a client must read in each ``stall_timeout`` while more are waiting for it."""
 
 _LOOKS: Final = 4
-"""Times in each ``stall_timeout`` that somebody looks how much a client has read, so that none has much longer."""
+"""Checks per ``stall_timeout`` of how much a client has read, so that no client gets much more time."""
 
 _MOST_UNSENT: Final = 1 << 17
-"""Bytes that the kernel holds for a client whose machine takes no more. It would hold megabytes, of each connection."""
+"""Bytes that the kernel buffers for a client that does not read. Its default would be megabytes per connection."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """What a connection may take. Times in seconds, sizes in bytes."""
+    """Limits of a connection. Times in seconds, sizes in bytes."""
 
     max_connections: int = 2048
     max_url_bytes: int = 8 * 1024
@@ -58,21 +58,22 @@ class HttpLimits:
     """Names and values of all headers of a request, trailers included."""
     max_headers: int = 64
     header_timeout: float = 10.0
-    """From the connection, or the first byte of a later request, to the end of its headers."""
+    """Time from the connection, or the first byte of a later request, to the end of its headers."""
     idle_timeout: float = 75.0
-    """Between an answer and the next request."""
+    """Time between an answer and the next request."""
     linger_timeout: float = 2.0
-    """For a client to stop sending what is not wanted any more; closing before would cost it the answer."""
+    """Time for a client to stop sending after an early answer. Closing at once would lose the answer."""
     stall_timeout: float = 60.0
-    """For a client to read what it is owed, or 64 KiB of it: of an answer, of its end, of what a stream has so far."""
+    """Time for a client to read 64 KiB of the waiting bytes, or all of them if fewer. They may be an answer, its end,
+    or a part of a stream."""
     max_ignored_bytes: int = 64 * 1024 * 1024
 
 
 class HttpServer:
     """A listening socket and its connections.
 
-    ``on_refused`` is called with the status for what is refused before the application sees it; 503: too many
-    connections.
+    ``on_refused`` is called with the status of each request that is refused before the application gets it; 503 means
+    too many connections.
     """
 
     def __init__(
@@ -99,18 +100,18 @@ class HttpServer:
         self._all_closed = asyncio.Event()
 
     async def start(self, sock: socket.socket) -> None:
-        """Accept connections on a bound socket, which this server owns from now on."""
+        """Accept connections on a bound socket. From now on this server owns it."""
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(AttributeError, OSError):  # not everywhere; connections inherit it
+        with contextlib.suppress(AttributeError, OSError):  # not on every system; connections inherit it
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNSENT)
         self._server = await loop.create_server(lambda: HttpProtocol(self), sock=sock, backlog=2048)
 
     def requests(self) -> set[asyncio.Task[None]]:
-        """The tasks of all requests that have not been answered to the end."""
+        """Tasks of all requests whose answer is not finished."""
         return {task for task in self.state.tasks if not task.done()}
 
     async def close(self, timeout: float) -> None:
-        """Stop listening and close all connections, after what they have left to send or ``timeout`` seconds."""
+        """Stop listening. Close all connections when their data is sent, or after ``timeout`` seconds."""
         if self._server is not None:
             self._server.close()
         for task in self.requests():
@@ -136,7 +137,7 @@ class HttpServer:
             self._all_closed.set()
 
     def refresh_date(self) -> None:
-        """Keep the Date header true without a clock that ticks while nobody asks."""
+        """Update the Date header on demand, so that no timer runs in an idle server."""
         now = int(time.time())
         if now != self._date:
             self._date = now
@@ -144,7 +145,7 @@ class HttpServer:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. Requests sent before the answer to the one before has ended are not served: it closes then."""
+    """One connection. Requests sent before the previous answer has ended are not served: the connection closes then."""
 
     def __init__(self, server: HttpServer) -> None:
         super().__init__(server.config, server.state, {})
@@ -152,20 +153,21 @@ class HttpProtocol(HttpToolsProtocol):
         self._server = server
         self._limits = server.limits
         self._timer: asyncio.TimerHandle | None = None
-        """Ends the phase the connection is in: reading headers, waiting for a request, or lingering."""
+        """Ends the present phase of the connection: reading headers, waiting for a request, or lingering."""
         self._stall: asyncio.TimerHandle | None = None
-        """Ends a connection whose client does not read, whatever else it does. Set while it may be owed something."""
+        """Ends a connection whose client does not read, in any phase. Set while bytes may be waiting for it."""
         self._num_written = 0
-        """Bytes of all answers, acknowledged or not."""
+        """Bytes of all answers, including unacknowledged ones."""
         self._task: asyncio.Task[None] | None = None
         self._in_head = True
         self._overhead = 0
         """Bytes since the message began, or since its last piece of body."""
         self._header_bytes = self._num_headers = 0
         self._framing: list[tuple[bytes, bytes]] = []
-        """Headers that tell the end of a body that the parser takes for another protocol: an upgrade was offered."""
+        """Headers with the length of a body after an upgrade was offered. The parser reads such a body as another
+        protocol."""
         self._deaf = False
-        """What still arrives is thrown away."""
+        """Whether further data is discarded."""
         self._ignored = 0
         self._lingers = False
 
@@ -208,7 +210,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._headers_too_large()
 
     def write(self, data: bytes) -> None:
-        """Send, and see to it that the client reads while it is owed anything."""
+        """Send data, and check that the client reads while data is waiting for it."""
         self._num_written += len(data)
         self.transport.write(data)
         if self._stall is None:
@@ -223,16 +225,16 @@ class HttpProtocol(HttpToolsProtocol):
         self._stall = self.loop.call_later(seconds, self._look_for_reading, num_read, owed, by)
 
     def _num_owed(self) -> int:
-        """Bytes that the client's machine has not acknowledged. What the kernel here holds counts: a stream may be all
-        there, and it asks for more only when a third of its buffer has gone."""
+        """Bytes that the client's machine has not acknowledged, including those in this machine's kernel. (A stream may
+        be completely in the kernel, which asks for more only when a third of its buffer is free.)"""
         held = b"\0" * 4
-        with contextlib.suppress(OSError, ValueError):  # the connection may have gone
+        with contextlib.suppress(OSError, ValueError):  # the connection may be gone
             held = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
         return self.transport.get_write_buffer_size() + int(struct.unpack("i", held)[0])
 
     def _look_for_reading(self, num_read: int, owed: int, by: float) -> None:
-        """Cut off a client that had read ``num_read`` bytes, was owed ``owed`` more, and has not read enough of them
-        ``by`` then, on the loop's clock."""
+        """Disconnect a client that has not read enough by the time ``by`` of the loop. It had read ``num_read`` bytes
+        before, and ``owed`` bytes were waiting."""
         self._stall = None
         left = self._num_owed()
         if not left:
@@ -248,7 +250,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _feed(self, piece: bytes) -> bytes:
-        """Parse a piece; what is left of it where an upgrade was offered, which is never taken."""
+        """Parse a piece. Returns the rest of it after an upgrade was offered; upgrades are never accepted."""
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as upgrade:
@@ -258,11 +260,11 @@ class HttpProtocol(HttpToolsProtocol):
         return b""
 
     def _read_without_offer(self) -> None:
-        """Read the body with a parser that has seen a head that says how long it is, and offers nothing."""
+        """Read the body with a new parser, which is given headers with its length and without the offer."""
         head, self._framing = b"".join(b"%b: %b\r\n" % header for header in self._framing), []
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self._deaf = True  # to a head that has been heard
+        self._deaf = True  # ignore its output for headers that were handled already
         try:
             self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % head)
         finally:
@@ -298,7 +300,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_headers += 1
         if self._header_bytes > self._limits.max_header_bytes or self._num_headers > self._limits.max_headers:
             self._headers_too_large()
-        elif self._in_head:  # and not in a trailer, which nobody reads
+        elif self._in_head:  # and not in a trailer, which is ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -323,8 +325,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.cycle.transport = cast(asyncio.Transport, _SoftTransport(self))
 
     def _understands_framing(self) -> bool:
-        """Refuse what the parser takes for HTTP/1.1 with a plain body, and is not (RFC 9112, 2.3 and 6.1). A proxy in
-        front may read another body, or another request behind it."""
+        """Whether HTTP/1.1 with a plain body was sent. Refuses other framings that the parser would accept (RFC 9112,
+        2.3 and 6.1), because a proxy might read another body, or another request after it."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             message = f"the request says HTTP/{version}, and this server speaks HTTP/1.1 and 1.0; send one of them"
@@ -359,13 +361,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead = 0
         self._stop_timer()
         super().on_message_complete()
-        if self.cycle.response_complete:  # the rest of a body that nobody wanted
+        if self.cycle.response_complete:  # the rest of a body that is not needed
             self.cycle.more_body = False
             self._start_timer(self._limits.idle_timeout, self.finish)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         async def unchunked(message: Message) -> None:
-            """For HTTP/1.0: where the length of an answer is not known, the end of its connection is its end."""
+            """Send for HTTP/1.0: an answer of unknown length ends with its connection."""
             if b"content-length" not in dict(message.get("headers", ())):
                 cycle.chunked_encoding, cycle.expected_content_length = False, len(message.get("body", b""))
             await cycle.send(cast(Any, message))
@@ -375,7 +377,7 @@ class HttpProtocol(HttpToolsProtocol):
                 await app(scope, receive, unchunked if scope["http_version"] == "1.0" else send)
             except asyncio.CancelledError:
                 cycle.disconnected = True
-                self.finish()  # where the server cut it off, the end of the connection is all that can be said
+                self.finish()  # after an interrupted answer, closing the connection is the only signal
 
         self._task = self.loop.create_task(cycle.run_asgi(cast(Any, until_disconnected)))
         self._task.add_done_callback(self.tasks.discard)
@@ -384,7 +386,7 @@ class HttpProtocol(HttpToolsProtocol):
     # --- ends ---
 
     def on_response_complete(self) -> None:
-        """The answer is written. Its request may still be on its way."""
+        """The answer is written. Its request may still be arriving."""
         super().on_response_complete()
         if self.cycle.more_body and not self._deaf and not self.transport.is_closing():
             self._unset_keepalive_if_required()
@@ -394,13 +396,13 @@ class HttpProtocol(HttpToolsProtocol):
         self.finish()
 
     def finish(self) -> None:
-        """Close as soon as the client has read what it is owed; one that does not read is cut off as ever."""
+        """Close when the client has read all data. A client that does not read is disconnected by the stall timeout."""
         self._stop_timer()
         if not self.transport.is_closing():
             self.transport.close()
 
     def finish_softly(self) -> None:
-        """The same, after a moment in which the client can stop sending."""
+        """Close in the same way, after a pause in which the client can stop sending."""
         if self.transport.is_closing() or self._lingers:
             return
         self._deaf = self._lingers = True
@@ -412,7 +414,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, code: str, message: str, retry_after: str | None = None) -> None:
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True  # its handler must not write after us
+            cycle.disconnected = True  # its handler must not write after this
             if self._task is not None:
                 self._task.cancel()
             if cycle.response_started:
@@ -421,7 +423,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._server.refused(status)
         self._stop_timer()
         self._unset_keepalive_if_required()
-        kind = None if status == 503 else "invalid_request_error"  # also where RFC 9112 has another 5xx for it
+        kind = None if status == 503 else "invalid_request_error"  # also where RFC 9112 uses another 5xx status
         body = msgspec.json.encode(error_body(ApiError(status, message, code=code, type=kind)))
         head = [
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
@@ -458,7 +460,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class _SoftTransport:
-    """The transport as an answer sees it: closing waits until the rest of the request has been thrown away."""
+    """The transport for an answer. Closing waits until the rest of the request was discarded."""
 
     def __init__(self, protocol: HttpProtocol) -> None:
         self._protocol = protocol

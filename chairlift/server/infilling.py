@@ -1,4 +1,4 @@
-"""The field ``suffix`` of /v1/completions: text between a prompt and what follows it."""
+"""The field ``suffix`` of /v1/completions: text between a prompt and a suffix."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _NOT_WITH_IT: Final = ("echo", "truncate_prompt_tokens", *FIELDS)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Infilling:
-    """How the prompts of a request are laid out around a suffix."""
+    """Layout of a request's prompts around a suffix."""
 
     layout: InfillFormat
     tokenizer: Tokenizer
 
     @property
     def ends(self) -> list[int]:
-        """Tokens that end an answer besides those that the request names."""
+        """Tokens that end an answer, in addition to the request's own."""
         return self.layout.end_ids(self.tokenizer)
 
     async def encode(self, state: ServerState, asked: CompletionRequest, prompts: Sequence[str]) -> list[list[int]]:
-        """Token ids of the prompts, each before the suffix. Raises as the engine's ``encode_all``."""
+        """Token ids of the prompts, each laid out with the suffix. Raises the errors of the engine's ``encode_all``."""
         tokenizer, lead = self.tokenizer, lead_of(self.tokenizer)
         *prefixes, suffix = await state.engine.encode_all([*prompts, lead + (asked.suffix or "")], False)
         suffix, special = cut_lead(tokenizer, lead, suffix), asked.add_special_tokens is not False
@@ -39,7 +39,7 @@ class Infilling:
 
 
 def infilling(state: ServerState, asked: CompletionRequest, given: Sequence[str | list[int]]) -> Infilling | None:
-    """What the suffix of a request asks for; None where it has none. Raises ApiError 400 where it cannot be served."""
+    """Layout for the suffix of a request; None if it has no suffix. Raises ApiError 400 where it cannot be served."""
     if not asked.suffix:
         return None
     tokenizer = state.engine.tokenizer

@@ -1,4 +1,4 @@
-"""The life of a server: bind, load, serve, drain, and an exit code that says how it ended."""
+"""Life of a server: bind, load, serve, drain, and an exit code."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.info import EngineInfo, PoolingInfo, describe_impl
 from chairlift.errors import ConfigError, EngineDeadError, TemplateError, TemplateFailedError
 from chairlift.loading import read_tokenizer
+from chairlift.server.adapters import load_modules
 from chairlift.server.app import make_app
 from chairlift.server.auth import check_exposure, load_keys
 from chairlift.server.batch_worker import BatchWorker, open_store, working
@@ -36,7 +37,7 @@ __all__ = ["ExitCode", "Stop", "banner", "bind", "drain", "serve", "served_names
 
 _logger: Final = logging.getLogger("chairlift.server")
 _LAST_WORDS_SECONDS: Final = 1.0
-"""For requests that were cut off to be told so."""
+"""Seconds in which requests that are cut off receive their error."""
 _FLUSH_SECONDS: Final = 2.0
 _WATCH_SECONDS: Final = 5.0
 _CHAT_TOKENS: Final = 2048
@@ -47,30 +48,30 @@ StartEngine = Callable[[EngineConfig, ServerConfig, Progress], AsyncEngine]
 
 
 class ExitCode(enum.IntEnum):
-    """How a server ended."""
+    """Result of a server's run."""
 
     ANSWERED = 0
-    """Told to stop; everything that had been taken on was answered."""
+    """Stopped by a signal; all accepted requests were answered."""
     CUT_OFF = 1
-    """Told to stop; some requests were cut off by the timeout, a second signal or the end of the engine."""
+    """Stopped by a signal; some requests were cut off by the timeout, a second signal or the end of the engine."""
     UNUSABLE = 2
     """The settings, the model or the port cannot be used."""
     ENGINE_DIED = 3
-    """The engine died and was not to be started again."""
+    """The engine died, and the settings forbid a restart."""
 
 
 class Stop:
-    """What the signals ask for, and the exit code: the first that is not 0 stays."""
+    """Stop requests by signals, and the exit code. The first exit code that is not 0 is kept."""
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
-        """Take nothing new."""
+        """Accept no new requests."""
         self.now = asyncio.Event()
-        """Do not wait for what is left."""
+        """Do not wait for running requests."""
         self._code = ExitCode.ANSWERED
 
     def signal(self) -> None:
-        """SIGTERM or SIGINT: the first drains, the second stops."""
+        """Handle SIGTERM or SIGINT: the first drains, the second stops."""
         (self.now if self.drain.is_set() else self.drain).set()
 
     def fail(self, code: ExitCode) -> None:
@@ -83,7 +84,7 @@ class Stop:
 
 
 def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress: Progress) -> AsyncEngine:
-    """An engine that begins to load, with what the server's settings say about it. Raises ConfigError."""
+    """Create an engine that begins to load, with the server's settings for it. Raises ConfigError."""
     template = None
     if config.chat_template is not None:
         try:
@@ -125,11 +126,11 @@ async def serve(
     make_app: Callable[[ServerState], ASGIApp] = make_app,
     announce: Callable[[str], None] | None = None,
 ) -> int:
-    """Serve until told to stop; returns an :class:`ExitCode`.
+    """Serve until stopped. Returns an :class:`ExitCode`.
 
-    The port is taken before the model is loaded: until then, requests are answered 503. ``announce`` gets the banner
-    when the server is ready; by default it is printed. With ``stop`` given, signals are left alone. Raises ConfigError
-    or ModelLoadError when the settings, the port or the model cannot be used.
+    The port is bound before the model is loaded; until then requests are answered 503. ``announce`` gets the banner
+    when the server is ready (default: print it). With ``stop`` given, signals are not handled. Raises ConfigError or
+    ModelLoadError when the settings, the port or the model cannot be used.
     """
     keys = load_keys(config)
     exporter = None if config.otlp_traces_endpoint is None else otlp_exporter(config.otlp_traces_endpoint)
@@ -172,11 +173,17 @@ async def serve(
                 await asyncio.to_thread(state.tracer.shutdown)
 
 
+async def _start(state: ServerState) -> None:
+    """Until the model and the adapters of the settings are loaded."""
+    await state.engine.wait_ready()
+    await load_modules(state)
+
+
 async def _run(state: ServerState, server: HttpServer, stop: Stop, announce: Callable[[], None]) -> int:
-    """From LOADING to the end of the drain."""
+    """Run from LOADING to the end of the drain."""
     engine = state.engine
     try:
-        if await _first(engine.wait_ready(), stop.drain.wait()) == 0:
+        if await _first(_start(state), stop.drain.wait()) == 0:
             announce()
             with _reporting(state):
                 await _first(stop.drain.wait(), engine.stopped.wait())
@@ -205,10 +212,10 @@ async def _run(state: ServerState, server: HttpServer, stop: Stop, announce: Cal
 
 
 async def drain(state: ServerState, server: HttpServer, stop: Stop) -> int:
-    """Admit nothing more, and wait for what there is; returns how many requests are left unanswered.
+    """Accept no new requests, and wait for the running ones. Returns the number of unanswered requests.
 
-    Ends when all are answered, after ``shutdown_timeout`` seconds, or when ``stop.now`` is set.
-    Connections are accepted all the while, so that clients are told to go elsewhere instead of finding nobody.
+    It ends when all are answered, after ``shutdown_timeout`` seconds, or when ``stop.now`` is set. Connections are
+    still accepted, so that clients get an error that tells them to go elsewhere.
     """
     state.draining = True
     pending = server.requests()
@@ -220,7 +227,7 @@ async def drain(state: ServerState, server: HttpServer, stop: Stop) -> int:
 
 
 def bind(config: ServerConfig, keys: Collection[str]) -> socket.socket:
-    """A socket bound to the host and port of the settings. Raises ConfigError when that is impossible, or unsafe."""
+    """A socket bound to the host and port of the settings. Raises ConfigError when that is impossible or unsafe."""
     host = config.host if config.host != "*" else "0.0.0.0"
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -232,7 +239,7 @@ def bind(config: ServerConfig, keys: Collection[str]) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(2048)  # here, not later: only now is the port known to be free
+        sock.listen(2048)  # here, because only listening proves that the port is free
     except OSError as error:
         sock.close()
         raise ConfigError(
@@ -244,17 +251,17 @@ def bind(config: ServerConfig, keys: Collection[str]) -> socket.socket:
 
 
 def served_names(config: ServerConfig, engine_config: EngineConfig) -> tuple[str, ...]:
-    """The names that clients may ask for: those of the settings, or the model's own (the last part of its path)."""
+    """Model names for clients: those of the settings, or the model's own (the last part of its path)."""
     if config.served_model_name:
         return tuple(dict.fromkeys(config.served_model_name))
     model = str(engine_config.model.model)
     path = Path(model)
-    name = os.fsencode(path.resolve().name).decode(errors="replace")  # a link may lead to what no answer can say
+    name = os.fsencode(path.resolve().name).decode(errors="replace")  # a link may lead to a name that is not valid text
     return (name or model,) if path.exists() else (model,)
 
 
 def _pooling_banner(state: ServerState, info: EngineInfo, pooling: PoolingInfo, url: str) -> str:
-    """The same for a model of embeddings, scores or classes."""
+    """Banner of a model of embeddings, scores or classes."""
     config, intake = state.config, state.engine.intake
     gives = f"embeddings of {pooling.width:,} numbers" if pooling.task == "embed" else f"{len(pooling.labels)} classes"
     paths = ["/v1/embeddings" if pooling.task == "embed" else "/v1/classify"]
@@ -283,7 +290,7 @@ def _drafts(info: EngineInfo) -> str:
 
 
 def banner(state: ServerState, info: EngineInfo, url: str) -> str:
-    """What a person who has just started a server wants to know."""
+    """Banner: the facts that a person needs after starting a server."""
     if info.pooling is not None:
         return _pooling_banner(state, info, info.pooling, url)
     config, engine = state.config, state.engine
@@ -336,24 +343,24 @@ def _ready(state: ServerState, url: str, progress: _Progress) -> str:
 
 
 def _print(text: str) -> None:
-    """Tell whoever reads standard output. A full disk behind it, or a reader who has left, does not end a server."""
+    """Print to standard output. A full disk, or a reader that has left, does not end the server."""
     try:
         print(text, flush=True)
     except OSError as error:
         _logger.warning("cannot write to standard output: %s", error.strerror)
-        with contextlib.suppress(OSError):  # what is left in the buffer must not fail once more at the exit
+        with contextlib.suppress(OSError):  # buffered text must not raise again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _url(sock: socket.socket) -> str:
-    """How to reach the socket from this machine."""
+    """URL of the socket from this machine."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _Progress:
-    """Loading, on a terminal as one line that is written over, in a log as one line per phase."""
+    """Progress of loading: on a terminal one line that is overwritten, in a log one line per phase."""
 
     def __init__(self) -> None:
         self._label = ""
@@ -378,7 +385,7 @@ class _Progress:
 
 
 async def _first(*awaitables: Awaitable[Any]) -> int:
-    """The number of the one that ends first, its error raised; the others are cancelled."""
+    """Index of the awaitable that ends first; its error is raised. The others are cancelled."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -398,7 +405,7 @@ async def _finished(tasks: set[asyncio.Task[None]], timeout: float) -> None:
 
 @contextlib.contextmanager
 def _reporting(state: ServerState) -> Iterator[None]:
-    """Status lines and warnings in the log, as long as the block runs."""
+    """Write status lines and warnings to the log inside the block."""
     tasks = [asyncio.create_task(_watch_preemption(state))]
     if state.config.status_interval:
         tasks.append(asyncio.create_task(_report(state)))
@@ -429,12 +436,12 @@ async def _watch_preemption(state: ServerState) -> None:
 
 @contextlib.contextmanager
 def _signals(stop: Stop) -> Iterator[None]:
-    """SIGTERM and SIGINT go to ``stop`` as long as the block runs, and so does the end of the terminal, SIGHUP, unless
-    it is to be ignored (``nohup``). The main thread's event loop must be running."""
+    """Send SIGTERM and SIGINT to ``stop`` inside the block. SIGHUP, the end of the terminal, too, unless it is ignored
+    (``nohup``). The main thread's event loop must be running."""
     loop = asyncio.get_running_loop()
     handlers = dict.fromkeys((signal.SIGTERM, signal.SIGINT), stop.signal)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        handlers[signal.SIGHUP] = stop.drain.set  # kernel and shell each send one
+        handlers[signal.SIGHUP] = stop.drain.set  # kernel and shell send one each
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
     try:
@@ -445,7 +452,7 @@ def _signals(stop: Stop) -> Iterator[None]:
 
 
 def _raise_file_limit(max_connections: int) -> None:
-    """Each connection takes a file descriptor; where the system allows more than it gives, take them."""
+    """Raise the limit of file descriptors as far as allowed, because each connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""Reading a request's JSON body, with an end to its size, its time and its depth."""
+"""Reads a request's JSON body, with limits on size, time and depth."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ __all__ = ["parse_json", "read_json", "release_body", "until_tokens"]
 _MAX_DEPTH: Final = 64
 _READ_SECONDS: Final = 30.0
 _MAX_DIGITS: Final = 40
-"""Digits of a whole number; far more than any field takes, few enough to be converted at once."""
+"""Most digits of an integer: more than any field needs, few enough to convert quickly."""
 _MAX_BODIES: Final = 64
-"""As many bodies of the longest kind may be on their way at once, or more shorter ones."""
+"""Number of bodies of the largest size that may be in progress at a time, or more shorter ones."""
 _LONG_BODY: Final = 65_536
-"""Bytes; of longer ones, one is read per turn of the event loop."""
+"""Bytes. Of longer bodies only one is parsed per turn of the event loop."""
 _MAX_CONTAINERS: Final = 65_536
-"""Objects and lists in one body, and names in all objects: 1,024 messages of 64 parts."""
+"""Most objects and lists in one body, and most names in all objects: 1,024 messages of 64 parts."""
 _MAX_VALUES: Final = 1 << 18
-"""Values in one body, such as token ids, beside as many as the model takes tokens."""
+"""Most values in one body, such as token ids, in addition to the model's number of tokens."""
 _STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _LONG_NUMBER: Final = re.compile(rb"(?<![0-9.])[0-9]{%d,}" % (_MAX_DIGITS + 1))
 
 
 async def read_json(request: Request, *, max_depth: int = _MAX_DEPTH, timeout: float = _READ_SECONDS) -> dict[str, Any]:
-    """The JSON object in the body, which counts as on its way until :func:`release_body`.
+    """The JSON object in the body. The body counts as in progress until :func:`release_body`.
 
     Raises ApiError: 415 when the body is not declared as plain ``application/json``, 413 as soon as it is longer than
     ``max_body_bytes``, 408 when it takes more than ``timeout`` seconds to arrive, and 400 when it is not a JSON object
@@ -67,20 +67,20 @@ async def read_json(request: Request, *, max_depth: int = _MAX_DEPTH, timeout: f
     max_values = _MAX_VALUES + (0 if state.engine.info is None else state.engine.info.max_model_len)
     if len(body) < _LONG_BODY:
         return parse_json(bytes(body), max_depth=max_depth, max_values=max_values)
-    async with state.reading:  # or as many as came at once would be read before anybody else had a turn
+    async with state.reading:  # otherwise many simultaneous bodies would be parsed before other work gets a turn
         await asyncio.sleep(0)
         return parse_json(bytes(body), max_depth=max_depth, max_values=max_values)
 
 
 def release_body(request: Request) -> None:
-    """Nothing is left of the body, and others may take its place."""
+    """Release the body's share of the limit on bodies."""
     request.app.state.server.num_body_bytes -= request.scope["state"].pop("body_bytes", 0)
 
 
 @contextlib.asynccontextmanager
 async def until_tokens(request: Request, asked: GenerationRequest | None = None) -> AsyncIterator[None]:
-    """While a prompt becomes tokens: its body is there still, and the time of the request runs, if it has one in the
-    queue also that. Raises OverloadedError or QueueTimeoutError when it is up, as for a request in the queue."""
+    """Limit the time in which a prompt becomes tokens; its body still counts. Request and queue timeouts apply. Raises
+    OverloadedError or QueueTimeoutError when a timeout passes, as for a request in the queue."""
     state: ServerState = request.app.state.server
     limit = state.config.request_timeout
     patience = None if asked is None else asked.queue_timeout or state.config.queue_timeout
@@ -103,15 +103,15 @@ def _too_many() -> ApiError:
 
 
 def parse_json(body: bytes, *, max_depth: int = _MAX_DEPTH, max_values: int = _MAX_VALUES) -> dict[str, Any]:
-    """A JSON object, read strictly.
+    """Parse a JSON object strictly.
 
-    Raises ApiError 400 for what RFC 8259 does not know or leaves open: text that is not UTF-8, halves of surrogate
-    pairs, NaN and infinities, numbers that no double holds, a name twice in one object, more than one value, and
-    objects and lists nested more than ``max_depth`` deep; and for more objects, lists, names and values than any
-    request has, before they are made: the time that takes is time in which nobody else is served.
+    Raises ApiError 400 for text outside RFC 8259 or ambiguous under it: invalid UTF-8, halves of surrogate pairs, NaN
+    and infinities, numbers too large for a double, a name twice in one object, more than one value, and nesting deeper
+    than ``max_depth``. Also for too many objects, lists, names or values; this is checked before they are made, because
+    parsing blocks all other requests.
     """
     try:
-        msgspec.json.decode(body, type=msgspec.Raw)  # looks for the ends of strings, and makes nothing
+        msgspec.json.decode(body, type=msgspec.Raw)  # finds the ends of strings without making objects
         num_names = _check_size(body, max_values)
         value = msgspec.json.decode(body)
     except RecursionError:
@@ -121,13 +121,14 @@ def parse_json(body: bytes, *, max_depth: int = _MAX_DEPTH, max_values: int = _M
         raise _invalid(f"the body is not valid JSON: {reason}") from None
     if not isinstance(value, dict):
         raise _invalid(f"the body must be a JSON object such as {{...}}, got {_JSON_NAMES[type(value)]}")
-    if _count_names(value, max_depth) != num_names:  # it means one thing to this reader and another to the next
+    if _count_names(value, max_depth) != num_names:  # parsers disagree on the meaning of a repeated name
         raise _invalid(f"the body has an object with {_name_given_twice(body)} twice; give each field once")
     return value
 
 
 def _name_given_twice(body: bytes) -> str:
-    """The first name that an object in valid JSON has twice. In a long body, looking for it would take too long."""
+    """First name that occurs twice in an object of valid JSON. Empty for a long body, where the search would take too
+    long."""
     found: list[str] = []
 
     def look(pairs: list[tuple[str, Any]]) -> None:
@@ -154,7 +155,8 @@ def _check_headers(request: Request) -> None:
 
 
 def _check_size(body: bytes, max_values: int) -> int:
-    """How many names there are in all objects of what may be JSON, and is if its strings end."""
+    """Number of names in all objects of the text, which need not be valid JSON yet. Raises ApiError for too many
+    values."""
     marks = _STRING.sub(b"", body)
     if marks.count(b"{") + marks.count(b"[") > _MAX_CONTAINERS:
         raise _invalid(f"the body has more than {_MAX_CONTAINERS:,} objects and lists; send less at a time")
@@ -169,7 +171,8 @@ def _check_size(body: bytes, max_values: int) -> int:
 
 
 def _count_names(value: Any, max_depth: int) -> int:
-    """Of all objects together. Level by level, without recursion; raises ApiError when there are too many levels."""
+    """Number of names in all objects, counted level by level without recursion. Raises ApiError when there are too many
+    levels."""
     level, depth, names = [value], 0, 0
     while level:
         depth += 1

@@ -1,8 +1,8 @@
-"""The live view: ``/live`` shows which request sits in which row at each step, and which blocks it owns.
+"""The live view: ``/live`` shows the request in each row at each step, and the blocks that it owns.
 
-The page is open as ``/`` is and has no data in it. What it shows comes from ``/live/events``, which needs a key where
-there are keys, and the one named ``admin`` where they tell tenants apart: it is a view of everybody's requests. It has
-lengths, times and ids, and nothing of what anybody asked or was answered.
+The page itself is open, like ``/``, and has no data. Its data comes from ``/live/events``, which needs a key if there
+are keys, and the key named ``admin`` if keys distinguish tenants, because it shows everybody's requests. It has
+lengths, times and ids, and no text of requests or answers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_VIEWERS: Final = 64
 _MOST_CALLERS: Final = 8
 _MOST_VIEWERS_OF_ONE: Final = 32
 _MOST_CALLERS_OF_ONE: Final = 3
-"""Of one key, where keys tell callers apart: nobody may take all places."""
+"""Most callers of one key, where keys distinguish callers, so that no key takes all places."""
 _LOOK_SECONDS: Final = 1.0
 _BEAT_SECONDS: Final = 15.0
 _WORK_SECONDS: Final = 60.0
@@ -54,7 +54,7 @@ _BOOT: Final = (
 
 @functools.cache
 def live_page() -> str:
-    """The HTML file with its style and its scripts inside, so that all of it comes from one open path."""
+    """The HTML file with its style and scripts inside, so that it needs only one open path."""
     folder = resources.files("chairlift.server").joinpath("static")
     html = folder.joinpath("live.html").read_text(encoding="utf-8")
 
@@ -82,7 +82,7 @@ def _feed(request: Request) -> LiveFeed:
 
 @contextlib.contextmanager
 def _place(feed: LiveFeed, what: str, holder: str, most: int) -> Iterator[None]:
-    """One of the places that a key may take. Raises ApiError 429 when it has taken all of them."""
+    """Take one of a key's places inside the block. Raises ApiError 429 when all are taken."""
     if holder and feed.places[what, holder] >= most:
         message = f"{most} {what} of this key are under way already, as many as one key may have; end one of them"
         raise ApiError(429, message, code="too_many_of_one_key", headers={"retry-after": "30"})
@@ -99,7 +99,7 @@ def _holder(request: Request) -> str:
 
 
 async def _events(request: Request) -> Response:
-    """The step stream as server-sent events, from the beginning of the ring on."""
+    """The step stream as server-sent events, beginning with the oldest entry of the ring."""
     state: ServerState = request.app.state.server
     feed = _feed(request)
     if request.method == "HEAD":
@@ -116,7 +116,8 @@ async def _follow(feed: LiveFeed, state: ServerState, holder: str = "") -> Async
         at, told = feed.first, time.monotonic()
         yield b"retry: 2000\n\n"
         while not state.draining:
-            if at < feed.first:  # what it has not read is gone: it goes on with the newest snapshot, and is told so
+            # its unread entries were dropped: it is told so, and continues with the newest snapshot
+            if at < feed.first:
                 at = feed.newest_key
                 yield b"event: skipped\ndata: {}\n\n"
             elif at < feed.end:
@@ -134,7 +135,7 @@ async def _follow(feed: LiveFeed, state: ServerState, holder: str = "") -> Async
 
 
 async def _recording(request: Request) -> bytes:
-    """The lines that a request is about: what has been seen of this engine, or the simulated example."""
+    """Lines for a request: those recorded from this engine, or the simulated example."""
     feed = _feed(request)
     if request.query_params.get("source") == "demo":
         return await _demo(request)
@@ -146,7 +147,7 @@ async def _recording(request: Request) -> bytes:
 
 
 async def _export(request: Request) -> Response:
-    """The recording as a file: ``format=jsonl`` (our lines) or ``format=perfetto`` (Chrome's trace events)."""
+    """The recording as a file: ``format=jsonl`` (its lines) or ``format=perfetto`` (Chrome's trace events)."""
     kind = request.query_params.get("format", "jsonl")
     if kind not in ("jsonl", "perfetto"):
         raise ApiError(400, f"format must be jsonl or perfetto, got {kind!r:.40}", param="format")
@@ -162,9 +163,9 @@ async def _export(request: Request) -> Response:
 
 
 async def _static(request: Request) -> Response:
-    """The arrivals of the recording through static batching, simulated: a line that compares, then a recording."""
+    """Simulate the arrivals of the recording with static batching. Returns a line that compares, then a recording."""
     if request.query_params.get("source") == "demo":
-        example = await _demo(request)  # before its turn: that is one, too
+        example = await _demo(request)  # before this request's turn, because the example needs a turn, too
         return Response(await _once(request, "static", example), media_type=_NDJSON)
 
     async def static() -> bytes:
@@ -174,12 +175,12 @@ async def _static(request: Request) -> Response:
 
 
 async def _show_demo(request: Request) -> Response:
-    """A simulated recording, for when there is nothing to look at yet."""
+    """Send a simulated recording, for a view without traffic."""
     return Response(await _demo(request), media_type=_NDJSON)
 
 
 _made: dict[str, bytes] = {}
-"""What was simulated of the example, which is always the same: once is enough, however many ask."""
+"""Simulations of the example. They never change, so each is made once."""
 
 
 async def _demo(request: Request) -> bytes:
@@ -187,11 +188,11 @@ async def _demo(request: Request) -> bytes:
 
 
 async def _once(request: Request, what: str, lines: bytes) -> bytes:
-    """What the simulator makes of the example, simulated by the first that asks."""
-    _feed(request)  # who may not look may not look at this
+    """Result of the simulator for the example, made at the first request."""
+    _feed(request)  # raises for callers who may not see the view
 
     async def make() -> bytes:
-        if what not in _made:  # somebody else may have had a turn meanwhile
+        if what not in _made:  # another request may have made it meanwhile
             _made[what] = await _simulate(what, lines)
         return _made[what]
 
@@ -203,9 +204,9 @@ async def _converted(request: Request) -> bytes:
 
 
 async def _in_turn(request: Request, work: Callable[[], Awaitable[bytes]]) -> bytes:
-    """What ``work`` brings, one at a time; it copies the recording when its turn has come.
+    """Result of ``work``; only one runs at a time. ``work`` copies the recording when its turn has come.
 
-    Raises ApiError: what ``work`` does, 503 when too many wait, and 429 when too many of one key do.
+    Raises the ApiErrors of ``work``, 503 when too many requests wait, and 429 when too many of one key wait.
     """
     feed = _feed(request)
     if feed.num_callers >= _MOST_CALLERS:
@@ -221,7 +222,7 @@ async def _in_turn(request: Request, work: Callable[[], Awaitable[bytes]]) -> by
 
 
 async def _simulate(what: str, lines: bytes) -> bytes:
-    """What the simulator makes of a recording, in a process of its own. Raises ApiError with its reason."""
+    """Simulate a recording in a separate process. Raises ApiError with the reason of a failure."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-c", _BOOT, _ROOT, str(os.getpid()), what),
         stdin=asyncio.subprocess.PIPE,
@@ -236,7 +237,7 @@ async def _simulate(what: str, lines: bytes) -> bytes:
         if process.returncode is None:
             kill_child(process.pid)
             await process.wait()
-    if process.returncode is not None and process.returncode < 0:  # out of memory, or an operator
+    if process.returncode is not None and process.returncode < 0:  # out of memory, or killed by an operator
         message = "the simulation's process was ended from outside; try again later"
         raise ApiError(503, message, code="worker_lost", headers={"retry-after": "30"})
     if process.returncode:

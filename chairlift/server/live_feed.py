@@ -1,4 +1,4 @@
-"""What all viewers of the live view look at: the last minutes of the step stream, kept once, encoded once."""
+"""The last minutes of the step stream, encoded once for all viewers of the live view."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 __all__ = ["LiveFeed", "as_event"]
 
 _LINGER_SECONDS: Final = 30.0
-"""The engine goes on telling for so long when the last viewer has left: a page that is loaded again finds its past."""
+"""Seconds for which recording continues after the last viewer has left, so that a reloaded page finds its past."""
 _KEY: Final = b'{"key":'
 _CHUNK: Final = 1 << 16
 
 
 def as_event(lines: bytes) -> bytes:
-    """Lines as one server-sent event."""
+    """Encode lines as one server-sent event."""
     return b"data: " + lines.replace(b"\n", b"\ndata: ") + b"\n\n"
 
 
 class LiveFeed:
-    """The last ``most_seconds``, as far as they fit into ``most_bytes``; or a ``recording``, which never changes.
+    """The last ``most_seconds``, within ``most_bytes``; or a ``recording``, which never changes.
 
-    The engine tells of its steps only while somebody looks (:meth:`looking`). What is dropped at the old end are whole
-    stretches from snapshot to snapshot, so that the ring always begins with one.
+    The engine reports its steps only while there is a viewer (:meth:`looking`). Old entries are dropped from snapshot
+    to snapshot, so that the ring always begins with a snapshot.
     """
 
     def __init__(
@@ -44,24 +44,24 @@ class LiveFeed:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.first = 0
-        """Number of the oldest entry; they are numbered without a gap."""
+        """Number of the oldest entry; entries are numbered without gaps."""
         self.num_viewers = 0
         self.num_bytes = 0
         self.working = asyncio.Semaphore(1)
-        """The simulator works for one viewer at a time."""
+        """Lets the simulator work for one viewer at a time."""
         self.num_callers = 0
-        """Who waits for it."""
+        """Number of viewers that wait for the simulator."""
         self.places: Counter[tuple[str, str]] = Counter()
-        """Of those who look and of those who wait for the simulator, how many there are of each key."""
+        """Number of viewers, and of callers of the simulator, per key."""
         self._engine = engine
         self._most_bytes, self._most_seconds = most_bytes, most_seconds
         self._clock = clock
         self._entries: deque[tuple[bytes, float]] = deque()
-        """Some lines as one server-sent event, which all viewers are sent as it is; and its time."""
+        """(lines as one server-sent event, time). All viewers receive the same bytes."""
         self._keys: deque[int] = deque()
         """Numbers of the entries that begin with a snapshot."""
         self._names: dict[str, str] = {}
-        """Requests that came since the last entry, and what their callers call them."""
+        """Requests since the last entry, and their callers' names for them."""
         self._news = asyncio.Event()
         self._leaving: asyncio.TimerHandle | None = None
         lines = recording.splitlines(keepends=True)
@@ -74,12 +74,12 @@ class LiveFeed:
 
     @property
     def end(self) -> int:
-        """Number of the entry to come."""
+        """Number of the next entry."""
         return self.first + len(self._entries)
 
     @property
     def newest_key(self) -> int:
-        """The last entry that a viewer may begin with."""
+        """The newest entry with which a viewer may begin."""
         return self._keys[-1] if self._keys else self.first
 
     @property
@@ -90,13 +90,13 @@ class LiveFeed:
         return self._entries[number - self.first][0]
 
     def lines(self) -> bytes:
-        """Everything there is, as lines."""
+        """All entries as lines."""
         events = [event[len(b"data: ") : -2].replace(b"\ndata: ", b"\n") for event, _ in self._entries]
         return b"\n".join(events)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """Somebody looks: the engine tells of its steps meanwhile, and a little longer."""
+        """Count a viewer inside the block. The engine reports its steps meanwhile, and a little longer."""
         self.num_viewers += 1
         if self._leaving is not None:
             self._leaving.cancel()
@@ -111,17 +111,17 @@ class LiveFeed:
                 self._leaving = asyncio.get_running_loop().call_later(_LINGER_SECONDS, self._stop)
 
     async def news(self, timeout: float) -> None:
-        """Wait until there is another entry, or for ``timeout`` seconds."""
+        """Wait until there is a new entry, or for ``timeout`` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._news.wait()
 
     def steps(self, lines: bytes) -> None:
-        """What the engine tells of its steps."""
+        """Add lines of the engine's recorder."""
         if lines.startswith(_KEY):
             for stream in [] if self._engine is None else self._engine.requests():
                 self.began(stream)
-            if b'"past":true' in lines[:4096].partition(b"\n")[0]:  # another recorder: what it knows it tells itself
+            if b'"past":true' in lines[:4096].partition(b"\n")[0]:  # a new recorder began; it repeats what is known
                 self.first, self.num_bytes = self.end, 0
                 self._entries.clear()
                 self._keys.clear()
@@ -134,7 +134,7 @@ class LiveFeed:
         self._news = asyncio.Event()
 
     def began(self, stream: OutputStream) -> None:
-        """A request was let in."""
+        """Note the caller's name of a new request."""
         if stream.name:
             self._names[stream.request_id] = stream.name
 

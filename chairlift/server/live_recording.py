@@ -1,4 +1,4 @@
-"""The live view of a recording: the same page without an engine behind it, for this machine only."""
+"""The live view of a recording: the same page without an engine, for this machine only."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["serve_recording"]
 
 
 class _NoEngine:
-    """What the application asks of an engine where there is none."""
+    """The engine's attributes that the application needs, when there is no engine."""
 
     def __init__(self) -> None:
         self.stats = RequestStats()
 
     def retry_after(self) -> float:
-        """Seconds after which to come again."""
+        """Seconds after which to try again."""
         return 1.0
 
 
 async def serve_recording(data: bytes, port: int, announce: Callable[[str], None]) -> None:
-    """Show the recording until SIGINT or SIGTERM. ``announce`` is given the page's address. Raises ConfigError."""
+    """Show the recording until SIGINT or SIGTERM. ``announce`` gets the page's address. Raises ConfigError."""
     config = ServerConfig(port=port)
     state = ServerState(config, cast(Any, _NoEngine()), ("a recording",), live=LiveFeed(None, recording=data))
     server = HttpServer(make_app(state, [Route("/", _to_page), *live.routes]))

@@ -1,4 +1,4 @@
-"""How many log-probabilities one request may ask for, and all requests in flight together."""
+"""Limits of log-probabilities per request, and for all running requests together."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from chairlift.server.state import ServerState
 __all__ = ["hold_logprobs", "release_logprobs"]
 
 _ALWAYS_ALLOWED: Final = 1 << 20
-"""Of one request, whatever the model's length: 64 prompts of 2,700 tokens with 5 each. They take 12 MB here."""
+"""Log-probabilities that one request may always have, whatever the model's length: 64 prompts of 2,700 tokens with 5
+each. They take 12 MB."""
 _ANSWERS: Final = 4
-"""One request may have those of so many answers of the model's length with the most per token, if that is more."""
+"""Largest request, in answers of the model's full length with the most log-probabilities per token."""
 _IN_FLIGHT: Final = 16
-"""All requests together may have those of so many such answers, or so many times what is always allowed."""
+"""All requests together, in such answers; or this many times _ALWAYS_ALLOWED, if that is more."""
 _MOST_PER_TOKEN: Final = SamplingLimits().max_logprobs + 1
 
 
 def hold_logprobs(request: Request, asked: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
-    """Take room for all log-probabilities that a request may bring, until :func:`release_logprobs`. ``prompts`` are
-    token ids.
+    """Reserve room for all log-probabilities of a request, until :func:`release_logprobs`. ``prompts`` are token ids.
 
-    Raises ApiError 400 for more than any request may have, and QueueFullError when others in flight leave no room now.
+    Raises ApiError 400 for more than any request may have, and QueueFullError when running requests leave no room now.
     """
     state: ServerState = request.app.state.server
     info = state.engine.info
@@ -58,14 +58,15 @@ def hold_logprobs(request: Request, asked: ChatRequest | CompletionRequest, prom
 
 
 def release_logprobs(request: Request) -> None:
-    """The answer has been sent, or there is none."""
+    """Release the room, after the answer was sent or failed."""
     request.app.state.server.num_logprobs -= request.scope["state"].pop("num_logprobs", 0)
 
 
 def _asked_for(
     asked: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], info: EngineInfo
 ) -> tuple[int, int]:
-    """Log-probabilities of the prompts, as often as they are told, and the most that the answers can have."""
+    """Numbers of log-probabilities: those of the prompts, as often as they are repeated, and the most of the
+    answers."""
     n, lengths = asked.n or 1, [len(prompt) for prompt in prompts]
     of_prompt = 0 if asked.prompt_logprobs is None else asked.prompt_logprobs + 1
     if isinstance(asked, ChatRequest):
@@ -74,7 +75,7 @@ def _asked_for(
     else:
         per_token = 0 if asked.logprobs is None else asked.logprobs + 1
         most_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
-        of_prompt *= n  # each choice has them again
+        of_prompt *= n  # each choice repeats them
         if asked.echo:
             of_prompt += n * per_token
         n = max(n, asked.best_of or 1)

@@ -1,7 +1,7 @@
-"""Log lines that cannot be forged, as text or as JSON.
+"""Log lines that clients cannot forge, as text or as JSON.
 
-Whatever a client sent may end up in a message. Every character that could end a line, move the cursor, change
-colours or reorder text is written as an escape, and every value has a longest length.
+A message may contain text from a client. Every character that could end a line, move the cursor, change colours or
+reorder text is written as an escape, and every value is cut to a longest length.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One ASCII-only JSON object per line: time, level, logger, message, then what the event brought along."""
+    """One ASCII-only JSON object per line: time, level, logger, message, then the fields of the event."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {"time": _timestamp(record), "level": record.levelname.lower(), "logger": record.name}

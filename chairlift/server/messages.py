@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API over the chats of this server."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API, translated to chats."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def create_message(request: Request) -> Response:
 
 
 async def count_tokens(request: Request) -> Response:
-    """How many tokens the prompt of a conversation has."""
+    """Count the tokens in the prompt of a conversation."""
     state: ServerState = request.app.state.server
     body = await read_json(request)
     asked, ignored = parse(CountTokensRequest, body, REFUSED_IN_COUNT)
@@ -91,7 +91,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 def _headers(request: Request, told: Names, ignored: list[str]) -> dict[str, str]:
-    """What was ignored, and the id of the request where Anthropic's clients look for it."""
+    """Headers with the ignored fields, and the request id under the name that Anthropic's clients use."""
     return {**warning_headers([told.told(name) for name in ignored]), "request-id": request.state.request_id}
 
 
@@ -105,7 +105,7 @@ def _unknown_inside(body: dict[str, Any]) -> list[str]:
 
 
 class _MessageBuilder:
-    """Fills a reply with what is read in its answer, and tells the events of that."""
+    """Builds a reply from the content, reasoning and calls of its answer, and yields the events of a stream."""
 
     def __init__(self, run: ChatRun, meter: Meter) -> None:
         self.reply = MessageReply(id=f"msg_{secrets.token_hex(12)}", model=run.model, usage=_usage(meter))
@@ -113,19 +113,19 @@ class _MessageBuilder:
         self._counts = run.plan.reasoning is not None
         self._was_shortened, self._meter = run.was_shortened, meter
         self._open: TextBlock | ThinkingBlock | None = None
-        """The block that the next piece of its kind belongs to."""
+        """The open block, to which the next piece of its kind is added."""
         self._pieces: list[str] = []
-        """Its text so far."""
+        """Text of the open block so far."""
 
     def begin(self) -> Iterator[Told]:
-        """The events before there is anything."""
+        """First events, before there is any output."""
         self.reply.usage = _usage(self._meter)
         self.reply.usage.output_tokens = 0
         yield {"type": "message_start", "message": self.reply}
         yield {"type": "ping"}
 
     def news(self, answer: CompletionOutput) -> Iterator[Told]:
-        """The events of an answer's news; at its end the reply has its stop_reason and its usage."""
+        """Events of the new part of an answer. At its end the reply gets its stop_reason and usage."""
         ended = answer.finish_reason is not None
         for event in self._reading.read(answer.text, answer.token_ids, ended):
             yield from self._read(event)
@@ -139,7 +139,7 @@ class _MessageBuilder:
         self._end(answer)
 
     def end(self) -> Iterator[Told]:
-        """The last events of a reply that has its stop_reason."""
+        """Last events of a reply with a stop_reason."""
         reply = self.reply
         delta = {"stop_reason": reply.stop_reason, "stop_sequence": reply.stop_sequence}
         more = {"tool_call_errors": reply.tool_call_errors} if self._reading.broken else {}
@@ -228,7 +228,7 @@ class _MessageEvents(StreamWriter):
 
     def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
         self.note(prompt, output)
-        if not self._begun:  # now it is known what was cached
+        if not self._begun:  # only now the number of cached tokens is known
             self._begun = True
             yield b"".join(map(_event, self._builder.begin()))
         for answer in output.outputs:

@@ -1,4 +1,4 @@
-"""From Anthropic's messages, whose contents are blocks, to the messages of a chat."""
+"""Translates Anthropic's messages, whose contents are blocks, to the messages of a chat."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _SAME: Final = (
     *("repetition_penalty", "priority", "cache_salt", "queue_timeout", "ttft_ms", "tpot_ms", "deadline_ms"),
     "max_tokens",
 )
-"""Fields that mean the same in a chat."""
+"""Fields with the same meaning in a chat."""
 _BILLING: Final = "x-anthropic-billing-header"
-"""A block of the system's that begins so is no text for the model. It changes with every call, so that no prefix would
-be found in the cache."""
+"""Beginning of a system block that is not for the model. It changes with every call, so that the prefix cache would
+never match."""
 _THINKING: Final = re.compile(r"(?<![.\w])thinking is (?:not )?defined")
 _Asked = CountTokensRequest | MessagesRequest
 _MOST_USER: Final = 256
@@ -42,15 +42,15 @@ _INSTEAD: Final = "; images and documents are not read"
 
 
 def names() -> Names:
-    """The names of these endpoints' fields."""
+    """Names of the fields of these endpoints."""
     return Names(_FIELDS)
 
 
 def to_chat(asked: _Asked, told: Names, template: str, ignored: list[str]) -> ChatRequest:
-    """The chat that a request means, for a model with this chat template. Places of messages are noted in ``told``,
-    and names of fields that mean nothing in ``ignored``.
+    """Translate a request to a chat for a model with this chat template. Places of messages are noted in ``told``, and
+    names of ignored fields in ``ignored``.
 
-    Raises ApiError that names a field, a block or a tool that is not served.
+    Raises ApiError with the name of a field, block or tool that is not supported.
     """
     turns = _Turns()
     if asked.system is not None:
@@ -73,7 +73,7 @@ def to_chat(asked: _Asked, told: Names, template: str, ignored: list[str]) -> Ch
         response_format=_form(config.format if config else None),
         chat_template_kwargs=_thinking(asked, template, ignored),
     )
-    if turns.messages[-1]["role"] == "assistant":  # the answer goes on with it
+    if turns.messages[-1]["role"] == "assistant":  # the answer continues this message
         chat.add_generation_prompt, chat.continue_final_message = False, True
     if asked.thinking is not None:
         chat.include_reasoning = asked.thinking.display != "omitted"
@@ -87,7 +87,7 @@ def to_chat(asked: _Asked, told: Names, template: str, ignored: list[str]) -> Ch
 
 
 def _user(metadata: Metadata | None) -> str | None:
-    """Who asks, at most as long as chats allow."""
+    """Name of the caller, cut to the length that chats allow."""
     user = metadata.user_id if metadata else None
     if user is None or len(user) <= _MOST_USER:
         return user
@@ -95,7 +95,7 @@ def _user(metadata: Metadata | None) -> str | None:
 
 
 def _thinking(asked: _Asked, template: str, ignored: list[str]) -> dict[str, Any] | None:
-    """The variables that turn thinking on or off. Without the field it is off, as with Anthropic."""
+    """Template variables that turn thinking on or off. Without the field it is off, as in Anthropic's API."""
     kind = asked.thinking.type if asked.thinking else "disabled"
     if kind not in ("enabled", "adaptive", "disabled"):
         wrong("thinking.type", "must be enabled, adaptive or disabled", kind)
@@ -104,21 +104,21 @@ def _thinking(asked: _Asked, template: str, ignored: list[str]) -> dict[str, Any
     if _THINKING.search(template):
         return {"thinking": kind != "disabled"}
     if asked.thinking is not None and (kind == "disabled") is (reasoning_format_of(template) is not None):
-        ignored.append("thinking")  # it thinks, or does not, whatever it is told
+        ignored.append("thinking")  # the template has no switch for thinking
     return None
 
 
 class _Turns:
-    """Makes messages of messages with blocks."""
+    """Makes messages of a chat from messages with blocks."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}
         self._known: set[str] = set()
-        """Ids of calls so far."""
+        """Ids of the calls so far."""
 
     def system(self, given: Any) -> None:
-        """The system's text, without what is not meant for the model."""
+        """Add the system text, without blocks that are not for the model."""
         parts = texts_of("system", given, ("text",), _INSTEAD)
         texts = [parts] if isinstance(parts, str) else [part["text"] for part in parts]
         text = "\n\n".join(each for each in texts if each and not each.startswith(_BILLING))
@@ -147,7 +147,7 @@ class _Turns:
         self.messages.append(message)
 
     def _others(self, where: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> None:
-        """Results of calls, and texts between them, in the order of the blocks."""
+        """Add results of calls, and texts between them, in the order of the blocks."""
         texts: list[dict[str, Any]] = []
         said, kinds = len(self.messages), ("text",) if role == "system" else ("text", "tool_result")
         for index, block in enumerate(blocks):
@@ -207,7 +207,7 @@ class _Turns:
 
 
 def _text(where: str, block: Mapping[str, Any], kinds: Sequence[str]) -> str:
-    """The text of a text block; ``kinds`` are those that may stand there."""
+    """Text of a text block. ``kinds`` are the allowed types of blocks."""
     if block.get("type") != "text":
         message = f"{where}.type is {str(block.get('type'))[:60]!r}, which is not supported; send {', '.join(kinds)}"
         raise ApiError(400, message + _INSTEAD, code="unsupported_content", param=where)
@@ -236,7 +236,7 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(given: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
-    """(``tool_choice``, ``parallel_tool_calls``) as a chat has them."""
+    """(``tool_choice``, ``parallel_tool_calls``) in a chat's form."""
     if given is None:
         return None, None
     kind, single = given.get("type"), given.get("disable_parallel_tool_use")
@@ -254,7 +254,7 @@ def _choice(given: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | Non
 
 
 def _form(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """``output_config.format`` as ``response_format``."""
+    """``output_config.format`` in the form of ``response_format``."""
     if given is None:
         return None
     if given.get("type") != "json_schema" or "schema" not in given:

@@ -1,8 +1,8 @@
-"""What requests to /v1/messages may hold, and what replies are made of: Anthropic's Messages API.
+"""Request and reply types of /v1/messages, Anthropic's Messages API.
 
-Fields that are known and not served follow the rule of :mod:`~chairlift.server.protocol`. ``cache_control`` asks for
-what happens anyway: every prompt's prefixes are cached. What is about Anthropic's own servers (``inference_geo``,
-``speed``, ``diagnostics``, ``context_management``) is a hint, and ignored.
+Known fields that are not supported follow the rule of :mod:`~chairlift.server.protocol`. ``cache_control`` needs no
+action, because prefixes of every prompt are cached. Fields for Anthropic's own servers (``inference_geo``, ``speed``,
+``diagnostics``, ``context_management``) are hints, and ignored.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ class ThinkingConfig(msgspec.Struct, kw_only=True):
     """The field ``thinking``."""
 
     type: str
-    """enabled, adaptive or disabled, for chat templates that can be told."""
+    """enabled, adaptive or disabled, for chat templates with such a switch."""
     budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    """Ignored: max_tokens bounds the answer."""
+    """Ignored: max_tokens limits the answer."""
     display: str | None = None
-    """omitted: the thinking is left out of the reply."""
+    """omitted: the reply does not contain the thinking."""
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
     """The field ``output_config``."""
 
     effort: Annotated[str, Meta(max_length=32)] | None = None
-    """low, medium, high, xhigh or max, where the chat template has a place for it."""
+    """low, medium, high, xhigh or max, if the chat template uses it."""
     format: Form | None = None
     """Type ``json_schema``, with a ``schema``."""
 
@@ -94,7 +94,7 @@ class Metadata(msgspec.Struct, kw_only=True):
     """The field ``metadata``."""
 
     user_id: Annotated[str, Meta(max_length=4096)] | None = None
-    """Who asks; without API keys, whose share of the engine it is."""
+    """Name of the caller. Without API keys, it decides whose share of the engine the request uses."""
 
 
 InputMessages = Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -120,19 +120,19 @@ class MessagesRequest(SampledRequest, kw_only=True):
     """The body of POST /v1/messages."""
 
     messages: InputMessages
-    """Behind an assistant's last message the answer goes on with it."""
+    """If the last message is an assistant's, the answer continues it."""
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    """Most tokens of the answer, its thinking included; less where the model's length leaves less."""
+    """Most tokens of the answer, including thinking; fewer if the model's length leaves less room."""
     system: System | None = None
     """A text, or text blocks."""
     tools: CustomTools | None = None
     tool_choice: ToolChoice | None = None
-    """Type auto, any, tool (with a name) or none; disable_parallel_tool_use leaves out calls after the first."""
+    """Type auto, any, tool (with a name) or none. disable_parallel_tool_use drops calls after the first."""
     thinking: ThinkingConfig | None = None
-    """Without it, models do not think whose chat template can be told so."""
+    """Without it models do not think, if their chat template has a switch for it."""
     output_config: OutputConfig | None = None
     cache_control: Any = None
-    """Prefixes are cached anyway."""
+    """Has no effect: prefixes are always cached."""
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
     metadata: Metadata | None = None
 
@@ -153,22 +153,22 @@ REFUSED_IN_COUNT: Final[Refusals] = {name: _OWN[name] for name in ("container", 
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
-    """What the model says."""
+    """Text of the answer."""
 
     text: str
     citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
-    """What the model thinks before it answers."""
+    """Reasoning of the model before its answer."""
 
     thinking: str
     signature: str
-    """``unsigned``: nothing is signed, and nothing is checked when it is sent back."""
+    """Always ``unsigned``: nothing is signed, and nothing is checked when it is sent back."""
 
 
 class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
-    """A call that the model wants to be made; its result is a tool_result with this id."""
+    """A call that the model wants the client to make. Its result is a tool_result with this id."""
 
     id: str
     name: str
@@ -182,14 +182,14 @@ class ThinkingDetails(msgspec.Struct, kw_only=True):
 
 
 class MessagesUsage(msgspec.Struct, kw_only=True):
-    """Tokens read and written. The whole prompt is the sum of the first three."""
+    """Numbers of input and output tokens. The whole prompt is the sum of the first three."""
 
     input_tokens: int
-    """Those of the prompt that were computed."""
+    """Prompt tokens that were computed."""
     cache_read_input_tokens: int
-    """Those that were in the prefix cache."""
+    """Prompt tokens that were in the prefix cache."""
     cache_creation_input_tokens: int = 0
-    """0: what is computed is cached, and not counted twice."""
+    """Always 0: computed tokens are cached, and not counted twice."""
     output_tokens: int
     output_tokens_details: ThinkingDetails | UnsetType = UNSET
 
@@ -203,28 +203,28 @@ class MessageReply(msgspec.Struct, kw_only=True):
     model: str
     content: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
     stop_reason: str | None = None
-    """end_turn, max_tokens, stop_sequence, tool_use or model_context_window_exceeded; null while it streams."""
+    """end_turn, max_tokens, stop_sequence, tool_use or model_context_window_exceeded; null during a stream."""
     stop_sequence: str | None = None
     usage: MessagesUsage
     tool_call_errors: list[str] | UnsetType = UNSET
-    """Why text that began like a tool call is in a text block."""
+    """Errors of text that began like a tool call and stayed in a text block."""
 
 
 class TokenCount(msgspec.Struct, kw_only=True):
-    """How many tokens a prompt has."""
+    """Number of tokens in a prompt."""
 
     input_tokens: int
 
 
 class MessagesErrorObject(msgspec.Struct, kw_only=True):
-    """What went wrong and what to do."""
+    """An error and its remedy."""
 
     type: str
     message: str
 
 
 class MessagesError(msgspec.Struct, kw_only=True):
-    """Every reply of these paths that is not a success."""
+    """Every reply of these paths that reports an error."""
 
     type: Literal["error"] = "error"
     error: MessagesErrorObject

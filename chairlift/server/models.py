@@ -1,4 +1,4 @@
-"""GET /v1/models: what is served, and under which names."""
+"""GET /v1/models: the served model and its names."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from chairlift.server.streaming import json_response
 __all__ = [
     "ModelCard",
     "ModelList",
+    "adapter_named",
     "check_model",
     "engine_info",
     "generating_info",
@@ -25,6 +26,8 @@ __all__ = [
     "routes",
 ]
 
+_MOST_NAMED: Final = 20
+"""Names in a message."""
 _BITS: Final = (
     "the same prompt, settings and seed give the same tokens and log-probabilities, whatever else is in the batch"
 )
@@ -35,7 +38,7 @@ _NOISE: Final = (
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One name of the model."""
+    """One name of the model, or an adapter."""
 
     id: str
     object: str = "model"
@@ -44,44 +47,53 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     """The first of the model's names."""
     parent: str | None = None
+    """Name of the model that an adapter adapts; null for a model."""
     max_model_len: int | None = None
-    """Prompt and answer together, in tokens; null while the model loads."""
+    """Longest prompt and answer together, in tokens; null while the model loads."""
     quantization: str | None = None
-    """fp8: the layers' weights have 8 bits; null: they are in the dtype."""
+    """Format of quantised weights, such as fp8 (8 bits); null: all weights are in the dtype."""
     kv_cache_dtype: str | None = None
     """int8: K and V have 8 bits; null: they are in the dtype."""
     speculative_method: str | None = None
     """Who drafts tokens (docs/speculation.md); null: nobody does, but for requests with a prediction."""
     deterministic: bool | None = None
     determinism: str | None = None
-    """What is promised, in words."""
+    """Guarantee about equal answers, in words."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """All names."""
+    """All names of the model."""
 
     object: str = "list"
     data: list[ModelCard]
 
 
 def check_model(state: ServerState, name: str | None) -> str:
-    """The name that answers carry. No name is any name. Raises ApiError 404 for one that is not served."""
+    """The model name for answers. A missing name is accepted. Raises ApiError 404 for a name that is not served."""
     if name is not None and name not in state.model_names:
-        served = ", ".join(state.model_names)
+        if name in state.engine.adapters:
+            return name
+        served = ", ".join([*state.model_names, *(entry.name for entry in state.engine.adapters)][:_MOST_NAMED])
         message = f"the model {name!r:.100} is not served here; ask for {served}"
         raise ApiError(404, message, code="model_not_found", param="model")
     return state.model_names[0]
 
 
+def adapter_named(state: ServerState, model: str) -> str:
+    """The adapter that a name which :func:`check_model` gave stands for; empty for the model itself."""
+    return "" if model in state.model_names else model
+
+
 def engine_info(state: ServerState) -> EngineInfo:
-    """What is known of a loaded engine. Raises EngineDeadError before it is."""
+    """Facts about the loaded engine. Raises EngineDeadError before it is loaded."""
     if state.engine.info is None:
         raise EngineDeadError(f"the engine is {state.engine.state}; try again when GET /ready says so")
     return state.engine.info
 
 
 def generating_info(state: ServerState) -> EngineInfo:
-    """The same for endpoints that generate. Raises ApiError 400 for a model of embeddings, scores or classes."""
+    """Facts about the engine, for endpoints that generate. Raises ApiError 400 for a model of embeddings, scores or
+    classes."""
     info = engine_info(state)
     if info.pooling is not None:
         does, path = ("embeddings", "/v1/embeddings") if info.pooling.task == "embed" else ("classes", "/v1/classify")
@@ -91,7 +103,8 @@ def generating_info(state: ServerState) -> EngineInfo:
 
 
 def pooling_info(state: ServerState) -> EngineInfo:
-    """The same for endpoints of embeddings, scores and classes. Raises ApiError 400 for a model that generates."""
+    """Facts about the engine, for endpoints of embeddings, scores and classes. Raises ApiError 400 for a model that
+    generates."""
     info = engine_info(state)
     if info.pooling is None:
         message = (
@@ -104,6 +117,7 @@ def pooling_info(state: ServerState) -> EngineInfo:
 
 def _card(state: ServerState, name: str) -> ModelCard:
     card = ModelCard(id=name, created=state.started_at, root=state.model_names[0])
+    card.parent = card.root if adapter_named(state, name) else None
     info = state.engine.info
     if info is not None:
         card.max_model_len, card.deterministic = info.max_model_len, info.deterministic
@@ -115,7 +129,8 @@ def _card(state: ServerState, name: str) -> ModelCard:
 
 async def _list_models(request: Request) -> Response:
     state: ServerState = request.app.state.server
-    return json_response(ModelList(data=[_card(state, name) for name in state.model_names]))
+    names = [*state.model_names, *(entry.name for entry in state.engine.adapters)]
+    return json_response(ModelList(data=[_card(state, name) for name in names]))
 
 
 async def _get_model(request: Request) -> Response:

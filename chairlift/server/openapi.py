@@ -1,4 +1,4 @@
-"""GET /openapi.json: the document is made from the types that requests are checked with and replies are made of."""
+"""GET /openapi.json: a document made from the types of requests and replies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = ["ErrorReply", "document", "routes"]
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
-    """What went wrong and what to do."""
+    """An error and its remedy."""
 
     message: str
     type: str
@@ -57,26 +57,26 @@ class ErrorObject(msgspec.Struct, kw_only=True):
 
 
 class ErrorReply(msgspec.Struct, kw_only=True):
-    """Every reply that is not a success."""
+    """Every reply that reports an error."""
 
     error: ErrorObject
 
 
 class StatusReply(msgspec.Struct, kw_only=True):
-    """How the server is."""
+    """State of the server."""
 
     status: str
     reason: str | None = None
 
 
 class VersionReply(msgspec.Struct, kw_only=True):
-    """What runs."""
+    """Version of the server."""
 
     version: str
 
 
 class LoadReply(msgspec.Struct, kw_only=True):
-    """Requests in progress, and where they are."""
+    """Numbers of requests in progress."""
 
     server_load: int
     running: int
@@ -282,7 +282,7 @@ def _get(
 
 
 def _files_and_batches() -> dict[str, dict[str, Any]]:
-    """The paths of what is kept under --batch-dir; without it, they answer 404."""
+    """Paths of files and batches. Without --batch-dir they answer 404."""
     files, batches = _path_parameter("file_id"), _path_parameter("batch_id")
     pages = (_query("after", "List what comes behind this id", {"type": "string"}), _PAGE_PARAMETER)
     sorts = (
@@ -307,14 +307,15 @@ def _files_and_batches() -> dict[str, dict[str, Any]]:
 
 
 def _traffic() -> dict[str, Any]:
-    """Events whose data is a TrafficRecord, and some with names; OpenAPI 3.1 cannot say so."""
+    """The traffic stream: events with a TrafficRecord as data, and some named events. OpenAPI 3.1 cannot describe
+    that."""
     content = {"text/event-stream": {"schema": {"type": "string"}}}
     operation = _operation("Record traffic, without texts: an event per request that ends", content, (404, 429))
     return operation | {"parameters": list(_RECORDING_PARAMETERS)}
 
 
 def _status(summary: str) -> dict[str, Any]:
-    """An endpoint that says the same in both cases, for machines that look at the status only."""
+    """An endpoint whose two statuses have the same body, for probes that read only the status."""
     operation = _operation(summary, _ref(StatusReply))
     schemas = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (StatusReply, ErrorReply)]
     operation["responses"]["503"]["content"] = {"application/json": {"schema": {"anyOf": schemas}}}

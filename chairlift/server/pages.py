@@ -1,8 +1,9 @@
-"""The page at ``/``, a chat, and at ``/docs``, what ``/openapi.json`` says: one static file that asks for nothing else.
+"""The page at ``/`` (a chat) and ``/docs`` (the contents of ``/openapi.json``): one static file without other
+resources.
 
-It has no data of its own. With API keys set, ``/`` stays open and the page asks for a key, which it keeps for the tab
-and sends with its requests; ``/docs`` needs the key as every other path does, and ``/#api`` shows the same. Its only
-style and its only script are allowed by their SHA-256, so that nothing a model or a client writes can run in it.
+It has no data of its own. With API keys, ``/`` stays open and the page asks for a key, which it keeps for the tab and
+sends with its requests. ``/docs`` needs the key like every other path, and ``/#api`` shows the same. Its one style and
+one script are allowed by their SHA-256, so that no text from a model or client can run in it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def page() -> str:
 
 
 def content_security_policy(html: str) -> str:
-    """A policy that allows the inline styles and scripts ``html`` has now, and requests to its own server."""
+    """Policy that allows the inline styles and scripts in ``html``, and requests to the page's own server."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for block in _BLOCK.finditer(html):
         digest = hashlib.sha256(block["content"].encode()).digest()
@@ -62,7 +63,7 @@ def _headers(html: str) -> dict[str, str]:
 
 
 def page_response(html: str) -> Response:
-    """A page in which nothing runs but what it has now."""
+    """A page with a policy that allows only its present scripts."""
     return Response(html.encode(), media_type="text/html; charset=utf-8", headers=_headers(html))
 
 

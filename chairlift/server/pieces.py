@@ -1,7 +1,7 @@
-"""Replies that are written while they are sent: their long lists a piece at a time, on a thread.
+"""Replies that are written while they are sent: long lists are made piece by piece, on a thread.
 
-A reply with a million log-probabilities has 60 MB. Made as a whole it would keep the event loop for a second, and be in
-memory until its reader has it.
+A reply with a million log-probabilities has 60 MB. Made at once, it would block the event loop for a second, and stay
+in memory until its reader has it.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from chairlift.server.state import ServerState
 __all__ = ["Pieces", "json_items", "respond"]
 
 _PIECE: Final = 1 << 16
-"""Bytes that are written at a time, at least."""
+"""Least bytes that are written at a time."""
 _AT_ONCE: Final = 2048
 """Entries of long lists that are written on the event loop; they take a few milliseconds."""
 _encode: Final = msgspec.json.encode
 
 
 class Pieces:
-    """The long parts of one reply. ``num_entries`` says how many values there are in them."""
+    """The long parts of one reply. ``num_entries`` is the number of values in them."""
 
     def __init__(self) -> None:
         self.num_entries = 0
-        self._mark = secrets.token_hex(16).encode()  # no text that a client sends can be one
+        self._mark = secrets.token_hex(16).encode()  # random, so that no client can send the same text
         self._parts: list[Iterator[bytes]] = []
 
     def later(self, part: Iterator[bytes], num_entries: int) -> Any:
-        """What stands in the reply for ``part``, JSON of so many values, until it is written."""
+        """Placeholder in the reply for ``part``, JSON with this many values, which is written later."""
         self._parts.append(part)
         self.num_entries += num_entries
         return msgspec.Raw(b'"%b%08d"' % (self._mark, len(self._parts) - 1))
 
     def write(self, content: Any) -> Iterator[bytes]:
-        """The JSON of ``content`` with the parts in their places, a piece at a time."""
+        """JSON of ``content`` with the long parts inserted, piece by piece."""
         held = bytearray()
         rest = re.split(b'"%b([0-9]{8})"' % self._mark, _encode(content))
         for index, piece in enumerate(rest):
@@ -56,7 +56,7 @@ class Pieces:
 
 
 def json_items(items: Iterable[Any], num_at_once: int = 256) -> Iterator[bytes]:
-    """The JSON of a list, so many items at a time."""
+    """JSON of a list, ``num_at_once`` items at a time."""
     left = iter(items)
     yield b"["
     between = b""
@@ -67,14 +67,15 @@ def json_items(items: Iterable[Any], num_at_once: int = 256) -> Iterator[bytes]:
 
 
 def respond(state: ServerState, content: Any, pieces: Pieces, headers: Mapping[str, str]) -> Response:
-    """A reply with status 200; one with many entries is written while it is sent."""
+    """A reply with status 200. One with many entries is written while it is sent."""
     if pieces.num_entries <= _AT_ONCE:
         return Response(b"".join(pieces.write(content)), headers=headers, media_type="application/json")
     return _LongReply(state, pieces.write(content), headers)
 
 
 class _LongReply(Response):
-    """JSON in pieces. The next is made when the connection has room for it, one reply at a time on a thread."""
+    """JSON in pieces. A piece is made when the connection has room for it; a thread makes one at a time for all
+    replies."""
 
     media_type = "application/json"
 

@@ -1,6 +1,6 @@
 """POST /v1/embeddings, /v1/classify, /v1/score and /v1/rerank: vectors, classes and scores of texts.
 
-Each text of a call is a request of its own in the queue, and joins the next pass that has room for it.
+Each text of a call is a separate request in the queue, and joins the next pass with room for it.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _Inputs = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1
 
 
 class PooledRequest(msgspec.Struct, kw_only=True):
-    """What these endpoints have in common. ``null`` is the same as leaving a field out."""
+    """Fields that these endpoints share. ``null`` equals a missing field."""
 
     model: ModelName | None = None
     truncate_prompt_tokens: _Truncation | None = None
-    """Keep this many tokens of a text (of a pair: all but the end of the second); -1: as many as the model takes."""
+    """Number of tokens of a text to keep (in a pair, the second text is shortened); -1: as many as the model takes."""
     queue_timeout: _Seconds | None = None
-    """Seconds to wait for the pass before giving up."""
+    """Most seconds to wait for the pass."""
 
 
 class EmbeddingRequest(PooledRequest, kw_only=True):
@@ -66,9 +66,9 @@ class EmbeddingRequest(PooledRequest, kw_only=True):
     encoding_format: Annotated[str, Meta(max_length=16)] | None = None
     """float (a list of numbers) or base64 (of float32, little endian)."""
     dimensions: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
-    """Keep the first numbers of each embedding; for models that were trained for it."""
+    """Keep only the first numbers of each embedding, for models that were trained for it."""
     prompt_name: Annotated[str, Meta(max_length=256)] | None = None
-    """The prompt of the model that goes before each text."""
+    """Name of the model's prompt to put before each text."""
 
 
 class ClassifyRequest(PooledRequest, kw_only=True):
@@ -81,7 +81,7 @@ _Texts = Annotated[list[str], Meta(min_length=1, max_length=_MAX_TEXTS)]
 
 
 class ScoreRequest(PooledRequest, kw_only=True):
-    """The body of POST /v1/score: one first text for all second texts, or as many of both."""
+    """The body of POST /v1/score: one first text for all second texts, or one for each."""
 
     text_1: str | _Texts
     text_2: str | _Texts
@@ -94,18 +94,18 @@ class Document(msgspec.Struct, kw_only=True):
 
 
 class RerankRequest(PooledRequest, kw_only=True):
-    """The body of POST /v1/rerank and /rerank, as Jina and Cohere have it."""
+    """The body of POST /v1/rerank and /rerank, in the form of Jina and Cohere."""
 
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1, max_length=_MAX_TEXTS)]
     top_n: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
-    """Most results; 0, and nothing, is all of them."""
+    """Most results; 0 or null: all."""
     return_documents: bool | None = None
-    """Whether results carry their documents; they do unless this is false."""
+    """Whether results contain their documents (default: true)."""
 
 
 class PooledUsage(msgspec.Struct, kw_only=True):
-    """Tokens read."""
+    """Number of input tokens."""
 
     prompt_tokens: int
     total_tokens: int
@@ -151,7 +151,7 @@ class ClassifyReply(msgspec.Struct, kw_only=True):
 
 
 class Score(msgspec.Struct, kw_only=True):
-    """How well one pair goes together."""
+    """Score of one pair."""
 
     object: Literal["score"] = "score"
     index: int
@@ -170,7 +170,7 @@ class ScoreReply(msgspec.Struct, kw_only=True):
 
 
 class RerankResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One document: its place in the request, and how well it goes with the query."""
+    """One document: its index in the request, and its relevance to the query."""
 
     index: int
     relevance_score: float
@@ -178,7 +178,7 @@ class RerankResult(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RerankReply(msgspec.Struct, kw_only=True):
-    """Results, the best first; of equal ones the first of the request."""
+    """Results, best first; equal scores in the order of the request."""
 
     id: str
     model: str
@@ -187,7 +187,7 @@ class RerankReply(msgspec.Struct, kw_only=True):
 
 
 class _Call:
-    """One request to any of these endpoints."""
+    """One call of any of these endpoints."""
 
     def __init__(self, request: Request, asked: PooledRequest, ignored: list[str], task: str) -> None:
         self.state: ServerState = request.app.state.server
@@ -205,7 +205,7 @@ class _Call:
             raise ApiError(400, str(error), code="unsupported_model", param="model") from None
 
     async def encode(self, given: Sequence[Any], prefix: str, name: str) -> list[PooledText]:
-        """Texts and lists of token ids, checked; ``name`` is the field that they come from."""
+        """Check and tokenize texts and lists of token ids; ``name`` is their field."""
         engine, truncate = self.state.engine, self.asked.truncate_prompt_tokens
         texts = iter(await engine.encode_all([prefix + each for each in given if isinstance(each, str)]))
         added = engine.tokenizer.num_added if engine.tokenizer is not None else (0, 0)
@@ -217,14 +217,14 @@ class _Call:
         return found
 
     async def vectors(self, texts: Sequence[PooledText]) -> list[bytes]:
-        """What the model makes of them."""
+        """Vectors of the texts."""
         release_body(self._request)
         self.num_tokens += sum(len(text.token_ids) for text in texts)
         arrived = getattr(self._request.state, "arrived", None)
         return await self.state.engine.pool(texts, queue_timeout=self.asked.queue_timeout, arrival=arrived)
 
     async def scores(self, first: Sequence[str], second: Sequence[str], names: tuple[str, str]) -> list[float]:
-        """Of one first text with each second one, or of each pair."""
+        """Scores of one first text with each second one, or of each pair."""
         inputs, truncate = self.inputs, self.asked.truncate_prompt_tokens
         if len(first) not in (1, len(second)):
             message = (
@@ -252,23 +252,23 @@ class _Call:
 
     @property
     def head(self) -> dict[str, Any]:
-        """What replies begin with."""
+        """First fields of replies."""
         return {"id": f"pool-{secrets.token_hex(16)}", "created": int(time.time()), "model": self.model}
 
     @property
     def usage(self) -> PooledUsage:
-        """Tokens of all texts."""
+        """Number of tokens of all texts."""
         return PooledUsage(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
 
     async def reply(self, size: int, make: Callable[[], msgspec.Struct]) -> Response:
-        """The reply that ``make`` makes, of about ``size`` numbers; a long one is written on a thread."""
+        """Reply made by ``make``, with about ``size`` numbers. A long one is written on a thread."""
         body = await beside(self.state, size, lambda: msgspec.json.encode(make()))
         return Response(body, headers=warning_headers(self._ignored), media_type="application/json")
 
 
 @contextlib.contextmanager
 def _refusing(field: str) -> Iterator[None]:
-    """Name the field that a refusal is about."""
+    """Add the name of the field to errors."""
     try:
         yield
     except RequestError as error:
@@ -277,7 +277,7 @@ def _refusing(field: str) -> Iterator[None]:
 
 
 def _listed(given: Any, name: str) -> list[Any]:
-    """One entry per text. Raises ApiError for mixed lists, and for more texts than are allowed."""
+    """One entry per text. Raises ApiError for mixed lists, and for too many texts."""
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}
@@ -292,7 +292,7 @@ def _listed(given: Any, name: str) -> list[Any]:
 
 
 async def create_embeddings(request: Request) -> Response:
-    """Embeddings of texts."""
+    """Answer with embeddings of texts."""
     pooling_info(request.app.state.server)
     asked, ignored = parse(EmbeddingRequest, await read_json(request))
     call = _Call(request, asked, ignored, "embed")
@@ -317,7 +317,7 @@ async def create_embeddings(request: Request) -> Response:
 
 
 async def classify(request: Request) -> Response:
-    """Classes of texts."""
+    """Answer with classes of texts."""
     pooling_info(request.app.state.server)
     asked, ignored = parse(ClassifyRequest, await read_json(request))
     call = _Call(request, asked, ignored, "classify")
@@ -336,7 +336,7 @@ async def classify(request: Request) -> Response:
 
 
 async def score(request: Request) -> Response:
-    """Scores of pairs of texts."""
+    """Answer with scores of pairs of texts."""
     pooling_info(request.app.state.server)
     asked, ignored = parse(ScoreRequest, await read_json(request))
     call = _Call(request, asked, ignored, "score")
@@ -347,7 +347,7 @@ async def score(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Response:
-    """Documents by how well they go with a query."""
+    """Answer with documents ordered by relevance to a query."""
     pooling_info(request.app.state.server)
     asked, ignored = parse(RerankRequest, await read_json(request))
     call = _Call(request, asked, ignored, "score")

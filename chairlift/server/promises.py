@@ -1,4 +1,4 @@
-"""What a request asks of the scheduler, and who is charged for it: class of service, deadlines, tenant."""
+"""Scheduling fields of a request: class of service, deadlines, tenant."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from chairlift.service_class import DEFAULT_CLASS, parse_service_classes
 __all__ = ["BATCH_CLASS", "TTFT_HEADER", "class_of", "read_promises"]
 
 TTFT_HEADER: Final = "x-slo-ttft-ms"
-"""Header with the milliseconds in which the first token is due; the field ``ttft_ms`` goes before it."""
+"""Header with the milliseconds in which the first token is due; the field ``ttft_ms`` overrides it."""
 
 BATCH_CLASS: Final = "flex"
-"""Class of service of the requests of batches."""
+"""Class of service for the requests of batches."""
 _NOT_IN_BATCHES: Final = ("stream", "priority", "ttft_ms", "tpot_ms", "deadline_ms", "queue_timeout")
 _BUILT_IN: Final = tuple(parse_service_classes(""))
 _MILLISECONDS: Final = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,6})?")
 
 
 def read_promises(request: Request, asked: GenerationRequest, ignored: list[str]) -> Caller:
-    """Check the class of service, add to ``asked`` what the headers say, and tell who is to be charged.
+    """Check the class of service, add the promises in headers to ``asked``, and return the caller to charge.
 
-    ``scale`` is what was paid for in advance, which is nothing here: it is ``auto``, unless a class has the name. Where
-    the scheduling policy does not look at promises, the three classes that are always known are accepted, and mean
-    nothing. Raises ApiError 400.
+    ``scale`` is OpenAI's class for prepaid use, which does not exist here; it means ``auto`` unless a class has this
+    name. If the scheduling policy ignores promises, the three built-in classes are accepted without effect. Raises
+    ApiError 400.
     """
     state: ServerState = request.app.state.server
     classes = state.engine.service_classes
@@ -59,7 +59,7 @@ def read_promises(request: Request, asked: GenerationRequest, ignored: list[str]
 
 
 def _check_batch(asked: GenerationRequest) -> None:
-    """Raise ApiError 400 for what a request of a batch cannot have."""
+    """Raise ApiError 400 for fields that a request of a batch cannot have."""
     given = [name for name in _NOT_IN_BATCHES if getattr(asked, name)]
     if asked.service_tier not in (None, "auto", "default", BATCH_CLASS):
         given.append("service_tier")
@@ -69,7 +69,7 @@ def _check_batch(asked: GenerationRequest) -> None:
 
 
 def class_of(params: SamplingParams) -> str:
-    """The class of service that a request with these parameters belongs to, before anybody has looked at it."""
+    """The class of service of a request with these unchecked parameters."""
     return params.service_tier or DEFAULT_CLASS
 
 

@@ -1,19 +1,22 @@
-"""What a request body may hold: the OpenAI fields, vLLM's extensions, a type and bounds for each.
+"""Types and limits of the fields in request bodies: OpenAI's fields and vLLM's extensions.
 
-The rule for fields that are known but not served: a value that asks for what happens anyway (null, false, an empty
-text, list or object, the values named below) is accepted. Of the fields that ask for a form only null does: ``{}`` is
-a schema, and so is ``false``. Of the others, a hint is ignored, because the answer is still an answer to what was
-asked, and the reply says so in a header (``Warning: 299 chairlift "ignored: user"``). A value without which the answer
-would be an answer to another question is refused with status 400. Fields that nobody knows are ignored like
-hints. ``request_id`` is never the key of anything, and ``user`` of nothing but the share of the engine that its
-requests get: without API keys, and where the scheduling policy shares fairly; elsewhere it is ignored.
+The rule for known fields that are not supported:
 
-``service_tier`` is ``auto``, ``default``, ``flex``, ``priority``, ``scale`` (which is ``auto``: nothing is paid for in
-advance) or a class that the server was given; others are refused. Where the scheduling policy is ``fcfs`` it means
-nothing, the reply says ``default``, and a ``priority`` other than 0 and the deadlines are refused. The header
-``x-slo-ttft-ms`` is the field ``ttft_ms``, which goes before it.
+- A value that equals the default (null, false, an empty text, list or object, or a value named below) is accepted.
+  For fields that ask for a form of the answer only null is the default: ``{}`` and ``false`` are schemas.
+- A hint is ignored, because the answer is right without it. A header of the reply names it (``Warning: 299 chairlift
+  "ignored: user"``). Unknown fields are treated as hints.
+- A value that would change the answer is refused with status 400, and so is a misspelt field (``temprature``).
 
-What chats know about calls and reasoning, but for ``tools`` and ``tool_choice``, is a hint to a completion of a text.
+``request_id`` has no effect. ``user`` decides whose share of the engine a request uses, without API keys and with a
+scheduling policy that shares fairly; otherwise it is ignored.
+
+``service_tier`` is ``auto``, ``default``, ``flex``, ``priority``, ``scale`` (the same as ``auto``, because there is no
+prepaid use) or a class of the server's settings; other values are refused. With the scheduling policy ``fcfs`` it has
+no effect, the reply says ``default``, and deadlines and a ``priority`` other than 0 are refused. The header
+``x-slo-ttft-ms`` is used if the field ``ttft_ms`` is missing.
+
+A text completion ignores fields of chats for tool calls and reasoning as hints, except ``tools`` and ``tool_choice``.
 
 ===================  ================================================================================================
 What happens         Fields
@@ -52,10 +55,11 @@ refused              ``functions``, ``function_call`` but ``none``, of texts ``t
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -72,6 +76,7 @@ from chairlift.tool_calls.request import MAX_TOOLS
 __all__ = [
     "DEFAULT_MAX_TOKENS",
     "REFUSED",
+    "AdapterName",
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
@@ -93,24 +98,31 @@ __all__ = [
 ]
 
 DEFAULT_MAX_TOKENS: Final = 16
-"""Of a text completion that says nothing about it."""
+"""Default of a text completion."""
 _LIMITS: Final = SamplingLimits()
 _INT32: Final = 2**31 - 1
 _MAX_MESSAGES: Final = 1024
 _MAX_PROMPTS: Final = 64
 _MAX_IDS: Final = 2**20
-"""Most token ids in one list. The longest body holds more than most models take; this bounds the rest."""
+"""Most token ids in one list. The longest body could hold more than most models accept; this limits the others."""
+
+_MOST_COMPARED: Final = 16
+_MOST_APART: Final = 2
+_ALIKE: Final = 0.88
+"""When a name that nobody knows is a misspelling of one that is known, and not a hint of another server's."""
 
 _END: Final = r"$(?!\n)"
-"""The end of a pattern: before a final newline, ``$`` alone matches as well."""
+"""End of a pattern. ``$`` alone also matches before a final newline."""
 _SALT: Final = "^[A-Za-z0-9_-]{0,64}" + _END
 _NAME: Final = "^[A-Za-z][A-Za-z0-9_]{0,63}" + _END
 _ID: Final = "^(0|[1-9][0-9]{0,9})" + _END
 _CONTENT: Final = "^content" + _END
 _TEXT: Final = "^text" + _END
+_ADAPTER: Final = "^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}" + _END
 _IN_WORDS: Final = {
     _CONTENT: "'content'",
     _TEXT: "'text'",
+    _ADAPTER: "a name of at most 128 characters from A-Z, a-z, 0-9 and '._/:-' that begins with a letter or a digit",
     _SALT: "a text of at most 64 characters from A-Z, a-z, 0-9, '_' and '-'",
     _NAME: "a text of at most 64 characters from A-Z, a-z, 0-9 and '_' that begins with a letter",
     _ID: "a token id in decimal digits, such as '50', without sign and leading zeros",
@@ -119,6 +131,7 @@ _IN_WORDS: Final = {
 TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 PromptItem = str | TokenId | list[TokenId]
 StopString = Annotated[str, Meta(min_length=1, max_length=_LIMITS.max_stop_length)]
+AdapterName = Annotated[str, Meta(pattern=_ADAPTER)]
 ModelName = Annotated[str, Meta(max_length=256)]
 Milliseconds = Annotated[float, Meta(gt=0, le=1_000_000_000)]
 CacheSalt = Annotated[str, Meta(pattern=_SALT)]
@@ -138,11 +151,11 @@ LogitBias = Annotated[
     Meta(max_length=_LIMITS.max_logit_bias),
 ]
 _MAPPINGS: Final = {"logit_bias": LogitBias, "chat_template_kwargs": TemplateVariables}
-"""Fields with names of the client's own."""
+"""Fields whose names are chosen by the client."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What else a stream carries."""
+    """Additional contents of a stream."""
 
     include_usage: bool | None = None
     """A last chunk with the usage of the whole request."""
@@ -170,7 +183,7 @@ class Prediction(msgspec.Struct, kw_only=True):
 
 
 class SampledRequest(msgspec.Struct, kw_only=True):
-    """What all endpoints that generate text have in common. ``null`` is the same as leaving a field out."""
+    """Fields that all endpoints that generate text share. ``null`` equals a missing field."""
 
     model: ModelName | None = None
     stream: bool | None = None
@@ -186,19 +199,19 @@ class SampledRequest(msgspec.Struct, kw_only=True):
     cache_salt: CacheSalt | None = None
     """Only requests with the same salt share cached prompts."""
     queue_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] | None = None
-    """Seconds to wait for the first step before giving up."""
+    """Most seconds to wait for the first step."""
     service_tier: Annotated[str, Meta(max_length=64)] | None = None
-    """Class of service; the reply says which one it was."""
+    """Class of service. The reply tells which one was used."""
     ttft_ms: Milliseconds | None = None
-    """The first token is due this long after arrival."""
+    """Milliseconds from arrival until the first token is due."""
     tpot_ms: Milliseconds | None = None
-    """Longest time per token after the first."""
+    """Longest time per token after the first, in milliseconds."""
     deadline_ms: Milliseconds | None = None
-    """The whole answer is due this long after arrival."""
+    """Milliseconds from arrival until the whole answer is due."""
 
 
 class GenerationRequest(SampledRequest, kw_only=True):
-    """What chat and text completions have in common."""
+    """Fields that chat and text completions share."""
 
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=_LIMITS.max_n)] | None = None
@@ -213,27 +226,28 @@ class GenerationRequest(SampledRequest, kw_only=True):
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=_LIMITS.max_logprobs)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
-    """Keep this many tokens: the prompt's end, and the special tokens that the tokenizer adds to a text. -1 keeps what
-    leaves room for the answer."""
+    """Number of tokens to keep: the end of the prompt, and the special tokens that the tokenizer adds. -1 keeps as many
+    as leave room for the answer."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    """Write tokens as ``token_id:17`` in logprobs, so that no two look the same."""
+    """Write tokens as ``token_id:17`` in logprobs, so that all of them are distinct."""
     response_format: Form | None = None
-    """Type ``text``, ``json_object``, ``json_schema`` (enforced, whatever ``strict`` says) or ``structural_tag``."""
+    """Type ``text``, ``json_object``, ``json_schema`` (always enforced, whatever ``strict`` is) or
+    ``structural_tag``."""
     structured_outputs: Form | None = None
     """One of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar`` and ``structural_tag``."""
     guided_json: Any = None
-    """The older name of ``structured_outputs.json``, and so on."""
+    """Older names of ``structured_outputs.json`` and so on."""
     guided_regex: GrammarText | None = None
     guided_choice: Annotated[list[GrammarText], Meta(max_length=4096)] | None = None
     guided_grammar: GrammarText | None = None
     structural_tag: Form | GrammarText | None = None
     user: Annotated[str, Meta(max_length=256)] | None = None
-    """Who asks; without API keys, whose share of the engine it is."""
+    """Name of the caller. Without API keys, it decides whose share of the engine the request uses."""
     prediction: Prediction | None = None
-    """What the answer is expected to repeat: it comes sooner where that is so, and is the same in any case."""
+    """Text that the answer is expected to repeat. The answer is the same without it, and comes sooner where it does."""
     return_timing: bool | None = None
-    """Say where the time went: ``timing`` in the reply, or in the last chunk of each prompt's answers."""
+    """Add ``timing`` to the reply, or to the last chunk of each prompt's answers: where the time went."""
 
 
 _PART_SCHEMA: Final = {
@@ -262,7 +276,7 @@ _MESSAGE_SCHEMA: Final = {
     },
 }
 Message = Annotated[dict[str, Any], Meta(max_length=64, extra_json_schema=_MESSAGE_SCHEMA)]
-"""Checked by :func:`~chairlift.tokenizer.messages.normalize_messages`, from HTTP as from Python."""
+"""Checked by :func:`~chairlift.tokenizer.messages.normalize_messages`, for HTTP and Python alike."""
 
 
 _TOOL_SCHEMA: Final = {
@@ -282,7 +296,7 @@ _TOOL_SCHEMA: Final = {
     },
 }
 Tool = Annotated[dict[str, Any], Meta(max_length=16, extra_json_schema=_TOOL_SCHEMA)]
-"""Checked by :func:`~chairlift.tool_calls.request.check_tools`, from HTTP as from Python."""
+"""Checked by :func:`~chairlift.tool_calls.request.check_tools`, for HTTP and Python alike."""
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -291,7 +305,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_MESSAGES)]
     max_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
-    """The newer name of max_tokens; it wins over it. Without either: as many as fit."""
+    """The newer name of max_tokens, which it overrides. Without either: as many as fit."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=_LIMITS.max_logprobs)] | None = None
     add_generation_prompt: bool | None = None
@@ -300,19 +314,19 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call."""
     tool_choice: Annotated[str, Meta(max_length=64)] | Annotated[dict[str, Any], Meta(max_length=16)] | None = None
-    """auto (the model decides) or none. required, or a function by name, is refused: no grammar holds answers yet."""
+    """auto (the model decides), none, required, or a function by name."""
     parallel_tool_calls: bool | None = None
-    """false: calls after the first are left out of the answer."""
+    """false: calls after the first are dropped from the answer."""
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
-    """none, minimal, low, medium, high, xhigh or max, where the chat template has a place for it."""
+    """none, minimal, low, medium, high, xhigh or max, if the chat template uses it."""
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
-    """Most tokens of reasoning: then its end is forced, and the answer follows. -1: any number."""
+    """Most tokens of reasoning. After them its end is forced, and the answer follows. -1: no limit."""
     thinking_budget: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
-    """Another name of thinking_token_budget, which wins over it."""
+    """Another name of thinking_token_budget, which overrides it."""
     include_reasoning: bool | None = None
-    """false: the reasoning is left out of the reply; it is counted all the same."""
+    """false: the reply does not contain the reasoning, which is counted nevertheless."""
     separate_reasoning: bool | None = None
-    """false: the reasoning stays part of the content, as the model wrote it."""
+    """false: the reasoning stays in the content, as the model wrote it."""
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -321,16 +335,16 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | Annotated[list[PromptItem], Meta(min_length=1, max_length=_MAX_IDS)]
     """A text, a list of texts, a list of token ids, or a list of such lists."""
     max_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
-    """16 when left out. 0 goes with echo: the prompt and its log-probabilities."""
+    """Default: 16. 0 is for echo: the prompt and its log-probabilities."""
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
     suffix: str | None = None
-    """Text that follows the answer, for models that can fill in the middle. Empty: none."""
+    """Text after the answer, for models that can fill in the middle. Empty: none."""
     best_of: Annotated[int, Meta(ge=1, le=_LIMITS.max_n)] | None = None
     add_special_tokens: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt. Raises ApiError for mixed lists and for more prompts, or answers, than are allowed."""
+        """One entry per prompt. Raises ApiError for mixed lists, and for too many prompts or answers."""
         prompts = _prompts(self.prompt)
         answers = max(self.n or 1, self.best_of or 1)
         if len(prompts) > _MAX_PROMPTS or len(prompts) * answers > _MAX_PROMPTS:
@@ -352,7 +366,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
-    """For a prompt only: the chat template writes its own."""
+    """For a prompt only; the chat template writes its own special tokens."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
@@ -377,7 +391,7 @@ _FORM_ELSEWHERE: Final = "it asks for a form of the answer as /v1/chat/completio
 _TEXT_ONLY: Final = "it belongs to /v1/completions; leave it out"
 
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Field -> (values that ask for what happens anyway, what to do)."""
+"""Field -> (values that equal the default, remedy)."""
 
 REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "tools": ((), _TOOLS),
@@ -395,7 +409,7 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "store": ((), "nothing is stored; leave it out"),
     "chat_template": ((), "templates come from the model or the operator, not from requests; leave it out"),
     "documents": ((), "put the documents into the messages"),
-    "lora_path": ((), "adapters are not supported yet; leave it out"),
+    "lora_path": ((), "an adapter is named by model, and loaded by POST /v1/load_lora_adapter; leave it out"),
     "kv_transfer_params": ((), "the cache takes nothing from outside; leave it out"),
     "prompt_embeds": ((), "prompts are text or token ids; leave it out"),
     "logits_processors": ((), "requests cannot bring code; leave it out"),
@@ -412,7 +426,7 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "continue_final_message": ((), _CHAT_ONLY),
     "chat_template_kwargs": ((), _CHAT_ONLY),
 }
-"""Of chat and text completions. Looked at where the body's type has no such field."""
+"""Refused fields of chat and text completions. Used only where the body's type has no such field."""
 
 _SAMPLING: Final = (
     *("n", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -420,7 +434,7 @@ _SAMPLING: Final = (
     *("include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs", "priority", "service_tier"),
     *("ttft_ms", "tpot_ms", "deadline_ms"),
 )
-"""Fields that mean the same in SamplingParams."""
+"""Fields with the same meaning in SamplingParams."""
 _NAMED: Final = (*_SAMPLING, "prediction")
 
 _RESERVED_VARIABLES: Final = frozenset(
@@ -434,19 +448,22 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 def parse(struct_type: type[_T], body: Mapping[str, Any], refused: Refusals = REFUSED) -> tuple[_T, list[str]]:
-    """The request, and the names of fields that are ignored. 4.0 is a whole number, as it is in JSON Schema.
+    """Parse a request. Returns it with the names of ignored fields. 4.0 counts as an integer, as in JSON Schema.
 
-    ``refused`` are the fields that are known and not served.
+    ``refused`` are known fields that are not supported.
 
-    Raises ApiError 400 whose ``param`` is the path of the field (``messages[0].role``) and whose message says what was
+    Raises ApiError 400. Its ``param`` is the path of the field (``messages[0].role``), and its message says what was
     given and what is allowed.
     """
     known = _field_names(struct_type)
-    ignored = []
+    ignored: list[str] = []
     for name, value in body.items():
         if name in known or value is None:
             continue
         if name not in refused:
+            if len(ignored) < _MOST_COMPARED and (meant := _meant(name, known)) is not None:
+                message = f"unknown field {name!r}; did you mean {meant!r}?"
+                raise ApiError(400, message, code="unknown_parameter", param=name)
             ignored.append(name)
         elif not _asks_for_nothing(value, *refused[name]):
             message = f"{name} is {_given(value)}, which is not supported: {refused[name][1]}"
@@ -462,7 +479,7 @@ def parse(struct_type: type[_T], body: Mapping[str, Any], refused: Refusals = RE
 
 
 def refused_beside(struct_type: type[msgspec.Struct], own: Refusals) -> Refusals:
-    """``own``, and every field of chat and text completions that a body of another endpoint does not have."""
+    """``own``, and every field of chat and text completions that another endpoint's body does not have."""
     others = {*_field_names(ChatRequest), *_field_names(CompletionRequest), *REFUSED}
     elsewhere: dict[str, tuple[tuple[Any, ...], str]] = {}
     for name in sorted(others - {*_field_names(struct_type), "stream_options"}):
@@ -473,13 +490,20 @@ def refused_beside(struct_type: type[msgspec.Struct], own: Refusals) -> Refusals
 
 
 def unknown_inside(place: str, given: Any, struct_type: type[msgspec.Struct]) -> list[str]:
-    """Names in the object at ``place`` that its type does not have, as paths."""
+    """Unknown names in the object at ``place``, as paths."""
     known = _field_names(struct_type)
     return [f"{place}.{name}" for name, value in (given or {}).items() if name not in known and value is not None]
 
 
+def _meant(name: str, known: Iterable[str]) -> str | None:
+    """The field that a name is a misspelling of. Longer and shorter ones are not compared: that takes a while."""
+    near = [each for each in known if abs(len(each) - len(name)) <= _MOST_APART]
+    found = difflib.get_close_matches(name, near, n=1, cutoff=_ALIKE)
+    return found[0] if found else None
+
+
 def warning_headers(ignored: Sequence[str]) -> dict[str, str]:
-    """The header that names ignored fields; none when there are none."""
+    """Header with the names of ignored fields; no header when there are none."""
     if not ignored:
         return {}
     names = [name for name in ignored if _HEADER_NAME.fullmatch(name)][:16]
@@ -489,7 +513,8 @@ def warning_headers(ignored: Sequence[str]) -> dict[str, str]:
 
 
 def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
-    """The request's sampling settings over ``defaults``, ``fields`` over both. Raises ApiError, naming the field."""
+    """The request's sampling parameters. ``fields`` override them, and they override ``defaults``. Raises ApiError with
+    the name of a field."""
     given = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
     given["structured_outputs"] = structured_outputs(request)
     if request.prediction is not None:
@@ -502,7 +527,7 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **f
 
 
 def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``chat_template_kwargs``, checked: none of the names that requests set otherwise, or null. Raises ApiError."""
+    """Checked ``chat_template_kwargs``, without null values. Raises ApiError for names that other fields set."""
     variables = {name: v for name, v in (given or {}).items() if v is not None or name not in _RESERVED_VARIABLES}
     taken = sorted(_RESERVED_VARIABLES & set(variables))
     if taken:
@@ -512,14 +537,14 @@ def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def no_prompt_logprobs_in_stream(request: GenerationRequest) -> None:
-    """Raise ApiError: a stream has no place for them."""
+    """Raise ApiError for prompt log-probabilities in a stream, which has no place for them."""
     if request.stream and request.prompt_logprobs is not None:
         message = "prompt_logprobs is not given in a stream; leave out stream or prompt_logprobs"
         raise ApiError(400, message, code="invalid_value", param="prompt_logprobs")
 
 
 def _asks_for_nothing(value: Any, harmless: Sequence[Any], reason: str) -> bool:
-    """Whether a refused field has a value that asks for what happens anyway. 0 does so only where it is listed."""
+    """Whether the value of a refused field equals the default. 0 does only where it is listed."""
     empty = value is False or (isinstance(value, (str, list, dict)) and not value)
     return (empty and reason not in (_GRAMMAR, _FORM_ELSEWHERE)) or any(
         value == each and isinstance(value, bool) is isinstance(each, bool) for each in harmless
@@ -599,14 +624,14 @@ def _readable(struct_type: type[msgspec.Struct], body: Mapping[str, Any], text: 
     return ApiError(400, f"{path} must be {_allowed(kind)}; got {_given(value)}", code=code, param=path)
 
 
-@functools.cache  # it evaluates all annotations, which takes ten times as long as the rest of a refusal
+@functools.cache  # it evaluates all annotations, which takes ten times as long as the rest of an error
 def _type_info(struct_type: type[msgspec.Struct]) -> msgspec.inspect.Type:
     return msgspec.inspect.type_info(struct_type)
 
 
 @functools.cache
 def _whole_numbers(struct_type: type[msgspec.Struct]) -> frozenset[str]:
-    """Fields that take one, and nothing with a fraction."""
+    """Fields that accept integers only."""
     info: Any = _type_info(struct_type)
     kinds = {field.name: getattr(field.type, "types", (field.type,)) for field in info.fields}
     return frozenset(name for name in kinds if any(isinstance(kind, msgspec.inspect.IntType) for kind in kinds[name]))
@@ -623,7 +648,7 @@ def _inner(kind: Any, field: str) -> Any:
 
 
 def _unlike(kind: Any, value: Any) -> tuple[str, str] | None:
-    """The first name in an object that is not like those it may have, and what those are like."""
+    """First name in an object that does not match the allowed names, and their description."""
     for option in getattr(kind, "types", (kind,)):
         if isinstance(option, msgspec.inspect.DictType) and isinstance(option.key_type, msgspec.inspect.StrType):
             pattern = option.key_type.pattern or ""
@@ -633,13 +658,13 @@ def _unlike(kind: Any, value: Any) -> tuple[str, str] | None:
 
 
 def _first_unfit(name: str, value: Mapping[str, Any]) -> str:
-    """The first name in a field of ``_MAPPINGS`` whose value is not allowed."""
+    """First name in a field of ``_MAPPINGS`` whose value is not allowed."""
     for key, entry in value.items():
         try:
             msgspec.convert({key: entry}, _MAPPINGS[name])
         except msgspec.ValidationError:
             return key
-    return ""  # not reached: one of them was refused
+    return ""  # not reached: one of them was invalid
 
 
 @functools.cache
@@ -658,7 +683,7 @@ def _given(value: Any) -> str:
 
 
 def _allowed(kind: Any) -> str:
-    """A type with its bounds, in words."""
+    """Description of a type with its bounds."""
     types = msgspec.inspect
     if isinstance(kind, types.UnionType):
         words = [_allowed(option) for option in kind.types if not isinstance(option, types.NoneType)]

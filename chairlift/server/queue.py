@@ -1,4 +1,4 @@
-"""GET /v1/queue: what waits, when it is expected to start, and how far such expectations were off."""
+"""GET /v1/queue: waiting requests, their expected starts, and the accuracy of such forecasts."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ _QUANTILES: Final = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 
 
 class ForecastCalibration(msgspec.Struct, kw_only=True):
-    """Predicted waits against what they became, of the last requests; null while there are too few of them."""
+    """Accuracy of the predicted waits of the last requests; null while there are too few of them."""
 
     samples: int
     actual_over_predicted: dict[str, float | None]
-    """Its quantiles: p10, p50, p90."""
+    """Quantiles of actual over predicted wait: p10, p50, p90."""
     within_ratio: dict[str, float | None]
-    """Share of the requests that waited no longer than 1, 1.25 and 2 times what was predicted."""
+    """Share of the requests whose wait was at most 1, 1.25 and 2 times the predicted one."""
     mean_absolute_error_seconds: float | None
 
 
 class QueuedRequest(msgspec.Struct, kw_only=True):
-    """One request that waits; a completion with several prompts is several."""
+    """One waiting request. A completion with several prompts is several requests."""
 
     id: str
-    """The X-Request-Id it came with, or was given."""
+    """Its X-Request-Id."""
     position: int
-    """1 for the one that starts next; 0 once it has started."""
+    """1 for the next request to start; 0 if it has started."""
     expected_start_seconds: float | None
-    """From now; null while nobody knows."""
+    """Seconds from now; null without a forecast."""
     waited_seconds: float | None
-    """null once it has started."""
+    """null if it has started."""
     service_tier: str
     prompt_tokens: int
 
 
 class QueueReply(msgspec.Struct, kw_only=True):
-    """The queue as it is now."""
+    """The queue now."""
 
     object: Literal["queue"] = "queue"
     running: int
@@ -60,16 +60,16 @@ class QueueReply(msgspec.Struct, kw_only=True):
     waiting: int
     """Requests that have not been in a step."""
     expected_wait_seconds: dict[str, float | None]
-    """Of a request that the caller sent now, by class of service; null while nobody knows."""
+    """Seconds that a new request of the caller would wait, by class of service; null without a forecast."""
     forecast_age_seconds: float | None
-    """null when there has not been a forecast yet."""
+    """null before the first forecast."""
     calibration: ForecastCalibration
     requests: list[QueuedRequest]
-    """The caller's own, as far as keys tell callers apart; the first thousand."""
+    """The caller's own requests (all, if keys do not distinguish callers); at most a thousand."""
 
 
 async def show_queue(request: Request) -> Response:
-    """The whole queue, or with ``request_id`` one request of it. Raises ApiError 404 when there is none of that id."""
+    """Show the whole queue, or one request with ``request_id``. Raises ApiError 404 for an unknown id."""
     state: ServerState = request.app.state.server
     engine, forecast = state.engine, state.engine.intake.forecast
     caller: Caller = getattr(request.state, "caller", Caller())
@@ -89,7 +89,7 @@ async def show_queue(request: Request) -> Response:
 
 
 def _requests(state: ServerState, caller: Caller, wanted: str | None) -> list[QueuedRequest]:
-    """What the caller may see of what it asked for."""
+    """The caller's waiting requests."""
 
     def shown(stream: OutputStream) -> bool:
         return caller.sees(stream.tenant) and (wanted is None or stream.name == wanted)

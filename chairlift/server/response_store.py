@@ -1,7 +1,7 @@
-"""Responses that clients asked to be kept, in memory, each seen only with the API key that made it.
+"""Stored responses in memory. A response is visible only to the API key that made it.
 
-Both their number and their bytes are bounded. Where there are too many, the least recently used response of the key
-with the most bytes is dropped, so that one key does not push out what others keep.
+Their number and their bytes are limited. At the limit, the least recently used response of the key with the most bytes
+is dropped, so that no key displaces the responses of others.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ class StoredResponse:
     """One response."""
 
     body: bytes
-    """JSON of the response, as GET has it."""
+    """JSON of the response, as GET returns it."""
     items: bytes
-    """JSON of the list of all items of the conversation, the answer's included."""
+    """JSON list of all items of the conversation, including the answer's."""
 
     @property
     def num_bytes(self) -> int:
-        """What it counts for."""
+        """Bytes that count for the limit."""
         return len(self.body) + len(self.items)
 
 
 class ResponseStore:
-    """Responses by holder (of an API key, see :class:`~chairlift.server.auth.Caller`) and id."""
+    """Responses by holder (see :class:`~chairlift.server.auth.Caller`) and id."""
 
     def __init__(self) -> None:
         self._kept: dict[str, OrderedDict[str, StoredResponse]] = {}
@@ -37,7 +37,7 @@ class ResponseStore:
         self.num_bytes = 0
 
     def put(self, holder: str, response_id: str, stored: StoredResponse, most: int, most_bytes: int) -> bool:
-        """Keep a response, within ``most`` of them and ``most_bytes``. False: it alone is larger, and is not kept."""
+        """Store a response within the limits ``most`` and ``most_bytes``. Returns False if it alone exceeds them."""
         if most < 1 or stored.num_bytes > most_bytes:
             return False
         self._kept.setdefault(holder, OrderedDict())[response_id] = stored
@@ -49,14 +49,14 @@ class ResponseStore:
         return True
 
     def get(self, holder: str, response_id: str) -> StoredResponse | None:
-        """The response, if it is this holder's and still there."""
+        """The response, if it exists and belongs to this holder."""
         own = self._kept.get(holder, OrderedDict())
         if response_id in own:
             own.move_to_end(response_id)
         return own.get(response_id)
 
     def delete(self, holder: str, response_id: str) -> bool:
-        """Drop a response; whether it was there."""
+        """Delete a response. Returns whether it existed."""
         stored = self._kept.get(holder, OrderedDict()).pop(response_id, None)
         if stored is not None:
             self._count(holder, -1, -stored.num_bytes)

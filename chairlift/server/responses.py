@@ -1,7 +1,8 @@
-"""POST /v1/responses, and GET and DELETE /v1/responses/{id}: OpenAI's Responses API over the chats of this server.
+"""POST /v1/responses, and GET and DELETE /v1/responses/{id}: OpenAI's Responses API, translated to chats.
 
-A request is translated into a chat, and what is read in the answer becomes items. Nothing is kept unless ``store`` is
-true; then the response is in memory for ``previous_response_id``, within bounds, and only for the API key that made it.
+A request becomes a chat, and the content, reasoning and calls of the answer become items. A response is stored only if
+``store`` is true; then it is in memory for ``previous_response_id``, within limits, and only for the API key that made
+it.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ async def create_response(request: Request) -> HttpResponse:
 
 
 def _hints(asked: ResponsesRequest) -> Iterator[tuple[str, Any]]:
-    """Fields that mean nothing here, with their values."""
+    """Fields without effect here, and their values."""
     text, reasoning = asked.text or TextOptions(), asked.reasoning or ReasoningOptions()
     yield "text.verbosity", text.verbosity
     yield "reasoning.summary", reasoning.summary
@@ -97,7 +98,7 @@ def _check_store(state: ServerState, asked: ResponsesRequest) -> None:
 
 
 def _earlier(request: Request, asked: ResponsesRequest) -> _Items:
-    """The items of the conversation that goes on. Raises ApiError 404 for a response that is not kept."""
+    """Items of the earlier conversation. Raises ApiError 404 for a response that is not stored."""
     if asked.previous_response_id is None:
         return []
     stored = _stored(request, asked.previous_response_id, "previous_response_id")
@@ -125,7 +126,7 @@ def _holder(request: Request) -> str:
 
 
 def _keeper(request: Request, asked: ResponsesRequest, earlier: _Items) -> _Keep:
-    """Keeps a finished response and its JSON, with the whole conversation."""
+    """Function that stores a finished response and its JSON with the whole conversation."""
     state: ServerState = request.app.state.server
     before, holder = [*earlier, *input_items(asked)], _holder(request)
     limits = (state.config.max_stored_responses, state.config.max_stored_response_bytes)
@@ -138,7 +139,7 @@ def _keeper(request: Request, asked: ResponsesRequest, earlier: _Items) -> _Keep
 
 
 def _item(item: Any) -> dict[str, Any]:
-    """An item of the output as one of an input."""
+    """An output item in the form of an input item."""
     if isinstance(item, OutputMessage):
         texts = [{"type": "output_text", "text": part.text} for part in item.content]
         return {"type": "message", "role": "assistant", "content": texts}
@@ -148,7 +149,7 @@ def _item(item: Any) -> dict[str, Any]:
 
 
 def _response(asked: ResponsesRequest, run: ChatRun) -> Response:
-    """The response before there is any answer, with what was asked."""
+    """The response before there is any output, with the fields of the request."""
     wanted = asked.text.format if asked.text else None
     return Response(
         id=f"resp_{secrets.token_hex(16)}",
@@ -203,7 +204,7 @@ def _event(told: Told) -> bytes:
 
 
 async def _get_response(request: Request) -> HttpResponse:
-    """A response that was kept."""
+    """Show a stored response."""
     given: Sequence[str] = request.query_params.getlist("stream")
     if any(value not in ("false", "") for value in given) or "starting_after" in request.query_params:
         message = "the events of a response are not kept; leave stream and starting_after out"
@@ -213,7 +214,7 @@ async def _get_response(request: Request) -> HttpResponse:
 
 
 async def _delete_response(request: Request) -> HttpResponse:
-    """Forget a response."""
+    """Delete a stored response."""
     state: ServerState = request.app.state.server
     response_id = request.path_params["response_id"]
     _stored(request, response_id, "response_id")

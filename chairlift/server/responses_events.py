@@ -1,6 +1,6 @@
-"""What is read in an answer becomes the items of a response, and the typed events of its stream.
+"""Turns answers into the items of a response, and into the typed events of its stream.
 
-One builder makes both, so a stream's last event holds what the whole reply has. The order of the events is OpenAI's:
+One builder makes both, so a stream's last event equals the whole reply. The order of the events is OpenAI's:
 ``response.created`` and ``.in_progress``; for each item ``output_item.added``, its parts and pieces, and
 ``output_item.done``; then ``response.completed``, ``.incomplete`` or ``.failed``.
 """
@@ -38,13 +38,13 @@ from chairlift.tool_calls import Call, Event, Piece
 __all__ = ["ResponseBuilder", "Told"]
 
 Told = dict[str, Any]
-"""One event: its type, its number and what it says."""
+"""One event: its type, its number and its fields."""
 
 _encode: Final = msgspec.json.encode
 
 
 class ResponseBuilder:
-    """Fills a response with what is read in its answer, and tells the events of that."""
+    """Builds a response from the content, reasoning and calls of its answer, and yields the events of a stream."""
 
     def __init__(self, response: Response, run: ChatRun, meter: Meter) -> None:
         self.response = response
@@ -52,25 +52,25 @@ class ResponseBuilder:
         self._counts = run.plan.reasoning is not None
         self._top, self._texts, self._meter = run.chat.top_logprobs or 0, run.texts, meter
         self._special = run.texts.tokenizer.special_ids if run.texts.tokenizer else frozenset()
-        """Tokens that are in no text."""
+        """Tokens without text."""
         self._open: OutputMessage | ReasoningItem | None = None
-        """The item that the next piece of its kind belongs to."""
+        """The open item, to which the next piece of its kind is added."""
         self._pieces: list[str] = []
-        """Its text so far."""
+        """Text of the open item so far."""
         self._number = 0
         self._unsaid: list[tuple[int, bytes]] = []
-        """Number and log-probabilities of tokens whose text has not come yet."""
+        """(token, JSON of its log-probabilities) of tokens whose text is not complete yet."""
         self._logprobs: list[bytes] = []
-        """JSON of those of the open message."""
+        """JSON of the log-probabilities in the open message."""
         self._num_tokens = 0
 
     def begin(self) -> Iterator[Told]:
-        """The events before there is anything."""
+        """First events, before there is any output."""
         yield self._event("response.created", response=self.response)
         yield self._event("response.in_progress", response=self.response)
 
     def news(self, answer: CompletionOutput) -> Iterator[Told]:
-        """The events of an answer's news; at its end the last item is closed, and the response has its status."""
+        """Events of the new part of an answer. At its end the last item is closed, and the response gets its status."""
         ended = answer.finish_reason is not None
         for place, entry in enumerate(answer.logprobs or (), start=self._num_tokens):
             if answer.token_ids[place - self._num_tokens] in self._special:
@@ -95,11 +95,11 @@ class ResponseBuilder:
         self.response.usage = _usage(self._meter.usage())
 
     def end(self) -> Told:
-        """The last event of a response that has its status."""
+        """Last event of a response with a status."""
         return self._event(f"response.{self.response.status}", response=self.response)
 
     def failed(self, error: ApiError) -> Told:
-        """The last event of one that went wrong."""
+        """Last event of a response that failed."""
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         self.response.status = "failed"
         self.response.error = ResponseError(code=code, message=error.message)
@@ -165,7 +165,7 @@ class ResponseBuilder:
         yield self._event("response.output_item.done", output_index=self._index, item=item)
 
     def _said(self) -> Any:
-        """The log-probabilities of tokens that have come and are no reasoning."""
+        """Log-probabilities of new tokens that are no reasoning."""
         told = [entry for place, entry in self._unsaid if not self._reading.is_reasoning(place)]
         self._unsaid = []
         self._logprobs += told

@@ -1,7 +1,7 @@
-"""From the items of a response's input to the messages of a chat.
+"""Translates the input items of a response to the messages of a chat.
 
-An assistant's turn is one message: its reasoning, its text and its calls. A turn ends with the next result, the next
-message of somebody else, or reasoning or text where it has text and no calls already.
+An assistant's turn becomes one message with its reasoning, text and calls. A turn ends with a result of a call, with a
+message of another role, or with reasoning or text after it has text and no calls.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ _SAME: Final = (
     *("repetition_penalty", "priority", "cache_salt", "queue_timeout", "service_tier", "ttft_ms", "tpot_ms"),
     *("deadline_ms", "parallel_tool_calls", "user", "stop", "chat_template_kwargs", "top_logprobs"),
 )
-"""Fields that mean the same in a chat."""
+"""Fields with the same meaning in a chat."""
 
 
 def names() -> Names:
-    """The names of this endpoint's fields."""
+    """Names of the fields of this endpoint."""
     return Names(_FIELDS)
 
 
 def input_items(asked: ResponsesRequest) -> list[Mapping[str, Any]]:
-    """The input as items; a text is a message of the user."""
+    """The input as items. A text becomes a message of the user."""
     if isinstance(asked.input, str):
         return [{"type": "message", "role": "user", "content": asked.input}]
     return list(asked.input)
 
 
 def to_chat(asked: ResponsesRequest, earlier: Sequence[Mapping[str, Any]], told: Names) -> ChatRequest:
-    """The chat that a request means, behind the ``earlier`` items. Places of messages are noted in ``told``.
+    """Translate a request to a chat, after the ``earlier`` items. Places of messages are noted in ``told``.
 
-    Raises ApiError that names a field, an item or a tool that is not served.
+    Raises ApiError with the name of a field, item or tool that is not supported.
     """
     _check(asked)
     turns = _Turns(asked.instructions)
@@ -93,17 +93,17 @@ def _check(asked: ResponsesRequest) -> None:
 
 
 class _Turns:
-    """Makes messages of items."""
+    """Makes messages of a chat from items."""
 
     def __init__(self, instructions: str | None) -> None:
         self.messages: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}
         self._known: set[str] = set()
-        """Ids of calls so far."""
+        """Ids of the calls so far."""
         self._opening = bool(instructions)
-        """Messages of the system join the instructions."""
+        """Whether messages of the system join the instructions."""
         self._open = False
-        """The last message is an assistant's turn that goes on."""
+        """Whether the last message is an assistant's turn that continues."""
         if instructions:
             self._message("instructions", {"role": "system", "content": instructions})
 
@@ -133,7 +133,7 @@ class _Turns:
         return message
 
     def _turn(self, where: str) -> dict[str, Any]:
-        """The assistant's turn, which begins here if none is open."""
+        """The assistant's open turn, or a new one."""
         return self.messages[-1] if self._open else self._message(where, {"role": "assistant"}, open=True)
 
     def _say(self, where: str, item: Mapping[str, Any]) -> None:
@@ -210,7 +210,7 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(given: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
-    """``tool_choice`` as a chat has it: names stand one level deeper there."""
+    """``tool_choice`` in a chat's form, where names are one level deeper."""
     if given is None or isinstance(given, str):
         return given
     kind, tools = given.get("type"), given.get("tools")
@@ -224,7 +224,7 @@ def _choice(given: str | Mapping[str, Any] | None) -> str | dict[str, Any] | Non
 
 
 def _form(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """``text.format`` as ``response_format``."""
+    """``text.format`` in the form of ``response_format``."""
     if given is None or given.get("type") == "text":
         return None
     if given.get("type") != "json_schema":

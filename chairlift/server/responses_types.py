@@ -1,8 +1,8 @@
-"""What a request to /v1/responses may hold, and what replies are made of: OpenAI's Responses API.
+"""Request and reply types of /v1/responses, OpenAI's Responses API.
 
-Fields that are known and not served follow the rule of :mod:`~chairlift.server.protocol`. Those that only matter to
-tools of OpenAI's own servers (``max_tool_calls``), to billing and caching there (``prompt_cache_key``,
-``safety_identifier``) or to the form of a stream (``stream_options``) are hints, and ignored.
+Known fields that are not supported follow the rule of :mod:`~chairlift.server.protocol`. Fields that concern only tools
+on OpenAI's servers (``max_tool_calls``), billing and caching there (``prompt_cache_key``, ``safety_identifier``) or the
+form of a stream (``stream_options``) are hints, and ignored.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ INCLUDABLE: Final = (
     *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
     *("computer_call_output.output.image_url", "code_interpreter_call.outputs"),
 )
-"""Values of ``include``. Only the first changes a reply; the others are about what does not occur here."""
+"""Values of ``include``. Only the first changes a reply; the others concern features that do not exist here."""
 
 _ITEM_SCHEMA: Final = {
     "description": "A message (role and content), a reasoning item, a function_call (call_id, name, arguments) or a "
@@ -79,7 +79,7 @@ class TextOptions(msgspec.Struct, kw_only=True):
     """The field ``text``."""
 
     format: Form | None = None
-    """Type ``text``, ``json_object`` or ``json_schema`` (with ``schema``; enforced, whatever ``strict`` says)."""
+    """Type ``text``, ``json_object`` or ``json_schema`` (with ``schema``; always enforced, whatever ``strict`` is)."""
     verbosity: str | None = None
     """Ignored."""
 
@@ -88,11 +88,11 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     """The field ``reasoning``."""
 
     effort: Annotated[str, Meta(max_length=32)] | None = None
-    """none, minimal, low, medium, high, xhigh or max, where the chat template has a place for it."""
+    """none, minimal, low, medium, high, xhigh or max, if the chat template uses it."""
     summary: str | None = None
-    """Ignored: reasoning comes as it is, in ``content``."""
+    """Ignored: ``content`` has the whole reasoning."""
     generate_summary: str | None = None
-    """The older name of summary."""
+    """Older name of summary."""
 
 
 class ResponsesRequest(SampledRequest, kw_only=True):
@@ -101,30 +101,30 @@ class ResponsesRequest(SampledRequest, kw_only=True):
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)]
     """A text of the user, or the items of the conversation."""
     instructions: Annotated[str, Meta(max_length=2**24)] | None = None
-    """The system's message; of the previous response's there is nothing left."""
+    """System message. Instructions of the previous response no longer apply."""
     previous_response_id: Annotated[str, Meta(max_length=128)] | None = None
-    """Go on with the conversation of this response, which was stored."""
+    """Id of a stored response whose conversation continues."""
     store: bool | None = None
-    """true: keep the response in memory for previous_response_id and GET. It is not kept otherwise."""
+    """true: keep the response in memory for previous_response_id and GET. Otherwise it is not kept."""
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    """Reasoning counts. Without it: as many as fit."""
+    """Most tokens, including reasoning. Without it: as many as fit."""
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[str, Meta(max_length=64)] | Annotated[dict[str, Any], Meta(max_length=16)] | None = None
     """auto, none, required, a function by name, or allowed_tools."""
     parallel_tool_calls: bool | None = None
-    """false: calls after the first are left out of the answer."""
+    """false: calls after the first are dropped from the answer."""
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=16)] | None = None
-    """``message.output_text.logprobs``: the log-probabilities of the answer's tokens."""
+    """``message.output_text.logprobs``: log-probabilities of the answer's tokens."""
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    """The most likely tokens at each place, too."""
+    """Number of most likely tokens at each position to report as well."""
     truncation: Annotated[str, Meta(max_length=16)] | None = None
     """disabled: a conversation that is too long is refused."""
     metadata: Metadata | None = None
-    """Comes back in the reply."""
+    """Copied to the reply."""
     user: Annotated[str, Meta(max_length=256)] | None = None
-    """Who asks; without API keys, whose share of the engine it is."""
+    """Name of the caller. Without API keys, it decides whose share of the engine the request uses."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
     chat_template_kwargs: TemplateVariables | None = None
 
@@ -151,14 +151,14 @@ REFUSED: Final[Refusals] = refused_beside(
 
 
 class ResponseError(msgspec.Struct, kw_only=True):
-    """Why a response failed."""
+    """Reason why a response failed."""
 
     code: str
     message: str
 
 
 class IncompleteDetails(msgspec.Struct, kw_only=True):
-    """Why a response is not complete."""
+    """Reason why a response is incomplete."""
 
     reason: str
 
@@ -172,7 +172,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
 
 
 class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """What the model says."""
+    """Text of the answer."""
 
     id: str
     role: Literal["assistant"] = "assistant"
@@ -181,7 +181,7 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """A call that the model wants to be made; its result is a function_call_output with the same call_id."""
+    """A call that the model wants the client to make. Its result is a function_call_output with the same call_id."""
 
     id: str
     call_id: str
@@ -198,13 +198,13 @@ class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thinks before it answers."""
+    """Reasoning of the model before its answer."""
 
     id: str
     summary: list[Any] = []
     content: list[ReasoningText]
     encrypted_content: None = None
-    """Nothing is encrypted: the reasoning is in content, and may be sent back as it is."""
+    """Always null: content has the reasoning, which may be sent back."""
     status: str
 
 
@@ -221,7 +221,7 @@ class OutputTokensDetails(msgspec.Struct, kw_only=True):
 
 
 class ResponseUsage(msgspec.Struct, kw_only=True):
-    """Tokens read and written."""
+    """Numbers of input and output tokens."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -231,7 +231,7 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """The answer to a request, with what was asked."""
+    """The answer to a request, with the fields of the request."""
 
     id: str
     object: Literal["response"] = "response"
@@ -263,7 +263,7 @@ class Response(msgspec.Struct, kw_only=True):
     user: str | None
     metadata: dict[str, str]
     tool_call_errors: list[str] | UnsetType = UNSET
-    """Why text that began like a tool call is in a message."""
+    """Errors of text that began like a tool call and stayed in a message."""
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""What all endpoints share."""
+"""State that all endpoints share."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ __all__ = ["ServerState"]
 
 @dataclasses.dataclass(slots=True)
 class ServerState:
-    """One server. Endpoints find it at ``request.app.state.server``."""
+    """State of one server. Endpoints use it as ``request.app.state.server``."""
 
     config: ServerConfig
     engine: AsyncEngine
     model_names: tuple[str, ...]
-    """Names clients may ask for; the first is the one that answers carry."""
+    """Model names for clients; answers have the first."""
     api_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Key -> the tenant that is charged for its requests."""
+    """Key -> tenant that is charged for its requests."""
     started_at: int = 0
     """Unix time, for ``created`` in /v1/models."""
     draining: bool = False
-    """The server finishes what it has and takes nothing new."""
+    """Whether the server finishes its requests and accepts no new ones."""
     num_body_bytes: int = 0
-    """Request bodies that are not tokens yet, all together."""
+    """Bytes of all request bodies that are not tokens yet."""
     reading: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    """Held while a long body is read."""
+    """Held while a long body is parsed."""
     writing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    """Held while a piece of a long reply is written on a thread."""
+    """Held while a thread writes a piece of a long reply."""
     num_logprobs: int = 0
-    """Log-probabilities that the requests in flight may bring, all together."""
+    """Most log-probabilities of all running requests together."""
     num_in_progress: int = 0
-    """HTTP requests to /v1/* that have not been answered to the end."""
+    """Number of HTTP requests to /v1/* whose answer is not finished."""
     responses: ResponseStore = dataclasses.field(default_factory=ResponseStore)
-    """What clients asked to be kept."""
+    """Responses that clients asked to be stored."""
     live: LiveFeed | None = None
-    """What the live view shows, once somebody has looked."""
+    """Data of the live view; None before its first viewer."""
     tracer: RequestTracer | None = None
-    """Writes a trace of every request, where the settings say so."""
+    """Writes a trace of every request, if the settings ask for it."""
     batches: BatchWorker | None = None
-    """Keeps files and answers batches, where the settings name a directory for them."""
+    """Stores files and answers batches, if the settings name a directory for them."""

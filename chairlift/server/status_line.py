@@ -1,5 +1,4 @@
-"""One line per interval about how the server is doing, and none when it has nothing to do; and a warning when work is
-done twice."""
+"""A log line per interval with the state of a busy server, and a warning when too much work is done twice."""
 
 from __future__ import annotations
 
@@ -14,18 +13,18 @@ __all__ = ["PreemptionAlarm", "StatusLine"]
 
 _WATCH: Final = 0.02
 _TOO_MANY: Final = 0.05
-"""Shares of finished sequences that were preempted."""
+"""Share of preempted sequences, among finished ones, that causes a warning."""
 _QUIET_SECONDS: Final = 60.0
 _MARGIN: Final = 0.9
-"""Sequences grow while they run: not all that fit now will fit later."""
+"""Share of the fitting sequences to recommend, because sequences grow while they run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Counts:
-    """Counters whose growth over an interval is of interest."""
+    """Counters whose growth over an interval is reported."""
 
     prompt: int
-    """Prompt tokens computed: what remains of all computed tokens without those known to be others."""
+    """Prompt tokens computed: all computed tokens minus those known to be others."""
     delivered: int
     queries: int
     hits: int
@@ -49,17 +48,17 @@ class _Counts:
 
 
 class StatusLine:
-    """Remembers the counters of the last line, so that each line tells of the time since."""
+    """Makes status lines. It remembers the counters of the last line, so that each line covers the time since then."""
 
     def __init__(self, stats: RequestStats, now: float) -> None:
         self._before = _Counts.of(stats)
         self._time = now
 
     def next(self, stats: RequestStats, *, num_waiting: int, now: float) -> str | None:
-        """The line for the interval that ends ``now`` (seconds); None when nothing happened.
+        """The line for the interval that ends at ``now`` (seconds); None when nothing happened.
 
-        ``num_waiting`` counts requests that wait for a step. The line bears a mark when 2 % or more of the sequences
-        that finished in the last 60 s were preempted.
+        ``num_waiting`` counts requests that wait for a step. The line is marked when 2 % or more of the sequences that
+        finished in the last 60 s were preempted.
         """
         counts, before = _Counts.of(stats), self._before
         seconds = max(now - self._time, 1e-3)
@@ -94,14 +93,15 @@ def _mark(rate: float) -> str:
 
 
 class PreemptionAlarm:
-    """Says that too much is preempted, and what to do about it; once a minute at most."""
+    """Warns of too many preemptions, with a remedy, at most once a minute."""
 
     def __init__(self) -> None:
         self._quiet_until = -math.inf
         self._num_steps = 0
 
     def next(self, stats: RequestStats, info: EngineInfo, *, now: float) -> str | None:
-        """The warning, when more than 5 % of the sequences that finished in the last 60 s were preempted."""
+        """The warning, when more than 5 % of the sequences that finished in the last 60 s were preempted; otherwise
+        None."""
         engine = stats.engine
         stands_still, self._num_steps = engine.num_steps == self._num_steps, engine.num_steps
         if stands_still or engine.preemption_rate <= _TOO_MANY or now < self._quiet_until:
@@ -114,7 +114,7 @@ class PreemptionAlarm:
 
 
 def _remedy(engine: EngineStats, info: EngineInfo) -> str:
-    """Which setting to change, from how many sequences of the size they have now fit into the KV cache."""
+    """The setting to change, from the number of sequences of the present size that fit into the KV cache."""
     most = info.max_num_seqs
     if not engine.num_running or not engine.used_blocks:
         return "raise --kv-cache-memory-bytes, or lower --max-num-seqs"

@@ -1,10 +1,9 @@
-"""From the engine's streams to answers: collected, or as server-sent events.
+"""From the engine's streams to answers, as a whole or as server-sent events.
 
-The contract of a stream: a chunk per answer with the role (chat only), chunks with what is new, one chunk per answer
-with its ``finish_reason``, one with the usage and no choices when it was asked for, and ``[DONE]``. When something goes
-wrong on the way, an event with an error object ends the stream, without ``[DONE]``. (Responses and messages have events
-of their own.) Nothing is sent, not even a status,
-before there is something to say: what fails before the first token has its real status.
+A stream has these events: a chunk per answer with the role (chat only), chunks with new output, one chunk per answer
+with its ``finish_reason``, one with the usage and no choices if requested, and ``[DONE]``. An error ends the stream
+with an error object, without ``[DONE]``. (Responses and messages have other events.) No status is sent before the first
+output, so that an earlier error has its real status.
 """
 
 from __future__ import annotations
@@ -68,11 +67,11 @@ __all__ = [
 
 _encode: Final = msgspec.json.encode
 _LOWEST_LOGPROB: Final = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Value in place of minus infinity, which JSON does not have."""
 _PIECE: Final = 1 << 16
-"""Bytes of events that are sent at a time, about, when one output has more."""
+"""Approximate bytes of events that are sent at a time, if one output has more."""
 _MANY: Final = 512
-"""More tokens than this are decoded on a thread, so that streams go on."""
+"""Longer lists of tokens are decoded on a thread, so that streams continue."""
 
 _T = TypeVar("_T")
 
@@ -96,29 +95,29 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Tokens read and delivered."""
+    """Numbers of input and output tokens."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """There where it has something to say."""
+    """Present if reasoning is separated from the answer, or the request has a ``prediction``."""
 
 
 class Timing(msgspec.Struct):
-    """Where the time of a request went, from its arrival to its end."""
+    """Time of a request by cause, from its arrival to its end."""
 
     queue_ms: float
-    """Milliseconds from its arrival to the first step that computed something for it."""
+    """Milliseconds from its arrival to its first step."""
     causes_ms: dict[str, float]
     """Milliseconds by cause; docs/why-slow.md explains them."""
     preempted_by: list[str]
-    """The last that it had to give way to, by the ids they have in the engine."""
+    """Engine ids of the last requests that preempted it."""
 
 
 class PromptLogprob(msgspec.Struct):
-    """What the model thought of a token at a place in the prompt."""
+    """Log-probability of a token in the prompt."""
 
     logprob: float
     rank: int | None
@@ -126,7 +125,7 @@ class PromptLogprob(msgspec.Struct):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""One entry per prompt token, by token id; the first is null because nothing precedes it."""
+"""One entry per prompt token, by token id; the first is null because no token precedes it."""
 
 
 class Meter:
@@ -139,10 +138,10 @@ class Meter:
         self._predicted: dict[tuple[int, int], tuple[int, int]] | None = {} if predicted else None
         """(prompt, answer) -> tokens drafted from the text that was expected, right and wrong; None without one."""
         self.reasoning_tokens: int | None = None
-        """None where reasoning is not told from the answer."""
+        """None if reasoning is not separated from the answer."""
 
     def note(self, prompt: int, output: RequestOutput) -> None:
-        """The answers in ``output`` are delivered."""
+        """Count the answers in ``output`` as delivered."""
         self._cached[prompt] = output.num_cached_tokens
         for answer in output.outputs:
             self._completion_tokens += len(answer.token_ids)
@@ -167,7 +166,7 @@ class Meter:
 
 
 async def beside(state: ServerState, size: int, work: Callable[[], _T]) -> _T:
-    """What ``work`` on so many tokens brings; of many on a thread, when its turn has come. Raises QueueFullError."""
+    """Run ``work`` on ``size`` tokens; if they are many, on a thread, in turn. Raises QueueFullError."""
     return await state.engine.beside(work) if size > _MANY else work()
 
 
@@ -175,9 +174,10 @@ def truncate(
     prompt: list[int], keep: int | None, info: EngineInfo, max_tokens: int | None, added: tuple[int, int] = (0, 0)
 ) -> list[int]:
     """``keep`` tokens of a prompt: its end, and the special tokens that the tokenizer ``added`` before and behind it,
-    as the tokenizer's own truncation on the left does; with -1 as many as leave room for the answer, with None all.
+    like a tokenizer that truncates on the left. -1 keeps as many as leave room for the answer; None keeps all.
 
-    Raises ApiError where ``keep`` is less than what the tokenizer added."""
+    Raises ApiError if ``keep`` is less than the number of added tokens.
+    """
     if keep == -1:
         keep = max(1, min(info.max_model_len, info.capacity_tokens + 1) - (1 if max_tokens is None else max_tokens))
     if keep is None or keep >= len(prompt):
@@ -199,10 +199,12 @@ async def submit_all(
     *,
     stream: bool,
     caller: Caller,
+    adapter: str = "",
 ) -> list[OutputStream]:
-    """One stream per prompt: all of them, or what is wrong with one, which is named when there are several.
+    """Submit all prompts and return one stream for each, or raise the error of one (with its index if there are
+    several).
 
-    ``caller`` is charged for them, and those with different API keys share no cache.
+    ``caller`` is charged. Callers with different API keys share no cache. ``adapter`` is the name of a loaded one.
     """
     streams: list[OutputStream] = []
     kind = OutputKind.DELTA if stream else OutputKind.FINAL
@@ -225,8 +227,9 @@ async def submit_all(
                     queue_timeout=request.queue_timeout,
                     name=caller.request_id,
                     arrival=caller.arrived,
-                    has_room=True,  # or the first of many prompts would be in the way of the last
+                    has_room=True,  # checked for all prompts before, so that the first does not block the last
                     bad_word_ids=bad_word_ids,
+                    adapter=adapter,
                 )
             except RequestError as error:
                 raise type(error)(f"prompt {index}: {error}") if len(prompts) > 1 else error from None
@@ -238,17 +241,17 @@ async def submit_all(
 
 
 def abort_all(streams: Sequence[OutputStream]) -> None:
-    """End whatever has not ended."""
+    """End all unfinished requests."""
     for stream in streams:
         stream.abort()
 
 
 async def collect(streams: Sequence[OutputStream]) -> list[RequestOutput]:
-    """The whole answers, in the order of the prompts. However this ends, no request is left in the engine."""
+    """The whole answers, in the order of the prompts. Afterwards no request is left in the engine, whatever happens."""
     outputs: dict[int, RequestOutput] = {}
     try:
         async with contextlib.aclosing(merge(streams)) as news:
-            async for index, output in news:  # as they end: who waits need not wait for others to hear of a failure
+            async for index, output in news:  # in the order in which they end, so that a failure is noticed at once
                 outputs[index] = output
                 for answer in output.outputs:
                     _check_end(output, answer)
@@ -258,7 +261,7 @@ async def collect(streams: Sequence[OutputStream]) -> list[RequestOutput]:
 
 
 async def merge(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """(index of the stream, output) as outputs come. Of streams that have one, each gets its turn before any again."""
+    """(index of the stream, output) in the order of arrival. Streams with outputs take turns."""
     if len(streams) == 1:
         output = None
         async for output in streams[0]:
@@ -296,7 +299,7 @@ def _whole(last: RequestOutput | None) -> RequestOutput:
 
 
 def _check_end(output: RequestOutput, answer: CompletionOutput) -> None:
-    """Raise ApiError for an answer that ended in another way than its request asked for."""
+    """Raise ApiError for an answer that ended abnormally."""
     if answer.finish_reason is FinishReason.ERROR:
         reason = output.error or "its logits could not be used"
         status, code = (400, "invalid_value") if is_of_the_caller(reason) else (500, "generation_failed")
@@ -311,7 +314,7 @@ def _check_end(output: RequestOutput, answer: CompletionOutput) -> None:
 
 
 def reply_head(prefix: str, model: str, info: EngineInfo, streams: Sequence[OutputStream]) -> dict[str, Any]:
-    """The fields that replies and chunks begin with. The answers of one reply are of one class of service."""
+    """First fields of replies and chunks. All answers of one reply have the same class of service."""
     return {
         "id": f"{prefix}-{secrets.token_hex(16)}",
         "created": int(time.time()),
@@ -327,12 +330,12 @@ def json_response(content: Any, headers: Mapping[str, str] | None = None) -> Res
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """A log-probability that JSON can represent."""
     return max(logprob, _LOWEST_LOGPROB)
 
 
 def timing(outputs: Sequence[RequestOutput], wanted: bool | None) -> Timing | UnsetType:
-    """Of the output that took longest, if it is wanted; of whose end the engine knows nothing there is none."""
+    """Timing of the output that took longest, if wanted. Outputs whose end the engine does not know have no timing."""
     charged = [(m.causes, m) for output in outputs if (m := output.metrics) is not None and m.causes]
     if not wanted or not charged:
         return UNSET
@@ -343,7 +346,7 @@ def timing(outputs: Sequence[RequestOutput], wanted: bool | None) -> Timing | Un
 
 
 class TokenTexts:
-    """How tokens are written in log-probabilities."""
+    """Texts of tokens in log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
         self.tokenizer = tokenizer
@@ -354,7 +357,7 @@ class TokenTexts:
         return f"token_id:{token_id}" if self._as_ids else entry.decoded_token or ""
 
     def bytes(self, token_id: int, entry: Logprob) -> bytes:
-        """Its bytes; the text of a token with a part of a character does not say them."""
+        """Bytes of the token. The text of a token with a part of a character does not contain them."""
         if self.tokenizer is not None and self.tokenizer.byte_decoding is not None:
             return self.tokenizer.token_bytes(token_id, skip_special_tokens=False)
         return (entry.decoded_token or "").encode()
@@ -363,7 +366,8 @@ class TokenTexts:
 def prompt_logprobs(
     entries: Sequence[Mapping[int, Logprob] | None] | None, texts: TokenTexts, most: int, pieces: Pieces
 ) -> Any:
-    """The engine's, as a reply has them: the prompt's own token and the ``most`` likely, of what may be more."""
+    """The engine's prompt log-probabilities in the form of replies: the prompt's token and the ``most`` most likely
+    ones."""
     if entries is None:
         return None
     return pieces.later(json_items(_told(entry, texts, most) for entry in entries), len(entries) * (most + 1))
@@ -377,7 +381,7 @@ def _told(entry: Mapping[int, Logprob] | None, texts: TokenTexts, most: int) -> 
 
 
 def parts(answer: CompletionOutput, top: int) -> Iterator[CompletionOutput]:
-    """An answer's news, cut where its log-probabilities are many; the text is that of the first part."""
+    """The new part of an answer, divided if it has many log-probabilities. The first part has the text."""
     size = tokens_at_once(top)
     if answer.logprobs is None or len(answer.token_ids) <= size:
         yield answer
@@ -389,7 +393,7 @@ def parts(answer: CompletionOutput, top: int) -> Iterator[CompletionOutput]:
 
 
 def in_pieces(events: Iterable[bytes]) -> Iterator[bytes]:
-    """The events, several at a time where they are short, so that none of what is sent at a time is long."""
+    """The events, several short ones together, so that no piece is long."""
     held = bytearray()
     for event in events:
         held += event
@@ -400,34 +404,34 @@ def in_pieces(events: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def tokens_at_once(top: int) -> int:
-    """So many tokens with ``top`` likely ones each are written at a time on the event loop: 1,024 entries."""
+    """Number of tokens with ``top`` likely ones each that are written at a time on the event loop: 1,024 entries."""
     return max(1, 1024 // (top + 1))
 
 
 class StreamWriter:
-    """Writes the events of one stream. Subclasses say what they are."""
+    """Writes the events of one stream. Subclasses define them."""
 
     def __init__(self, streams: Sequence[OutputStream]) -> None:
         self.meter = Meter(streams)
 
     def start(self) -> bytes:
-        """What comes before the first output."""
+        """Bytes before the first output."""
         return b""
 
     def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
-        """The events for one output of the prompt with this index, in pieces; none when there is nothing to say yet."""
+        """Events for one output of the prompt with this index, in pieces; none when there is nothing new to send."""
         raise NotImplementedError
 
     def end(self) -> bytes:
-        """What comes after the last output."""
+        """Bytes after the last output."""
         return b""
 
     def failed(self, error: ApiError) -> bytes:
-        """What ends the stream instead, when something goes wrong on the way."""
+        """Bytes that end the stream after an error."""
         return b"data: " + _encode(error_body(error)) + b"\n\n"
 
     def note(self, prompt: int, output: RequestOutput) -> None:
-        """Count an output. Raises ApiError for an answer that ended in another way than its request asked for."""
+        """Count an output. Raises ApiError for an answer that ended abnormally."""
         self.meter.note(prompt, output)
         for answer in output.outputs:
             if answer.finish_reason is not None:
@@ -435,9 +439,9 @@ class StreamWriter:
 
 
 class ChunkWriter(StreamWriter):
-    """Writes the events of chat and text completions; the constant part of every event is encoded once.
+    """Writes the events of chat and text completions. The constant part of every event is encoded once.
 
-    ``head`` has the fields that all chunks share. Subclasses say what the choices are.
+    ``head`` has the fields of all chunks. Subclasses make the choices.
     """
 
     def __init__(self, head: Mapping[str, Any], asked: GenerationRequest, streams: Sequence[OutputStream]) -> None:
@@ -451,7 +455,7 @@ class ChunkWriter(StreamWriter):
         self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
 
     def choices(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> Iterator[bytes]:
-        """The JSON of the choices that an answer's news make, one per event."""
+        """JSON of the choices for the new part of an answer, one per event."""
         raise NotImplementedError
 
     def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
@@ -472,7 +476,7 @@ class ChunkWriter(StreamWriter):
             yield b"".join(held)
 
     def event(self, choice: bytes, more: bytes = b"") -> bytes:
-        """One server-sent event; ``more`` is JSON that goes behind the choices."""
+        """One server-sent event; ``more`` is JSON after the choices."""
         if self._continuous:
             return self._head + choice + b"]" + more + b',"usage":' + _encode(self.meter.usage()) + b"}\n\n"
         return self._head + choice + b"]" + more + self._tail
@@ -485,7 +489,7 @@ class ChunkWriter(StreamWriter):
 async def start_stream(
     state: ServerState, streams: Sequence[OutputStream], chunks: StreamWriter, headers: Mapping[str, str]
 ) -> EventStream:
-    """Wait for the first output, and make it the beginning of a stream. What goes wrong until then is raised."""
+    """Wait for the first output and begin a stream with it. Earlier errors are raised."""
     outputs = merge(streams)
     try:
         first = await anext(outputs, None)
@@ -502,11 +506,11 @@ async def start_stream(
 
 
 class EventStream(Response):
-    """Server-sent events, each sent as it comes; no task, no queue in between. ``over`` is called at their end, or when
-    the client has left.
+    """Server-sent events, each sent when it is made, without a task or queue in between. ``over`` is called when they
+    end or the client leaves.
 
-    The engine does not wait for a reader who leaves its events unread: what comes meanwhile is one larger chunk later.
-    Its connection ends in time, and this with it.
+    The engine does not wait for a slow reader; later outputs become one larger chunk. The connection of a reader that
+    stops reading is closed by its timeout, which ends the stream.
     """
 
     media_type = "text/event-stream"
@@ -539,7 +543,7 @@ async def _events(
     first: Iterator[bytes],
     request_id: str,
 ) -> AsyncGenerator[bytes, None]:
-    """What a stream sends: one piece per output of the engine, or several for a long one."""
+    """Pieces of a stream: one per output of the engine, or several for a long one."""
     async with contextlib.aclosing(outputs):
         try:
             async for piece in _in_turns(first):
@@ -553,7 +557,7 @@ async def _events(
 
 
 async def _in_turns(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The pieces that are not empty; between two of them others have their turn."""
+    """The non-empty pieces. Other tasks get a turn between two of them."""
     is_first = True
     for piece in pieces:
         if not is_first:

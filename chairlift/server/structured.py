@@ -1,4 +1,4 @@
-"""Which form a request asks its answer to have: one value from the fields of OpenAI, vLLM and older vLLM."""
+"""Form of the answer that a request asks for: one value from the fields of OpenAI, vLLM and older vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIELDS: Final = (
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     "structural_tag",
 )
-"""Fields that ask for a form; a request may have one of them."""
+"""Fields for the form of the answer; a request may have one of them."""
 _CALLS: Final = "tool_choice asks for a call, whose grammar is made of the parameters of tools:"
 _INSIDE: Final = {
     "response_format": "response_format.json_schema.schema",
@@ -31,7 +31,7 @@ _INSIDE: Final = {
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """What the answer is to be held to; None for free text. Raises ApiError, naming the field."""
+    """The requested form; None for free text. Raises ApiError with the name of a field."""
     given = _given(request)
     if len(given) > 1:
         message = f"{' and '.join(given)} each ask for a form of the answer; leave all but one out"
@@ -50,7 +50,7 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | 
 
 @contextlib.contextmanager
 def naming(request: GenerationRequest) -> Iterator[None]:
-    """Errors about a grammar name the field that asked for it, in ``param`` and in words."""
+    """Add the name of the requesting field to errors about a grammar, in ``param`` and in the message."""
     try:
         yield
     except RequestError as error:
@@ -77,7 +77,7 @@ def _forces_call(request: GenerationRequest) -> bool:
 
 
 def _given(request: GenerationRequest) -> list[str]:
-    """The fields that ask for anything but text."""
+    """Names of the fields that ask for a form other than text."""
     named = [name for name in FIELDS if getattr(request, name) is not None]
     return [name for name in named if getattr(request, name) != {"type": "text"} or name != "response_format"]
 

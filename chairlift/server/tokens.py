@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize: texts, conversations and token ids as the model sees them."""
+"""POST /tokenize and POST /detokenize: conversion between texts or conversations and token ids."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["DetokenizeReply", "TokenizeReply", "routes"]
 
 _MAX_STRINGS: Final = 2**18
-"""Tokens that are told one by one as texts; of more, each a string of its own, a reply would take gigabytes."""
+"""Most tokens whose texts are listed. More of them, as separate strings, would take gigabytes in a reply."""
 
 
 class TokenizeReply(msgspec.Struct, kw_only=True):
-    """Token ids, and how many fit."""
+    """Token ids, their number, and the longest allowed number."""
 
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
-    """The text of each token alone, where that was asked for."""
+    """Text of each token, if requested."""
 
 
 class DetokenizeReply(msgspec.Struct, kw_only=True):

@@ -1,8 +1,8 @@
-"""OpenTelemetry: a span per request, with its waiting, its prompt, its answer and its preemptions as spans below it.
+"""OpenTelemetry: a span per request. Its wait, prompt, answer and preemptions are child spans.
 
 The caller's ``traceparent`` (W3C Trace Context) makes it a part of the caller's own trace. Attributes have the names of
-the gen_ai conventions, and never a text. Spans are put together from times that are known anyway, when a request has
-left; a thread of the exporter's sends them, and drops them when the collector is away.
+the gen_ai conventions, and contain no texts. Spans are made from known times when a request has left. A thread of the
+exporter sends them, and drops them when the collector is not reachable.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _log = logging.getLogger(__name__)
 _OPERATIONS: Final = dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat")
 _HEADERS: Final = (b"traceparent", b"tracestate", b"baggage")
 _MOST_SECONDS: Final = 3.0
-"""For a collector to take a batch of spans, and at the server's end all that are left."""
+"""Most seconds for sending a batch of spans, and for sending the rest at the server's end."""
 _SECONDS: Final = 1_000_000_000
 
 
 def otlp_exporter(endpoint: str) -> SpanExporter:
-    """Sends spans to a collector over HTTP, such as ``http://127.0.0.1:4318/v1/traces``; headers and the like come from
-    OpenTelemetry's own ``OTEL_EXPORTER_OTLP_*`` variables. Raises ConfigError for another URL, or without the packages.
-    """
+    """Exporter of spans to a collector over HTTP, such as ``http://127.0.0.1:4318/v1/traces``. Headers and other
+    options come from OpenTelemetry's ``OTEL_EXPORTER_OTLP_*`` variables. Raises ConfigError for another URL, or without
+    the packages."""
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(
             "otlp_traces_endpoint must be a URL of OTLP over HTTP, like http://127.0.0.1:4318/v1/traces;"
@@ -54,7 +54,7 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
 
 
 class RequestTracer:
-    """Writes spans of every request. A subscriber of the engine's events."""
+    """Writes the spans of every request, as a subscriber of the engine's events."""
 
     def __init__(self, exporter: SpanExporter, model: str) -> None:
         from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
@@ -62,8 +62,9 @@ class RequestTracer:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         about = {SERVICE_NAME: "chairlift", SERVICE_VERSION: __version__, "gen_ai.request.model": model}
-        resource = Resource(about).merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME and the like
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # it would wait without an end
+        resource = Resource(about).merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME and similar variables
+        # its own exit handler would wait without limit
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("chairlift", __version__)
         self._model = model
@@ -73,7 +74,7 @@ class RequestTracer:
         self._under_way: dict[str, tuple[Context | None, str]] = {}
 
     def received(self, scope: Scope) -> None:
-        """Remember, for as long as the HTTP request's task lives, what its headers and its path say about a trace."""
+        """Remember the trace headers and path of an HTTP request during its task."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         given = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _HEADERS}
@@ -148,7 +149,7 @@ class RequestTracer:
         return {name: value for name, value in attributes.items() if value is not None}
 
     def shutdown(self) -> None:
-        """Send what is left; it waits for the collector, but for three seconds at most, so call it on a thread."""
+        """Send the remaining spans. It blocks for at most three seconds, so call it on a thread."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(_MOST_SECONDS)

@@ -1,8 +1,8 @@
-"""What the server is asked, in numbers: GET /v1/requests lists what waits and runs, GET /v1/traffic records.
+"""Traffic of the server in numbers: GET /v1/requests lists waiting and running requests, GET /v1/traffic records.
 
-Neither ever has a text. A recording says of equal beginnings of prompts that they are equal, by hashes under a secret
-that the server draws for each recording and tells nobody: who has the file cannot try out what a prompt may have been.
-Hash ids per block are the idea of Mooncake's traces (Qin et al., 2024).
+Neither contains any text. A recording shows which prompts have equal beginnings, by hashes with a secret that the
+server draws for each recording and never reveals. So a reader of the file cannot test guesses of a prompt. Hash ids per
+block are the idea of Mooncake's traces (Qin et al., 2024).
 """
 
 from __future__ import annotations
@@ -38,54 +38,55 @@ __all__ = ["Recording", "RequestsReply", "TrafficRecord", "prefix_hashes", "rout
 _MOST_LISTED: Final = 1000
 _MOST_RECORDINGS: Final = 8
 _MOST_RECORDINGS_OF_ONE: Final = 3
-"""Of one tenant, where keys tell tenants apart: nobody may take all."""
+"""Most recordings of one tenant, where keys distinguish tenants, so that no tenant takes all."""
 _MOST_WAITING: Final = 4096
 _MOST_WAITING_TOKENS: Final = 1 << 22
-"""Records that a slow listener may leave unread, and the prompt tokens that are kept with them."""
+"""Most records that a slow listener may leave unread, and most prompt tokens kept with them."""
 _MOST_TENANTS: Final = 10_000
 _LONG_PROMPT: Final = 16_384
-"""Tokens; longer prompts are hashed on a thread."""
+"""Tokens. Longer prompts are hashed on a thread."""
 _HASH_BYTES: Final = 16
 _LOOK_SECONDS: Final = 0.25
 _HEARTBEAT_SECONDS: Final = 15.0
 _KEPT_SECONDS: Final = 60.0
-"""How long a recording waits for its listener to come back."""
+"""Seconds for which a recording waits for its listener to reconnect."""
 _encode: Final = msgspec.json.encode
 
 
 class LiveRequest(msgspec.Struct, kw_only=True):
-    """One request that waits or runs; a completion with several prompts is several."""
+    """One waiting or running request. A completion with several prompts is several requests."""
 
     id: str
-    """The X-Request-Id it came with, or was given."""
+    """Its X-Request-Id."""
     status: str
-    """waiting, prefill, decode, or preempted: it gave its memory away and is not back where it was."""
+    """waiting, prefill, decode, or preempted (it lost its memory and has not recomputed it)."""
     service_tier: str
     priority: int
     tenant: str
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompt, read from the prefix cache."""
+    """Prompt tokens read from the prefix cache."""
     computed_tokens: int
-    """Leading tokens of prompt and answer whose KV is there; of several answers, of the first that has not ended."""
+    """Leading tokens of prompt and answer whose KV is in the cache. With several answers, those of the first unfinished
+    one."""
     output_tokens: int
-    """Generated so far, over all its answers."""
+    """Generated so far, over all answers."""
     n: int
     max_tokens: int
-    """Of each answer."""
+    """Most tokens of each answer."""
     age_seconds: float
     queue_seconds: float
-    """Until its first step, or so far."""
+    """Wait before its first step, so far if it has not started."""
     first_token_seconds: float | None
-    """From its arrival to its first token; null while there is none."""
+    """From its arrival to its first token; null before that."""
     expected_start_seconds: float | None
-    """Of one that waits: from now to its first step, by the forecast; null while nobody knows."""
+    """For a waiting request: from now to its first step, by the forecast; null without a forecast."""
     expected_token_seconds: float | None
-    """Of one whose prompt takes several steps: from now to its next token, by the cost model."""
+    """During a prefill of several steps: from now to its next token, by the cost model."""
 
 
 class RequestsReply(msgspec.Struct, kw_only=True):
-    """What waits and runs now."""
+    """Waiting and running requests."""
 
     object: Literal["requests"] = "requests"
     running: int
@@ -93,51 +94,53 @@ class RequestsReply(msgspec.Struct, kw_only=True):
     waiting: int
     """Requests that have not been in a step, of all callers."""
     requests: list[LiveRequest]
-    """The caller's own, as far as keys tell callers apart: those that have started, the oldest first, then the line."""
+    """The caller's own requests (all, if keys do not distinguish callers): started ones, oldest first, then the
+    queue."""
 
 
 class TrafficRecord(msgspec.Struct, kw_only=True):
-    """One request that has ended, in numbers."""
+    """One ended request in numbers."""
 
     arrival_seconds: float
-    """Since the recording began."""
+    """Seconds from the begin of the recording."""
     arrival_unix: float
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    """Delivered, over all answers."""
+    """Delivered tokens, over all answers."""
     answer_tokens: list[int]
-    """Of each answer."""
+    """Tokens of each answer."""
     max_tokens: int | None
-    """As it was asked for."""
+    """The request's own value."""
     finish_reason: str
     """stop, length, deadline, abort (its client left), or error (the server could not answer it)."""
     cancel_ms: float | None
-    """After how long its client left."""
+    """Milliseconds after which its client left."""
     tenant: str
-    """A pseudonym; empty for nobody."""
+    """A pseudonym; empty without a tenant."""
     service_tier: str
     priority: int
-    """As it was asked for; 0 where it was not."""
+    """The request's own value; 0 without one."""
     ttft_ms: float | None
-    """What was promised: to the first token, per token after it, to the end."""
+    """Promises: time to the first token, per token after it, to the end."""
     tpot_ms: float | None
     deadline_ms: float | None
     ttft_seconds: float | None
-    """How it was: to the first token, per token after it, to the end, to the first step."""
+    """Actual times: to the first token, per token after it, to the end, to the first step."""
     tpot_seconds: float | None
     e2e_seconds: float
     queue_seconds: float | None
     preemptions: int
     hash_ids: list[int]
-    """One per block of the prompt, the last of which may not be full: equal where prompts are equal up to its end."""
+    """One per block of the prompt; the last block may be partial. Equal hashes mean prompts that are equal up to the
+    end of the block."""
 
 
 # --- what there is now ------------------------------------------------------------------------------------------------
 
 
 async def list_requests(request: Request) -> Response:
-    """At most ``limit`` requests of the caller's. Raises ApiError 400 for another limit than 1 to 1,000."""
+    """List at most ``limit`` requests of the caller. Raises ApiError 400 for a limit outside 1 to 1,000."""
     state: ServerState = request.app.state.server
     caller: Caller = getattr(request.state, "caller", Caller())
     limit = _number(request, "limit", 100, 1, _MOST_LISTED)
@@ -181,10 +184,10 @@ def _live(stream: OutputStream, place: Place | None, now: float) -> LiveRequest:
 
 
 def prefix_hashes(token_ids: Sequence[int], block_size: int, secret: bytes, salt: str = "") -> list[int]:
-    """A number below 2**62 per block of ``block_size`` token ids (of 32 bits), the last block as long as it is.
+    """A number below 2**62 per block of ``block_size`` token ids (of 32 bits); the last block may be shorter.
 
-    Those of two prompts are equal up to the first block in which they differ, and no further. ``secret`` is 1 to 64
-    bytes; ``salt`` separates prompts that must not count as equal.
+    The numbers of two prompts are equal up to the first block in which they differ, and different afterwards.
+    ``secret`` is 1 to 64 bytes; ``salt`` separates prompts that must not count as equal.
     """
     chain = hashlib.blake2b(salt.encode(), key=secret, digest_size=_HASH_BYTES).digest()
     numbers = []
@@ -196,11 +199,11 @@ def prefix_hashes(token_ids: Sequence[int], block_size: int, secret: bytes, salt
 
 
 class Recording:
-    """Remembers what has ended until its listener takes it. A subscriber of the engine's events.
+    """Stores ended requests until the listener takes them. It subscribes to the engine's events.
 
-    Only requests count that come while it is open: it begins now, and takes nothing new after ``most`` requests or
-    ``seconds``. Those that came before are heard to their end, so that the long ones are not left out. ``now`` is on
-    the clock of the requests, ``unix`` the same moment in Unix time.
+    Only requests that arrive during the recording count. It ends its intake after ``most`` requests or ``seconds``;
+    requests that arrived before are recorded until they end, so that long ones are not missing. ``now`` is on the clock
+    of the requests, ``unix`` the same moment in Unix time.
     """
 
     def __init__(
@@ -218,9 +221,9 @@ class Recording:
         self.block_size = block_size
         self.began_unix = unix
         self.num_lost = 0
-        """Records that were dropped since the listener was last told."""
+        """Number of dropped records since the last report to the listener."""
         self.listener = 0
-        """Number of the newest; an older one has been replaced."""
+        """Number of the newest listener, which has replaced earlier ones."""
         self.news = asyncio.Event()
         self._secret = secrets.token_bytes(32)
         self._began = now
@@ -228,7 +231,7 @@ class Recording:
         self._left = most
         self._under_way: set[str] = set()
         self._ended: deque[tuple[int, TrafficRecord, list[int], str]] = deque()
-        """Number, record, token ids of the prompt, and salt; nothing of the answers, which may be large."""
+        """(number, record, prompt token ids, salt). Answers may be large and are not kept."""
         self._num_tokens = self._number = 0
         self._tenants = {"": ""}
 
@@ -237,11 +240,11 @@ class Recording:
         return len(self._under_way)
 
     def is_complete(self, now: float) -> bool:
-        """Whether nothing will come any more."""
+        """Whether there will be no further records."""
         return not self._under_way and not self._ended and (self._left <= 0 or now >= self._ends)
 
     def close(self) -> None:
-        """Take nothing new."""
+        """Accept no new requests."""
         self._left = 0
 
     def began(self, stream: OutputStream) -> None:
@@ -268,7 +271,7 @@ class Recording:
         self.news.set()
 
     async def take(self) -> tuple[int, TrafficRecord] | None:
-        """The oldest record and its number, counted from 1 with those that were lost; None when there is none."""
+        """The oldest record and its number, counted from 1 including lost ones; None when there is none."""
         self.news.clear()
         if not self._ended:
             return None
@@ -310,9 +313,9 @@ class Recording:
 
 
 async def stream_traffic(request: Request) -> Response:
-    """Begin a recording, or go on with the one that ``recording`` names.
+    """Begin a recording, or continue the one that ``recording`` names.
 
-    Raises ApiError 400 for a bad parameter, 404 for a recording that is not there, 429 when there are too many.
+    Raises ApiError 400 for a bad parameter, 404 for an unknown recording, 429 when there are too many.
     """
     state: ServerState = request.app.state.server
     caller: Caller = getattr(request.state, "caller", Caller())
@@ -352,7 +355,7 @@ async def stream_traffic(request: Request) -> Response:
 
 
 def _listen(state: ServerState, recording: Recording) -> EventStream:
-    """Tell a new listener, who replaces the one before."""
+    """Send the recording to a new listener, which replaces the one before."""
     recording.listener += 1
     recording.news.set()
     number = recording.listener
@@ -362,7 +365,7 @@ def _listen(state: ServerState, recording: Recording) -> EventStream:
             state.engine.events.unsubscribe(recording.id)
 
     def over() -> None:
-        """Nobody listens, unless somebody else came. What ends now is kept for a while."""
+        """The listener has left, unless another one replaced it. The recording is kept for a while."""
         if recording.is_complete(time.monotonic()):
             forget()
         else:
@@ -372,7 +375,7 @@ def _listen(state: ServerState, recording: Recording) -> EventStream:
 
 
 async def _told(state: ServerState, recording: Recording, number: int) -> AsyncGenerator[bytes, None]:
-    """``start``, an event without a name per request, ``lost`` where some are missing, and ``end``."""
+    """Events: ``start``, an unnamed event per request, ``lost`` where some are missing, and ``end``."""
     began = {"recording": recording.id, "block_size": recording.block_size, "began_unix": recording.began_unix}
     yield _event("start", {**began, "model": state.model_names[0]})
     spoken = time.monotonic()
@@ -393,7 +396,7 @@ async def _told(state: ServerState, recording: Recording, number: int) -> AsyncG
         elif now - spoken >= _HEARTBEAT_SECONDS:
             spoken = now
             yield b": %d requests are under way\n\n" % recording.num_under_way
-        else:  # not for long: nobody tells of the drain
+        else:  # a short wait, because the drain has no event
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_SECONDS):
                     await recording.news.wait()
@@ -406,7 +409,7 @@ def _event(name: str, content: Any) -> bytes:
 def _number(
     request: Request, name: str, default: int | None, low: float, high: float, *, whole: bool = True
 ) -> float | None:
-    """A number of the query. Raises ApiError 400 for any other text."""
+    """A number in the query. Raises ApiError 400 for any other text."""
     given = request.query_params.getlist(name)
     if not given:
         return default

@@ -1,6 +1,6 @@
-"""For endpoints that translate their requests into chats: places of fields, texts of parts, errors in their words.
+"""Tools for endpoints that translate their requests into chats: names of fields, texts of parts, errors.
 
-The chat is checked as any other; what is wrong with it is told with the names that the client used.
+The chat is checked like any other. Errors use the names that the client used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONGEST: Final = 60
 
 
 class Names:
-    """How fields of the chat are called in the request that it was made of.
+    """The client's names for the fields of the chat that was made from its request.
 
     ``fields`` maps regular expressions of names in the chat to the client's names.
     """
@@ -33,7 +33,7 @@ class Names:
         """Place in the chat -> place in the request, for messages and their calls."""
 
     def told(self, text: str) -> str:
-        """A text about the chat, with the client's names. Only names before the first quote count as such."""
+        """A message about the chat, with the client's names. Names after the first quote are not replaced."""
         told, quote, rest = _PLACE.sub(lambda found: self._place(found[0]), text).partition("'")
         for pattern, name in self._fields:
             told = pattern.sub(name, told)
@@ -44,7 +44,7 @@ class Names:
 
     @contextlib.contextmanager
     def telling(self, state: ServerState, request_id: str) -> Iterator[None]:
-        """Raise refusals of a chat as ApiErrors about the client's fields."""
+        """Convert errors of a chat into ApiErrors about the client's fields."""
         try:
             yield
         except (ApiError, RequestError, TemplateError) as error:
@@ -55,9 +55,9 @@ class Names:
 
 
 def texts_of(where: str, parts: Any, kinds: Sequence[str], instead: str = "") -> str | list[dict[str, Any]]:
-    """The content of a chat's message: a text, or the text parts of a list whose types are among ``kinds``.
+    """Content of a chat's message: a text, or the text parts of a list whose types are among ``kinds``.
 
-    Raises ApiError that names a part of another type; ``instead`` says what to do about it.
+    Raises ApiError with the name of a part of another type; ``instead`` is the remedy.
     """
     if isinstance(parts, str):
         return parts

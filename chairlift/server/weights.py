@@ -1,7 +1,7 @@
-"""POST /update_weights: other weights for the network that is served, from one step to the next. For trainers.
+"""POST /update_weights: new weights for the served network, between two steps. For trainers.
 
-Whoever may do this decides what everybody is answered, and which directories of this machine are read: it takes the
-API key that is named ``admin``, also where there is no other.
+A caller of this endpoint controls the answers to all clients, and the directories that are read. So it needs the API
+key that is named ``admin``, even if there is no other key.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from chairlift.errors import ConfigError, ModelLoadError
-from chairlift.server.auth import ADMIN, Caller
+from chairlift.server.auth import check_admin
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import read_json
 from chairlift.server.protocol import parse, warning_headers
@@ -26,28 +26,25 @@ __all__ = ["WeightsReply", "WeightsRequest", "routes"]
 
 
 class WeightsRequest(msgspec.Struct, kw_only=True):
-    """The body; see :meth:`chairlift.async_llm.AsyncLLM.update_weights`."""
+    """The body of a request; see :meth:`chairlift.async_llm.AsyncLLM.update_weights`."""
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
-    """A directory with safetensors, where the server runs."""
+    """Directory with safetensors on the server's machine."""
     version: Annotated[int, Meta(ge=0, le=2**53)]
     in_flight: Literal["continue", "recompute"] = "continue"
 
 
 class WeightsReply(msgspec.Struct, kw_only=True):
-    """What serves now."""
+    """Version and fingerprint of the weights that now serve."""
 
     version: int
     system_fingerprint: str
 
 
 async def _update(request: Request) -> Response:
-    """Answers when the new weights serve, with what follows their change: the version and the fingerprint."""
+    """Replace the weights. The answer comes when the new weights serve, with their version and fingerprint."""
     state: ServerState = request.app.state.server
-    caller: Caller = getattr(request.state, "caller", Caller())
-    if caller.tenant != ADMIN:
-        message = f"this takes an API key that is named {ADMIN}: a line '{ADMIN} KEY' in the file of --api-key-file"
-        raise ApiError(403, message, code="admin_key_needed")
+    check_admin(request)
     asked, ignored = parse(WeightsRequest, await read_json(request))
     try:
         info = await state.engine.update_weights(asked.path, asked.version, in_flight=asked.in_flight)

@@ -1,1 +1,1 @@
-"""Speculative decoding: who proposes tokens, and how many of them are worth computing."""
+"""Speculative decoding: proposes draft tokens, and decides how many of them to compute."""

@@ -1,8 +1,9 @@
-"""How many drafts a step computes: as many as make it produce the most tokens per second, and none where none do.
+"""Number of drafts in a step: the number with the most tokens per second, which may be none.
 
-A draft costs time, since each one is a row more, and is worth the probability that it and all before it are right. The
-first drafts of rows that were right often come first; more are added while the rate of the step grows. On CPUs a step
-of few rows waits for memory and drafts are nearly free; a step of many rows computes, and no draft pays.
+A draft costs time, since each is one more row. Its value is the probability that it and all drafts before it are
+accepted. Drafts of rows with a high acceptance come first; more are added while tokens per second grow. On CPUs a step
+of few rows waits for memory, so drafts are nearly free. A step of many rows is limited by arithmetic, and no draft
+pays.
 """
 
 from __future__ import annotations
@@ -23,26 +24,27 @@ from chairlift.spec_decode.predicted import PredictedText
 __all__ = ["AdaptiveSpeculator", "Proposer", "best_number", "speculator_from_config"]
 
 _PROBE_STEPS = 24
-"""Where no draft pays by the estimates, one is tried again after so many steps: texts change."""
+"""If no draft pays by the estimates, one is tried again after this many steps, because texts change."""
 _FIRST_TRY = 4
-"""Drafts that a text its caller expects gets at once, whatever they cost: who sends one knows more than the engine."""
+"""Number of drafts from an expected text that are tried at once, whatever they cost: the caller who sends it knows more
+than the engine."""
 _MOST_COMPARED = 64
-"""Drafts of a step; more pay nowhere on a CPU."""
+"""Most drafts of a step; on a CPU more never pay."""
 _SIZES_LOOKED_AT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, _MOST_COMPARED)
-"""Numbers of drafts at which it is asked whether any would pay."""
+"""Numbers of drafts at which :meth:`AdaptiveSpeculator._may_pay` looks."""
 _LEAST_GAIN = 1.02
-"""The estimates are noisy: a smaller gain is none."""
+"""Least gain that counts, because the estimates are noisy."""
 _MOST_KNOWN = 16
-"""Drafts of a row that follows an expected text or a grammar, where nobody says how many."""
+"""Most drafts of a row from an expected text or a grammar, if no setting says how many."""
 
 
 def best_number(num_rows: int, chances: Sequence[float], seconds: Callable[[int], float]) -> int:
-    """How many drafts make the most tokens per second.
+    """Number of drafts with the most tokens per second.
 
     Args:
         num_rows: Rows of the step, each of which yields a token in any case.
         chances: Probability that each draft is accepted, not ascending.
-        seconds: Time of the step with so many drafts.
+        seconds: Time of the step with this many drafts.
     """
     best, rate = 0, num_rows / seconds(0) * _LEAST_GAIN
     tokens = float(num_rows)
@@ -135,8 +137,8 @@ class AdaptiveSpeculator:
     def _may_pay(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float]
     ) -> bool:
-        """Whether drafts would pay if all were as likely as the likeliest. Spares the search for them in full batches,
-        where this is all that drafts cost."""
+        """Whether drafts would pay if all were as likely as the likeliest. It avoids the search for drafts in full
+        batches, where this is all that drafts cost."""
         best, proposes = 0.0, self._proposer is not None
         for request, _ in rows:
             name = request.request_id
@@ -226,6 +228,7 @@ def speculator_from_config(
     config: SchedulerConfig,
     costs: Costs,
     num_lookahead_steps: int,
+    has_states: bool = False,
     guide: Guide | None = None,
     drafter: Proposer | None = None,
 ) -> AdaptiveSpeculator | None:
@@ -233,7 +236,7 @@ def speculator_from_config(
     bring a text that they expect, or follow a grammar, have some. ``drafter`` is the model that drafts, if one was
     loaded. Raises ConfigError."""
     asked = config.speculation
-    if not config.takes_drafts(num_lookahead_steps):
+    if not config.takes_drafts(num_lookahead_steps, has_states):
         return None
     if asked is None:
         return AdaptiveSpeculator(costs.model.step_seconds, _MOST_KNOWN, guide=guide)

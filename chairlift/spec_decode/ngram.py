@@ -1,6 +1,7 @@
-"""Drafts from the request's own text: what followed the last few tokens when they stood there before.
+"""Drafts from the request's own text: the tokens that followed an earlier occurrence of the last few tokens.
 
-Prompt lookup decoding (Saxena, 2023). It pays where an answer repeats its prompt: editing, extraction, code, summaries.
+This is prompt lookup decoding (Saxena, 2023). It pays where an answer repeats its prompt: editing, extraction, code,
+summaries.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from chairlift.request import Request
 __all__ = ["NgramIndex", "NgramProposer"]
 
 _MOST_PER_CALL = 4096
-"""Tokens that one call adds to the index, so that a long prompt does not hold up a step."""
+"""Most tokens that one call adds to the index, so that a long prompt does not delay a step."""
 
 
 class NgramIndex:
-    """Where each run of ``size`` tokens of one text ended last. A text only grows.
+    """Last place of each n-gram of ``size`` tokens in one text, which only grows.
 
     Args:
         size: Tokens that must be equal.
@@ -40,13 +41,13 @@ class NgramIndex:
         if end is None:
             return ()
         found = token_ids[end : end + most]
-        if len(found) < most:  # it repeats itself
+        if len(found) < most:  # the text repeats itself
             period = len(token_ids) - end
             found = [token_ids[end + i % period] for i in range(most)]
         return found
 
     def _index(self, token_ids: Sequence[int]) -> None:
-        """Add runs that end before the last token: what follows them is known."""
+        """Add n-grams that end before the last token, because the token after them is known."""
         size, ends = self._size, self._ends
         last = min(len(token_ids) - 1, self._num_indexed + _MOST_PER_CALL)
         for end in range(max(size, self._num_indexed + 1), last + 1):

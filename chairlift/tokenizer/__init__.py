@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat messages to text. Imports neither torch nor transformers."""
+"""Conversion of text to token ids and back, and of chat messages to text. Imports neither torch nor transformers."""
 
 from chairlift.tokenizer.chat_template import ChatTemplate
 from chairlift.tokenizer.tokenizer import ByteDecoding, Tokenizer

@@ -1,4 +1,4 @@
-"""Words that must not be generated, as the texts that a tokenizer may have them in."""
+"""Words that must not be generated, in the spellings that a tokenizer may use."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Final
 __all__ = ["spellings", "word_ids"]
 
 _BEFORE: Final = ("", "\n", "(")
-"""What a word may stand behind: some tokenizers write it there without the space that begins a text."""
+"""Texts before a word. After some of them, tokenizers omit the space that begins a text."""
 
 
 def spellings(words: Sequence[str]) -> list[str]:
-    """The texts to encode for :func:`word_ids`: first what words stand behind; then each word, with and without a
-    space, behind each of these."""
+    """The texts to encode for :func:`word_ids`: first the texts of _BEFORE; then each word, with and without a space,
+    after each of these."""
     return [*_BEFORE[1:], *(before + text for word in words for text in _forms(word) for before in _BEFORE)]
 
 
 def word_ids(words: Sequence[str], token_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Each way to write the words once, in order, from the token ids of their :func:`spellings`. One that changes how
-    the text before it is written is left out."""
+    """All distinct tokenisations of the words, from the token ids of their :func:`spellings`. A spelling that changes
+    the tokens before it is dropped."""
     befores, rest = [(), *token_ids[: len(_BEFORE) - 1]], iter(token_ids[len(_BEFORE) - 1 :])
     ways = [
         tuple(ids[len(before) :])

@@ -1,4 +1,4 @@
-"""Chat messages to the one text a model was trained on, through its Jinja template in a sandbox."""
+"""Renders chat messages with the model's Jinja template, in a sandbox."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import datetime
 import functools
 import json
+import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -24,22 +26,24 @@ from chairlift.tokenizer.template_forms import TemplateForms
 __all__ = ["MAX_TEXT", "ChatTemplate", "check_variables"]
 
 MAX_TEXT: Final = 16 * 1024 * 1024
-"""Characters a template may render or build by repetition; far above any model's context."""
+"""Most characters that a template may render or build by repetition; far above any model's context."""
 _INPUTS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 _OPTIONAL_INPUTS: Final = ("tools", "documents", "chat_template")
 _PROBE: Final = "probe_function"
+_BEGIN_MARK, _END_MARK = "chairlift_generation_begins", "chairlift_generation_ends"
+_HAS_MARKS: Final = re.compile(r"\{%[-+]?\s*generation\b")
 _END_OF_FINAL_MESSAGE: Final = "CHAIRLIFT_END_OF_FINAL_MESSAGE"
 
 
 class ChatTemplate:
-    """A model's chat template, compiled once and rendered as transformers' ``apply_chat_template`` renders it.
+    """A model's chat template, compiled once and rendered like transformers' ``apply_chat_template``.
 
-    Templates come with models, so they run in Jinja's immutable sandbox with nothing but text and numbers in reach.
-    ``named_tokens`` (``bos_token``, ``eos_token``, ...) are variables of the template. ``max_chars`` bounds what it may
-    render. Memory and time have no bound here: where messages come from strangers use
+    Templates come with models, so they run in Jinja's immutable sandbox, which contains only text and numbers.
+    ``named_tokens`` (``bos_token``, ``eos_token``, ...) are variables of the template. ``max_chars`` limits the
+    rendered text. Memory and time have no limit here: for messages from untrusted clients use
     :class:`~chairlift.tokenizer.template_worker.TemplateWorker`.
 
-    Messages are given to the template as it takes them (:class:`~chairlift.tokenizer.template_forms.TemplateForms`).
+    The template gets messages in the form that it accepts (:class:`~chairlift.tokenizer.template_forms.TemplateForms`).
     """
 
     def __init__(
@@ -61,19 +65,17 @@ class ChatTemplate:
     ) -> str:
         """The text of a chat, ready for ``Tokenizer.encode(text, add_special_tokens=False)``.
 
-        ``messages`` are dicts with a ``role`` and a ``content``: a string, or text parts
-        (``[{"type": "text", "text": ...}]``). A template that prints parts gets them; for others they are joined by
-        newlines. All other keys (``reasoning_content``, ``tool_calls``, ...) reach the template too.
-        ``add_generation_prompt`` opens the assistant's turn. ``continue_final_message`` leaves the last message open
-        instead, for the model to go on with it: the text ends where the template puts the end of its content, found by
-        a mark as in transformers. ``tools`` are functions that the model may call, in OpenAI's form
-        (``{"type": "function", "function": {"name": ..., "parameters": ...}}``). ``scalars`` are further variables
-        (``enable_thinking=False``): text, numbers, booleans, None.
+        ``messages`` are dicts with a ``role`` and a ``content``: a string, or text parts (``[{"type": "text", "text":
+        ...}]``). A template that prints parts gets them; for others they are joined by newlines. The template also gets
+        all other keys (``reasoning_content``, ``tool_calls``, ...). ``add_generation_prompt`` opens the assistant's
+        turn. ``continue_final_message`` leaves the last message open, so that the model continues it: the text ends at
+        the end of its content, which is found by a mark as in transformers. ``tools`` are functions that the model may
+        call, in OpenAI's form (``{"type": "function", "function": {"name": ..., "parameters": ...}}``). ``scalars`` are
+        further variables (``enable_thinking=False``): text, numbers, booleans, None.
 
-        Raises :class:`~chairlift.errors.RequestError` for messages of another form, in a role that the template
-        prints nothing of, or with tools that it does not print, and
-        :class:`~chairlift.errors.TemplateError` when there is no template, it fails, or it does not lay out the final
-        message so that it can be continued.
+        Raises :class:`~chairlift.errors.RequestError` for messages of another form, for a role or tools that the
+        template does not print. Raises :class:`~chairlift.errors.TemplateError` when there is no template, when it
+        fails, or when the final message cannot be continued.
         """
         check_variables(scalars)
         plain = normalize_messages(messages)
@@ -86,6 +88,34 @@ class ChatTemplate:
         marked = [*chat[:-1], _marked(chat[-1])]
         return _up_to_final_message(chat, self._render(chat, False, scalars), self._render(marked, False, scalars))
 
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template says with ``{% generation %}`` what is learnt in training."""
+        return self._source is not None and _HAS_MARKS.search(self._source) is not None
+
+    def names(self, word: str) -> bool:
+        """Whether the template has this name, as an attribute or in quotes: it may read such a key of a message."""
+        return self._forms.names(word)
+
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], /, tools: Sequence[Mapping[str, Any]] | None = None, **scalars: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a chat without an opened answer, and what stands inside ``{% generation %}``: (begin, end) in
+        characters. Raises as :meth:`render`.
+        """
+        word = secrets.token_hex(8)  # nobody can write it into a message
+        marks = {_BEGIN_MARK: f"\x02{word}", _END_MARK: f"\x03{word}"}
+        text = self.render(messages, False, tools=tools, **{**scalars, **marks})
+        plain, spans, begin = "", [], 0
+        for piece in re.split(f"([\x02\x03]{word})", text):
+            if piece == marks[_BEGIN_MARK]:
+                begin = len(plain)
+            elif piece == marks[_END_MARK]:
+                spans.append((begin, len(plain)))
+            else:
+                plain += piece
+        return plain, spans
+
     def _render(
         self, chat: list[dict[str, Any]], add_generation_prompt: bool, scalars: Mapping[str, Any] | None = None
     ) -> str:
@@ -93,7 +123,7 @@ class ChatTemplate:
         return self._generate(variables | {"messages": chat, "add_generation_prompt": add_generation_prompt})
 
     def _check_tools(self) -> None:
-        """Raise RequestError when the template does not print tools. It is tried once."""
+        """Raise RequestError when the template does not print tools. The test runs once."""
         if self._prints_tools is None:
             function = {"name": _PROBE, "description": "x", "parameters": {"type": "object", "properties": {}}}
             chat = self._forms.fit([{"role": "user", "content": "x"}])
@@ -109,8 +139,8 @@ class ChatTemplate:
             )
 
     def parse(self) -> None:
-        """Raise :class:`~chairlift.errors.TemplateError` for a template that is no Jinja. Nothing of it runs, where
-        :meth:`compile` computes what is constant."""
+        """Parse the template without running any of it (:meth:`compile` computes constants). Raises
+        :class:`~chairlift.errors.TemplateError` for invalid Jinja."""
         if self._source is not None:
             _ = self._tree
 
@@ -121,8 +151,8 @@ class ChatTemplate:
     def check(self) -> None:
         """Compile the template, and render one of two small chats: a user's message, or a system message before it.
 
-        Raises :class:`~chairlift.errors.TemplateError` when neither renders, and the one for an error in the template
-        itself (TemplateFailedError) only when both end with such an error.
+        Raises :class:`~chairlift.errors.TemplateError` when neither renders. It is TemplateFailedError, for an error in
+        the template itself, only when both end with such an error.
         """
         user = {"role": "user", "content": "Hi"}
         errors: list[TemplateError] = []
@@ -162,15 +192,15 @@ class ChatTemplate:
 
     @functools.cached_property
     def _forms(self) -> TemplateForms:
-        _ = self._template  # raises what is wrong with it
+        _ = self._template  # raises the template's error
         return TemplateForms(self._tree, self._render)
 
     @functools.cached_property
     def _tree(self) -> jinja2.nodes.Template:
         if self._source is None:
             raise TemplateError(
-                "this model has no chat template; send a plain prompt or token ids instead (generate), "
-                "or put a chat_template.jinja into the model directory"
+                "this model has no chat template; send a plain prompt instead (/v1/completions, or generate --raw), "
+                "or give a template: chat_template.jinja in the model directory, or --chat-template of the server"
             )
         with _complaining():
             return _environment().parse(self._source)
@@ -193,7 +223,7 @@ def _complaining() -> Iterator[None]:
 
 
 def check_variables(scalars: Mapping[str, Any]) -> None:
-    """Raises :class:`~chairlift.errors.RequestError` for what a caller may not hand to a template as a variable."""
+    """Raise :class:`~chairlift.errors.RequestError` for values that a caller may not pass to a template."""
     for name, value in scalars.items():
         given = name in _INPUTS and not (value is None and name in _OPTIONAL_INPUTS)
         if given or not (value is None or type(value) in (str, int, float, bool)):
@@ -222,12 +252,12 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _up_to_final_message(chat: Sequence[Mapping[str, Any]], text: str, marked: str) -> str:
-    """The text of a chat up to the end of its last content, found in the text of the same chat with a mark there.
+    """Text of a chat up to the end of its last content, found in the text of the same chat with a mark there.
 
-    As in transformers, a space behind the mark tells whether the template trims contents, and a content that the
-    template does not print as it is cannot be continued. What transformers lets pass is refused as well: a mark that
-    changes what the template writes before it, and messages that come after the final one. If a content is
-    printed twice, the last copy is continued, and the first keeps no mark.
+    As in transformers, a space after the mark tells whether the template trims contents, and a content that the
+    template changes cannot be continued. Two cases that transformers accepts are refused as well: a mark that changes
+    the text before it, and messages after the final one. If a content is printed twice, the last copy is continued, and
+    the first keeps no mark.
     """
     end = marked.rfind(_END_OF_FINAL_MESSAGE)
     if end < 0:
@@ -269,11 +299,11 @@ class _RefusalError(jinja2.TemplateError):
 
 
 class _TooLongError(jinja2.TemplateError):
-    """The template builds a longer text than it may."""
+    """The template builds a text that is too long."""
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with a bound on repetition: ``"x" * 10**10`` would take the machine's memory."""
+    """The sandbox with a limit on repetition: ``"x" * 10**10`` would take the machine's memory."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -288,17 +318,24 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's words for training; when serving it renders what it encloses."""
+    """``{% generation %}`` marks the assistant's words for training; when serving it renders what it encloses.
+
+    Variables around it print the marks of :meth:`ChatTemplate.render_marked`, and nothing where they are not given.
+    """
 
     tags = {"generation"}  # noqa: RUF012  (the base class declares it as an instance attribute)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        begin, end = (
+            jinja2.nodes.Output([jinja2.nodes.Name(name, "load")], lineno=line) for name in (_BEGIN_MARK, _END_MARK)
+        )
+        return [begin, *parser.parse_statements(("name:endgeneration",), drop_needle=True), end]
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's ``namespace`` without underscore names, which the sandbox trusts elsewhere to be out of reach."""
+    """Jinja's ``namespace`` without names that begin with an underscore. The sandbox checks such names elsewhere
+    only."""
 
     def __init__(*args: Any, **names: Any) -> None:
         self, *rest = args
@@ -328,12 +365,12 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: Jinja's own filter escapes HTML, which no model was trained on."""
+    """Plain JSON. Jinja's own filter escapes HTML, which no model was trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _from_json(text: Any) -> Any:
-    """The value of a JSON text, as some templates read arguments that come as text; other values stay as they are."""
+    """Value of a JSON text, for templates that read arguments as text; other values are returned unchanged."""
     return json.loads(text) if isinstance(text, str) else text
 
 
@@ -342,7 +379,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _make_dict(*args: Any, **items: Any) -> dict[Any, Any]:
-    """``dict`` as a function: the class itself would offer templates its methods and its type."""
+    """``dict`` as a function, because the class itself would give templates its methods and its type."""
     return dict(*args, **items)
 
 

@@ -1,4 +1,4 @@
-"""From texts and conversations to token ids, for an event loop: with an end to their length, and to their line."""
+"""From texts and conversations to token ids for an event loop, with limits on their length and on the queue."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["Encoder"]
 _log = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 512
-"""Characters that are tokenized on the event loop: they take less than a millisecond."""
+"""Most characters that are tokenized on the event loop; they take less than a millisecond."""
 _LONG_TEXT: Final = 16_384
-"""Characters. More, of one call, wait in the line of long texts, so that short ones need not wait for them; and as many
-are one turn in that line, if they are several texts. A million take 1 to 5 s and 100 MB."""
+"""Characters. A call with more waits in the queue of long texts, so that short ones need not wait for it. This many
+characters of several texts are also one turn in that queue. A million take 1 to 5 s and 100 MB."""
 _MAX_CHARS_PER_TOKEN: Final = 64
-"""More characters than this per token of the model's length are refused before they are tokenized."""
+"""Texts with more characters per token of the model's length are refused before they are tokenized."""
 _ALWAYS_ALLOWED: Final = 262_144
-"""Characters that all texts of a call may have together, whatever the model's length: 64 prompts of 1,024 tokens."""
+"""Characters that all texts of a call may always have together: 64 prompts of 1,024 tokens."""
 
 _T = TypeVar("_T")
 
 
 def _worker_for(tokenizer: Tokenizer | None, max_model_len: int, most_waiting: int) -> TextWorker | None:
-    """None where the tokenizer is bounded, and may work in this process."""
+    """A worker process for the tokenizer; None if its time is limited, and it may run in this process."""
     if not isinstance(tokenizer, Tokenizer) or not tokenizer.doubt or tokenizer.folder is None:
         return None
     _log.warning("texts are encoded in processes of their own, which is slower: %s", tokenizer.doubt)
@@ -42,9 +42,9 @@ def _worker_for(tokenizer: Tokenizer | None, max_model_len: int, most_waiting: i
 
 
 class Encoder:
-    """``tokenizer`` is None where only token ids are taken. At most ``most_waiting`` conversations, and as many texts
-    and long texts, wait for their turn; those beyond raise QueueFullError. Without ``chats`` there are none of
-    the former. One event loop owns the object."""
+    """Tokenizes on an event loop. ``tokenizer`` is None if only token ids are accepted. At most ``most_waiting``
+    conversations, and as many texts and long texts, wait in a queue; further ones raise QueueFullError. Without
+    ``chats`` no conversations are accepted. One event loop owns the object."""
 
     def __init__(
         self,
@@ -61,15 +61,15 @@ class Encoder:
         self._short_texts = Turns(2, most_waiting, "texts")
         self._templates: TemplateWorker | None = None
         self._chosen = chat_template is not None
-        """The template is not the model's own."""
+        """Whether the template is not the model's own."""
         self._texts = _worker_for(tokenizer, max_model_len, most_waiting)
         if tokenizer is not None and chats:
             template = tokenizer.chat_template if chat_template is None else chat_template
             self._templates = TemplateWorker(template, tokenizer.named_tokens, most_waiting=most_waiting)
 
     async def start(self) -> None:
-        """Have the workers ready, and warn if the model's chat template cannot work. Raises TemplateFailedError if a
-        template given instead of it has an error in itself, and OverloadedError when no worker can be started."""
+        """Start the workers, and warn if the model's chat template cannot work. Raises TemplateFailedError if a
+        template given by the user has an error in itself, and OverloadedError when no worker can be started."""
         if self._texts is not None:
             await self._texts.start()
         if self._templates is not None:
@@ -84,7 +84,7 @@ class Encoder:
                 _log.warning("the chat template was not checked: %s", error)
 
     async def close(self) -> None:
-        """End the workers. What is under way ends with an error."""
+        """End the workers. Work in progress fails."""
         if self._texts is not None:
             await self._texts.close()
         if self._templates is not None:
@@ -96,8 +96,8 @@ class Encoder:
         return ids
 
     async def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text of one request, in order. More than a few hundred characters are tokenized on a
-        thread, and what many texts have together counts.
+        """Token ids of each text of one call, in order. More than a few hundred characters in total are tokenized on a
+        thread.
 
         Raises RequestError; PromptTooLongError for a text, or a sum of texts, far beyond the model's length, before
         anything is tokenized; QueueFullError when too many wait for a thread.
@@ -105,7 +105,8 @@ class Encoder:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise RequestError("the prompt is text, but the tokenizer was not loaded; send token ids")
-        lengths = [len(text) if isinstance(text, str) else 0 for text in texts]  # the tokenizer says what others are
+        # for other types the tokenizer raises the error
+        lengths = [len(text) if isinstance(text, str) else 0 for text in texts]
         total = sum(lengths)
         for length in lengths:
             self._check_length("the text has", length, "a shorter text")
@@ -124,7 +125,8 @@ class Encoder:
         return found
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each of ``bad_words``, in all spellings (:func:`spellings`). Raises as :meth:`encode_all`."""
+        """Token ids of each of ``bad_words``, in all spellings (:func:`spellings`). Raises the errors of
+        :meth:`encode_all`."""
         if not words or self._tokenizer is None:
             return ()
         return word_ids(words, await self.encode_all(spellings(words), add_special_tokens=False))
@@ -151,7 +153,7 @@ class Encoder:
         return await self.encode(text, add_special_tokens=False)
 
     async def beside(self, work: Callable[[], _T]) -> _T:
-        """What ``work`` brings, on a thread: two at a time, long texts included."""
+        """Result of ``work``, run on a thread; two run at a time, including long texts."""
         return await _on_thread(self._threads, work)
 
     @property
@@ -175,7 +177,7 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool
 
 
 def _groups(texts: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
-    """Neighbouring texts, as many as make one turn on a thread; a longer text is a group of its own."""
+    """Neighbouring texts, grouped into turns on a thread; a longer text is a group of its own."""
     groups: list[list[str]] = []
     room = 0
     for text, length in zip(texts, lengths, strict=True):

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, as the ``tokenizer.json`` that it was made from."""
+"""The tokenizer in a GGUF file, converted back to ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["gguf_tokenizer"]
 
 _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6
 _MOST_PIECE: Final = 512
-"""Characters of a token that merges are looked for in: time grows with their square."""
+"""Most characters of a token in which merges are searched, because the time grows with their square."""
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3: Final = (
@@ -39,11 +39,11 @@ _PATTERNS: Final[dict[str, str]] = {
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _O200K),
 }
-"""The regular expression that cuts a text before its pieces are merged, by the names of llama.cpp."""
+"""Regular expressions that split a text before its pieces are merged, by llama.cpp's names."""
 _DIGITS_FIRST: Final = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-"""Those that cut out every digit first, and the rest as GPT-2 does."""
+"""Names of tokenizers that first split off every digit, and then split like GPT-2."""
 _MERGES_IGNORED: Final = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Where a piece that is a token as a whole is that token, whatever the merges would make of it."""
+"""Names of tokenizers in which a piece that is a token as a whole becomes that token, whatever the merges are."""
 _NAMED: Final = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -53,10 +53,10 @@ _NAMED: Final = {
 
 
 def gguf_tokenizer(model: GGUFModel) -> tuple[bytes, dict[str, Any]]:
-    """The contents of ``tokenizer.json``, and of ``tokenizer_config.json``.
+    """Contents of ``tokenizer.json`` and of ``tokenizer_config.json``.
 
-    Byte-level BPE (``gpt2``) and SentencePiece BPE (``llama``) are known. Raises
-    :class:`~chairlift.errors.ModelLoadError` for other kinds, and for pre-tokenizers that are not known by name.
+    Supported are byte-level BPE (``gpt2``) and SentencePiece BPE (``llama``). Raises
+    :class:`~chairlift.errors.ModelLoadError` for other kinds, and for unknown names of pre-tokenizers.
     """
     metadata = model.metadata
     kind = metadata.get("tokenizer.ggml.model")
@@ -111,7 +111,7 @@ def _named(model: GGUFModel, tokens: Sequence[str]) -> dict[str, str]:
 def _post_processor(
     model: GGUFModel, kind: str, names: Mapping[str, str], vocab: Mapping[str, int]
 ) -> dict[str, Any] | None:
-    """What puts the first token of all before a text, and the last behind it."""
+    """Post-processor that adds the first and last special token of a text; None if there is none."""
     asked = {
         "bos_token": model.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"),
         "eos_token": model.metadata.get("tokenizer.ggml.add_eos_token", False),
@@ -181,7 +181,8 @@ def _bpe(vocab: Mapping[str, int], merges: list[Any], **settings: Any) -> dict[s
 
 
 def _sentence_piece(model: GGUFModel, vocab: Mapping[str, int], tokens: Sequence[str]) -> dict[str, Any]:
-    """A SentencePiece model has scores in place of merges: the pair whose whole has the best score goes first."""
+    """Part of ``tokenizer.json`` for a SentencePiece model. It has scores in place of merges: the pair with the best
+    score is merged first."""
     scores = _numbers(model, "scores", len(tokens))
     found: list[tuple[float, int, int, str, str]] = []
     for number, token in enumerate(tokens):

@@ -1,8 +1,8 @@
-"""How much longer a text may get on its way to tokens, read from ``tokenizer.json`` before anything is encoded.
+"""Largest growth of a text in a tokenizer, computed from ``tokenizer.json`` before anything is encoded.
 
-A few nested replacements make a terabyte of one letter, and a pattern can take years to find that it does not match.
-Neither is known from the outside: a file decides. So a file that makes texts far longer is refused, and one for which
-it cannot be told encodes in a process that can be killed (:mod:`~chairlift.tokenizer.text_worker`).
+A few nested replacements can turn one letter into a terabyte, and a pattern can take years to fail. Only the file tells
+whether that is possible. So a file that makes texts far longer is refused. A file for which this is unknown encodes in
+a process that can be killed (:mod:`~chairlift.tokenizer.text_worker`).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from chairlift.tokenizer.patterns import is_steady, shortest
 __all__ = ["check_growth", "doubt_about", "read_parts"]
 
 MOST_GROWTH: Final = 64
-"""Times its length in bytes that a text may get. Normalization to NFKC makes 11 of one, ``▁`` for a space 3."""
+"""Largest allowed growth of a text in bytes, as a factor. NFKC can give 11, ``▁`` for a space 3."""
 MOST_ADDED: Final = 4096
-"""Bytes or tokens that may be added to a text, however short it is."""
+"""Most bytes or tokens that may be added to a text of any length."""
 _MOST_PASSES: Final = 4
-"""How often a post-processor may repeat a text."""
+"""Most times that a post-processor may repeat a text."""
 _UNICODE: Final = {"NFC": 3, "NFD": 4, "NFKC": 11, "NFKD": 11, "BertNormalizer": 3, "ByteLevel": 2, "Metaspace": 3}
-"""Times that these make a text longer at most, when they are not the first of their kind. The first is always fine."""
+"""Largest growth factor of each normalizer when it is not the first of its kind. The first is always accepted."""
 _LONGEST_CHARSMAP: Final = 36
-"""Bytes that one character becomes at most in the normalization of SentencePiece."""
+"""Most bytes that one character becomes in SentencePiece's normalization."""
 
 
 def check_growth(files: Mapping[str, Any]) -> None:
-    """Raise ModelLoadError for the ``tokenizer.json`` of which a short text is known to get too long.
+    """Raise ModelLoadError for a ``tokenizer.json`` that makes a short text too long.
 
-    ``files`` is what the file says, as far as it is understood: parts of another form are the library's to refuse.
+    ``files`` is its content, as far as it is understood; the library refuses parts of another form.
     """
     for part, verb in (("normalizer", "text"), ("decoder", "token")):
         steps = [step for step in _flat(files.get(part)) if step.get("type") in ("Replace", "Prepend")]
@@ -66,7 +66,7 @@ def check_growth(files: Mapping[str, Any]) -> None:
 
 
 def doubt_about(files: Mapping[str, Any]) -> str:
-    """Why it cannot be told how long encoding takes, or how much memory; empty when it can."""
+    """Reason why the time or memory of encoding is unknown; empty when it is limited."""
     for part in ("normalizer", "pre_tokenizer"):
         for step in _flat(files.get(part)):
             if doubt := _pattern_doubt(step):
@@ -82,7 +82,8 @@ def doubt_about(files: Mapping[str, Any]) -> str:
 
 
 def _flat(part: Any) -> Iterator[Mapping[str, Any]]:
-    """The steps of a part in order, sequences in sequences included. Without recursion: a file nests as it likes."""
+    """Steps of a part in order, with nested sequences flattened. Not recursive, because a file may nest without
+    limit."""
     line = [part]
     while line:
         step = line.pop(0)
@@ -99,7 +100,7 @@ _INNER: Final = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
 def _pattern(step: Mapping[str, Any]) -> tuple[str, str]:
-    """(kind, text) of a step's pattern: String, Regex, or nothing."""
+    """(kind, text) of a step's pattern: String, Regex, or empty."""
     pattern = step.get("pattern")
     for kind in ("String", "Regex"):
         if isinstance(pattern, Mapping) and isinstance(pattern.get(kind), str):
@@ -113,7 +114,7 @@ def _pattern_doubt(step: Mapping[str, Any]) -> str:
 
 
 def _factor(part: Any) -> float:
-    """Times its length in bytes that a text gets at most, in whatever order its characters come."""
+    """Largest growth factor of a text in bytes, for any order of its characters."""
     factor, seen = 1.0, set()
     for step in _flat(part):
         name = str(step.get("type"))
@@ -135,7 +136,7 @@ def _constant(part: Any) -> int:
 
 
 def _longest_entry(step: Mapping[str, Any]) -> int:
-    """Bytes of the longest text that a character map has for a character. A file that cannot be read has none."""
+    """Bytes of the longest text that a character map has for a character; 0 for a map that cannot be read."""
     try:
         data = base64.b64decode(step.get("precompiled_charsmap") or "")
         entries = data[4 + int.from_bytes(data[:4], "little") :]
@@ -154,7 +155,8 @@ def _special_sizes(step: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _grows(steps: Sequence[Mapping[str, Any]]) -> str | None:
-    """A short text that plain replacements make too long: of those they look for, and of their characters."""
+    """A short text that plain replacements make too long, made of the texts that they replace and their characters;
+    None if there is none."""
     plain = [step for step in steps if step.get("type") == "Prepend" or _pattern(step)[0] == "String"]
     seeds = {_pattern(step)[1] for step in plain} | {char for step in plain for char in _pattern(step)[1]}
     for seed in itertools.islice(sorted(seeds - {""}), 1000):
@@ -171,7 +173,7 @@ def _grows(steps: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def read_parts(data: bytes) -> dict[str, Any]:
-    """What a ``tokenizer.json`` says; empty for what is none, which the library refuses with its own words."""
+    """Content of a ``tokenizer.json``; empty for invalid files, for which the library has its own errors."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""Prompts that ask for the text between a prefix and a suffix (fill in the middle; Bavarian et al., 2022).
+"""Prompts for text between a prefix and a suffix (fill in the middle; Bavarian et al., 2022).
 
-Models that were trained for it know by tokens of their own which part is which. The rows say what the models' authors
-published. A row belongs to a tokenizer that has all of its tokens.
+Models trained for it mark the parts by tokens of their own, as published by their authors. A format applies to a
+tokenizer that has all of its tokens.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["INFILL_FORMATS", "InfillFormat", "cut_lead", "infill_format_of", "lead_of"]
 
 _LEAD: Final = "\u263a"
-"""Before a suffix, so that the tokenizer's own space stands before it and not before the suffix. It merges with
-nothing in the tokenizers that write such a space. CodeLlama's authors and Mistral's do the same."""
+"""Text before a suffix, so that the tokenizer's own space comes before it and not before the suffix. It merges with
+nothing in the tokenizers that add such a space. CodeLlama's authors and Mistral do the same."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InfillFormat:
-    """How one group of models marks the parts. Texts are those of vocabulary entries."""
+    """Marks of the parts for one group of models, as texts of vocabulary entries."""
 
     name: str
     prefix: str
     suffix: str
     middle: str = ""
-    """Behind both parts; empty where nothing stands there."""
+    """Mark after both parts; empty if there is none."""
     suffix_first: bool = False
     ends: tuple[str, ...] = ()
-    """Tokens besides the marks and the end of sequence that end what is filled in; those that a tokenizer lacks do
-    not count."""
+    """Tokens that end the text in the middle, in addition to the marks and the end of sequence. Missing ones are
+    ignored."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The tokens that a tokenizer must have."""
+        """Tokens that a tokenizer must have for this format."""
         return tuple(mark for mark in (self.prefix, self.suffix, self.middle) if mark)
 
     def lay_out(self, tokenizer: Tokenizer, prefix: Sequence[int], suffix: Sequence[int], special: bool) -> list[int]:
-        """The prompt. With ``special`` it begins as the tokenizer begins texts (a BOS)."""
+        """The prompt. With ``special`` it begins like the tokenizer's texts (with a BOS)."""
         mark = {text: tokenizer.token_to_id(text) for text in self.marks}
         first, second = [mark[self.prefix], *prefix], [mark[self.suffix], *suffix]
         parts = [*second, *first] if self.suffix_first else [*first, *second]
@@ -48,7 +48,7 @@ class InfillFormat:
         return [token_id for token_id in ids if token_id is not None]
 
     def end_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """Ids of the tokens that end what is filled in."""
+        """Ids of the tokens that end the text in the middle."""
         found = [tokenizer.token_to_id(text) for text in (*self.marks, *self.ends)]
         return sorted({token_id for token_id in found if token_id is not None})
 
@@ -89,22 +89,22 @@ INFILL_FORMATS: Final = (
     ),
     InfillFormat(name="codestral", prefix="[PREFIX]", suffix="[SUFFIX]", suffix_first=True),
 )
-"""The first whose marks a tokenizer has is the tokenizer's."""
+"""All formats. A tokenizer has the first one whose marks it contains."""
 
 
 def infill_format_of(tokenizer: Tokenizer) -> InfillFormat | None:
-    """The format of a model's tokenizer; None where the model has no tokens to fill in the middle."""
+    """Format of a model's tokenizer; None if it has no tokens for filling in the middle."""
     known = (row for row in INFILL_FORMATS if all(tokenizer.token_to_id(mark) is not None for mark in row.marks))
     return next(known, None)
 
 
 def lead_of(tokenizer: Tokenizer) -> str:
-    """What to put before a suffix that is to be encoded by itself; :func:`cut_lead` takes it away again."""
+    """Text to put before a suffix that is encoded separately; :func:`cut_lead` removes its tokens again."""
     ids = tokenizer.encode("a", False)
     return _LEAD if ids and tokenizer.token_text(ids[0]).startswith((" ", "▁")) else ""
 
 
 def cut_lead(tokenizer: Tokenizer, lead: str, ids: Sequence[int]) -> list[int]:
-    """The ids of a suffix, from those of :func:`lead_of` and the suffix."""
+    """Token ids of a suffix, from those of :func:`lead_of` and the suffix together."""
     begin = tokenizer.encode(lead, False) if lead else []
     return list(ids[len(begin) :])

@@ -1,4 +1,4 @@
-"""Chat messages as callers send them: checked by one validator for HTTP, Python and training, and made plain data."""
+"""Validates chat messages from HTTP, Python and training, and converts them to plain data."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from chairlift.errors import RequestError
 __all__ = ["REASONING_KEYS", "normalize_messages", "plain_tools", "text_size"]
 
 REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
-"""Names under which clients send an assistant's reasoning back. The first that is there counts, as in transformers."""
+"""Keys under which clients send an assistant's reasoning. The first one present counts, as in transformers."""
 _SAYS_SOMETHING: Final = ("tool_calls", "function_call", *REASONING_KEYS)
-"""An assistant's message may lack a content where it has one of these."""
+"""Keys that make the content of an assistant's message optional."""
 _MAX_DEPTH: Final = 64
-"""Largest depth of nested lists and objects, the same as for a body."""
+"""Largest depth of nested lists and objects, the same as in a request body."""
 _LONGEST: Final = 60
-"""Characters of a caller's value in an error."""
+"""Most characters of a caller's value in an error message."""
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """New dicts of exact plain types, with every key that has a value: the chat template decides what it reads.
+    """New dicts of exact plain types, with every key that has a value; the chat template decides which keys it uses.
 
     A ``role`` is required. A ``content`` is a text or a list of text parts; it may be missing from an assistant's
-    message with tool calls or reasoning. Keys whose value is null are left out, as transformers does, and so is an
-    empty ``tool_calls``, as vLLM does: clients send every field that a message could have.
+    message with tool calls or reasoning. Keys whose value is null are dropped, as in transformers, and so is an empty
+    ``tool_calls``, as in vLLM, because clients send every possible field.
 
-    Raises :class:`~chairlift.errors.RequestError` that begins with the path of what is wrong.
+    Raises :class:`~chairlift.errors.RequestError`. The message begins with the path of the wrong value.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError(
@@ -38,7 +38,7 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
 
 def plain_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """New dicts of exact plain types for the tools that a chat template prints. Raises RequestError for other forms."""
+    """New dicts of exact plain types for the tools of a chat template. Raises RequestError for other forms."""
     given: Any = () if tools is None else tools
     if not isinstance(given, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in given):
         raise RequestError(f"chat template variable 'tools' must be a list of objects, got {_given(tools)}")
@@ -108,7 +108,7 @@ def _content(where: str, content: Any) -> str | list[dict[str, Any]] | None:
                 f"{where}.content[{index}] must be a text part ({{'type': 'text', 'text': '...'}}; images and audio "
                 f"are not supported), got {got}"
             )
-        # Parquet gives every part the fields of all kinds, and templates ask only whether a part has an "image".
+        # Parquet gives every part the fields of all kinds, but templates only check whether a part has an "image".
         given = {key: value for key, value in part.items() if value is not None}
         parts.append(_plain(f"{where}.content[{index}]", given, 2))
     return parts
@@ -121,7 +121,7 @@ def _given(value: Any) -> str:
 
 
 def _plain(where: str, value: Any, depth: int) -> Any:
-    """Exact types: subclasses have methods that the sandbox would let a template call."""
+    """Convert to exact types, because the sandbox would let a template call methods of subclasses."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

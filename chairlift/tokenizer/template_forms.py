@@ -70,6 +70,10 @@ class TemplateForms:
         self._no_content: bool | None = None
         self._short: bool | None = None
 
+    def names(self, word: str) -> bool:
+        """Whether the template has this name, as an attribute or in quotes."""
+        return word in self._names
+
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Plain messages as the template takes them.
 

@@ -15,6 +15,7 @@ import tokenizers
 
 from chairlift.errors import ModelLoadError, RequestError
 from chairlift.gguf.files import find_gguf
+from chairlift.mistaken_models import check_content
 from chairlift.tokenizer.growth import check_growth, doubt_about, read_parts
 from chairlift.tokenizer.trial import try_out
 
@@ -383,6 +384,7 @@ def _contents(folder: Path) -> tuple[Path, bytes, dict[str, Any]]:
             data = file.read_bytes()
         except OSError as error:
             raise ModelLoadError(f"{file} cannot be read ({error}); download or save the tokenizer again") from None
+        check_content(file)
         beside = _read_object(folder / "special_tokens_map.json") | _read_object(folder / "tokenizer_config.json")
         return file, data, beside
     if (model := find_gguf(folder)) is not None:

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from chairlift.train.adapters import megatron_batch
     from chairlift.train.async_loop import AsyncLoop, Generator, Rollout
     from chairlift.train.balance import Cost
     from chairlift.train.collate import PackCollator
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from chairlift.train.varlen import attend, patch_hf
 
 _HOME = {
+    "adapters": ("megatron_batch",),
     "async_loop": ("AsyncLoop", "Generator", "Rollout"),
     "balance": ("Cost",),
     "collate": ("PackCollator",),
@@ -70,6 +72,7 @@ __all__ = [
     "attend",
     "check_isolation",
     "lower_bound",
+    "megatron_batch",
     "pack_indices",
     "patch_hf",
 ]

@@ -7,6 +7,7 @@
         training/state.safetensors, training/state.json                               what the trainer goes on with
         training/SHA256SUMS                                                           of these two, for sha256sum -c
 
+An adapter is ``adapter_config.json`` and ``adapter_model.safetensors`` instead of a model, as PEFT writes it.
 Everything is written into a directory of another name, flushed to the disk, and then renamed, so a process that is
 killed at any moment leaves the previous checkpoint as the newest. Only JSON and safetensors: nothing that is read runs.
 """
@@ -31,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from chairlift.errors import ConfigError
+from chairlift.lora.trainable import TrainableAdapter
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import hf_state_dict
 from chairlift.models.model_files import TOKENIZER_FILES
@@ -77,13 +79,15 @@ def write_model(model: CausalLM, files: ModelFiles, directory: Path) -> None:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, of which the newest ``keep`` stay."""
+    """The checkpoints of one run, of which the newest ``keep`` stay, and the best."""
 
     def __init__(self, root: Path, *, keep: int = 3, at: Callable[[str], None] = lambda _point: None) -> None:
         """``at`` is called with ``written``, ``flushed`` and ``renamed`` as a save gets there: a seam for tests."""
         self.root = root
         self._keep = keep
         self._at = at
+        self.best: int | None = None
+        """Step of the best checkpoint, which stays however old it is, and has the name ``best`` too."""
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -94,8 +98,9 @@ class CheckpointStore:
         """The newest complete checkpoint."""
         return next(reversed(self.all()), None)
 
-    def save(self, step: int, state: Mapping[str, Any], model: CausalLM, files: ModelFiles) -> Path:
+    def save(self, step: int, state: Mapping[str, Any], model: CausalLM | TrainableAdapter, files: ModelFiles) -> Path:
         """Write a checkpoint; returns its directory. ``state`` is made of plain Python, NumPy arrays and tensors.
+        ``files`` are of a model; an adapter has its own.
 
         Raises ConfigError for a state with anything else in it, and OSError for a disk that is full.
         """
@@ -105,7 +110,10 @@ class CheckpointStore:
             for left in self.root.glob(pattern):  # by a process that was killed, perhaps at another step
                 shutil.rmtree(left)
         try:
-            write_model(model, files, partial)
+            if isinstance(model, TrainableAdapter):
+                model.write(partial)
+            else:
+                write_model(model, files, partial)
             _save_state(partial / _STATE, state)
         except SafetensorError as error:
             raise OSError(f"{partial} cannot be written ({error}); make room there, then run the same again") from None
@@ -119,10 +127,23 @@ class CheckpointStore:
         partial.rename(final)
         _flush(self.root)
         self._at("renamed")
+        self.point_to_best()
         for old in self.all()[: -self._keep]:
-            if old != final:
+            if old != final and _step_of(old) != self.best:
                 self._remove(old)
         return final
+
+    def point_to_best(self) -> None:
+        """Let the link ``best`` lead to the best checkpoint, if it is there. It changes at once or not at all."""
+        best, link = self.root / f"step-{self.best or 0:08d}", self.root / "best"
+        if self.best is None or not best.is_dir() or (link.is_symlink() and link.readlink() == Path(best.name)):
+            return
+        if link.exists() and not link.is_symlink():
+            raise ConfigError(f"{link} is in the way of a link to the best checkpoint; move it")
+        made = self.root / ".best.partial"
+        made.unlink(missing_ok=True)
+        made.symlink_to(best.name)
+        made.replace(link)
 
     def _remove(self, directory: Path) -> None:
         """Remove a checkpoint. It is renamed first, so that a partial one is never taken for a complete one."""

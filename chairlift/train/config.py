@@ -21,6 +21,7 @@ __all__ = [
     "CheckpointSettings",
     "DataSettings",
     "DriftSettings",
+    "LoraSettings",
     "ModelSettings",
     "PackingSettings",
     "TrainConfig",
@@ -42,7 +43,7 @@ class ModelSettings:
     """The model to train. ``path`` loads one, ``config`` makes a new one from the run's seed."""
 
     path: str | None = None
-    """Directory of a Hugging Face model: Llama, Mistral, Qwen2 or Qwen3."""
+    """Directory of a Hugging Face model of a family that runs natively (docs/models.md)."""
     config: str | Mapping[str, Any] | None = None
     """``config.json`` of a new model, as a path or as its content."""
     generation_config: Mapping[str, Any] | None = None
@@ -50,7 +51,8 @@ class ModelSettings:
     tokenizer: str | None = None
     """Directory of the tokenizer for texts, copied into checkpoints (default: ``path``)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Dtype of the weights written for serving. The trainer's own weights are float32 and kept beside them."""
+    """Dtype of the weights written for serving. The trainer's own weights are float32 and kept beside them. An adapter
+    is written in float32."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -63,18 +65,56 @@ class ModelSettings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """A low-rank adapter that is trained in place of the model (LoRA; Hu et al., 2021). Names are PEFT's."""
+
+    r: int = 16
+    """Rank."""
+    alpha: float = 32.0
+    """The product is multiplied with ``alpha / r``."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Layers that get an adapter: ends of their names in transformers, such as ``q_proj``, or ``all-linear``."""
+    rslora: bool = False
+    """Multiply with ``alpha / sqrt(r)`` instead (rsLoRA; Kalajdzievski, 2023)."""
+    dropout: float = 0.0
+    """Share of each matrix's input that is zeroed."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.r <= 1024:
+            raise ConfigError(f"r must be 1 to 1024, got {self.r}")
+        if self.alpha <= 0:
+            raise ConfigError(f"alpha must be above 0, got {self.alpha}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        if not self.targets:
+            raise ConfigError("targets is empty, so there would be nothing to train; leave it out for all-linear")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
     """Training data, from ``files`` or from ``source``."""
 
     files: tuple[str, ...] | Mapping[str, tuple[str, ...]] = ()
-    """JSON lines (``.jsonl``) or Parquet, one record per line or row (:class:`~chairlift.train.sources.Encoder`).
-    Several lists by name are sources that are mixed (:class:`DriftSettings`)."""
+    """Files of records (:class:`~chairlift.train.sources.Encoder`): JSON lines or a JSON array, both also as ``.gz`` or
+    ``.zst``, or Parquet; patterns (``data/*.jsonl``), and directories of Hugging Face datasets. Several lists by name
+    are sources that are mixed (``weights``)."""
+    weights: Mapping[str, float] | None = None
+    """Share of each source in the sequences, by its name in ``files`` (default: equal)."""
     source: str | None = None
     """``module:Class`` of a custom source, iterable, with ``state_dict`` and ``load_state_dict``."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Keyword arguments for that class."""
+    eval_files: tuple[str, ...] | Mapping[str, tuple[str, ...]] = ()
+    """Files of records that are not learnt, as ``files``: with every checkpoint the run says the loss on them, for each
+    source, and keeps the checkpoint with the lowest loss beside the newest ones. All records must be usable."""
     text_field: str = "text"
     """Name of the field with the text."""
+    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Other names of fields: ``{question: prompt, answer: completion}``."""
+    chat_template: str | None = None
+    """File with a chat template for training (default: that of the tokenizer). Checkpoints keep the tokenizer's."""
+    answers: Literal["auto", "together", "apart"] = "auto"
+    """Examples that a chat with several answers becomes; see :data:`~chairlift.train.chats.Answers`."""
     train_on: Literal["answers", "all"] = "answers"
     """Whether the prompts of chats and of prompt-completion pairs are learnt too. Plain text is learnt whole."""
     add_eos: bool = True
@@ -98,15 +138,29 @@ class DataSettings:
             raise ConfigError("options are the arguments of a source (module:Class); files have none")
         if self.access != "random" and (self.shuffle or self.epochs not in (None, 1)):
             raise ConfigError(f"access {self.access} reads once, in order: set shuffle to false, and no epochs")
+        if self.weights is not None and (set(self.weights) != set(self.by_name) or min(self.weights.values()) <= 0):
+            raise ConfigError(
+                f"weights must give every source in files a number above 0: files has {', '.join(self.by_name)}, "
+                f"weights has {dict(self.weights)}"
+            )
         if self.access == "follow" and len(self.by_name) > 1:
             raise ConfigError(f"access follow waits for one source, but files has {len(self.by_name)}; give one list")
         if empty := [name for name, files in self.by_name.items() if not files and self.source is None]:
             raise ConfigError(f"files: {empty[0]} has no file; give it one, or leave it out")
+        if empty := [name for name, files in self.eval_by_name.items() if not files]:
+            raise ConfigError(f"eval_files: {empty[0]} has no file; give it one, or leave it out")
 
     @property
     def by_name(self) -> Mapping[str, tuple[str, ...]]:
         """The files of each source; where it has no name, ``data``."""
         return self.files if isinstance(self.files, Mapping) else {"data": self.files}
+
+    @property
+    def eval_by_name(self) -> Mapping[str, tuple[str, ...]]:
+        """The files of each source to evaluate on; where it has no name, ``eval``. Empty without any."""
+        if isinstance(self.eval_files, Mapping):
+            return self.eval_files
+        return {"eval": self.eval_files} if self.eval_files else {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +171,7 @@ class DriftSettings:
     """
 
     weights: Mapping[str, float] | None = None
-    """Share of each source, by its name in ``data.files`` (default: equal)."""
+    """Share of each source, by its name in ``data.files`` (default: ``data.weights``)."""
     mixing: Literal["declared", "bandit"] = "declared"
     """``bandit`` favours sources whose loss is high."""
     replay: float = 0.1
@@ -163,18 +217,22 @@ class TrainerConfig:
     """Steps in the whole schedule."""
     learning_rate: float = 1e-3
     """Peak of the schedule."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the rate falls from its peak to ``final_fraction`` of it."""
+    schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
+    """How the rate falls from its peak: ``cosine`` and ``linear`` to ``final_fraction`` of it at the end; ``wsd``
+    likewise, but only over the last ``decay_steps`` (Hu et al., 2024); ``inverse_sqrt`` with the root of the steps
+    (Vaswani et al., 2017)."""
     warmup_steps: int = 100
     """Steps over which the rate rises from 0."""
+    decay_steps: int | None = None
+    """Steps at the end over which ``wsd`` lowers the rate (default: a fifth of all steps)."""
     final_fraction: float = 0.02
     """Final rate as a share of the peak. The step after the last one would have it."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices; norms are not decayed (AdamW: Loshchilov and Hutter, 2019)."""
     betas: tuple[float, float] = (0.9, 0.98)
     """Decay of the running mean and of the running square of the gradient."""
-    max_grad_norm: float = 1.0
-    """Gradients longer than this are scaled down to it."""
+    max_grad_norm: float | None = 1.0
+    """Gradients longer than this are scaled down to it; null never scales them."""
     reduce: Literal["token", "sequence", "sqrt", "weights"] = "token"
     """What every target weighs; see :class:`~chairlift.train.loss.StepLoss`."""
     label_smoothing: float = 0.0
@@ -183,6 +241,8 @@ class TrainerConfig:
     """Share of each layer's attention and MLP outputs that is zeroed (Srivastava et al., 2014)."""
     autocast: bool = False
     """Compute products in bf16 while weights and their sums stay fp32."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward, which computes the layer again: less memory, a third more time."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or not 0 <= self.warmup_steps <= self.steps:
@@ -190,13 +250,30 @@ class TrainerConfig:
                 "a trainer needs steps >= 1 and warmup_steps between 0 and steps, "
                 f"got steps {self.steps} and warmup_steps {self.warmup_steps}"
             )
-        if not (self.learning_rate > 0 and self.max_grad_norm > 0 and self.weight_decay >= 0):
-            raise ConfigError("learning_rate and max_grad_norm must be above 0, and weight_decay at least 0")
+        clips = self.max_grad_norm is None or self.max_grad_norm > 0
+        if not (self.learning_rate > 0 and clips and self.weight_decay >= 0):
+            raise ConfigError(
+                "learning_rate and max_grad_norm must be above 0 (max_grad_norm null: no clipping), and weight_decay "
+                f"at least 0; got {self.learning_rate}, {self.max_grad_norm} and {self.weight_decay}"
+            )
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise ConfigError(f"decay_steps is for schedule wsd, and this one is {self.schedule}; leave it out")
+        if not 0 <= self._decay_steps <= self.steps - self.warmup_steps:
+            raise ConfigError(
+                f"decay_steps must be between 0 and the {self.steps - self.warmup_steps} steps after warmup_steps, got "
+                f"{self._decay_steps}"
+            )
         for name in ("dropout", "label_smoothing", "final_fraction"):
             if not 0 <= getattr(self, name) < 1 + (name == "final_fraction"):
                 raise ConfigError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas must be at least 0 and below 1, got {self.betas}")
+
+    @property
+    def _decay_steps(self) -> int:
+        if self.schedule != "wsd":
+            return 0
+        return min(self.steps // 5, self.steps - self.warmup_steps) if self.decay_steps is None else self.decay_steps
 
     def rate(self, step: int) -> float:
         """The learning rate of step ``step`` (0-based)."""
@@ -204,6 +281,11 @@ class TrainerConfig:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return self.learning_rate
+        if self.schedule == "inverse_sqrt":
+            return self.learning_rate * math.sqrt(max(1, self.warmup_steps) / max(1, step, self.warmup_steps))
+        if self.schedule == "wsd":
+            left = min(1.0, (self.steps - step) / self._decay_steps) if self._decay_steps else 1.0
+            return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * max(0.0, left))
         done = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
         fall = 0.5 * (1 + math.cos(math.pi * done)) if self.schedule == "cosine" else 1 - done
         return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * fall)
@@ -231,6 +313,8 @@ class TrainConfig:
     training: TrainerConfig
     packing: PackingSettings = PackingSettings()
     checkpoints: CheckpointSettings = CheckpointSettings()
+    lora: LoraSettings | None = None
+    """Train an adapter, and leave the model as it is. None: train the model."""
     drift: DriftSettings | None = None
     """Also for a single source; None replays nothing, and mixes several in equal shares."""
     output: str | None = None
@@ -244,6 +328,10 @@ class TrainConfig:
         _positive(self, "threads")
         if self.threads is not None and self.threads > 256:
             raise ConfigError(f"threads must be 1 to 256, got {self.threads}")
+        if self.drift is not None and self.drift.weights is not None and self.data.weights is not None:
+            raise ConfigError("both data.weights and drift.weights are given; keep one of them")
+        if self.lora is not None and self.model.path is None:
+            raise ConfigError("lora adapts a model that exists; give model.path, or leave lora out")
         if self.seed < 0:
             raise ConfigError(f"seed must not be negative, got {self.seed}")
 

@@ -246,26 +246,35 @@ class DriftSampler:
         replayed = owners.count(source) / len(owners) if owners else 0.0
         return declared / ((1 - replay) * mix.get(source, 0.0) + replay * replayed)
 
-    def observe(self, of: str | int | Sequence[str | int], loss: float | Sequence[float]) -> None:
+    def observe(
+        self,
+        of: str | int | Sequence[str | int],
+        loss: float | Sequence[float],
+        targets: int | Sequence[int] | None = None,
+    ) -> None:
         """Tell the mean loss per token of what was learnt from: per source, or per item.
 
         ``of``: ``source`` fields, or numbers of items (0 for the first given; a packer's ``ids``); one or many, with as
         many losses. Losses of one call are averaged per source, and each average is one value for the detector: call it
-        once per optimiser step. Raises ConfigError for unknown names, items not given or given too long ago, and losses
-        that are not finite.
+        once per optimiser step. ``targets`` are the numbers of tokens behind each loss: the average is then the mean
+        over tokens. Without it every loss counts the same, so tokens of short items count more. Raises ConfigError for
+        unknown names, items not given or given too long ago, losses that are not finite, and numbers below 1.
         """
         keys = [of] if isinstance(of, (str, int)) else _listed(of)
         values = [float(value) for value in _listed(loss)]
         if len(keys) != len(values) or not all(map(math.isfinite, values)):
             raise ConfigError(f"observe needs one finite loss for each name or item: {len(keys)} for {values[:8]}")
-        groups: dict[str, list[float]] = {}
+        counts = [1] * len(keys) if targets is None else [int(count) for count in _listed(targets)]
+        if len(counts) != len(keys) or min(counts, default=1) < 1:
+            raise ConfigError(f"observe needs a number of targets, at least 1, for each loss, got {counts[:8]}")
+        groups: dict[str, list[tuple[float, int]]] = {}
         until: dict[str, int] = {}
-        for key, value in zip(keys, values, strict=True):
+        for key, value, count in zip(keys, values, counts, strict=True):
             name, number = self._look_up(key)
-            groups.setdefault(name, []).append(value)
+            groups.setdefault(name, []).append((value, count))
             until[name] = max(until.get(name, 0), number + 1)
         for name, members in groups.items():
-            mean = sum(members) / len(members)
+            mean = sum(value * count for value, count in members) / sum(count for _, count in members)
             self._losses[name] = self._losses.get(name, mean) + self._smoothing * (mean - self._losses.get(name, mean))
             if name in self._sources:
                 self._observed += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,16 +13,33 @@ import tokenizers
 
 from chairlift.errors import ConfigError
 from chairlift.tokenizer.chat_template import ChatTemplate
-from chairlift.tokenizer.messages import normalize_messages
 from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.train.chats import Answers, known_messages, write_chat
+from chairlift.train.records import Chat, chat_of
 from chairlift.train.sequences import read_sample
 
-__all__ = ["Encode", "Encoder", "fitting"]
+__all__ = ["Encode", "Encoded", "Encoder", "fitting"]
 
-Encode = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""A record -> a mapping with ``input_ids``. Raises ChairliftError for a record that cannot be used."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Encoded:
+    """Examples from one record."""
+
+    items: tuple[Mapping[str, Any], ...]
+    """Mappings with ``input_ids`` and, if wanted, ``loss_weight``."""
+    notes: frozenset[str] = frozenset()
+    """What the user should know, as predicates of records: "have the field 'id', which is ignored"."""
+
+
+Encode = Callable[[Mapping[str, Any]], Mapping[str, Any] | Encoded]
+"""A record -> a mapping with ``input_ids``, or :class:`Encoded`. Raises ChairliftError for an unusable record."""
 
 _PASSED_ON = ("labels", "loss_weight", "completion_mask", "weight", "attention_mask")
+_OTHER_FORMS = {
+    "chosen": "a pair of answers, one of them preferred: rename chosen to completion to learn it (data.columns)",
+    "prompt": "a prompt without a completion: there is nothing to learn in it",
+}
+"""Fields of TRL's forms for other trainers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,8 +56,7 @@ def fitting(encode: Encode, vocab_size: int | None, capacity: int | None) -> Enc
     None is no limit. Raised here, it names the file and the line.
     """
 
-    def read(record: Mapping[str, Any]) -> Mapping[str, Any]:
-        found = encode(record)
+    def check(found: Mapping[str, Any]) -> None:
         if vocab_size is not None and (highest := np.max(found["input_ids"])) >= vocab_size:
             raise ConfigError(
                 f"it has the token id {highest}, but the model knows {vocab_size} tokens; use the model's tokenizer"
@@ -50,7 +66,13 @@ def fitting(encode: Encode, vocab_size: int | None, capacity: int | None) -> Enc
                 f"it has {len(found['input_ids']):,} tokens, but a pack takes {capacity:,}; raise the capacity, or let"
                 " overflow split, truncate or drop what is longer"
             )
-        return found
+
+    def read(record: Mapping[str, Any]) -> Encoded:
+        found = encode(record)
+        encoded = found if isinstance(found, Encoded) else Encoded((found,))
+        for item in encoded.items:
+            check(item)
+        return encoded
 
     return read
 
@@ -59,12 +81,14 @@ class Encoder:
     """A record -> ``{"input_ids": int32 [L], "loss_weight": float32 [L]}``.
 
     - ``input_ids`` (with ``labels``, ``loss_weight``, ``weight`` if any): taken as it is, but for its padding.
-    - ``messages``: a chat, as the chat template of the tokenizer's directory writes it.
+    - A chat, as the chat template writes it: ``messages``, ``conversations``, ``instruction`` and ``output``, and
+      other forms (:func:`~chairlift.train.records.chat_of`).
     - ``prompt`` and ``completion``: two texts, one after the other.
     - ``text_field``: a text.
 
-    With ``train_on="answers"`` only what an assistant says, or the completion, has weight: exactly what the model would
-    have to generate, the end of the turn included.
+    The first of these that is there counts; other fields are ignored, and noted. With ``train_on="answers"`` only what
+    an assistant says, or the completion, has weight: exactly what the model would have to generate, the end of the turn
+    included. A chat may become several examples (:data:`~chairlift.train.chats.Answers`).
     """
 
     def __init__(
@@ -74,14 +98,25 @@ class Encoder:
         text_field: str = "text",
         train_on: Literal["answers", "all"] = "answers",
         add_eos: bool = True,
+        chat_template: Path | None = None,
+        answers: Answers = "auto",
+        columns: Mapping[str, str] | None = None,
     ) -> None:
-        """Raises ModelLoadError for a directory without a readable tokenizer. Without one, only token ids are read."""
+        """``chat_template`` is a file with a template for training, in place of the directory's. ``columns`` maps names
+        of fields to the names above.
+
+        Raises ModelLoadError for a directory without a readable tokenizer, and ConfigError for a template that cannot
+        be read. Without a directory, only token ids are read.
+        """
         self._text_field, self._train_on, self._add_eos = text_field, train_on, add_eos
+        self._answers: Answers = answers
+        self._columns = dict(columns or {})
         self._text: _Text | None = None
         if tokenizer_dir is not None:
             tokenizer = Tokenizer.from_dir(tokenizer_dir)
             eos = tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else None
-            template = ChatTemplate(tokenizer.chat_template, tokenizer.named_tokens)
+            source = tokenizer.chat_template if chat_template is None else _read_template(chat_template)
+            template = ChatTemplate(source, tokenizer.named_tokens)
             self._text = _Text(tokenizer.backend, template, eos, tokenizer.vocab_size)
 
     @property
@@ -90,51 +125,51 @@ class Encoder:
         return self._text.vocab_size if self._text else 0
 
     def __call__(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Raises ConfigError, RequestError or TemplateError for a record that cannot be used."""
+        """The only example of a record. Raises ConfigError as :meth:`examples`, and for a record of several."""
+        encoded = self.examples(record)
+        if len(encoded.items) != 1:
+            raise ConfigError(f"the record makes {len(encoded.items)} examples; call examples(record)")
+        return encoded.items[0]
+
+    def examples(self, record: Mapping[str, Any]) -> Encoded:
+        """The examples of a record. Raises ConfigError, RequestError or TemplateError for one that cannot be used."""
+        if self._columns:
+            record = {self._columns.get(name, name): value for name, value in record.items()}
+        notes: list[str] = []
+        items, fields = self._read(record, notes)
+        ignored = [name for name in record if name not in fields]
+        notes += [f"have the field {str(name)[:40]!r}, which is ignored" for name in ignored]
+        return Encoded(tuple(items), frozenset(notes))
+
+    def _read(self, record: Mapping[str, Any], notes: list[str]) -> tuple[list[Mapping[str, Any]], Collection[str]]:
+        """Examples, and the names of the fields that were read."""
         if "input_ids" in record:
-            others = {name: record[name] for name in _PASSED_ON if record.get(name) is not None}
-            given = {"input_ids": _token_ids(record["input_ids"]), **others}
-            if others:  # read here, where file and line are known
-                sample = read_sample(given, -1)
-                given = {"input_ids": sample.tokens}
-                if sample.weights is not None:
-                    given["loss_weight"] = sample.weights
-            return given
-        if "messages" in record:
-            return self._chat(record["messages"])
+            return [_of_ids(record)], {"input_ids", *_PASSED_ON}
+        if (chat := chat_of(record)) is not None:
+            return self._chat(chat, notes), chat.fields
         if "prompt" in record and "completion" in record:
             prompt, completion = _string(record, "prompt"), _string(record, "completion")
-            return self._encode(prompt + completion, [(len(prompt), len(prompt) + len(completion))], special=True)
+            spans = [(len(prompt), len(prompt) + len(completion))]
+            return [self._encode(prompt + completion, spans, special=True)], {"prompt", "completion"}
         if self._text_field in record:
-            text = _string(record, self._text_field)
-            return self._encode(text, None, special=True)
+            return [self._encode(_string(record, self._text_field), None, special=True)], {self._text_field}
+        for name, what in _OTHER_FORMS.items():
+            if name in record:
+                raise ConfigError(f"the record is {what}")
         raise ConfigError(
-            f"a record has input_ids, messages, prompt and completion, or {self._text_field}; this one has "
-            f"{', '.join(sorted(map(str, record)))[:120] or 'nothing'}"
+            f"a record has input_ids, messages, conversations, prompt and completion, instruction and output, or "
+            f"{self._text_field}; this one has {', '.join(sorted(map(str, record)))[:120] or 'nothing'}: name its "
+            "fields in data.columns"
         )
 
-    def _chat(self, messages: Any) -> Mapping[str, Any]:
-        chat = normalize_messages(messages)
+    def _chat(self, chat: Chat, notes: list[str]) -> list[Mapping[str, Any]]:
         template = self._tools().template
-        text = template.render(chat, add_generation_prompt=False)
         if self._train_on == "all":
-            return self._encode(text, None, special=False)
-        spans = []
-        for index, message in enumerate(chat):
-            if message["role"] != "assistant":
-                continue
-            before = template.render(chat[:index], add_generation_prompt=True) if index else ""
-            after = template.render(chat[: index + 1], add_generation_prompt=False)
-            if not text.startswith(after) or not after.startswith(before):
-                raise ConfigError(
-                    f"the chat template writes the turns up to messages[{index}] in another way once more follow, so "
-                    "this answer has no place of its own; give each answer a record in which it comes last, or set "
-                    "train_on: all"
-                )
-            spans.append((len(before), len(after)))
-        if not spans:
-            raise ConfigError("the chat has no message of an assistant, so nothing to learn; set train_on: all")
-        return self._encode(text, spans, special=False)
+            messages = known_messages(template, chat, notes)
+            text = template.render(messages, add_generation_prompt=False, tools=chat.tools, **chat.variables)
+            return [self._encode(text, None, special=False)]
+        written = write_chat(template, chat, self._answers, notes)
+        return [self._encode(example.text, example.spans, special=False) for example in written]
 
     def _encode(self, text: str, spans: Sequence[tuple[int, int]] | None, *, special: bool) -> Mapping[str, Any]:
         """Encode text. ``spans`` are the characters to learn, None for all. ``special`` adds special tokens."""
@@ -172,6 +207,24 @@ def _learn_closing_tokens(weights: npt.NDArray[np.float32], added: npt.NDArray[n
         last -= 1
     if last and weights[last - 1]:
         weights[last:] = 1
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"chat_template {path} cannot be read: {error}; name a file with a Jinja template") from None
+
+
+def _of_ids(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    others = {name: record[name] for name in _PASSED_ON if record.get(name) is not None}
+    given = {"input_ids": _token_ids(record["input_ids"]), **others}
+    if others:  # read here, where file and line are known
+        sample = read_sample(given, -1)
+        given = {"input_ids": sample.tokens}
+        if sample.weights is not None:
+            given["loss_weight"] = sample.weights
+    return given
 
 
 def _token_ids(given: Any) -> npt.NDArray[np.int32]:

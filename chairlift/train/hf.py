@@ -40,7 +40,8 @@ class TrainerLoss:
     """A ``compute_loss_func``. Its Z covers the whole step, over accumulation and ranks, before the first backward.
 
     Alone, with a collator of :data:`~chairlift.train.collate.TRAINER_KEYS`, it is the mean over tokens that have a
-    label: the trainer's own count is Z. With :meth:`attach` it knows weights and boundaries: every ``reduce`` works.
+    label: the trainer's own count is Z. With :meth:`attach` it knows weights and boundaries: every ``reduce`` works,
+    and evaluation is a mean over tokens, too.
     """
 
     def __init__(self, reduce: Reduce = "token", *, label_smoothing: float = 0.0, chunk: int | None = None) -> None:
@@ -49,11 +50,16 @@ class TrainerLoss:
         self._pending: collections.deque[Mapping[str, Any]] = collections.deque()
         self._normaliser = 0.0
         self._attached = False
+        self._rows: list[Tensor] = []
+        """[1, 2] sum of the losses and number of the targets of the row that was evaluated last."""
+        self._sums = torch.zeros(2, dtype=torch.float64)
+        """Both sums over the running evaluation."""
 
     def attach(self, trainer: Any) -> TrainerLoss:
         """See what the trainer takes from its loader: Z is counted there, and what models do not know is taken out.
 
-        Evaluation is the mean over tokens that have a label, whatever ``reduce`` is.
+        ``eval_loss`` becomes the mean over all tokens that have a label, over batches and ranks, whatever ``reduce``
+        is. The trainer's own is a mean of the batches' means, in which tokens of short rows weigh more.
         Raises ConfigError for a trainer that has another loss, that splits rows over devices (``DataParallel``), or
         that drops columns of a ``datasets`` data set which the loss needs.
         """
@@ -69,16 +75,30 @@ class TrainerLoss:
         # A trainer that counts over ranks multiplies by their number itself.
         self.loss.gradients = "sum" if trainer.args.average_tokens_across_devices else "mean"
         self._attached = True
-        take, predict = trainer.get_batch_samples, trainer.prediction_step
+        take, predict, loop = trainer.get_batch_samples, trainer.prediction_step, trainer.evaluation_loop
 
         def get_batch_samples(batches: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
             samples, num_items = take(batches, num_batches, device)
             return self._begin(samples), num_items
 
         def prediction_step(model: Any, inputs: Mapping[str, Any], *rest: Any, **named: Any) -> Any:
-            return predict(model, _known_to_models(inputs), *rest, **named)
+            self._rows.clear()
+            result = predict(model, _known_to_models(inputs), *rest, **named)
+            for row in self._rows:  # gathered as the trainer gathers losses, which leaves out rows that it repeats
+                self._sums += trainer.gather_function(row.to(trainer.args.device)).cpu().double().sum(0)
+            return result
+
+        def evaluation_loop(*args: Any, **named: Any) -> Any:
+            self._sums = torch.zeros(2, dtype=torch.float64)
+            output = loop(*args, **named)
+            total, count = self._sums.tolist()
+            if count:
+                prefix = named.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
+                output.metrics[f"{prefix}_loss"] = total / count
+            return output
 
         trainer.get_batch_samples, trainer.prediction_step = get_batch_samples, prediction_step
+        trainer.evaluation_loop = evaluation_loop
         return self
 
     def __call__(self, outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor | float | None = None) -> Tensor:
@@ -96,7 +116,9 @@ class TrainerLoss:
         losses = token_losses(
             logits.flatten(0, -2), shifted, label_smoothing=self.loss.label_smoothing, chunk=self.loss.chunk
         )
-        return losses.sum() / ((shifted != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+        count = (shifted != -100).sum()
+        self._rows = [torch.stack([losses.detach().sum(), count.to(losses)])[None]]
+        return losses.sum() / (count if num_items_in_batch is None else num_items_in_batch)
 
     def _begin(self, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Agree with all ranks on Z of the step with these ``samples``, and return the samples' inputs of the model."""

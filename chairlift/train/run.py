@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import json
 import os
 import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -20,6 +22,8 @@ import torch
 
 from chairlift.errors import ConfigError
 from chairlift.kernels.weights import PLAIN
+from chairlift.lora.sites import sites_in
+from chairlift.lora.trainable import TrainableAdapter, target_parts
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig, parse_config, read_json
 from chairlift.models.loader import load_model, resolve_dtype
@@ -28,10 +32,14 @@ from chairlift.train.checkpoint import CheckpointStore, ModelFiles, load_state, 
 from chairlift.train.config import DataSettings, DriftSettings, TrainConfig
 from chairlift.train.drift import DriftSampler
 from chairlift.train.encoder import Encode, Encoder, fitting
+from chairlift.train.evaluation import Evaluation, EvaluationResult
 from chairlift.train.parallel import Ranks, process_group, world_size
+from chairlift.train.record_files import expand
 from chairlift.train.sources import FollowedLines, RecordSource
 from chairlift.train.stream import PackStream
+from chairlift.train.stream_stats import Cut
 from chairlift.train.trainer import StepResult, Trainer
+from chairlift.writing import replacing
 
 __all__ = ["Outcome", "Prepared", "prepare", "train"]
 
@@ -55,7 +63,13 @@ class Outcome:
     last: StepResult | None
     """Last step of this process; None if there was nothing left to do."""
     skipped: int = 0
-    """Number of skipped records."""
+    """Number of skipped records. A record counts once, however often the files are read."""
+    best: tuple[int, float] | None = None
+    """Step and loss of the best checkpoint, where ``data.eval_files`` says how good each is."""
+    notes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Notes on records (:class:`~chairlift.train.encoder.Encoded`) -> number of records."""
+    cut: Mapping[str, Cut] = dataclasses.field(default_factory=dict)
+    """Loss to ``packing.overflow``, by source, over the whole run; see :class:`~chairlift.train.stream_stats.Cut`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +83,8 @@ class Prepared:
     resume_from: Path | None
     open_sources: Mapping[str, Callable[[Callable[[], bool]], Any]]
     """Functions that open the data, by name. Their argument is called while there is nothing to read."""
+    open_evaluation: Mapping[str, Callable[[], Any]]
+    """Functions that open the data to evaluate on, by name, from its beginning."""
 
 
 def prepare(
@@ -89,10 +105,10 @@ def prepare(
     store = CheckpointStore(root, keep=config.checkpoints.keep, at=on_save)
     resume_from = _resume_from(store, resume)
     network, files = _model_files(config)
-    tokenizer_dir = files.tokenizer_dir if config.data.files else None
-    encoder = Encoder(
-        tokenizer_dir, text_field=config.data.text_field, train_on=config.data.train_on, add_eos=config.data.add_eos
-    )
+    if config.lora is not None:
+        target_parts(sites_in(network), config.lora.targets)  # for its checks alone
+    tokenizer_dir = files.tokenizer_dir if config.data.files or config.data.eval_files else None
+    encoder = _encoder(config.data, tokenizer_dir)
     if encoder.vocab_size > network.vocab_size:
         raise ConfigError(
             f"the tokenizer has {encoder.vocab_size} tokens, but the model only {network.vocab_size} "
@@ -100,9 +116,35 @@ def prepare(
         )
     _stream(config, network, [[0, 0]], Ranks(0, ranks))  # for its checks alone
     most = config.packing.capacity if config.packing.overflow == "error" else None
-    openers = _source_openers(config, fitting(encoder, network.vocab_size, most))
+    encode = fitting(encoder.examples, network.vocab_size, most)
+    openers = _source_openers(config, encode)
     _mixed(config, {name: [[0]] for name in openers})  # likewise
-    return Prepared(config, store, network, files, resume_from, openers)
+    return Prepared(config, store, network, files, resume_from, openers, _evaluation_openers(config, encode))
+
+
+def _evaluation_openers(config: TrainConfig, encode: Encode) -> dict[str, Callable[[], Any]]:
+    def opener(files: Sequence[str]) -> Callable[[], Any]:
+        state = (source := RecordSource(files, encode)).state_dict()
+
+        def from_the_beginning() -> RecordSource:
+            source.load_state_dict(state)
+            return source
+
+        return from_the_beginning
+
+    return {name: opener(files) for name, files in config.data.eval_by_name.items()}
+
+
+def _encoder(data: DataSettings, tokenizer_dir: Path | None) -> Encoder:
+    return Encoder(
+        tokenizer_dir,
+        text_field=data.text_field,
+        train_on=data.train_on,
+        add_eos=data.add_eos,
+        chat_template=None if data.chat_template is None else Path(data.chat_template),
+        answers=data.answers,
+        columns=data.columns,
+    )
 
 
 def _resume_from(store: CheckpointStore, resume: str) -> Path | None:
@@ -117,6 +159,7 @@ def _resume_from(store: CheckpointStore, resume: str) -> Path | None:
             )
         return None
     chosen = Path(resume)
+    chosen = chosen.resolve() if chosen.is_symlink() else chosen  # the best one, by that name
     if not chosen.is_dir():
         raise ConfigError(f"--resume takes auto, never or the directory of a checkpoint; {resume!r} is none")
     if latest is not None and chosen.resolve().parent == store.root.resolve() and chosen.name != latest.name:
@@ -138,6 +181,11 @@ def _model_files(config: TrainConfig) -> tuple[ModelConfig, ModelFiles]:
     generation = dict(settings.generation_config) if settings.generation_config is not None else None
     if settings.path is not None:
         folder = Path(settings.path)
+        if folder.suffix == ".gguf":
+            raise ConfigError(
+                f"model.path {folder} is a GGUF file, and training needs whole weights; give a directory with"
+                " config.json and *.safetensors"
+            )
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model.path {folder} is no model directory: it has no config.json")
         raw, where = read_json(folder / "config.json"), str(folder / "config.json")
@@ -167,8 +215,8 @@ def _source_openers(config: TrainConfig, encode: Encode) -> dict[str, Callable[[
 
 def _file_opener(config: TrainConfig, files: Sequence[str], encode: Encode) -> Callable[[Callable[[], bool]], Any]:
     data = config.data
-    for file in files:
-        if not Path(file).is_file():
+    for file in expand(files):
+        if not file.is_file():
             raise ConfigError(f"data file {file} does not exist")
     if data.access == "random":
         source = RecordSource(
@@ -185,6 +233,7 @@ def _mixed(config: TrainConfig, sources: Mapping[str, Any]) -> Any:
     if config.drift is None and len(sources) == 1:
         return next(iter(sources.values()))
     settings = config.drift or DriftSettings(replay=0.0)
+    settings = dataclasses.replace(settings, weights=settings.weights or config.data.weights)
     return DriftSampler(sources, **dataclasses.asdict(settings), seed=config.seed)
 
 
@@ -229,9 +278,16 @@ def _stream(config: TrainConfig, network: ModelConfig, source: Any, ranks: Ranks
 
 def _make_model(prepared: Prepared) -> CausalLM:
     config = prepared.config
-    if config.model.path is not None and prepared.resume_from is None:
+    if config.model.path is not None and (prepared.resume_from is None or config.lora is not None):
         return load_model(Path(config.model.path), prepared.network, torch.float32, weight_format=PLAIN)
     return CausalLM(prepared.network)
+
+
+def _make_adapter(config: TrainConfig, model: CausalLM) -> TrainableAdapter | None:
+    if config.lora is None:
+        return None
+    torch.manual_seed(config.seed % 2**32)  # whatever loading drew
+    return TrainableAdapter(model, **dataclasses.asdict(config.lora), base=str(config.model.path))
 
 
 def train(
@@ -240,11 +296,12 @@ def train(
     resume: str = "auto",
     on_step: Callable[[StepResult, Trainer], None] | None = None,
     on_save: Callable[[str], None] = lambda _point: None,
+    on_evaluation: Callable[[EvaluationResult], None] = lambda _result: None,
 ) -> Outcome:
     """Train until the schedule or the data ends, or until SIGINT or SIGTERM, and write down where it stands.
 
     Under ``torchrun`` every process calls this; rank 0 writes. ``on_step`` is called on each rank after each step,
-    ``on_save`` as for :func:`prepare`.
+    ``on_evaluation`` on each after each evaluation, ``on_save`` as for :func:`prepare`.
     Raises ConfigError and ModelLoadError before anything is computed, and DivergedError.
     """
     prepared = prepare(config, resume=resume, ranks=world_size(), on_save=on_save)
@@ -257,7 +314,9 @@ def train(
         for seed in (random.seed, np.random.seed, torch.manual_seed):  # fresh weights; sources may use all of them
             seed(config.seed % 2**32)
         drift = source if isinstance(source, DriftSampler) else None
-        trainer = Trainer(_make_model(prepared), config.training, stream, seed=config.seed, drift=drift)
+        model = _make_model(prepared)
+        adapter = _make_adapter(config, model)
+        trainer = Trainer(model, config.training, stream, seed=config.seed, drift=drift, adapter=adapter)
         if prepared.resume_from is not None:
             state = load_state(prepared.resume_from)
             try:
@@ -269,8 +328,20 @@ def train(
                     f"cannot go on from {prepared.resume_from}: {why}; to begin anew, give another --output"
                 ) from None
         interrupts.watch(trainer)
-        outcome = _Run(prepared, ranks, trainer, on_step).go()
-        return dataclasses.replace(outcome, skipped=sum(getattr(each, "skipped", 0) for each in sources.values()))
+        evaluation = None
+        if prepared.open_evaluation:
+            packing = config.packing
+            evaluation = Evaluation(
+                prepared.open_evaluation, capacity=packing.capacity, overflow=packing.overflow, ranks=ranks
+            )
+            evaluation.check()
+        run = _Run(prepared, ranks, trainer, on_step, on_evaluation, evaluation)
+        if prepared.resume_from is not None:
+            run.remember(state.get("best"))
+        outcome = run.go()
+        skipped = sum(getattr(each, "skipped", 0) for each in sources.values())
+        notes = sum((Counter(getattr(each, "notes", {})) for each in sources.values()), Counter[str]())
+        return dataclasses.replace(outcome, skipped=skipped, cut=stream.stats().cut, notes=notes)
 
 
 @dataclasses.dataclass(slots=True)
@@ -279,8 +350,21 @@ class _Run:
     ranks: Ranks
     trainer: Trainer
     on_step: Callable[[StepResult, Trainer], None] | None
+    on_evaluation: Callable[[EvaluationResult], None]
+    evaluation: Evaluation | None
     saved: int = -1
     """Step of the newest checkpoint."""
+    best: tuple[int, float] | None = None
+    """Step and loss of the best checkpoint."""
+
+    def remember(self, best: Any) -> None:
+        """Go on with the best checkpoint of the run so far, if its directory is still there."""
+        store = self.prepared.store
+        if best is not None and (store.root / f"step-{int(best[0]):08d}").is_dir():
+            self.best = (int(best[0]), float(best[1]))
+            store.best = self.best[0]
+            if self.ranks.rank == 0:
+                store.point_to_best()
 
     def go(self) -> Outcome:
         trainer, every = self.trainer, self.prepared.config.checkpoints.every
@@ -300,18 +384,39 @@ class _Run:
                     self.save()
             else:
                 stopped = False
-        directory = self.save()
-        return Outcome(directory, trainer.num_steps, not stopped, last)
+        directory = self.save(evaluates=not stopped)
+        return Outcome(directory, trainer.num_steps, not stopped, last, best=self.best)
 
-    def save(self) -> Path:
+    def _evaluate(self) -> None:
+        """Evaluate, and let this step's checkpoint be the best if its loss is the lowest."""
+        if self.evaluation is None:
+            return
+        result = self.evaluation.run(self.trainer)
+        self.on_evaluation(result)
+        if self.best is None or result.total.loss < self.best[1]:
+            self.best = (result.step, result.total.loss)
+            self.prepared.store.best = result.step
+        if self.ranks.rank == 0:
+            self.prepared.store.root.mkdir(parents=True, exist_ok=True)
+            path = self.prepared.store.root / "evaluations.jsonl"
+            lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+            # What a run that was killed had evaluated after its last checkpoint is evaluated again.
+            lines = [line for line in lines if json.loads(line)["step"] < result.step]
+            with replacing(path) as file:
+                file.write("".join(line + "\n" for line in [*lines, json.dumps(result.as_dict())]))
+
+    def save(self, *, evaluates: bool = True) -> Path:
         step, store = self.trainer.num_steps, self.prepared.store
+        if evaluates and self.saved != step:
+            self._evaluate()
         if self.ranks.rank == 0 and self.saved != step:
             state = {
                 "trainer": self.trainer.state_dict(),
                 "random": random_state(),
                 "config": dataclasses.asdict(self.prepared.config),
+                "best": self.best,
             }
-            store.save(step, state, self.trainer.model, self.prepared.files)
+            store.save(step, state, self.trainer.adapter or self.trainer.model, self.prepared.files)
         self.saved = step
         return store.root / f"step-{step:08d}"
 

@@ -63,6 +63,17 @@ class Sample:
         return len(self.tokens) - 1.0 if self.weights is None else float(self.weights.sum(dtype=np.float64))
 
     @property
+    def num_targets(self) -> int:
+        """Number of tokens whose weight is not 0."""
+        return len(self.tokens) - 1 if self.weights is None else int(np.count_nonzero(self.weights))
+
+    @property
+    def source(self) -> str:
+        """Name of the sequence's source, from its field ``source``; ``data`` where it has none."""
+        name = None if self.meta is None else self.meta.get("source")
+        return name.partition("@")[0] if isinstance(name, str) else "data"
+
+    @property
     def has_target(self) -> bool:
         """Whether any weight is not 0."""
         return len(self.tokens) > 1 if self.weights is None else bool(self.weights.any())

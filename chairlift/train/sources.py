@@ -1,159 +1,53 @@
-"""Files of records as a stateful source of training examples: JSON lines and Parquet, at rest or still growing.
+"""Files of records as a stateful source of training examples, at rest (:mod:`record_files`) or still growing.
 
-A record is a JSON object or a table's row, of one of these kinds, told by its fields (:class:`Encoder`):
-``input_ids``; ``messages`` (a chat); ``prompt`` and ``completion``; or a text. What comes out are mappings with
-``input_ids`` and ``loss_weight``, as :class:`~chairlift.train.stream.PackStream` takes them.
+A record is a JSON object or a table's row: a chat, a prompt and its completion, a text or token ids, told by its fields
+(:class:`Encoder`). What comes out are mappings with ``input_ids`` and ``loss_weight``, as
+:class:`~chairlift.train.stream.PackStream` takes them. A record may make several.
 
-Needs NumPy; a tokenizer for anything but token ids; pyarrow for Parquet.
+Needs NumPy; a tokenizer for anything but token ids; pyarrow for Parquet and Arrow.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import json
 import os
 import time
-import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from chairlift.errors import ChairliftError, ConfigError
-from chairlift.train.encoder import Encode, Encoder
+from chairlift.train.encoder import Encode, Encoded, Encoder
+from chairlift.train.record_files import (
+    LineFile,
+    TableFile,
+    decompression_errors,
+    expand,
+    is_compressed,
+    open_bytes,
+    open_file,
+    open_for,
+    parse_line,
+)
 
 __all__ = ["Encoder", "FollowedLines", "LineFile", "RecordSource", "TableFile", "open_file"]
 
 _CHUNK = 1 << 22
 _POLL_SECONDS = 0.5
-
-
-class RecordFile(Protocol):
-    """Records by position."""
-
-    path: Path
-    fingerprint: int
-    """Changes when the content does."""
-
-    def __len__(self) -> int: ...
-    def read(self, index: int) -> dict[str, Any] | None:
-        """The record; None for a blank line. Raises ConfigError for what is none."""
-        ...
-
-    def where(self, index: int) -> str:
-        """The record's place, for messages."""
-        ...
-
-
-def open_file(path: Path, whole: bool = False) -> RecordFile:
-    """By its suffix. ``whole`` keeps all of a Parquet file in memory. Raises ConfigError for what cannot be read."""
-    if not path.is_file():
-        raise ConfigError(f"{path} is not a file; check the path")
-    if path.suffix in (".jsonl", ".ndjson", ".json"):
-        return LineFile(path)
-    if path.suffix in (".parquet", ".pq"):
-        return TableFile(path, whole=whole)
-    raise ConfigError(f"{path} has the suffix {path.suffix!r}; .jsonl and .parquet files are read")
-
-
-class LineFile:
-    """JSON lines, found by an index of where lines begin: one pass over the file, 8 bytes per line."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises ConfigError for an empty file."""
-        self.path = path
-        self.fingerprint = 0
-        ends: list[npt.NDArray[np.int64]] = []
-        size = 0
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                self.fingerprint = zlib.crc32(chunk, self.fingerprint)
-                ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + size + 1)
-                size += len(chunk)
-        bounds = np.concatenate([[0], *ends, [size]]).astype(np.int64)
-        self._bounds = bounds[:-1] if len(bounds) > 1 and bounds[-1] == bounds[-2] else bounds
-        if size == 0:
-            raise ConfigError(f"{path} is empty; give a file with a JSON object on each line")
-
-    @functools.cached_property
-    def _file(self) -> BinaryIO:
-        return _open_for(self, self.path)
-
-    def __len__(self) -> int:
-        """Lines, blank ones included."""
-        return len(self._bounds) - 1
-
-    def read(self, index: int) -> dict[str, Any] | None:
-        start, end = self._bounds[index : index + 2].tolist()
-        line = os.pread(self._file.fileno(), end - start, start)  # a forked loader shares the place of seek and read
-        if len(line) < end - start:
-            raise ConfigError(
-                f"{self.where(index)}: the file was cut while it was read; put back what it had, and go on"
-            )
-        return _parse(line, self.where(index)) if line.strip() else None
-
-    def where(self, index: int) -> str:
-        return f"{self.path}, line {index + 1}"
-
-
-class TableFile:
-    """A Parquet file, decoded one row group at a time, or kept ``whole`` in memory for random order."""
-
-    def __init__(self, path: Path, *, whole: bool = False) -> None:
-        """Raises ConfigError without pyarrow, and for a file that is empty or not Parquet."""
-        try:
-            pyarrow = importlib.import_module("pyarrow")
-            parquet = importlib.import_module("pyarrow.parquet")
-        except ImportError:
-            raise ConfigError(
-                f"reading {path} needs pyarrow; install it with: pip install 'chairlift[train]', "
-                "or convert the file to JSON lines"
-            ) from None
-        self.path = path
-        self._broken = pyarrow.ArrowException
-        try:
-            self._file = parquet.ParquetFile(path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(f"{path} cannot be read as Parquet: {error}") from None
-        metadata = self._file.metadata
-        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        self._starts = np.cumsum([0, *sizes])
-        if not metadata.num_rows:
-            raise ConfigError(f"{path} has no rows; give a file with at least one")
-        # The footer holds the place and the statistics of every column chunk.
-        self.fingerprint = zlib.crc32(f"{path.stat().st_size} {metadata.to_dict()}".encode())
-        self._groups: dict[int, Any] = {}
-        self._whole = whole
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def read(self, index: int) -> dict[str, Any] | None:
-        group = int(np.searchsorted(self._starts, index, side="right")) - 1
-        if group not in self._groups:
-            if not self._whole:
-                self._groups.clear()
-            try:
-                self._groups[group] = self._file.read_row_group(group)
-            except (self._broken, OSError) as error:
-                raise ConfigError(f"{self.where(index)}: cannot be read, make the file again: {error}") from None
-        row = index - int(self._starts[group])
-        found: dict[str, Any] = self._groups[group].slice(row, 1).to_pylist()[0]
-        return {name: value for name, value in found.items() if value is not None}
-
-    def where(self, index: int) -> str:
-        return f"{self.path}, row {index + 1}"
+_MOST_NOTES = 64
+"""Number of different notes that are counted by their text; all others count as one."""
 
 
 class RecordSource:
-    """Records of files in order, or in a new random order in each epoch; where it stands is two numbers.
+    """Examples of the records of files in order, or in a new random order in each epoch; its place is three numbers.
 
-    ``epochs`` None repeats for ever. With ``on_error="skip"`` records that cannot be used are counted in ``skipped``
-    instead of raising ConfigError with file and line. Raises ConfigError for files that are missing or empty.
+    ``files`` may be patterns and directories (:func:`~chairlift.train.record_files.expand`). ``epochs`` None repeats
+    for ever. With ``on_error="skip"`` records that cannot be used are counted in ``skipped`` instead of raising
+    ConfigError with file and line. Raises ConfigError for files that are missing or empty.
     """
 
     def __init__(
@@ -166,12 +60,16 @@ class RecordSource:
         seed: int = 0,
         on_error: Literal["stop", "skip"] = "stop",
     ) -> None:
-        self._files = [open_file(Path(file), whole=shuffle) for file in files]
+        self._files = [open_file(file, whole=shuffle) for file in expand(files)]
         self._starts = np.cumsum([0, *(len(file) for file in self._files)])
         self._encode, self._shuffle, self._epochs, self._seed = encode, shuffle, epochs, seed
         self._on_error = on_error
         self.skipped = 0
-        """Records left out."""
+        """Records left out. Each counts once, in the first epoch."""
+        self.notes: Counter[str] = Counter()
+        """Notes on records (:class:`~chairlift.train.encoder.Encoded`) -> number of records, likewise."""
+        self._rest: list[Mapping[str, Any]] = []  # examples of the record read last, last first
+        self._given = 0  # examples given of it
         self._epoch = 0
         self._position = 0
         self._found_in_epoch = 0
@@ -185,13 +83,14 @@ class RecordSource:
         while self._epochs is None or self._epoch < self._epochs:
             if self._order is None:
                 self._order = self._order_of_epoch()
-            while self._position < len(self._order):
+            while self._rest or self._position < len(self._order):
+                if self._rest:
+                    self._given += 1
+                    return self._rest.pop()
                 index = int(self._order[self._position])
                 self._position += 1
-                item = self._item(index)
-                if item is not None:
-                    self._found_in_epoch += 1
-                    return item
+                self._rest, self._given = self._examples(index)[::-1], 0
+                self._found_in_epoch += bool(self._rest)
             if not self._found_in_epoch:
                 names = ", ".join(str(file.path) for file in self._files)[:200]
                 raise ConfigError(f"no record of {names} can be used ({self.skipped} were skipped)")
@@ -204,17 +103,21 @@ class RecordSource:
             return np.arange(count)
         return np.random.default_rng([self._seed, self._epoch]).permutation(count)
 
-    def _item(self, index: int) -> Mapping[str, Any] | None:
+    def _examples(self, index: int, *, again: bool = False) -> list[Mapping[str, Any]]:
+        """Examples of a record. ``again``: it was counted already."""
         place = int(np.searchsorted(self._starts, index, side="right")) - 1
         file, row = self._files[place], index - int(self._starts[place])
         try:
             record = file.read(row)
-            return None if record is None else _encoded(self._encode, record, file.where(row))
+            if record is None:
+                return []
+            counts = self.notes if self._epoch == 0 and not again else None  # every epoch has the same records
+            return _encoded(self._encode, record, file.where(row), counts)
         except ConfigError:
             if self._on_error == "stop":
                 raise
-            self.skipped += 1
-            return None
+            self.skipped += self._epoch == 0
+            return []
 
     def _fingerprint(self) -> list[list[Any]]:
         return [[file.path.name, len(file), file.fingerprint] for file in self._files]
@@ -226,6 +129,8 @@ class RecordSource:
             "position": self._position,
             "found": self._found_in_epoch,
             "skipped": self.skipped,
+            "given": self._given if self._rest else 0,
+            "notes": dict(self.notes),
             "order": [self._shuffle, self._seed],
             "files": self._fingerprint(),
         }
@@ -240,7 +145,12 @@ class RecordSource:
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._found_in_epoch, self.skipped = int(state["found"]), int(state["skipped"])
-        self._order = None
+        self.notes = Counter(state.get("notes", {}))
+        self._order, self._rest, self._given = None, [], int(state.get("given", 0))
+        if self._given:  # of a record that makes several examples
+            self._order = self._order_of_epoch()
+            again = self._examples(int(self._order[self._position - 1]), again=True)
+            self._rest = again[self._given :][::-1]
 
 
 class FollowedLines:
@@ -260,13 +170,20 @@ class FollowedLines:
         wait: Callable[[], bool] | None = None,
     ) -> None:
         """Raises ConfigError for a file that is missing, or empty and not followed."""
-        self._paths = [Path(file) for file in files]
+        self._paths = expand(files)
+        if follow and is_compressed(self._paths[-1]):
+            raise ConfigError(f"{self._paths[-1]} is compressed, so it cannot grow; follow a plain file of JSON lines")
         for path in self._paths:
             if not path.is_file() or (not path.stat().st_size and not (follow and path == self._paths[-1])):
                 raise ConfigError(f"{path} is {'empty' if path.is_file() else 'not a file'}; give one with JSON lines")
         self._encode, self._follow, self._on_error = encode, follow, on_error
         self._wait = wait or _sleep
         self.skipped = 0
+        self.notes: Counter[str] = Counter()
+        """As of :class:`RecordSource`."""
+        self._rest: list[Mapping[str, Any]] = []  # examples of the line read last, last first
+        self._given = 0  # examples given of it
+        self._begin = 0  # the offset where it begins
         self._file, self._offset, self._line = 0, 0, 0
         self._checksum = 0
         """Checksum of the current file, up to the offset."""
@@ -280,22 +197,39 @@ class FollowedLines:
         """The next example. After an error, the one after the record that was wrong."""
         while self._file < len(self._paths):
             path = self._paths[self._file]
+            if self._rest:
+                self._given += 1
+                return self._rest.pop()
             if self._open is None or self._opened_by != os.getpid():  # a forked loader shares its place in the file
-                self._open, self._opened_by = _open_for(self, path), os.getpid()
+                self._open, self._opened_by = self._opened(path, self._offset), os.getpid()
             while (line := self._next_line(self._open)) is not None:
+                self._begin = self._offset
                 self._offset += len(line)
                 self._line += 1
                 self._checksum = zlib.crc32(line, self._checksum)
-                item = self._item(line, f"{path}, line {self._line}")
-                if item is not None:
-                    return item
+                self._rest, self._given = self._examples(line, f"{path}, line {self._line}", self.notes)[::-1], 0
+                if self._rest:
+                    self._given = 1
+                    return self._rest.pop()
             self._open.close()
             self._open = None
             self._file, self._offset, self._line, self._checksum = self._file + 1, 0, 0, 0
         raise StopIteration
 
+    def _opened(self, path: Path, offset: int) -> BinaryIO:
+        """The file, at this offset of its decompressed bytes."""
+        file = open_for(self, path)
+        while is_compressed(path) and offset:
+            offset -= len(file.read(min(offset, _CHUNK)))
+        return file
+
     def _next_line(self, file: BinaryIO) -> bytes | None:
         path, growing = self._paths[self._file], self._follow and self._file == len(self._paths) - 1
+        if is_compressed(path):
+            try:
+                return file.readline() or None
+            except decompression_errors() as error:
+                raise ConfigError(f"{path} is damaged after line {self._line} ({error}); copy it again") from None
         while True:
             file.seek(self._offset)
             line = file.readline()
@@ -311,14 +245,14 @@ class FollowedLines:
             if not growing or not self._wait():
                 return None
 
-    def _item(self, line: bytes, where: str) -> Mapping[str, Any] | None:
+    def _examples(self, line: bytes, where: str, counts: Counter[str] | None) -> list[Mapping[str, Any]]:
         try:
-            return _encoded(self._encode, _parse(line, where), where) if line.strip() else None
+            return _encoded(self._encode, parse_line(line, where), where, counts) if line.strip() else []
         except ConfigError:
             if self._on_error == "stop":
                 raise
             self.skipped += 1
-            return None
+            return []
 
     def state_dict(self) -> dict[str, Any]:
         """After what was yielded last: plain data."""
@@ -328,6 +262,9 @@ class FollowedLines:
             "line": self._line,
             "checksum": self._checksum,
             "skipped": self.skipped,
+            "given": self._given if self._rest else 0,
+            "begin": self._begin,
+            "notes": dict(self.notes),
             "names": [path.name for path in self._paths],
         }
 
@@ -342,14 +279,17 @@ class FollowedLines:
             )
         self._file, self._offset, self._line = number, offset, int(state["line"])
         self._checksum, self.skipped = int(state["checksum"]), int(state["skipped"])
-        self._open = None
-
-
-def _open_for(owner: object, path: Path) -> BinaryIO:
-    """Open a file that is closed together with its owner."""
-    file = path.open("rb")
-    weakref.finalize(owner, file.close)
-    return file
+        self.notes = Counter(state.get("notes", {}))
+        self._open, self._rest, self._given = None, [], int(state.get("given", 0))
+        self._begin = int(state.get("begin", 0))
+        if self._given:  # of a line that makes several examples
+            path = self._paths[number]
+            file = self._opened(path, self._begin)
+            if not is_compressed(path):
+                file.seek(self._begin)
+            again = self._examples(file.readline(), f"{path}, line {self._line}", None)
+            file.close()
+            self._rest = again[self._given :][::-1]
 
 
 def _sleep() -> bool:
@@ -357,22 +297,21 @@ def _sleep() -> bool:
     return True
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
-    problem = "a record must be a JSON object, got"
+def _encoded(
+    encode: Encode, record: Mapping[str, Any], where: str, counts: Counter[str] | None
+) -> list[Mapping[str, Any]]:
+    """Examples of a record, whose notes are added to ``counts``. Raises ConfigError that names the place."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        record, problem = None, f"not JSON ({error}):"
-    if isinstance(record, dict):
-        return {name: value for name, value in record.items() if value is not None}  # as of a table: null is nothing
-    raise ConfigError(f"{where}: {problem} {line[:60]!r}; correct the line, or skip such records (on_error: skip)")
-
-
-def _encoded(encode: Encode, record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    try:
-        return encode(record)
+        found = encode(record)
     except ChairliftError as error:
         raise ConfigError(f"{where}: {error}; correct it, or skip such records (on_error: skip)") from None
+    if not isinstance(found, Encoded):
+        return [found]
+    for note in found.notes:
+        if counts is None:
+            break
+        counts[note if note in counts or len(counts) < _MOST_NOTES else "have other peculiarities"] += 1
+    return list(found.items)
 
 
 def _compare(mine: Sequence[Any], saved: Sequence[Any]) -> None:
@@ -388,7 +327,7 @@ def _compare(mine: Sequence[Any], saved: Sequence[Any]) -> None:
 
 def _checksum(path: Path, size: int) -> int:
     checksum = 0
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         while size and (chunk := file.read(min(size, _CHUNK))):
             checksum = zlib.crc32(chunk, checksum)
             size -= len(chunk)

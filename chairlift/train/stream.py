@@ -31,6 +31,8 @@ __all__ = ["PackStream"]
 
 _READ_AHEAD = 64
 """Number of sequences that are read from a list together."""
+_MOST_LEFT_OUT = 100_000
+"""Number of sequences in a row that ``overflow`` may leave out. An endless source would be read for ever otherwise."""
 
 
 class _Plan:
@@ -102,7 +104,8 @@ class PackStream:
         - ``pool``: sequences that are pending, from which packs are made; none waits for more than ``pool`` packs.
         - ``align``: each sequence is filled up to a multiple of this with ``pad_id``, of weight 0, at its end.
         - ``overflow``: what becomes of a sequence longer than the capacity. ``split`` makes each piece a sequence
-          with the same id; ``own_pack`` makes it a pack that is too large.
+          with the same id; ``own_pack`` makes it a pack that is too large. A piece whose tokens all have weight 0
+          teaches nothing: ``split`` and ``truncate`` leave it out, and ``stats().cut`` counts it.
         - ``order``: ``oldest_first`` hands packs out as they close; ``shuffled`` shuffles those of a ``window``.
         - ``key``: a field, or a function of the item; sequences with different keys never share a pack.
         - ``balance``: rows are made of packs that cost alike, among those of a ``window`` (packs over all ranks).
@@ -144,6 +147,7 @@ class PackStream:
         self._progress = 0  # of the open step towards what it closes on
         self._step = 0  # the open step
         self._inside = False  # a step that was handed out in part
+        self._left_out = 0  # sequences in a row
         self._packer = self._new_packer()
         self._pending: dict[int, Sample] = {}
         self._window: list[_Plan] = []
@@ -262,11 +266,11 @@ class PackStream:
         """Make a sequence pending. If it does not fit, its pieces become pending instead."""
         settings, length = self._settings, len(sample.tokens)
         if not fits and (length > settings.capacity or settings.align > 1):
-            for piece in (sample,) if length <= settings.capacity else self._fit(sample):
+            for piece in (sample,) if length <= settings.capacity else self._fitting(sample):
                 self._push(piece.padded(settings.align, settings.pad_id), fits=True)
             return
         serial, meter = self._serial, self._meter
-        self._serial = serial + 1
+        self._serial, self._left_out = serial + 1, 0
         meter.on_read(length)
         sample.born = meter.packs
         if length > settings.capacity:
@@ -276,6 +280,25 @@ class PackStream:
         self._packer.add(serial, length, sample.key)
         if len(self._pending) >= settings.pool:
             self._close_next()
+
+    def _fitting(self, sample: Sample) -> Iterator[Sample]:
+        """Pieces of a sequence that is too long. A piece is left out where only weights of 0 remain in it."""
+        truncates, kept, targets = self._settings.overflow == "truncate", 0, 0
+        for piece in self._fit(sample):
+            if piece.weights is None or piece.has_target:
+                kept += len(piece.tokens)
+                targets += piece.num_targets
+                yield piece
+        lost = (len(sample.tokens) - kept, sample.num_targets - targets)
+        if self._settings.overflow in ("truncate", "split"):
+            self._meter.on_cut(sample.source, truncates, *lost, is_left_out=not kept)
+        self._left_out += not kept
+        if self._left_out >= _MOST_LEFT_OUT:
+            raise ConfigError(
+                f"the last {self._left_out:,} sequences are all longer than a pack ({self._settings.capacity} tokens),"
+                f" and overflow {self._settings.overflow} leaves nothing of them to learn; raise capacity, or set"
+                " overflow to split"
+            )
 
     def _fit(self, sample: Sample) -> Iterable[Sample]:
         """Sequences that replace one that is too long."""

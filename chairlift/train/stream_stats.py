@@ -8,12 +8,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Delay", "StreamMeter", "StreamStats"]
+__all__ = ["Cut", "Delay", "StreamMeter", "StreamStats"]
 
 _HORIZON = 4096
 """Number of sequences over which mean lengths are compared."""
 _EXACT = 64
 """Delays below this are counted exactly, longer ones to within 1/32."""
+_MOST_SOURCES = 64
+"""Number of sources that are counted by name; all others count as one."""
+_OTHERS = "(others)"
 _TOGETHER = 512
 """Number of packs whose figures are added together, because that is faster than one by one."""
 
@@ -25,6 +28,20 @@ class Delay:
     p50: int
     p99: int
     max: int
+
+
+@dataclasses.dataclass(slots=True)
+class Cut:
+    """Loss of one source to ``overflow: truncate`` and ``split``."""
+
+    sequences: int = 0
+    """Sequences of which something was left out."""
+    tokens: int = 0
+    """Tokens that were left out."""
+    targets: int = 0
+    """Number of those tokens, and of first tokens of pieces, that would have been targets."""
+    left_out: int = 0
+    """Sequences of which nothing was learnt, because no target remained in what fits."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +74,8 @@ class StreamStats:
     truncated: int
     dropped: int
     split: int
+    cut: Mapping[str, Cut]
+    """Loss to truncation and splitting, by source: the field ``source`` of a sequence, ``data`` where it has none."""
     length_drift: float
     """Mean length of the last few thousand packed sequences over that of those read, - 1: packing picks by length."""
     length_drift_max: float
@@ -80,6 +99,8 @@ class StreamMeter:
     truncated: int = 0
     dropped: int = 0
     split: int = 0
+    cut: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    """Fields of :class:`Cut`, by source."""
     cost_sum: float = 0.0
     cost_squares: float = 0.0
     row_longest: float = 0.0
@@ -105,6 +126,15 @@ class StreamMeter:
         fresh = self.fresh
         fresh[0] += 1
         fresh[1] += length
+
+    def on_cut(self, source: str, truncates: bool, tokens: int, targets: int, *, is_left_out: bool) -> None:
+        """Count a sequence that lost so many tokens and targets. A split that left no piece out is not counted."""
+        if not tokens and not truncates:
+            return
+        source = source if source in self.cut or len(self.cut) < _MOST_SOURCES else _OTHERS
+        counts = self.cut.setdefault(source, [0, 0, 0, 0])
+        for place, amount in enumerate((1, tokens, targets, int(is_left_out))):
+            counts[place] += amount
 
     def on_pack(
         self, lengths: Sequence[int], packs: Iterable[int], arrivals: Iterable[int], cost: float, filled: int
@@ -182,6 +212,7 @@ class StreamMeter:
             truncated=self.truncated,
             dropped=self.dropped,
             split=self.split,
+            cut={source: Cut(*counts) for source, counts in self.cut.items()},
             length_drift=self._drift(),
             length_drift_max=self.drift_max,
         )
@@ -193,6 +224,7 @@ class StreamMeter:
             state[name] = [list(pair) for pair in state[name].items()]  # JSON has no integer keys
         for name in ("fresh", "recent_read", "recent_packed"):
             state[name] = list(state[name])
+        state["cut"] = {source: list(counts) for source, counts in state["cut"].items()}
         return state
 
     @classmethod
@@ -202,6 +234,7 @@ class StreamMeter:
             setattr(meter, name, {int(delay): int(count) for delay, count in state[name]})
         for name in ("fresh", "recent_read", "recent_packed"):
             setattr(meter, name, list(state[name]))
+        meter.cut = {source: list(counts) for source, counts in meter.cut.items()}
         return meter
 
     def _drift(self) -> float:

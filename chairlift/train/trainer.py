@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 import math
@@ -21,8 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from chairlift.errors import ConfigError, DivergedError
+from chairlift.lora.trainable import TrainableAdapter
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.layers.attention import Attention
 from chairlift.models.layers.mlp import MLP
@@ -78,13 +81,16 @@ class Trainer:
         *,
         seed: int = 0,
         drift: DriftSampler | None = None,
+        adapter: TrainableAdapter | None = None,
     ) -> None:
         """``stream`` is what :meth:`run` reads; :meth:`step` needs none. ``seed`` is of dropout. ``drift`` is told the
-        losses of all sequences after each step; it is the stream's source.
+        losses of all sequences after each step; it is the stream's source. With an ``adapter`` of the model only that
+        is trained, and the state holds no other weights.
 
         Raises ConfigError for a model that has no float32 weights to train.
         """
-        self.model = model.train().requires_grad_(True)
+        self.model = model.train().requires_grad_(adapter is None)
+        self.adapter = adapter
         self.config = config
         self.stream = stream
         self.drift = drift
@@ -92,9 +98,10 @@ class Trainer:
         self.stop_requested = False
         """Set to True on any rank to stop all ranks. They learn of it with the next step's result."""
         self._seed = seed
+        self._adapter_dropout = adapter is not None and adapter.dropout > 0
         self._loss = StepLoss(config.reduce, gradients="sum", label_smoothing=config.label_smoothing)
-        self._parameters = dict(model.named_parameters())
-        dtypes = {parameter.dtype for parameter in self._parameters.values()}
+        self._parameters = dict(model.named_parameters() if adapter is None else adapter.parameters)
+        dtypes = {parameter.dtype for parameter in (*model.parameters(), *self._parameters.values())}
         if dtypes != {torch.float32}:
             raise ConfigError(
                 f"the trainer's weights must be float32, these are {', '.join(map(str, dtypes)) or 'none'}; load the "
@@ -142,42 +149,53 @@ class Trainer:
         self._observed: list[float] = []
         with self._loss.step(packs):
             for pack in real:
-                part = self._pack_loss(pack)
-                part.backward()  # type: ignore[no-untyped-call]
-                losses.append(part.detach())
+                losses.append(self._learn(pack))
         sum_gradients(list(self._parameters.values()))
         parts = [float(loss) for loss in losses]
         tokens = sum(pack.num_tokens for pack in real)
         targets = sum(int((pack.weights != 0).sum()) for pack in real)
         own = [math.fsum(parts), tokens, targets, len(real), self.stop_requested]
         loss, *counts, stops = sum_over_ranks(own)
-        norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self.config.max_grad_norm))
+        most = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
+        norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), most))
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise self._diverged(loss, norm, real, parts)
         self.optimizer.step()
         self.num_steps += 1
         if self.drift is not None:
-            flat = join_over_ranks(self._observed)
-            pairs = sorted(zip(flat[::2], flat[1::2], strict=True))  # in one order, whatever the number of ranks
-            pairs = pairs[bisect.bisect_left(pairs, (self.drift.oldest,)) :]  # a step may be longer than its memory
-            self.drift.observe([int(number) for number, _ in pairs], [loss for _, loss in pairs])
+            self._tell(self.drift)
         tokens, targets, num_packs = map(int, counts)
         return StepResult(self.num_steps, loss, tokens, targets, num_packs, norm, rate, stops > 0)
 
-    def _pack_loss(self, pack: Pack) -> Tensor:
+    def _tell(self, drift: DriftSampler) -> None:
+        """Tell the losses of the step's sequences, over all ranks."""
+        flat = join_over_ranks(self._observed)
+        told = sorted(zip(flat[::3], flat[1::3], flat[2::3], strict=True))  # in one order for any number of ranks
+        told = told[bisect.bisect_left(told, (drift.oldest,)) :]  # a step may be longer than its memory
+        drift.observe([int(number) for number, _, _ in told], [loss for _, loss, _ in told], [int(n) for *_, n in told])
+
+    def _learn(self, pack: Pack) -> Tensor:
+        """Add the gradient of a pack; returns its part of the step's loss."""
+        with (  # also around the backward, in which layers may be computed again
+            _dropout(self.model, self.config.dropout, self._seed, self.num_steps, pack, own=self._adapter_dropout),
+            _recomputed(self.model, self.config.gradient_checkpointing),
+        ):
+            part = self.pack_loss(pack, self._loss)
+            part.backward()  # type: ignore[no-untyped-call]
+        return part.detach()
+
+    def pack_loss(self, pack: Pack, loss: StepLoss) -> Tensor:
+        """The scalar loss of one pack, inside of ``loss.step``, by the model as it is: without dropout of its own."""
         device = next(iter(self._parameters.values())).device
         batch = {name: value.to(device) for name, value in _collate(pack).items()}
         rows, chosen = predictions(batch)
         context = VarlenContext(pack.layout.cu_seqlens)
-        with (
-            _dropout(self.model, self.config.dropout, self._seed, self.num_steps, pack),
-            torch.autocast(device.type, torch.bfloat16, enabled=self.config.autocast),
-        ):
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.autocast):
             hidden = self.model(batch["input_ids"][0], batch["position_ids"][0], context)
             logits = self.model.compute_logits(hidden[rows])
-        part = self._loss(logits, chosen)
-        if self.drift is not None:
-            self._observed += _sequence_losses(self._loss.losses, chosen, pack.ids)
+        part = loss(logits, chosen)
+        if self.drift is not None and loss is self._loss:
+            self._observed += _sequence_losses(loss.losses, chosen, pack.ids)
         return part
 
     def _check_tokens(self, packs: Sequence[Pack]) -> None:
@@ -209,10 +227,12 @@ class Trainer:
             "model": {name: parameter.detach() for name, parameter in self._parameters.items()},
             "optimizer": {name: dict(moments) for name, moments in kept.items() if moments},
             "stream": None if self.stream is None else self.stream.state_dict(),
+            "adapter": None if self.adapter is None else self.adapter.settings(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, bit for bit. Raises ConfigError for the state of another model or stream."""
+        self._check_adapter(state.get("adapter"))
         weights = state["model"]
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         mine = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
@@ -234,6 +254,20 @@ class Trainer:
             self.optimizer.state[self._parameters[name]] = {key: value.clone() for key, value in moments.items()}
         self.num_steps = int(state["steps"])
 
+    def _check_adapter(self, saved: Mapping[str, Any] | None) -> None:
+        here = None if self.adapter is None else self.adapter.settings()
+        if (saved is None) != (here is None):
+            kinds = {True: "a model", False: "an adapter"}
+            raise ConfigError(
+                f"the checkpoint is of {kinds[saved is None]}, and {kinds[here is None]} is to be trained; give the"
+                " same lora settings"
+            )
+        for name, value in (here or {}).items():
+            there = (saved or {}).get(name)
+            if there != value:
+                what = "another base model" if name == "base" else f"lora.{name} {there}, and here it is {value}"
+                raise ConfigError(f"the checkpoint's adapter has {what}; give the same settings and model")
+
 
 def predictions(batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Which rows of a collated pack predict something, and the batch of only those, for a loss without wasted logits.
@@ -250,12 +284,13 @@ def predictions(batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def _sequence_losses(losses: Tensor, chosen: Mapping[str, Tensor], ids: Sequence[int]) -> list[float]:
-    """Number and mean loss, in turns, of each sequence of :func:`predictions` that has a target."""
+    """Number, mean loss and number of targets, in turns, of each sequence of :func:`predictions` that has a target."""
     is_target = chosen["labels"][0, 1:] != IGNORED
     segments = chosen["segment_ids"][0, 1:][is_target].cpu().numpy()
     counts = np.bincount(segments, minlength=len(ids))
     totals = np.bincount(segments, losses[:-1][is_target].double().cpu().numpy(), len(ids))
-    return [value for i in counts.nonzero()[0].tolist() for value in (ids[i], totals[i] / counts[i])]
+    found = counts.nonzero()[0].tolist()
+    return [value for i in found for value in (ids[i], totals[i] / counts[i], int(counts[i]))]
 
 
 def _names(pack: Pack) -> str:
@@ -264,12 +299,29 @@ def _names(pack: Pack) -> str:
 
 
 @contextlib.contextmanager
-def _dropout(model: CausalLM, rate: float, seed: int, step: int, pack: Pack) -> Iterator[None]:
+def _recomputed(model: CausalLM, enabled: bool) -> Iterator[None]:
+    """Keep only the input of each layer for the backward, which computes the layer again (Chen et al., 2016).
+
+    The gradients are the same bits: the same operations run on the same numbers, dropout included.
+    """
+    layers = list(model.model.layers) if enabled else []
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # what hid the class's own method
+
+
+@contextlib.contextmanager
+def _dropout(model: CausalLM, rate: float, seed: int, step: int, pack: Pack, *, own: bool = False) -> Iterator[None]:
     """Apply dropout to the output of each branch of the model's layers, by hooks and not in the model's code.
 
-    What is dropped depends on the seed, the step and the pack: not on the rank, nor on what ran before.
+    What is dropped depends on the seed, the step and the pack: not on the rank, nor on what ran before. So does ``own``
+    dropout, that of an adapter.
     """
-    if not rate:
+    if not rate and not own:
         yield
         return
     key = hashlib.blake2b(f"{seed} {step} {pack.ids} {pack.lengths}".encode(), digest_size=8)
@@ -277,7 +329,7 @@ def _dropout(model: CausalLM, rate: float, seed: int, step: int, pack: Pack) -> 
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(int.from_bytes(key.digest()))
         for module in model.modules():
-            if isinstance(module, (Attention, MLP)):
+            if rate and isinstance(module, (Attention, MLP)):
                 hook = module.register_forward_hook(lambda _module, _args, out: functional.dropout(out, rate))
                 stack.callback(hook.remove)
         yield

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from chairlift.errors import ConfigError
+from chairlift.kernels.recurrent import Cell, recur_packed
 from chairlift.kernels.sdpa import packed_attention
 from chairlift.train.layout import Layout
 
@@ -151,6 +152,10 @@ class VarlenContext:
     ) -> Tensor:
         """Attend inside each sequence: q [T, Hq, Dh], k and v [T, Hkv, Dh] -> [T, Hq, Dh], one dtype."""
         return attend(q, k, v, self.layout, scale=scale, window=window, cap=cap, sinks=sinks)
+
+    def recur(self, layer: int, cell: Cell, *inputs: Tensor) -> Tensor:
+        """Run a recurrent layer over each sequence from a state of zeros: inputs [T, ...] -> [T, width]."""
+        return recur_packed(cell, inputs, self.layout.cu_seqlens)
 
 
 class HFPatch:

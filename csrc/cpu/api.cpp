@@ -1,4 +1,4 @@
-// The C ABI: picks the instruction-set path, plans the step, starts the threads.
+// The C ABI. It selects the instruction-set path, plans the step, and starts the threads.
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -47,7 +47,7 @@ void head_on_thread(void* argument, int thread) {
   head.part(head.pool, thread, head.call);
 }
 
-// Spans of at most SPAN_TOKENS queries, the costliest first, so that threads end together.
+// Makes spans of at most SPAN_TOKENS queries, the most expensive first, so that threads end at about the same time.
 int plan_spans(const cl_batch& batch, AttentionSpan* spans, StepPlan& plan) {
   int count = 0, longest = 0, most_splits = 1;
   for (int row = 0; row < batch.num_rows; row++) {
@@ -70,7 +70,7 @@ int plan_spans(const cl_batch& batch, AttentionSpan* spans, StepPlan& plan) {
   return count;
 }
 
-// Room for the splits' results of the layer that needs most, where any layer divides its tasks.
+// Bytes for the results of splits, for the layer that needs most, if any layer divides its tasks.
 size_t split_bytes(const Kernels& kernels, const cl_program& program, const StepPlan& plan) {
   size_t most = 0;
   for (int i = 0; i < program.num_ops; i++) {
@@ -81,7 +81,7 @@ size_t split_bytes(const Kernels& kernels, const cl_program& program, const Step
   return most;
 }
 
-// Every thread's own memory is there before any starts: inside a run nobody could say that there is none.
+// Allocates every thread's memory before the run, because an error inside a run cannot be reported.
 bool reserve(cl_pool& pool, const Kernels& kernels, int dtype, int32_t vocab) {
   const size_t bytes = kernels.scratch_bytes(dtype, vocab);
   for (int thread = 0; thread < pool.num_threads(); thread++)
@@ -98,13 +98,14 @@ bool valid(const cl_program& program, const cl_batch& batch) {
 
 int32_t cl_abi_version(void) { return CL_ABI_VERSION; }
 
-void cl_struct_sizes(int64_t sizes[6]) {
+void cl_struct_sizes(int64_t sizes[7]) {
   sizes[0] = sizeof(cl_op);
   sizes[1] = sizeof(cl_kv_layer);
   sizes[2] = sizeof(cl_program);
   sizes[3] = sizeof(cl_batch);
   sizes[4] = sizeof(cl_sampling_row);
   sizes[5] = sizeof(cl_experts);
+  sizes[6] = sizeof(cl_lora);
 }
 
 int32_t cl_supported_isas(void) {
@@ -115,7 +116,7 @@ int32_t cl_supported_isas(void) {
 }
 
 int64_t cl_expert_bytes(const cl_op* op, int32_t dtype, int32_t tokens) {
-  for (int32_t isa = CL_NUM_ISAS - 1; isa >= 0; isa--)  // all paths need the same
+  for (int32_t isa = CL_NUM_ISAS - 1; isa >= 0; isa--)  // all paths have the same requirements
     if (const Kernels* kernels = kernels_of(isa)) return int64_t(kernels->expert_bytes(*op, dtype, tokens));
   return 0;
 }
@@ -132,7 +133,7 @@ int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, 
   StepPlan plan{};
   plan.num_threads = pool->num_threads();
   plan_spans(*batch, spans, plan);
-  plan.shared = spans;  // not null: asks split_tasks what it would do with memory
+  plan.shared = spans;  // not null, so that split_tasks answers as if there were memory
   const size_t bytes = split_bytes(*kernels, *program, plan);
   plan.shared = bytes ? pool->shared(bytes) : nullptr;
   Run run{*pool, *kernels, *program, *batch, plan, first_op, end_op};
@@ -190,7 +191,7 @@ struct Read {
   size_t bytes;
 };
 
-// Sums every word: 64 bytes at a time by what every x86-64 processor has, which is enough to saturate memory.
+// Sums every word, 64 bytes at a time, with instructions of every x86-64 processor. This is enough to saturate memory.
 void read_on_thread(void* argument, int thread) {
   typedef long long Words __attribute__((vector_size(16)));
   Read& read = *static_cast<Read*>(argument);
@@ -232,7 +233,7 @@ double cl_measure_peak(cl_pool* pool, int32_t isa, int32_t int8, double wanted_s
   const int64_t trial = 20000;
   const double rate = trial / kernels->peak(trial, int8 != 0);
   Peak peak{*kernels, int8 != 0, trial};
-  pool->run(peak_on_thread, &peak);  // by now the threads may sleep, and waking them is not what is measured
+  pool->run(peak_on_thread, &peak);  // threads may be asleep by now, and waking them must not be measured
   peak.rounds = std::max<int64_t>(trial, int64_t(rate * wanted_seconds));
   const double start = seconds();
   pool->run(peak_on_thread, &peak);

@@ -1,9 +1,9 @@
 // Causal attention of ragged rows over the paged cache (PagedAttention: Kwon et al., 2023; online softmax: Milakov and
 // Gimelshein, 2018; fixed KV splits: Flash-Decoding, Dao et al., 2023).
 //
-// The arithmetic of a query depends on its own sequence alone: tiles of 256 and splits of 1,024 tokens begin at fixed
-// positions, keys behind or before its window contribute exact zeros, and splits are merged in order, whoever computed
-// them. So it makes no difference which queries share a task, and decode equals prefill bit for bit.
+// The arithmetic of a query depends on its own sequence alone. Tiles of 256 and splits of 1,024 tokens begin at fixed
+// positions. Keys after the query or before its window contribute exact zeros. Splits are merged in order, whichever
+// thread computed them. So it does not matter which queries share a task, and decode equals prefill bit for bit.
 #pragma once
 #include "elementwise.h"
 #include "kv8.h"
@@ -11,19 +11,19 @@
 
 namespace CL_NS {
 
-// Rows of scores are a line longer than a tile: a power of two apart, they would meet in one set of L1.
+// A row of scores has one cache line more than a tile. At a distance of a power of two, rows would share one set of L1.
 enum { KV_TILE = 256, SCORES_STRIDE = KV_TILE + LANES, MAX_ATTENTION_ROWS = 64, MAX_HEAD_DIM = 256 };
 static_assert(KV_SPLIT % KV_TILE == 0, "splits are whole tiles");
 
-// The softmax of one task so far: highest score (log2), sum, weighted values.
+// State of the softmax of one task: highest score (log2), sum, weighted values.
 struct SoftmaxState {
   float highest[MAX_ATTENTION_ROWS], sum[MAX_ATTENTION_ROWS];
   float values[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];  // [rows, head_dim]
 };
 
-// What attention over a cache in 8 bits needs, by what its path multiplies (see kv8.h): what is widened at a time, keys or
-// some columns of the values of a tile; or rows of 16 bits and what a one of them stands for, sums of queries, and what the
-// minima of values add to a row.
+// Scratch for attention over a cache in 8 bits, by the type that the path multiplies (see kv8.h). For bf16: the widened
+// keys, or some columns of the values, of one tile. For integers: rows of 16 bits and their units, sums of queries, and
+// the contribution of the minima of values to a row.
 template <typename Multiplied>
 struct CodeScratch {
   alignas(64) Multiplied widened[MAX_GROUPS * CL_KV_TOKENS * MAX_HEAD_DIM];
@@ -45,29 +45,29 @@ struct AttentionScratch {
   alignas(64) SoftmaxState all, split;
   CodeScratch<Left<T, T>> codes;
   float factor[MAX_ATTENTION_ROWS];
-  int low[MAX_ATTENTION_ROWS], high[MAX_ATTENTION_ROWS];  // the positions each row sees: low <= position < high
+  int low[MAX_ATTENTION_ROWS], high[MAX_ATTENTION_ROWS];  // each row sees the positions low <= position < high
 };
 
-// Scores below every real one, but finite: differences of two never are NaN.
+// Lower than every real score, but finite: the difference of two scores is never NaN.
 static const float NO_SCORE = -1e30f;
 
 struct AttentionTask {
   const cl_op& op;
   const cl_kv_layer& kv;
-  const int32_t* block_table;  // of this sequence
+  const int32_t* block_table;  // of the sequence of this task
   int kv_head;
   int rows;
-  bool far;  // keys and values are fetched into L2
+  bool far;  // whether keys and values are prefetched into L2
 
-  // How many sixteens of tokens: further ahead, lines are evicted from L1 before they are used.
+  // Prefetch distance, in groups of sixteen tokens. With a longer one, lines are evicted from L1 before they are used.
   int fetch_ahead() const { return far ? 8 : 4; }
 };
 
-// Up to Zen 4 (family 19h), cores of this kind wait for fewer lines of L1 at once than it takes to be busy all the time.
+// Up to Zen 4 (family 19h), these cores support too few outstanding lines of L1 to keep memory busy.
 static bool fetches_far() { return __builtin_cpu_is("amdfam19h"); }
 
-// Where the sixteens of tokens of one KV tile lie: `count` of them from number `first` on. K of sixteen tokens of one KV head
-// lies together, and V behind it. `Stored`: an element of the cache.
+// Addresses of the groups of sixteen tokens in one KV tile: `count` groups from number `first` on. K of sixteen tokens
+// of one KV head is contiguous, followed by V. `Stored`: an element of the cache.
 template <typename Stored>
 struct Sixteens {
   enum { MOST = KV_TILE / CL_KV_TOKENS };
@@ -91,14 +91,15 @@ struct Sixteens {
   }
 };
 
-// Sixteens that are read one after the other: those at hand, those that come next, and those after them. The
-// pieces of each are read in order: all keys, then all values.
+// Groups of sixteen tokens in reading order: the current ones, the next ones, and those after them. The pieces of each
+// are read in order: all keys, then all values.
 template <typename Stored>
 struct Reading {
   const Sixteens<Stored>&at, &next, &after;
 
-  // The piece so many places behind the first one at hand, or null. Each is fetched once, when the one fetch_ahead() places
-  // before it is used; or never, where less than that lies between: behind a short sequence, or a split's short rest.
+  // The piece at this distance after the first current one, or null. Each piece is prefetched once, when the piece
+  // fetch_ahead() places before it is used. It is never prefetched if fewer pieces come before it, as at the end of a
+  // short sequence or split.
   const Stored* piece(int place) const {
     for (const Sixteens<Stored>* here : {&at, &next, &after}) {
       if (place < here->count) return here->keys[place];
@@ -109,7 +110,7 @@ struct Reading {
   }
 };
 
-// Scores of all rows with the tokens at hand, from column `column0` of the scratch on.
+// Scores of all rows with the current tokens, stored from column `column0` of the scratch on.
 template <typename T>
 static void score(const AttentionTask& task, AttentionScratch<T>& s, const Reading<T>& reading, int column0) {
   const Sixteens<T>& at = reading.at;
@@ -119,14 +120,15 @@ static void score(const AttentionTask& task, AttentionScratch<T>& s, const Readi
     const char* ahead[MAX_GROUPS];
     for (int g = 0; g < groups; g++) {
       const T* piece = reading.piece(i + task.fetch_ahead() + g);
-      ahead[g] = piece ? (const char*)piece : (const char*)s.q;  // nothing is left; these are at hand
+      // nothing left to prefetch; this address is in the cache
+      ahead[g] = piece ? (const char*)piece : (const char*)s.q;
     }
     Columns<T> keys{at.keys + i, 1, steps, steps, CL_KV_TOKENS * Packed<T>::P};
     product_rows<KEYS>(task.rows, groups, s.q, dim, keys, s.scores + column0 + i * CL_KV_TOKENS, SCORES_STRIDE, false,
                        Prefetch{ahead, groups, 64, task.far});
   }
 }
-// Keys in 8 bits, widened to bf16.
+// Scores for keys in 8 bits, widened to bf16.
 template <bool NEAR, typename T>
 static void score_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<bf16>& codes,
                         const Reading<code8>& reading, int column0) {
@@ -147,7 +149,7 @@ static void score_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeS
   }
 }
 
-// The same by integers: q * key = unit * (scale * sum of products with codes + minimum * sum of q).
+// Scores for keys in 8 bits with integers: q * key = unit * (scale * sum of products with codes + minimum * sum of q).
 template <bool NEAR, typename T>
 static void score_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<float>& codes,
                         const Reading<code8>& reading, int column0) {
@@ -155,7 +157,8 @@ static void score_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeS
   const int dim = task.kv.head_dim;
   for (int i = 0; i < at.count; i++) {
     const code8* piece = reading.piece(i + task.fetch_ahead());
-    const char* ahead = piece ? (const char*)piece : (const char*)s.q;  // nothing is left; these are at hand
+    // nothing left to prefetch; this address is in the cache
+    const char* ahead = piece ? (const char*)piece : (const char*)s.q;
     fetch_line<NEAR>(ahead + dim * CL_KV_TOKENS);
     fetch_line<NEAR>(ahead + dim * CL_KV_TOKENS + 64);
     const float* scales = scales_of(at.keys[i], dim);
@@ -175,8 +178,8 @@ static void score(const AttentionTask& task, AttentionScratch<T>& s, const Readi
     score_codes<true>(task, s, s.codes, reading, column0);
 }
 
-// Turn the scores of columns [from, to) (multiples of 16) into weights, and bring the state to the new maximum. `scale`
-// is positive and includes log2(e).
+// Turns the scores of columns [from, to) (multiples of 16) into weights, and updates the state to the new maximum.
+// `scale` is positive and includes log2(e).
 template <typename T>
 static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int from, int to, int tile_start,
                       float scale) {
@@ -224,7 +227,7 @@ static void apply_factors(const AttentionTask& task, const AttentionScratch<T>& 
   }
 }
 
-// state.values += weights @ values at hand, of tokens [from, to).
+// state.values += weights @ current values, of tokens [from, to).
 template <typename T>
 static void add_values(const AttentionTask& task, AttentionScratch<T>& s, SoftmaxState& state,
                        const Reading<T>& reading, int, int to, int column0) {
@@ -243,14 +246,15 @@ static void add_values(const AttentionTask& task, AttentionScratch<T>& s, Softma
       const char* tile = piece ? (const char*)(piece + d * P) : (const char*)s.q;
       for (int line = 0; line < lines; line++) ahead[i * lines + line] = tile + 64 * line;
     }
-    // Tokens behind the end of the sequence are stale: their weights are zero, but they themselves may be NaN.
+    // Tokens after the end of the sequence are stale. Their weights are zero, but their values may be NaN.
     Columns<T> values{column, at.count, CL_KV_TOKENS / P, (last_tokens + P - 1) / P, int64_t(dim) * P};
     product_rows<VALUES>(task.rows, groups, s.weights + column0, SCORES_STRIDE, values, state.values + d, dim, true,
                          Prefetch{ahead, lines, int64_t(dim * P * sizeof(T)), task.far});
   }
 }
 
-// Scales and minima of the values of tokens [first, first + 16), those outside [low, high) as zeros: what lies there may be NaN.
+// Scales and minima of the values of tokens [first, first + 16). Those outside [low, high) become zero, because they
+// may be NaN.
 static void seen_scales(const float* scales, float* into, int first, int low, int high) {
   for (int t = 0; t < CL_KV_TOKENS; t++) {
     const bool seen = low <= first + t && first + t < high;
@@ -259,7 +263,7 @@ static void seen_scales(const float* scales, float* into, int first, int low, in
   }
 }
 
-// Values in 8 bits, widened to bf16. `scales`: of each sixteen at hand, see seen_scales.
+// Adds values in 8 bits, widened to bf16. `scales`: those of each current group of sixteen tokens, see seen_scales.
 template <bool NEAR, typename T>
 static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<bf16>& codes, SoftmaxState& state,
                       const Sixteens<code8>& at, const float* scales, const char* const* ahead, int column0) {
@@ -280,7 +284,8 @@ static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScr
   }
 }
 
-// The same by integers: a value's scale is part of its weight, and its minimum adds weight * minimum to the whole row.
+// Adds values in 8 bits with integers. A value's scale is part of its weight, and its minimum adds weight * minimum to
+// the whole row.
 template <bool NEAR, typename T>
 static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<float>& codes, SoftmaxState& state,
                       const Sixteens<code8>& at, const float* scales, const char* const* ahead, int column0) {
@@ -338,7 +343,8 @@ static void clear(SoftmaxState& state, int rows, int dim) {
   memset(state.values, 0, sizeof(float) * rows * dim);
 }
 
-// Copy the values of tokens [first, first + 16), those outside [low, high) as zeros: [16 / P, head_dim, P], as they lie.
+// Copies the values of tokens [first, first + 16) in their layout [16 / P, head_dim, P]. Those outside [low, high)
+// become zero.
 template <typename T>
 static const T* seen_values(const T* values, T* into, int dim, int first, int low, int high) {
   enum { P = Packed<T>::P };
@@ -349,19 +355,19 @@ static const T* seen_values(const T* values, T* into, int dim, int first, int lo
   return into;
 }
 
-// Leaves out the values of tokens outside [from, to), which lie in the first and the last sixteen at hand; `edges` has room for
-// both.
+// Excludes the values of tokens outside [from, to), which are in the first and the last current group; `edges` has room
+// for both.
 template <typename T>
 static void leave_out_unseen(Sixteens<T>& at, T* edges, int dim, int from, int to) {
   for (int i = 0; i < at.count; i += at.count > 1 ? at.count - 1 : 1)
     at.values[i] = seen_values(at.values[i], edges + (i > 0) * CL_KV_TOKENS * MAX_HEAD_DIM, dim,
                                (at.first + i) * CL_KV_TOKENS, from, to);
 }
-static void leave_out_unseen(Sixteens<code8>&, code8*, int, int, int) {}  // add_values does, always
+static void leave_out_unseen(Sixteens<code8>&, code8*, int, int, int) {}  // add_values always excludes them
 
-// The state over tokens [from, to) of one split; rows see low <= position < high of them. `after`: what comes next.
-// With `edges`, room for two sixteens of values, those of others in the same sixteens are not even multiplied by zero.
-// One copy of it, so that what it calls, which nobody else does, is compiled into it.
+// State over tokens [from, to) of one split; rows see low <= position < high of them. `after`: what is read next. With
+// `edges`, room for two groups of values, tokens outside the range are excluded instead of multiplied by zero. There is
+// one copy of this function, so that the functions that only it calls are inlined.
 template <typename T, typename Stored>
 __attribute__((noinline, noclone)) static void attend_tokens(const AttentionTask& task, AttentionScratch<T>& s,
                                                              SoftmaxState& state, int from, int to,
@@ -388,7 +394,7 @@ __attribute__((noinline, noclone)) static void attend_tokens(const AttentionTask
   }
 }
 
-// Add a later split's state. Its maximum and the maximum so far decide, nothing else.
+// Adds a later split's state. The result depends only on the two maxima and the two states.
 static void merge_states(SoftmaxState& into, const SoftmaxState& from, int rows, int dim) {
   for (int row = 0; row < rows; row++) {
     const float a = into.highest[row], b = from.highest[row], highest = a > b ? a : b;
@@ -400,7 +406,7 @@ static void merge_states(SoftmaxState& into, const SoftmaxState& from, int rows,
   }
 }
 
-// Rows of one piece of work: query r is token r / group, head r % group of the KV head's group.
+// Rows of one piece of work: query r is token r / group and head r % group of the KV head's group.
 struct AttentionPiece {
   const cl_op& op;
   const cl_batch& batch;
@@ -415,7 +421,7 @@ struct AttentionPiece {
   }
 };
 
-// As many of the first keys that a piece looks at as are fetched ahead, of tokens [begin, end).
+// Prefetches the first keys of a piece, tokens [begin, end), as many as are always fetched ahead.
 template <typename Stored>
 static Sixteens<Stored> first_keys(const AttentionPiece& piece, const AttentionTask& task, int begin, int end) {
   const int high = piece.position(0) + 1, window = piece.op.window;
@@ -450,7 +456,7 @@ static void load_queries(const AttentionPiece& piece, const T* q, int64_t stride
   round_queries(s, piece.rows, dim, Stored());
 }
 
-// Compute each row again over the tokens that it sees, and no others. Leaves the scratch without the queries.
+// Computes each row again over only the tokens that it sees. The queries in the scratch are lost.
 template <typename Stored, typename T>
 __attribute__((noinline, cold)) static void attend_alone(AttentionTask task, AttentionScratch<T>& s, SoftmaxState& state,
                                                          int from, int to) {
@@ -470,21 +476,22 @@ __attribute__((noinline, cold)) static void attend_alone(AttentionTask task, Att
   }
 }
 
-// The state over tokens [from, to) of one split. A weight of zero does not silence a value that is NaN or infinite: where
-// a result is not finite, the fault may lie where its row must not look. To the bit the same then: only zeros are left out.
+// State over tokens [from, to) of one split. A weight of zero times NaN or infinity is NaN. So if a result is not
+// finite, the bad value may be at a position that the row must not see, and the row is computed again without such
+// positions. The bits are the same otherwise, because only zeros are excluded.
 template <typename T, typename Stored>
 static void attend_split(const AttentionPiece& piece, const AttentionTask& task, AttentionScratch<T>& s,
                          SoftmaxState& state, int from, int to, const Sixteens<Stored>& after, const T* q,
                          int64_t stride) {
   attend_tokens(task, s, state, from, to, after, static_cast<Stored*>(nullptr));
-  vf nothing = vset(0.0f);  // NaN after a value that is not finite
+  vf nothing = vset(0.0f);  // becomes NaN after a value that is not finite
   for (int i = 0; i < task.rows * task.kv.head_dim; i += LANES) nothing = vfma(vload(state.values + i), vset(0.0f), nothing);
   if (vsum(nothing) == 0.0f) return;
   attend_alone<Stored>(task, s, state, from, to);
   load_queries<Stored>(piece, q, stride, s);
 }
 
-// One row's output, where the softmax has one more logit that has no value.
+// Output of one row whose softmax has one more logit without a value (a sink).
 template <typename T>
 static void store_with_sink(const SoftmaxState& state, int row, float sink, T* to, int dim) {
   const float logit = sink * 1.44269504f, before = state.highest[row], highest = logit > before ? logit : before;
@@ -526,7 +533,7 @@ static void attention_over(cl_pool& pool, int thread, const cl_op& op, const cl_
   const auto table_of = [&](const AttentionSpan& span) { return block_table(batch, kv.group, span.row); };
   Turns turns(pool, thread, items, Turns::SPREAD);
   for (int64_t item = turns.take(); item < items; item = turns.take()) {
-    const int64_t following = turns.peek();  // so that its first keys can be fetched meanwhile
+    const int64_t following = turns.peek();  // next item, whose first keys can be prefetched
     const AttentionSpan& span = span_of(item);
     const int kv_head = int(item / splits % op.kv_heads), split = int(item % splits);
     const int32_t* table = table_of(span);
@@ -543,7 +550,7 @@ static void attention_over(cl_pool& pool, int thread, const cl_op& op, const cl_
       AttentionPiece piece{op, batch, span, kv_head, first, rows};
       AttentionTask task{op, kv, table, kv_head, rows, far};
       load_queries<Stored>(piece, q, q_stride, s);
-      const int from = s.low[0], to = s.high[rows - 1];  // rows are in order of position
+      const int from = s.low[0], to = s.high[rows - 1];  // rows are in the order of their positions
       if (splits > 1) {
         const int begin = split * KV_SPLIT, end = begin + KV_SPLIT;
         if (begin < to && end > from)

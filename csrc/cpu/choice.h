@@ -1,12 +1,13 @@
-// A token chosen from logits as a product makes them, without storing any: the arg max, or of logits over temperature
-// plus Gumbel noise the arg max. chairlift/sampling/gumbel.py defines the noise; here the same ids win.
+// Chooses a token while a product computes the logits, without storing them. It is the arg max, or the arg max of
+// logits over temperature plus Gumbel noise. chairlift/sampling/gumbel.py defines the noise; the chosen ids are the
+// same.
 #pragma once
 #include "chairlift_cpu.h"
 #include "vec.h"
 
 namespace CL_NS {
 
-// 32-bit words, each in the low half of a 64-bit lane; the high halves hold rubbish, which no product looks at.
+// 32-bit words, each in the low half of a 64-bit lane. The high halves are undefined; no product reads them.
 #if defined(__AVX512F__)
 typedef __m512i wide;
 enum { WIDE = 8 };
@@ -37,11 +38,11 @@ CL_INLINE void wstore(uint64_t* p, wide a) { _mm256_storeu_si256((__m256i*)p, a)
 
 enum {
   PHILOX_ROUNDS = 10,
-  GROUP = 64,  // ids that are looked at together: 16 counters of 4 words
+  GROUP = 64,  // number of ids that are processed together: 16 counters of 4 words
 };
 static const uint32_t PHILOX_M0 = 0xD2511F53, PHILOX_M1 = 0xCD9E8D57;
 
-// The generator of one row: words of all its ids.
+// The Philox generator of one row: random words of all its ids.
 struct Philox {
   uint64_t keys[2 * PHILOX_ROUNDS];
   uint64_t position;
@@ -66,7 +67,7 @@ struct Philox {
     return c[id & 3];
   }
 
-  // The words of GROUP ids from first_id, a multiple of 4; false, without words, when none reaches `bar`.
+  // The words of GROUP ids from first_id, a multiple of 4. Returns false, without words, when none reaches `bar`.
   bool group(int32_t first_id, uint32_t bar, uint32_t words[GROUP]) const {
     enum { PARTS = GROUP / 4 / WIDE };
     wide c0[PARTS], c1[PARTS], c2[PARTS], c3[PARTS];
@@ -103,14 +104,15 @@ struct Philox {
 
 CL_INLINE float gumbel(uint32_t word) { return float(-log(-log((word + 0.5) * 0x1p-32))); }
 
-static const float GUMBEL_BOUND = 22.9f;  // no noise is higher
+static const float GUMBEL_BOUND = 22.9f;  // upper bound of the noise
 
-// What a score plus noise must at least seem to be to win against `score`: less by more than all rounding can come to.
+// Least value of score plus noise, as computed here, that may win against `score`. The margin exceeds all rounding
+// errors.
 CL_INLINE float bar_of(float score) { return score - (1e-3f + fabsf(score) * 0x1p-20f); }
 
-// The lowest word that can lift a score to a bar that lies `gap` above it, or a lower word. With v = 1 - u,
-// noise is at most -log(v), so the word must have v <= exp(-gap). Between whole powers of two the exponential is
-// replaced by its chord, which lies above it.
+// A lower bound of the words that lift a score to a bar that is `gap` above it. With v = 1 - u, noise is at most
+// -log(v), so the word must have v <= exp(-gap). Between whole powers of two the exponential is replaced by its chord,
+// which is above it.
 CL_INLINE uint32_t lowest_word(float gap) {
   if (!(gap > 0.0f)) return 0;
   if (gap > GUMBEL_BOUND + 1.0f) return UINT32_MAX;
@@ -120,7 +122,7 @@ CL_INLINE uint32_t lowest_word(float gap) {
   return uint64_t(words) >= UINT32_MAX ? 0 : UINT32_MAX - 1 - uint32_t(words);
 }
 
-// The best of the ids seen so far, in whatever order: the highest score, and of equal ones the lowest id.
+// The best of the ids seen so far, in any order: the highest score, and of equal scores the lowest id.
 struct Best {
   float score;
   int32_t id;
@@ -144,7 +146,7 @@ static void merge(Best& into, const Best& from) {
   offer(into, from.score, from.id);
 }
 
-// The next sixteen of `left` logits; -inf where there are none.
+// The next sixteen of `left` logits; -inf beyond them.
 CL_INLINE vf load_logits(const float* p, int left) {
   return left >= LANES ? vload(p) : vkeep(vload(p), 0, left, -INFINITY);
 }
@@ -163,7 +165,7 @@ static int index_of(const float* values, int count, float value) {
   return count;
 }
 
-// Highest of `count` logits by lane, with what is irregular about them.
+// Highest of `count` logits by lane. `flags` collects NaN, infinities and the like.
 CL_INLINE vf lane_maxima(const float* logits, int count, uint32_t& flags) {
   vf top = vset(-INFINITY);
   uint32_t regular = 0xffff;
@@ -183,7 +185,7 @@ static void consider_highest(Best& best, const float* logits, int32_t first_id, 
   if (highest > -INFINITY) offer(best, highest, first_id + index_of(logits, count, highest));
 }
 
-// At most GROUP ids whose highest score is `highest`.
+// Processes at most GROUP ids whose highest score is `highest`.
 static void consider_group(Best& best, const float* logits, int32_t first_id, int size, float highest,
                            float temperature, const Philox& philox) {
   const uint32_t bar = lowest_word(bar_of(best.score) - highest);
@@ -196,7 +198,7 @@ static void consider_group(Best& best, const float* logits, int32_t first_id, in
   }
 }
 
-// Nothing is known that could rule ids out: begin with the highest of these.
+// Begins with the id of the highest score, because no bound is known yet that could exclude ids.
 static void begin_with_highest(Best& best, const float* logits, int32_t first_id, int size, float temperature,
                                const Philox& philox) {
   int at = 0;
@@ -217,7 +219,8 @@ static void consider_noisy(Best& best, const float* logits, int32_t first_id, in
   }
 }
 
-// `count` logits of the ids from first_id, a multiple of 16. There may be rubbish behind them up to a multiple of 16.
+// Processes `count` logits of the ids from first_id, a multiple of 16. The logits after them, up to a multiple of 16,
+// are undefined.
 static void consider(Best& best, const float* logits, int32_t first_id, int32_t count, const cl_sampling_row& row) {
   CL_ASSERT(first_id % LANES == 0 && count >= 0);
   if (row.temperature == 0.0f)

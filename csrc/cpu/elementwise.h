@@ -1,10 +1,11 @@
-// Operations that touch each activation once; rows are divided evenly among the threads.
+// Operations that read each activation once. Rows are divided evenly among the threads.
 #pragma once
 #include "gemm.h"
 
 namespace CL_NS {
 
-// Zeros from column `width` to the next multiple of 32: products read them, and the buffer may have held a wider row.
+// Writes zeros from column `width` to the next multiple of 32. Products read these columns, and the buffer may have
+// held a wider row.
 template <typename T>
 CL_INLINE void clear_pad(T* row, int64_t width) {
   memset(row + width, 0, sizeof(T) * (padded(width) - width));
@@ -20,7 +21,7 @@ static void unpack_column(const Panels<T>& weight, int32_t id, int k, T* row) {
 template <typename T, int B, Meaning M>
 static void unpack_column(const Panels<Code<B, M>>& weight, int32_t id, int k, T* row) {
   typedef Code<B, M> W;
-  enum { STEP = 32 / B };  // k in four bytes
+  enum { STEP = 32 / B };  // number of k in four bytes
   const int column = id % CL_PANEL;
   for (int from = 0; from < k; from += weight.group) {
     const uint8_t* at = &weight.panel(id / CL_PANEL, from)->byte;
@@ -35,7 +36,7 @@ static void unpack_column(const Panels<Code<B, M>>& weight, int32_t id, int k, T
   }
 }
 
-// A row times a number, its pad too.
+// A row times a number, with its padding.
 template <typename T>
 CL_INLINE void scale_row(const T* from, T* to, int size, float factor) {
   for (int i = 0; i < size; i += LANES) vstore(to + i, vmul(vload(from + i), vset(factor)));
@@ -61,8 +62,8 @@ static void embed(const cl_op& op, const cl_program& program, const cl_batch& ba
   }
 }
 
-// Angles as positions in float32 times float32 frequencies, like transformers; cosines and sines by the C library, one
-// at a time, so that no value depends on its neighbours.
+// Angles are positions in float32 times float32 frequencies, as in transformers. The C library computes cosines and
+// sines one at a time, so that no value depends on its neighbours.
 static void rotary_table(const cl_op& op, const cl_program& program, const cl_batch& batch, Share share) {
   const float* frequencies = static_cast<const float*>(op.weight);
   const int half = op.head_dim / 2;
@@ -76,7 +77,7 @@ static void rotary_table(const cl_op& op, const cl_program& program, const cl_ba
   }
 }
 
-// Sum of squares of `size` (a multiple of 16) elements in four fixed chains.
+// Sum of squares of `size` (a multiple of 16) elements in four chains of fixed order.
 template <typename T>
 CL_INLINE float sum_of_squares(const T* x, int size) {
   vf sum[4] = {vset(0.0f), vset(0.0f), vset(0.0f), vset(0.0f)};
@@ -87,7 +88,7 @@ CL_INLINE float sum_of_squares(const T* x, int size) {
   return vsum(vadd(vadd(sum[0], sum[1]), vadd(sum[2], sum[3])));
 }
 
-// Normalised, rounded to T, then scaled: the order Hugging Face models were trained with. Pad columns are zero, so whole
+// RMS norm: normalised, rounded to T, then scaled, the order of Hugging Face models. Padding columns are zero, so whole
 // vectors may be summed.
 template <typename T>
 static void rms_norm(const cl_op& op, const cl_program& program, Share share) {
@@ -109,8 +110,8 @@ static void rms_norm(const cl_op& op, const cl_program& program, Share share) {
   }
 }
 
-// Sum of `size` elements less `mean`, or of the squares of that, in four fixed chains. What lies behind them up to a multiple
-// of 16 is left out.
+// Sum of `size` elements minus `mean`, or of their squares, in four chains of fixed order. Elements after them, up to a
+// multiple of 16, are excluded.
 template <bool SQUARED, typename T>
 CL_INLINE float sum_around(const T* x, int size, float mean) {
   vf sum[4] = {vset(0.0f), vset(0.0f), vset(0.0f), vset(0.0f)};
@@ -122,7 +123,7 @@ CL_INLINE float sum_around(const T* x, int size, float mean) {
   return vsum(vadd(vadd(sum[0], sum[1]), vadd(sum[2], sum[3])));
 }
 
-// Rounded to T once, behind weight and bias, as PyTorch does it.
+// Layer norm, rounded to T once, after weight and bias, as in PyTorch.
 template <typename T>
 static void layer_norm(const cl_op& op, const cl_program& program, Share share) {
   const T* in = static_cast<const T*>(program.buffers[op.in]);

@@ -1,6 +1,6 @@
-// A layer of experts: tokens are routed, their rows are gathered expert by expert and multiplied with the weights of the
-// experts that were chosen, and each token sums its experts in the order in which it chose them. So a token's result does
-// not depend on which others its experts have. (Shazeer et al., 2017; grouped products as in MegaBlocks, Gale et al., 2022.)
+// A layer of experts. Tokens are routed; their rows are gathered by expert and multiplied with the weights of the
+// chosen experts; then each token sums its experts in the order of its choice. So a token's result does not depend on
+// the other tokens of its experts. (Shazeer et al., 2017; grouped products as in MegaBlocks, Gale et al., 2022.)
 #pragma once
 #include <type_traits>
 
@@ -8,24 +8,25 @@
 
 namespace CL_NS {
 
-// Scratch for the tokens that are routed together. Everything is read behind a barrier after it was written.
+// Scratch for the tokens that are routed together. A barrier separates every write from the reads.
 struct ExpertScratch {
-  int64_t rows;           // of all chosen experts together: tokens times top_k
+  int64_t rows;           // number of rows of all chosen experts: tokens times top_k
   float* logits;          // [tokens, E]
   int32_t* chosen;        // [tokens, top_k], best first
   float* weights;         // [tokens, top_k]
-  int32_t* place;         // [tokens, top_k]: the row of each in the order of experts
-  int32_t* token;         // [rows]: of which token each of these is
-  int32_t* expert;        // [parts]: the experts that have rows, ascending
+  int32_t* place;         // [tokens, top_k]: index of each in the order of experts
+  int32_t* token;         // [rows]: token of each row
+  int32_t* expert;        // [parts]: experts with rows, ascending
   int32_t* first_row;     // [parts + 1]
-  int32_t* counts;        // parts, most rows of one
-  void* gathered;         // [rows, k], as the products take them
+  int32_t* counts;        // number of parts; most rows of one part
+  void* gathered;         // [rows, k], in the form that products read
   void* inner;            // [rows, I]
-  void* inner_codes;      // the same in codes
+  void* inner_codes;      // the same numbers in codes
   float* results;         // [rows, D]
   int64_t row_stride, inner_stride, result_stride;
 
-  // Carves `at` up; returns how many bytes that takes. Rows lie as program buffers do: not a multiple of 1 KiB apart.
+  // Assigns the parts of the memory at `at`, and returns their bytes. As in program buffers, the distance of rows is
+  // not a multiple of 1 KiB.
   static size_t lay_out(ExpertScratch& s, char* at, int item, const cl_op& op, int tokens) {
     const cl_experts& experts = *op.experts;
     size_t bytes = 0;
@@ -55,7 +56,7 @@ struct ExpertScratch {
   }
 };
 
-// Sum of products of `size` (a multiple of 16) elements in four fixed chains.
+// Sum of products of `size` (a multiple of 16) elements in four chains of fixed order.
 template <typename T>
 CL_INLINE float dot(const T* a, const T* b, int64_t size) {
   vf sum[4] = {vset(0.0f), vset(0.0f), vset(0.0f), vset(0.0f)};
@@ -63,7 +64,7 @@ CL_INLINE float dot(const T* a, const T* b, int64_t size) {
   return vsum(vadd(vadd(sum[0], sum[1]), vadd(sum[2], sum[3])));
 }
 
-// The index of the highest of scores[0, count) that is not `taken`; of equal ones the first. NaN is higher than nothing.
+// Index of the highest of scores[0, count) that is not `taken`; the first of equal scores. NaN is higher than no score.
 static int best_of(const float* scores, int count, const bool* taken) {
   int best = -1;
   for (int i = 0; i < count; i++)
@@ -73,7 +74,7 @@ static int best_of(const float* scores, int count, const bool* taken) {
 
 enum { MOST_EXPERTS = 4096 };
 
-// Scores out of logits, in place; exponentials in double, so that they are what they are everywhere.
+// Turns logits into scores in place. Exponentials are in double, so that they are equal on every path.
 static void score(const cl_experts& experts, float* logits) {
   const int E = experts.num_experts;
   if (experts.scoring == CL_SIGMOID) {
@@ -129,7 +130,7 @@ static void choose_experts(const cl_experts& experts, float* scores, int32_t* ch
   }
 }
 
-// Orders the rows by expert.
+// Sorts the rows by expert.
 static void group_rows(const cl_experts& experts, const ExpertScratch& s, int tokens) {
   int32_t begin[MOST_EXPERTS + 1] = {};
   const int64_t rows = int64_t(tokens) * experts.top_k;
@@ -152,7 +153,7 @@ static void group_rows(const cl_experts& experts, const ExpertScratch& s, int to
   }
 }
 
-// The last of first[0, count) that is at most `value`. They ascend, and the first is.
+// Index of the last of first[0, count) that is at most `value`. They ascend, and the first one is at most `value`.
 static int last_up_to(const int32_t* first, int count, int32_t value) {
   int low = 0, high = count;
   while (high - low > 1) {
@@ -162,14 +163,14 @@ static int last_up_to(const int32_t* first, int count, int32_t value) {
   return low;
 }
 
-// Which expert has row `row` of those that are ordered by expert.
+// The expert of row `row`, in the order of experts.
 static int expert_of(const ExpertScratch& s, int row) { return s.expert[last_up_to(s.first_row, s.counts[0], row)]; }
 
-// The products of the experts that have rows, one after the other.
+// The products of the experts that have rows, one after another.
 template <typename Row, typename Weight>
 struct ExpertItems {
   enum { SUPER = Blocking<Row, Weight>::SUPER };
-  const Panels<Weight>& weight;  // of the first expert
+  const Panels<Weight>& weight;  // weight of the first expert
   const ExpertScratch& s;
   const int chunks;
   int32_t first_super[MOST_EXPERTS + 1];
@@ -192,7 +193,7 @@ struct ExpertItems {
     return found;
   }
 
-  // How many panels make a chunk, with `unit` that stay together.
+  // Number of panels in a chunk; `unit` panels must stay together.
   static int chunk_of(Panels<Weight> weight, const ExpertScratch& s, int unit, int threads) {
     const int parts = s.counts[0], mean = (s.first_row[parts] + parts - 1) / parts;
     weight.count *= parts;
@@ -200,7 +201,7 @@ struct ExpertItems {
   }
 };
 
-// Gates of the rows of one expert, with its biases: `columns` of each expert, or none.
+// Applies the gate to the rows of one expert, with its biases: `columns` per expert, or none.
 template <typename T, typename Gate>
 struct StoreGatedExpert {
   const ExpertScratch& s;
@@ -216,7 +217,7 @@ struct StoreGatedExpert {
   }
 };
 
-// The sums of the rows of one expert, and its bias.
+// Stores the sums of the rows of one expert, with its bias.
 struct StoreSums {
   const ExpertScratch& s;
   const float* bias;
@@ -248,7 +249,7 @@ static void expert_products(cl_pool& pool, int thread, const Panels<Weight>& wei
   gemm_items<Row>(pool, thread, rows, stride, items, weight, chunk, scratch, epilogue, NOTHING, static_cast<KVAhead<Row>*>(nullptr));
 }
 
-// out = each token's experts, weighted, in its own order, and what is shared.
+// out = weighted sum of each token's experts in its own order, plus the shared part.
 template <typename Row>
 static void sum_experts(const cl_op& op, const cl_program& program, const ExpertScratch& s, int first, Share share) {
   const cl_experts& experts = *op.experts;
@@ -287,7 +288,7 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
     const Row* in = static_cast<const Row*>(program.buffers[op.in]) + first * in_stride;
     ExpertScratch s;
     ExpertScratch::lay_out(s, static_cast<char*>(experts.scratch), int(sizeof(Row)), op, tokens);
-    // One by one, so that a single token's router is read by all threads.
+    // Divided by pairs, so that all threads read the router of a single token.
     const Share pairs = share_of(tokens * E, thread, threads);
     for (int i = pairs.begin; i < pairs.end; i++) {
       s.logits[i] = dot(in + i / E * in_stride, router + i % E * router_stride, router_stride);

@@ -1,4 +1,4 @@
-// Activations times a packed weight, with whatever is to be done with the result while it is still in the cache.
+// Products of activations with a packed weight. An epilogue processes each result while it is in the cache.
 #pragma once
 #include "grouped.h"
 #include "kv_ahead.h"
@@ -12,7 +12,7 @@ namespace CL_NS {
 
 enum { STREAM_AHEAD = 8192, TILE_COLUMNS = 512, TILE_PAD = 16, MAX_ROW_BLOCK = 32, ROW_UNIT = 16 };
 
-// Some of the rows, where they are divided evenly.
+// A thread's share of rows that are divided evenly.
 struct Share {
   int begin, end;
 };
@@ -20,37 +20,37 @@ CL_INLINE Share share_of(int rows, int share, int shares) {
   return Share{int(int64_t(rows) * share / shares), int(int64_t(rows) * (share + 1) / shares)};
 }
 
-// How rows and k are blocked per pair of types. SUPER rows at a time share one pass over the weight.
+// Block sizes of rows and k for a pair of types. SUPER rows at a time share one pass over the weight.
 template <typename Row, typename Weight>
 struct Blocking {
   static constexpr bool FLOAT32 = sizeof(Left<Row, Weight>) == sizeof(float), STREAMS = true;
   static constexpr bool WIDENED = sizeof(Row) < sizeof(Left<Row, Weight>);
-  // Float32 products are so slow that one block of rows outlasts the fetching of what it is multiplied with. Pieces of k
-  // and the rows that use them stay in L2; rows that were widened serve several panels.
+  // In float32 a product is slow, so one block of rows lasts longer than the prefetch of its next weights. Pieces of k
+  // and their rows stay in L2; widened rows serve several panels.
   static constexpr int ROW_BLOCK = FLOAT32 ? MAX_ROW_BLOCK / ROWS * ROWS : int(ROWS), K_BLOCK = FLOAT32 ? 1024 : 4096;
   static constexpr int SUPER = 384;
   static int most_panels(int, int64_t) { return WIDENED ? 4 : 1; }
-  // The blocks that share the fetching of what is used next; and the first row of a block.
+  // Number of blocks that share the prefetch of the next data; and the first row of a block.
   static int fetching(int blocks) { return blocks < 2 ? 1 : blocks < 4 ? 2 : 4; }
   static int first_row(int rows, int block, int blocks) { return rows * block / blocks; }
 };
 #if defined(CL_USE_AMX)
-// 32 rows of 256 k are 16 KiB: they stay in L1 while as much of each panel, and the sums, pass through it. Tiles are so fast
-// that rows must serve several panels, the more so where k is long and the rows come from L3; but panels a multiple of
-// 128 KiB apart meet in the same sets of L2, where there is room for some of them only.
+// 32 rows of 256 k are 16 KiB. They stay in L1 while an equal part of each panel, and the sums, pass through it. Tiles
+// are so fast that rows must serve several panels, especially if k is long and the rows come from L3. But panels at a
+// distance of a multiple of 128 KiB share the same sets of L2, which have room for only some of them.
 template <>
 struct Blocking<bf16, bf16> {
   static constexpr bool FLOAT32 = false, WIDENED = false, STREAMS = false;
   static constexpr int ROW_BLOCK = TILE_ROWS, K_BLOCK = 256, SUPER = 256;
-  // Tiles outpace memory: all blocks must fetch. And half a tile of rows costs as much as a whole one.
+  // Tiles are faster than memory, so all blocks must prefetch. Half a tile of rows costs as much as a whole one.
   static int fetching(int blocks) { return blocks; }
   static int first_row(int rows, int block, int) { return block * ROW_BLOCK < rows ? block * ROW_BLOCK : rows; }
   static int most_panels(int m, int64_t k) { return m <= 64 ? 1 : k <= 2048 || k % 2048 == 0 ? 8 : 16; }
 };
 #endif
 
-// Codes: rows need no widening. Without AVX-512 so few rows fit into the registers that many of them pass over a piece of a
-// panel, which must stay in L1.
+// Codes: rows are not widened. Without AVX-512 only few rows fit into the registers, so the same piece of a panel is
+// read many times and must stay in L1.
 template <typename Row, int BITS, Meaning M>
 struct Blocking<Row, Code<BITS, M>> {
   static constexpr bool FLOAT32 = false, WIDENED = false, STREAMS = true;
@@ -64,7 +64,7 @@ struct Blocking<Row, Code<BITS, M>> {
   static int first_row(int rows, int block, int blocks) { return rows * block / blocks; }
 };
 
-// What one thread needs for a product of such rows, whatever the weight.
+// Scratch of one thread for a product of such rows with any weight.
 template <typename Row>
 struct GemmScratch {
   typedef Blocking<Row, Row> B;
@@ -79,14 +79,14 @@ struct Panels {
   const Weight* data;
   int count;
   int64_t k;
-  // A panel, from element `from` of k on; and the bytes of so many elements of k in a panel.
+  // Address of a panel at element `from` of k; and bytes of `k` elements of k in a panel.
   const Weight* panel(int64_t index, int64_t from = 0) const { return data + (index * k + from) * CL_PANEL; }
   static int64_t bytes(int64_t k) { return k * CL_PANEL * int64_t(sizeof(Weight)); }
-  // What k may be cut at.
+  // k may be divided at multiples of this.
   static int64_t unit() { return CL_K_MULTIPLE; }
 };
 
-// A panel of codes is a sequence of groups; k is cut between groups.
+// A panel of codes is a sequence of groups; k is divided between groups.
 template <int B, Meaning M>
 struct Panels<Code<B, M>> {
   typedef Code<B, M> Weight;
@@ -112,7 +112,7 @@ static Panels<Code<B, M>> code_panels_of(const cl_op& op) {
   return {static_cast<const Code<B, M>*>(op.weight), int((op.n + CL_PANEL - 1) / CL_PANEL), padded(op.k), op.group};
 }
 
-// Calls `then` with the panels of a product's weight, whatever its format.
+// Calls `then` with the panels of a product's weight, for any format.
 template <typename Row, typename Then>
 static void with_weight(const cl_op& op, const Then& then) {
   switch (op.format) {
@@ -125,22 +125,23 @@ static void with_weight(const cl_op& op, const Then& then) {
   }
 }
 
-// The address of k `from` on in a row, or of a row that begins there.
+// Address of element `from` of k in a row.
 template <typename T>
 CL_INLINE const T* forward(const T* row, int64_t from) { return row + from; }
 template <typename Lane>
 CL_INLINE const RowBlock<Lane>* forward(const RowBlock<Lane>* row, int64_t from) { return row + from / CL_Q_BLOCK; }
 
-// Bytes that are used next, fetched evenly over the steps of a product.
+// Bytes that are needed next, prefetched evenly over the steps of a product.
 struct Ahead {
   const char* at;
   int64_t bytes;
 };
 static const Ahead NOTHING = {nullptr, 0};
 
+// By vectors, on every path.
 template <typename Row, typename Weight>
-static void panel_product(const Panels<Weight>&, int rows, const Left<Row, Weight>* a, int64_t a_stride, const Weight* panel,
-                          int64_t k, float* out, int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<Row>* kv) {
+static void vector_product(int rows, const Left<Row, Weight>* a, int64_t a_stride, const Weight* panel, int64_t k, float* out,
+                           int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<Row>* kv) {
   enum { P = Packed<Weight>::P };
   const int steps = int(k / P), groups = groups_at_once(rows, CL_PANEL / LANES);
   const int blocks = (rows + most_rows(groups) - 1) / most_rows(groups), calls = CL_PANEL / LANES / groups * blocks;
@@ -163,6 +164,11 @@ static void panel_product(const Panels<Weight>&, int rows, const Left<Row, Weigh
     }
   }
 }
+template <typename Row, typename Weight>
+static void panel_product(const Panels<Weight>&, int rows, const Left<Row, Weight>* a, int64_t a_stride, const Weight* panel,
+                          int64_t k, float* out, int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<Row>* kv) {
+  vector_product<Row, Weight>(rows, a, a_stride, panel, k, out, out_stride, accumulate, fetched, kv);
+}
 #if defined(CL_USE_AMX)
 template <>
 void panel_product<bf16, bf16>(const Panels<bf16>&, int rows, const bf16* a, int64_t a_stride, const bf16* panel, int64_t k,
@@ -172,7 +178,7 @@ void panel_product<bf16, bf16>(const Panels<bf16>&, int rows, const bf16* a, int
 #endif
 
 
-// The same for codes. `a_stride` counts blocks of 32 k.
+// A product with codes. `a_stride` counts blocks of 32 k.
 template <typename Row, int B, Meaning M>
 static void panel_product(const Panels<Code<B, M>>& weight, int rows, const Left<Row, Code<B, M>>* a, int64_t a_stride,
                           const Code<B, M>* panel, int64_t k, float* out, int64_t out_stride, bool accumulate, Ahead fetched,
@@ -197,7 +203,7 @@ static void panel_product(const Panels<Code<B, M>>& weight, int rows, const Left
   }
 }
 
-// Whether so many rows are done with a line of the weight at once.
+// Whether this many rows are computed with a line of the weight in one pass.
 template <typename Weight>
 CL_INLINE bool one_pass(const Panels<Weight>&, int rows) {
   const int groups = groups_at_once(rows, CL_PANEL / LANES);
@@ -206,8 +212,8 @@ CL_INLINE bool one_pass(const Panels<Weight>&, int rows) {
 template <int B, Meaning M>
 CL_INLINE bool one_pass(const Panels<Code<B, M>>&, int rows) { return rows <= most_code_rows(2); }
 
-// The same for all rows there are, in one pass. Nothing is read twice, so what is fetched lies only a little ahead; at the end
-// of what this thread reads, that is the beginning of `then`.
+// A product of all rows in one pass. Nothing is read twice, so the prefetch distance is short; near the end of this
+// thread's part, the beginning of `then` is prefetched.
 template <typename Row, typename Weight>
 static void stream_product(const Panels<Weight>& weight, int rows, const Left<Row, Weight>* a, int64_t a_stride,
                            const Weight* panel, int64_t k, float* out, int64_t out_stride, bool accumulate, bool last,
@@ -223,7 +229,8 @@ static void stream_product(const Panels<Weight>& weight, int rows, const Left<Ro
                      Ahead{then.at, then.bytes < bytes ? then.bytes : bytes}, kv);
 }
 
-// Rows in float32, k and a line apart: a power of two apart they would meet in one set of L1.
+// Rows in float32, with a distance of k elements plus one line. At a distance of a power of two they would share one
+// set of L1.
 template <typename Row>
 static const float* widened(const Row* a, int64_t a_stride, int rows, int64_t k, float* to) {
   for (int r = 0; r < rows; r++)
@@ -231,7 +238,8 @@ static const float* widened(const Row* a, int64_t a_stride, int rows, int64_t k,
   return to;
 }
 
-// How many units of `unit` panels make a chunk: as many as pay, but never so many that one thread waits for another.
+// Number of units of `unit` panels in a chunk: large enough to be efficient, small enough that no thread waits long for
+// another.
 template <typename Row, typename Weight>
 static int chunk_panels(const Panels<Weight>& weight, int unit, int m, int threads) {
   const int units = weight.count / unit;
@@ -242,8 +250,8 @@ static int chunk_panels(const Panels<Weight>& weight, int unit, int m, int threa
   return unit;
 }
 
-// A product is divided into chunks of panels and, where there are many, blocks of rows: item i is chunk i % chunks of block
-// i / chunks.
+// A product is divided into chunks of panels and, if there are many rows, blocks of rows: item i is chunk i % chunks of
+// block i / chunks.
 template <typename Row, typename Weight>
 struct GemmItems {
   enum { SUPER = Blocking<Row, Weight>::SUPER };
@@ -259,14 +267,15 @@ static GemmItems<Row, Weight> items_of(const Panels<Weight>& weight, int chunk_p
   return GemmItems<Row, Weight>(weight, chunk_panels, m);
 }
 
-// A piece of a product: a chunk of a weight's panels, and one of `supers` blocks of the rows first_row to first_row + m.
+// An item of a product: a chunk of a weight's panels, and one of `supers` blocks of the rows first_row to first_row +
+// m.
 template <typename Weight>
 struct GemmItem {
   Panels<Weight> weight;
   int first_row, m, chunk, super, supers;
 };
 
-// All of a product of m rows with one weight.
+// The whole product of m rows with one weight.
 template <typename Row, typename Weight>
 struct OneWeight {
   const Panels<Weight>& weight;
@@ -280,7 +289,8 @@ struct OneWeight {
   }
 };
 
-// A row of a product as it is taken, and the distance to the next: as it is, or in codes. `from` may be null.
+// A row of a product in the form that it is read (plain or in codes), and the distance to the next row. `from` may be
+// null.
 template <typename Row, typename Weight>
 CL_INLINE int64_t put_row(const Panels<Weight>& weight, const Row* from, int64_t stride, int64_t row, Row* rows) {
   if (from) memcpy(rows + row * stride, from, weight.k * sizeof(Row));
@@ -293,20 +303,20 @@ CL_INLINE int64_t put_row(const Panels<Code<B, M>>& weight, const Row* from, int
   return code_stride(weight.k);
 }
 
-// Every thread of the pool calls this; items, each of a chunk of `chunk_panels` panels, go to whoever is free. All weights
-// of `all` have one shape, which `weight` has. `epilogue(first row, rows, first panel, panels, tile, tile_stride)` gets each
-// finished piece of a @ weight.T once, as float32; before that, `epilogue.fetch(first row, rows, panel)` may fetch what it
-// will write, while the product takes its time. k is never divided among threads. `a` has readable memory for MAX_ROW_BLOCK
-// rows behind the last. `then`: what this thread reads after that. `kv`, or null: what to fetch where memory has time to
-// spare; AMX leaves it none.
+// Every thread of the pool calls this; a free thread takes the next item, a chunk of `chunk_panels` panels. All weights
+// of `all` have the shape of `weight`. `epilogue(first row, rows, first panel, panels, tile, tile_stride)` gets each
+// finished piece of a @ weight.T once, as float32. Before that, `epilogue.fetch(first row, rows, panel)` may prefetch
+// the memory that it will write. k is never divided among threads. `a` has readable memory for MAX_ROW_BLOCK rows after
+// the last. `then`: what this thread reads after the product. `kv`, or null: keys and values to prefetch while memory
+// has spare time; with AMX there is none.
 template <typename Row, typename Weight, typename Items, typename Epilogue>
 static void gemm_items(cl_pool& pool, int thread, const Source<Row, Weight>* a, int64_t a_stride, const Items& all,
                        const Panels<Weight>& weight, int chunk_panels, GemmScratch<Row>& scratch, const Epilogue& epilogue,
                        Ahead then, KVAhead<Row>* kv) {
   typedef Blocking<Row, Weight> B;
-  // Rows of the tile are a line longer than they need be: 1 KiB apart they would meet in few sets of L1.
+  // Rows of the tile have one additional line. At a distance of 1 KiB they would share few sets of L1.
   const int64_t items = all.count(), tile_stride = int64_t(chunk_panels) * CL_PANEL + TILE_PAD;
-  // Pieces of k are about equally long, because while one is used, as much of what comes next is fetched.
+  // Pieces of k have about equal length, because an equal amount of the next data is prefetched during each.
   const int64_t unit = weight.unit(), units = (weight.k + unit - 1) / unit, wanted = (weight.k + B::K_BLOCK - 1) / B::K_BLOCK;
   const int64_t pieces = wanted < units ? wanted : units;
   float* tile = scratch.tile;
@@ -316,9 +326,9 @@ static void gemm_items(cl_pool& pool, int thread, const Source<Row, Weight>* a, 
   CL_ASSERT(chunk_panels * CL_PANEL <= TILE_COLUMNS && forward(a, weight.k) <= a + a_stride);
   Turns turns(pool, thread, items, Turns::CONTIGUOUS);
   for (int64_t item = turns.take(); item < items; item = turns.take()) {
-    const int64_t following = turns.peek();  // so that its weights can be fetched meanwhile
+    const int64_t following = turns.peek();  // next item, whose weights can be prefetched
     const GemmItem<Weight> now = all.at(item), after = following < items ? all.at(following) : now;
-    // Rows are divided in units of what AMX computes at once.
+    // Rows are divided in units of the rows that AMX computes at once.
     const Share share = share_of((now.m + ROW_UNIT - 1) / ROW_UNIT, now.super, now.supers);
     const int first_panel = now.chunk * chunk_panels, super = now.first_row + share.begin * ROW_UNIT;
     const int rows_here = (share.end * ROW_UNIT < now.m ? share.end * ROW_UNIT : now.m) - share.begin * ROW_UNIT;
@@ -330,13 +340,13 @@ static void gemm_items(cl_pool& pool, int thread, const Source<Row, Weight>* a, 
     const int fetching = B::fetching(blocks);
     const bool streams = B::STREAMS && blocks == 1 && one_pass(weight, rows_here);
     KVAhead<Row>* also = kv && kv->due(turns.left(item) * chunk_panels * weight.bytes(weight.k)) ? kv : nullptr;
-    // A piece of k for all rows, then the next: what is multiplied with it stays in L2 meanwhile, and the sums wait there.
+    // One piece of k for all rows, then the next. The piece stays in L2 meanwhile, and so do the sums.
     for (int64_t piece = 0; piece < pieces; piece++) {
       const int64_t k = units * piece / pieces * unit, next_k = units * (piece + 1) / pieces * unit;
       const int64_t k_here = (next_k < weight.k ? next_k : weight.k) - k;
       const bool last_piece = piece + 1 == pieces, last = last_piece && following >= items;
-      // What is used next: the following piece of these panels, the first of the next item's, or what comes then, as much
-      // of it as can be fetched meanwhile, by all panels alike or, with float32 products, by the last one.
+      // Data needed next: the following piece of these panels, the first piece of the next item's, or `then`. As much
+      // of it is prefetched as the time allows: by all panels equally, or by the last one in float32.
       const int64_t bytes_here = weight.bytes(k_here), bytes_then = then.bytes / (B::FLOAT32 ? 1 : panels) / 64 * 64;
       const int64_t next_bytes = last && bytes_then < bytes_here ? bytes_then : bytes_here;
       const int64_t next_stride = last ? next_bytes : weight.bytes(weight.k);
@@ -357,11 +367,12 @@ static void gemm_items(cl_pool& pool, int thread, const Source<Row, Weight>* a, 
           const Weight* here = now.weight.panel(first_panel + p, k);
           Ahead ahead = NOTHING;
           if (!B::FLOAT32 && p < next_panels && block < fetching) {
-            // A share of what its own like of what is next consists of.
+            // This block's share of the lines of the next data.
             const int64_t lines = next_bytes / 64, line = lines * block / fetching, end = lines * (block + 1) / fetching;
             ahead = Ahead{next + p * next_stride + line * 64, (end - line) * 64};
           } else if (B::FLOAT32 && (p + 1 < panels ? block == 0 : block + 1 == blocks && next_panels > 0)) {
-            // This piece of the next panel, which the second block then finds in L2; behind the last panel what is next.
+            // While panels remain, the next panel's part of this piece is prefetched, and the second block finds it in
+            // L2. After the last panel, it is the next data.
             const bool same = p + 1 < panels;
             ahead = Ahead{same ? (const char*)now.weight.panel(first_panel + p + 1, k) : next, same ? bytes_here : next_bytes};
           }
@@ -379,7 +390,7 @@ static void gemm_items(cl_pool& pool, int thread, const Source<Row, Weight>* a, 
   }
 }
 
-// The same for m rows and one weight.
+// The product of m rows with one weight.
 template <typename Row, typename Weight, typename Epilogue>
 static void gemm(cl_pool& pool, int thread, const Source<Row, Weight>* a, int64_t a_stride, int m, const Panels<Weight>& weight,
                  int chunk_panels, GemmScratch<Row>& scratch, const Epilogue& epilogue, Ahead then, KVAhead<Row>* kv) {

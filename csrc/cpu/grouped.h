@@ -1,5 +1,6 @@
-// Weights as small integers in groups, times rows that were rounded to 8 bits in blocks of 32: integer products, and one
-// float32 sum per row and column over the blocks, in order. A row's sums never depend on how many rows are computed with it.
+// Products of weights of small integers in groups with rows that were rounded to 8 bits in blocks of 32. Products of a
+// block are integers; one float32 sum per row and column adds the blocks in order. A row's sums never depend on the
+// number of rows.
 #pragma once
 #include "chairlift_cpu.h"
 #include "ints.h"
@@ -7,11 +8,12 @@
 
 namespace CL_NS {
 
-// How codes become numbers: less a fixed zero, half the range; plus a minimum of their group; or, of 4 bits, as e2m1 floats
-// (MXFP4), which a table makes twice their value, so that they are whole, plus 12, so that none is negative.
+// Meaning of codes. FIXED_ZERO: code minus half the range. MINIMUM: code plus a minimum of the group. E2M1: floats of 4
+// bits (MXFP4); a table gives twice their value, which is an integer, plus 12, so that none is negative.
 enum Meaning { FIXED_ZERO, MINIMUM, E2M1 };
 
-// One code of a weight [n, k]: unsigned, of B bits. The codes of a panel are bytes: their address is one of these, whatever B.
+// One code of a weight [n, k]: unsigned, of B bits. The type marks addresses in a panel, which consists of bytes for
+// any B.
 template <int B, Meaning M>
 struct Code {
   uint8_t byte;
@@ -22,17 +24,19 @@ struct Code {
 
 alignas(16) static const uint8_t E2M1_VALUES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-// 32 elements of a row: code * scale, or, with what the weight's scales are stored as, CL_SCALE_UNIT times that.
+// 32 elements of a row: code * scale. With scales of a weight stored times CL_SCALE_UNIT, the product is CL_SCALE_UNIT
+// times as large.
 template <typename Lane>
 struct RowBlock {
   Lane code[CL_Q_BLOCK];
   float scale;
-  int32_t sum;       // of the codes
+  int32_t sum;       // sum of the codes
   float scaled_sum;  // scale * sum
-  int32_t zeros;     // what sums of 16 bits begin with where the code of zero is 12: see Dot
+  int32_t zeros;     // start value of sums of 16 bits if the code of zero is 12: see Dot
 };
 
-// Processors without VNNI multiply 16 bits where 8 might overflow; 4 bits times 8 never do.
+// Processors without VNNI multiply codes of 8 bits as 16 bits, because sums in 16 bits might overflow. Products of 4
+// bits with 8 bits never overflow.
 #if defined(__AVX512VNNI__)
 template <int B>
 struct LaneOf {
@@ -57,8 +61,8 @@ struct Pair<Row, Code<B, M>> {
 
 CL_INLINE float to_float32(uint16_t half) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half))); }
 
-// The products of one block of 32 k, of one row and sixteen columns, in integers, which are exact in any order. A step takes
-// four k of 8 bits, or eight of 4 bits. `offset` is the code of zero times the row's sum, negative.
+// Products of one block of 32 k for one row and sixteen columns, in integers, which are exact in any order. A step has
+// four k of 8 bits, or eight of 4 bits. `offset` is minus the code of zero times the row's sum.
 template <int B, bool TABLE = false>
 struct Dot {
   enum { STEPS = CL_Q_BLOCK * B / 32, PARTS = 2 };
@@ -68,8 +72,9 @@ struct Dot {
   CL_INLINE vi finish(vi sum, int32_t) { return sum; }
   CL_INLINE vi add(vi sum, vi codes, const Four& row) { return _mm512_dpbusd_epi32(sum, codes, ispread(row)); }
 #else
-  // Pairs of 4 bits times 8 add up in 16 bits over a whole block: at most 8 * 2 * 15 * 127 = 30480. Those of a table go up to
-  // 24, and would not fit. But these sums wrap around: begun with what the zeros add up to, they end within 16 * 12 * 127.
+  // Products of 4 bits with 8 bits add up in 16 bits over a whole block: at most 8 * 2 * 15 * 127 = 30480. Products of
+  // table values (up to 24) exceed 16 bits. But the sums wrap around: with the contribution of the zeros as start
+  // value, the final sums are within 16 * 12 * 127.
   CL_INLINE vi start(int32_t offset, int32_t zeros) { return iset(B == 8 ? offset : TABLE ? zeros : 0); }
   CL_INLINE vi finish(vi sum, int32_t offset) {
     if (B == 8) return sum;
@@ -80,8 +85,8 @@ struct Dot {
     return B == 8 ? add_pairs(sum, row, codes) : add_bytes(sum, row, codes);
   }
 #endif
-  // Codes of 4 bits: the low ones, then the high ones. Codes of 8 bits: all at once, or as 16 bits the even ones, then
-  // the odd ones.
+  // Codes of 4 bits: the low halves, then the high halves. Codes of 8 bits: all at once, or as 16 bits the even ones,
+  // then the odd ones.
   CL_INLINE vi part(const uint8_t* codes, int part) {
     const vi all = iload(codes);
     if (B == 4) {
@@ -90,7 +95,7 @@ struct Dot {
     }
     return part == 0 ? iand(all, iset(0x00ff00ff)) : ishift16<8>(all);
   }
-  // What they are multiplied with: four bytes of the row for all columns.
+  // The row's factor: four bytes for all columns.
   CL_INLINE const Four& row(const Lane* code, int step, int part) {
     return four_at(code + (step * PARTS + part) * int(4 / sizeof(Lane)));
   }
@@ -108,24 +113,24 @@ struct Dot<8, false> {
 };
 #endif
 
-enum { FEW_CODE_ROWS = 3 };  // wait for memory
+enum { FEW_CODE_ROWS = 3 };  // with so few rows the product waits for memory
 
-// The most rows that V times sixteen columns leave registers for.
+// Most rows whose sums fit into the registers with V times sixteen columns.
 #if defined(__AVX512F__)
 CL_INLINE constexpr int most_code_rows(int) { return ROWS; }
 #else
 CL_INLINE constexpr int most_code_rows(int groups) { return groups == 2 ? 2 : 5; }
 #endif
 
-// out[R, 16 V] += a[R, k] @ codes, over `blocks` blocks of 32 k, `per_group` of which make a group. `panel` begins with a group;
-// its columns from 16 `first` on are computed. A line is fetched at every step, two for few rows, whether there is anything to
-// fetch or not: with branches, many rows would take a tenth longer.
+// out[R, 16 V] += a[R, k] @ codes, over `blocks` blocks of 32 k, with `per_group` blocks per group. `panel` begins with
+// a group; columns from 16 `first` on are computed. Each step prefetches a line, or two for few rows, even if there is
+// nothing to prefetch: branches would make products of many rows a tenth slower.
 template <typename Weight, int R, int V>
 CL_NOINLINE void code_product_of(const typename Pair<float, Weight>::Left* a, int64_t a_stride, const Weight* panel, int first,
                                  int per_group, int blocks, float* out, int64_t out_stride, Prefetch prefetch) {
   typedef Dot<Weight::BITS, Weight::TABLE> D;
   typedef typename Pair<float, Weight>::Left Block;
-  const Block* rows[(R + 2) / 3];  // three rows are reached from one address
+  const Block* rows[(R + 2) / 3];  // one address serves three rows
 #pragma GCC unroll 4
   for (int i = 0; i < (R + 2) / 3; i++) {
     rows[i] = a + 3 * i * a_stride;
@@ -198,10 +203,10 @@ static void code_product(int rows, const typename Pair<float, Weight>::Left* a, 
 #undef CL_CASE
 }
 
-// A row's numbers in 8 bits. Where one is not finite, the scale is NaN: so are the row's results, and no other's.
+// Rounds a row's numbers to 8 bits. If one is not finite, the scale is NaN, and so are the results of this row only.
 CL_INLINE void store_codes(int16_t* to, vf x) {
   const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(lower_half(x)), _mm256_cvtps_epi32(upper_half(x)));
-  // As the two products take them: of every four the first and third, then the second and fourth.
+  // Order for the two products: of every four codes the first and third, then the second and fourth.
   const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
   _mm256_storeu_si256((__m256i*)to, _mm256_shuffle_epi8(_mm256_permute4x64_epi64(words, 0xd8), order));
 }
@@ -212,8 +217,9 @@ CL_INLINE void store_codes(int8_t* to, vf x) {
   _mm_storeu_si128((__m128i*)to, bytes);
 }
 
-// -12 times the sums of those codes that meet in either half of 32 bits: the first two of every four, and the other two.
-CL_INLINE int32_t zeros_of(const int16_t*) { return 0; }  // multiplied with 8 bits only
+// -12 times the sums of codes that are added in the same half of 32 bits: the first two of every four, and the other
+// two.
+CL_INLINE int32_t zeros_of(const int16_t*) { return 0; }  // only for products with 8 bits
 CL_INLINE int32_t zeros_of(const int8_t* code) {
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256((const __m256i*)code));
   __m128i sum = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
@@ -243,7 +249,7 @@ CL_INLINE void quantize_block(const T* x, RowBlock<Lane>& to) {
   }
 }
 
-// A row of k numbers, k padded; and the blocks from one such row to the next.
+// Stride of rows of k numbers in blocks, with k padded.
 CL_INLINE int64_t code_stride(int64_t k) { return k / CL_Q_BLOCK; }
 template <typename T, typename Lane>
 CL_INLINE void quantize(const T* x, int64_t k, RowBlock<Lane>* to) {

@@ -1,4 +1,4 @@
-// The output head: hidden rows times the vocabulary, with the choice of the token fused into the product.
+// The output head: hidden rows times the vocabulary. The choice of the token is fused with the product.
 #pragma once
 #include "gemm.h"
 #include "kernels.h"
@@ -6,16 +6,16 @@
 
 namespace CL_NS {
 
-// Shared by the threads of one call: the gathered rows, and per thread the best of every row so far.
+// Data shared by the threads of one call: the gathered rows, and per thread the best id of every row so far.
 struct HeadShared {
   void* rows;
   Best* best;       // [threads, R]
-  int32_t* stored;  // [R]: row of the logits, or -1 where the choice is fused
+  int32_t* stored;  // [R]: row in the stored logits, or -1 if the choice is fused
 };
 
 CL_INLINE size_t aligned64(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Bytes of the rows as they are, or as codes, whichever are larger.
+// Bytes of the rows in the program's dtype or in codes, whichever is larger.
 static size_t rows_bytes(int num_rows, int64_t stride, int dtype, int32_t k) {
   const size_t dense = stride * (dtype == CL_BF16 ? sizeof(bf16) : sizeof(float)), codes = cl_code_bytes(k);
   return aligned64(size_t(num_rows + MAX_ROW_BLOCK) * (dense > codes ? dense : codes));
@@ -43,7 +43,7 @@ static void cap_logits(float* logits, int count, float cap) {
 struct ChooseOrStore {
   const HeadCall& call;
   const HeadShared& shared;
-  Best* best;  // of this thread
+  Best* best;  // best ids of this thread
 
   void fetch(int, int, int) const {}
 
@@ -113,7 +113,7 @@ static void head(cl_pool& pool, int thread, const HeadCall& call) {
     with_weight<float>(*call.product, [&](const auto& weight) { head_of<float>(pool, thread, call, weight); });
 }
 
-// Rows of given logits. What `head` fuses is done here in pieces of the same kind.
+// Samples from rows of given logits. It processes the same pieces as the fused `head`.
 static void sample(cl_pool& pool, int thread, const HeadCall& call) {
   void* scratch = pool.scratch(thread, sample_scratch_bytes(call.vocab));
   Turns turns(pool, thread, call.num_rows, Turns::SPREAD);

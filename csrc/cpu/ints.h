@@ -1,10 +1,10 @@
-// Sixteen sums of integers, and what products add to them.
+// Sixteen integer sums, and the products that are added to them.
 #pragma once
 #include "vec.h"
 
 namespace CL_NS {
 
-// Sixteen 32-bit integers, or twice as many of 16 bits.
+// Sixteen 32-bit integers, or thirty-two of 16 bits.
 #if defined(__AVX512F__)
 typedef __m512i vi;
 CL_INLINE vi iload(const void* p) { return _mm512_loadu_si512(p); }
@@ -40,7 +40,7 @@ CL_INLINE vf load_halves(const uint16_t* p) {
 }
 #endif
 
-// Four bytes anywhere.
+// Four bytes at any address.
 struct __attribute__((may_alias)) Four {
   char bytes[4];
 };
@@ -51,8 +51,9 @@ CL_INLINE vi ispread(const Four& four) {
   return iset(bits);
 }
 
-// Four bytes of a row, times those of all columns: as two numbers of 16 bits, or as four of 8, whose products are added in 16
-// bits. Compilers reorder sums of integers and then keep them in memory; what is to stay in registers is said here.
+// Four bytes of a row times those of all columns: as two numbers of 16 bits, or as four of 8 bits, whose products are
+// added in 16 bits. Inline assembly keeps the sums in registers; compilers would reorder integer sums and keep them in
+// memory.
 #if defined(__AVX512F__)
 CL_INLINE vi add_pairs(vi sum, const Four& row, vi columns) {
   vi x;

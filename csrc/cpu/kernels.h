@@ -1,4 +1,4 @@
-// What one instruction-set path offers; api.cpp picks one per program.
+// Functions of one instruction-set path. api.cpp selects one path per program.
 #pragma once
 #include "chairlift_cpu.h"
 #include "plan.h"
@@ -15,25 +15,25 @@ struct HeadCall {
   cl_sampling_row* rows;
   float* logits;
   int64_t logits_stride;
-  void* shared;  // head_shared_bytes
+  void* shared;  // memory of head_shared_bytes
 };
 
 struct Kernels {
-  // Each is called by every thread of the pool, inside a run.
+  // Every thread of the pool calls these inside a run.
   void (*run)(cl_pool&, int thread, const cl_program&, const cl_batch&, const StepPlan&, int first_op, int end_op);
   void (*head)(cl_pool&, int thread, const HeadCall&);
   void (*sample)(cl_pool&, int thread, const HeadCall&);
-  // Seconds that `rounds` of the path's product instruction take; operations per round.
+  // Seconds for `rounds` of the path's product instruction; and operations per round.
   double (*peak)(int64_t rounds, bool int8);
-  double operations_per_round[2];  // bf16 or float32, int8
-  // Sizes, worked out with this path's types.
+  double operations_per_round[2];  // index 0: bf16 or float32; index 1: int8
+  // Sizes that depend on this path's types.
   size_t (*split_state_bytes)();
-  size_t (*scratch_bytes)(int dtype, int32_t vocab);  // of one thread; vocab 0: without sampling
+  size_t (*scratch_bytes)(int dtype, int32_t vocab);  // per thread; vocab 0: without sampling
   size_t (*head_shared_bytes)(int num_threads, int num_rows, int64_t stride, int dtype, int32_t k);
   size_t (*expert_bytes)(const cl_op& op, int dtype, int32_t tokens);
 };
 
-// Null where this build or this processor lacks the path.
+// Null if this build or this processor lacks the path.
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512_bf16();

@@ -8,10 +8,10 @@
 
 namespace {
 
-// The processor must have the tiles, and the operating system must grant this process their large state, once.
+// Whether the processor has the tiles. The operating system must also grant this process their large state, once.
 bool tiles_granted() {
 #if defined(CL_AMX_ANYWHERE)
-  return true;  // tests, which do what the instructions would
+  return true;  // in tests, which emulate the instructions
 #else
   unsigned eax, ebx, ecx, edx;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;

@@ -1,22 +1,23 @@
-// One instruction-set path, whole. A kernels_*.cpp file names the path and includes this; nothing in it has external
-// linkage but the function that hands the table out, because the linker must never mix code of two paths.
+// One complete instruction-set path. A kernels_*.cpp file names the path and includes this file. Only the function that
+// returns the table has external linkage, because the linker must never mix code of two paths.
 #include <time.h>
 
 #include "attention.h"
 #include "experts.h"
 #include "head.h"
 #include "linear.h"
+#include "recurrent.h"
 
 namespace CL_NS {
 
-// Subnormals are zero on every path: the bf16 product instructions flush them whatever the control register says.
+// Makes subnormals zero on every path, because the bf16 product instructions always flush them.
 struct FlushSubnormals {
   const unsigned before = _mm_getcsr();
   FlushSubnormals() { _mm_setcsr(before | 0x8040); }
   ~FlushSubnormals() { _mm_setcsr(before); }
 };
 
-// Whoever uses the tile registers sets their shapes; behind a run they are free.
+// Releases the tile registers after a run. Code that uses them sets their shapes.
 struct Tiles {
 #if defined(CL_USE_AMX)
   ~Tiles() { tiles_end(); }
@@ -48,6 +49,7 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
       case CL_OP_LAYER_NORM: layer_norm<T>(op, program, share); break;
       case CL_OP_SCALE: scale<T>(op, program, share); break;
       case CL_OP_HEADS: heads<T>(op, program, batch, share); break;
+      case CL_OP_SHORT_CONV: short_conv<T>(op, program, batch, thread, pool.num_threads()); break;
       case CL_OP_ATTENTION:
         attention<T>(pool, thread, op, program, batch, plan, scratch.attention, fetches_far());
         kv.look(i + 1, end_op);
@@ -90,7 +92,7 @@ static double seconds() {
   return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
 }
 
-enum { PEAK_CHAINS = GROUPS == 2 ? 24 : 6 };  // sums enough to hide the latency, few enough for the registers
+enum { PEAK_CHAINS = GROUPS == 2 ? 24 : 6 };  // enough sums to hide the latency, few enough for the registers
 
 #if !defined(CL_USE_AMX)
 static void code_peak(int64_t rounds) {

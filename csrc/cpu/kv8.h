@@ -1,9 +1,9 @@
-// K and V in 8 bits: codes with a scale and a minimum of each token and head (see cl_kv_layer). They are rounded once, when
+// K and V in 8 bits: codes with a scale and a minimum per token and head (see cl_kv_layer). They are rounded once, when
 // they are written.
 //
-// Paths that multiply bf16 widen the codes of a few sixteens of tokens at a time into L1, and go on with their own products.
-// The others would multiply float32, for which widening alone takes a fourth of the time. They multiply integers instead: rows
-// are rounded to 16 bits, a hundred times finer than the codes, and sums in 32 bits are exact.
+// Paths that multiply bf16 widen the codes of a few groups of sixteen tokens at a time into L1, and use their normal
+// products. The other paths multiply float32, for which widening alone would take a fourth of the time. So they
+// multiply integers: rows are rounded to 16 bits, a hundred times finer than the codes, and sums in 32 bits are exact.
 #pragma once
 #include <float.h>
 
@@ -12,7 +12,7 @@
 
 namespace CL_NS {
 
-// An element of such a cache.
+// An element of a cache in 8 bits.
 struct code8 {
   uint8_t bits;
 };
@@ -23,7 +23,7 @@ CL_INLINE int64_t piece_bytes(int head_dim, Stored) {
   return int64_t(CL_KV_TOKENS) * head_dim * int64_t(sizeof(Stored));
 }
 CL_INLINE int64_t piece_bytes(int head_dim, code8) {
-  return int64_t(CL_KV_TOKENS) * (head_dim + 2 * int64_t(sizeof(float)));  // scales and minima lie behind the codes
+  return int64_t(CL_KV_TOKENS) * (head_dim + 2 * int64_t(sizeof(float)));  // scales and minima come after the codes
 }
 CL_INLINE const float* scales_of(const code8* piece, int head_dim) {
   return (const float*)(piece + int64_t(CL_KV_TOKENS) * head_dim);
@@ -43,7 +43,7 @@ CL_INLINE vf numbers_of(__m128i codes) {
   return vf{_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(codes)),
             _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(codes, codes)))};
 }
-// Rounded to nearest even, and to the nearest that there is.
+// Rounds to nearest even, and limits the result to the range.
 CL_INLINE __m256i words_of(vf x) {
   return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)), 0xd8);
 }
@@ -55,25 +55,25 @@ CL_INLINE void store_int16(int16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, 
 #endif
 CL_INLINE __m128i load_codes(const code8* p) { return _mm_loadu_si128((const __m128i*)p); }
 
-// Codes of the numbers x[dim] of one head. Where they are not all finite, or further apart than float32 reaches, the scale is
-// NaN: whoever reads them fails, as with NaN in a cache of any other kind.
+// Codes of the numbers x[dim] of one head. If one is not finite, or their range exceeds float32, the scale is NaN, and
+// rows that read them fail as with NaN in any other cache.
 static void round_head(const float* x, int dim, code8* codes, float& scale, float& minimum) {
   vf low = vload(x), high = low, nothing = vset(0.0f);
   for (int d = 0; d < dim; d += LANES) {
     const vf v = vload(x + d);
     low = vmin(low, v);
     high = vmax(high, v);
-    nothing = vfma(v, vset(0.0f), nothing);  // NaN after a number that is not finite
+    nothing = vfma(v, vset(0.0f), nothing);  // becomes NaN after a number that is not finite
   }
   minimum = -vhighest(vsub(vset(0.0f), low));
   const float range = vhighest(high) - minimum;
   scale = vsum(nothing) == 0.0f && range <= FLT_MAX ? range / 255.0f : NAN;
-  const vf unit = vset(scale > 0.0f ? scale : 1.0f);  // where all are equal, or nearly, every code is 0
+  const vf unit = vset(scale > 0.0f ? scale : 1.0f);  // if all numbers are (nearly) equal, every code is 0
   for (int d = 0; d < dim; d += LANES)
     _mm_storeu_si128((__m128i*)(codes + d), codes_of(vdiv(vsub(vload(x + d), vset(minimum)), unit)));
 }
 
-// What paths that multiply bf16 take: keys [dim / 2][16][2] as numbers. The piece at `ahead` is fetched meanwhile.
+// Widens keys [dim / 2][16][2] to bf16, for paths that multiply bf16. The piece at `ahead` is prefetched meanwhile.
 template <bool NEAR>
 static void widen_keys(const code8* from, int dim, bf16* to, const char* ahead) {
   const float* scales = scales_of(from, dim);
@@ -91,11 +91,11 @@ static void widen_keys(const code8* from, int dim, bf16* to, const char* ahead) 
   fetch_line<NEAR>(ahead + dim * CL_KV_TOKENS + 64);
 }
 
-// The same of values: `groups` times [16 / 2][16][2] become [16 / 2][groups * 16][2]. `scales`: of the tokens, then their
-// minima; where both are zero, so are the values, whatever lies there.
+// Widens values: `groups` times [16 / 2][16][2] become [16 / 2][groups * 16][2]. `scales`: scales of the tokens, then
+// their minima. Where both are zero the values become zero, whatever the codes are.
 template <bool NEAR>
 static void widen_values(const code8* from, int groups, const float* scales, bf16* to, const char* ahead) {
-  float twice[CL_KV_TOKENS][2 * LANES];  // of each pair of tokens: scales in turn, then minima
+  float twice[CL_KV_TOKENS][2 * LANES];  // for each pair of tokens: alternating scales, then minima
   for (int pair = 0; pair < CL_KV_TOKENS / 2; pair++)
     for (int i = 0; i < LANES; i++) {
       twice[pair][i] = scales[2 * pair + i % 2];
@@ -111,11 +111,12 @@ static void widen_values(const code8* from, int groups, const float* scales, bf1
     }
 }
 
-// What other paths take: rows of 16 bits, each with what a one of it stands for. 256 products with codes fit into 32 bits.
+// Rows of 16 bits for the other paths, each with its unit. Sums of 256 products with codes fit into 32 bits.
 enum { INT16_MOST = 32767 };
 
-// Sums over `count` pieces of `steps` steps: of R rows a[R, 2 * steps * count] with columns [steps][16][2] of each piece. Behind
-// them, finish(row, sixteen sums). For each piece read, as many bytes are fetched from its place in `ahead`.
+// Sums over `count` pieces of `steps` steps: of R rows a[R, 2 * steps * count] with columns [steps][16][2] of each
+// piece. Then it calls finish(row, sixteen sums). For each piece, as many bytes are prefetched from its address in
+// `ahead`.
 template <int R, bool NEAR, typename Finish>
 CL_NOINLINE void product_of_codes(const int16_t* a, int64_t a_stride, const code8* const* pieces, const char* const* ahead,
                                   int count, int steps, const Finish& finish) {
@@ -124,7 +125,7 @@ CL_NOINLINE void product_of_codes(const int16_t* a, int64_t a_stride, const code
   for (int r = 0; r < R; r++) sum[r] = iset(0);
   for (int piece = 0; piece < count; piece++) {
     const code8* column = pieces[piece];
-    const char* next = ahead ? ahead[piece] : (const char*)column;  // what is at hand costs little
+    const char* next = ahead ? ahead[piece] : (const char*)column;  // an address in the cache costs little
     for (int step = 0; step < steps; step += 2, next += 64) {
       fetch_line<NEAR>(next);
 #pragma GCC unroll 2
@@ -139,7 +140,7 @@ CL_NOINLINE void product_of_codes(const int16_t* a, int64_t a_stride, const code
   for (int r = 0; r < R; r++) finish(r, ifloat(sum[r]));
 }
 
-// All rows, in blocks of nearly equal size.
+// Processes all rows in blocks of nearly equal size.
 template <bool NEAR, typename Finish>
 static void product_of_codes(int rows, const int16_t* a, int64_t a_stride, const code8* const* pieces,
                              const char* const* ahead, int count, int steps, const Finish& finish) {
@@ -161,8 +162,8 @@ static void product_of_codes(int rows, const int16_t* a, int64_t a_stride, const
   }
 }
 
-// x[size] as numbers of 16 bits. Returns what a one stands for: NaN where x is not finite, so that products with it are. Where
-// nothing is above 1e-33 all are zeros: the factor would overflow.
+// Rounds x[size] to numbers of 16 bits and returns their unit. The unit is NaN if x is not finite, so that products are
+// NaN. If no number exceeds 1e-33 all become zero, because the factor would overflow.
 static float round_row(const float* x, int size, int16_t* to) {
   vf most = vset(0.0f), nothing = vset(0.0f);
   for (int i = 0; i < size; i += LANES) {

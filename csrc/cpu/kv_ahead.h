@@ -1,26 +1,27 @@
-// Keys and values that the next attention reads, fetched while products compute: with some twenty rows and more products
-// wait for arithmetic and attention for memory, so each can do without what the other needs. (PRESERVE, Yüzügüler et al.,
-// 2025, hides the same reads behind a network.)
+// Prefetches keys and values of the next attention while products compute. With twenty rows or more, products are
+// limited by arithmetic and attention by memory, so they can overlap. (PRESERVE, Yüzügüler et al., 2025, hides the same
+// reads behind a network.)
 #pragma once
 #include "kv8.h"
 #include "plan.h"
 
 namespace CL_NS {
 
-// Bytes that a core fetches per product of a row with two groups of columns, for weights and KV together: more, and products
-// wait for places to put lines in.
+// Most bytes that a core prefetches per product of a row with two groups of columns, for weights and KV together. With
+// more, products wait for free line buffers.
 enum { KV_AHEAD_RATE = 6 };
-// Cache bytes that a thread may count on, and bytes that are read in between: weights evict KV that is fetched earlier.
+// Cache bytes available to a thread; and most bytes that may be read between the prefetch and the use, because weights
+// evict KV.
 static const int64_t KV_AHEAD_MOST = 4 << 20, KV_AHEAD_NEAR = 8 << 20;
 
-// One thread's share. Every thread calls everything, in the order of operations.
+// The prefetch of one thread. Every thread calls every function, in the order of operations.
 template <typename T>
 class KVAhead {
  public:
   KVAhead(const cl_program& program, const cl_batch& batch, const StepPlan& plan, int thread)
       : program_(program), batch_(batch), plan_(plan), thread_(thread) {}
 
-  // The attention among operations `at` to `end` is the next, and nothing of its KV has been fetched.
+  // Finds the next attention among operations `at` to `end`. No part of its KV is prefetched yet.
   void look(int at, int end) {
     weights_ = left_ = 0;
     for (; at < end && program_.ops[at].kind != CL_OP_ATTENTION; at++) weights_ += weight_bytes(program_.ops[at]);
@@ -32,22 +33,23 @@ class KVAhead {
     span_ = -1, block_ = end_ = 0, piece_ = pieces_per_block(), credit_ = 0.0;
   }
 
-  // The product `op` begins; weights_ are those behind it.
+  // Notes that product `op` begins. weights_ are the bytes of the products after it.
   void begin(const cl_op& op) { weights_ -= weight_bytes(op); }
 
-  // Whether what is fetched now will still be there. `bytes` of the product's weight are not used yet.
+  // Whether data prefetched now will still be in the cache. `bytes` of the product's weight are not used yet.
   bool due(int64_t bytes) {
     if (left_ == 0 || weights_ + bytes > KV_AHEAD_NEAR) return false;
     pace_ = double(left_) * plan_.num_threads / (double(weights_ + bytes) * batch_.num_tokens);
     return true;
   }
 
-  // Lets a product of `rows` rows and `groups` groups of columns, which fetches `bytes` at each of `steps` steps of `parts`
-  // products, fetch KV too: evenly over all products that are left, and never a line of it more often than every step.
+  // Adds KV to the prefetches of a product with `rows` rows and `groups` groups of columns, which itself fetches
+  // `bytes` at each of `steps` steps of `parts` products. KV is spread evenly over the remaining products, at most one
+  // line per step.
   void join(Prefetch& prefetch, int rows, int groups, int steps, int parts, int64_t bytes) {
     enum { MOST = sizeof pieces_ / sizeof *pieces_, SAVED = 8 };
     prefetch.pieces = 0;
-    // What could not be fetched when it was due is not all fetched at the next chance: that would be a burst.
+    // Only a part of missed prefetches is caught up, because a burst would stall the product.
     credit_ = (credit_ < SAVED ? credit_ : double(SAVED)) + pace_ * rows * steps * groups * STEP_BYTES;
     const int64_t rate = int64_t(KV_AHEAD_RATE) * parts * rows - bytes;
     if (rate <= 0 || rows < MANY_ROWS) return;
@@ -69,7 +71,7 @@ class KVAhead {
   }
 
  private:
-  // K or V of sixteen tokens and one head.
+  // Bytes of K or V of sixteen tokens and one head.
   int64_t piece_bytes() const {
     return kv_->kind == CL_KV_INT8 ? CL_NS::piece_bytes(kv_->head_dim, code8()) : CL_NS::piece_bytes(kv_->head_dim, T());
   }
@@ -82,8 +84,9 @@ class KVAhead {
     return product ? int64_t(op.n) * op.k * bits / 8 : 0;
   }
 
-  // What the first new token of this span's sequence sees, and where it is written: blocks from block_ to end_. One
-  // in num_threads is this thread's, and where a span before has met the sequence, none. Returns how many.
+  // Blocks from block_ to end_ that the first new token of this span's sequence sees, and where it is written. One in
+  // num_threads belongs to this thread. There are none if an earlier span has the same sequence. Returns the number of
+  // blocks.
   int find_blocks() {
     const AttentionSpan& span = plan_.spans[span_];
     const int first = batch_.cu_seqlens[span.row], size = kv_->block_size, threads = plan_.num_threads;
@@ -95,7 +98,7 @@ class KVAhead {
     return block_ < end_ ? (end_ - block_ + threads - 1) / threads : 0;
   }
 
-  // There is one, or nothing would be left.
+  // Moves to the next block. left_ > 0 guarantees that there is one.
   void next_block() {
     piece_ = 0;
     block_ += plan_.num_threads;
@@ -114,8 +117,8 @@ class KVAhead {
   const cl_kv_layer* kv_ = nullptr;
   const int32_t* table_ = nullptr;
   int span_ = 0, block_ = 0, end_ = 0, piece_ = 0;
-  int64_t weights_ = 0, left_ = 0;     // bytes of weights before attention; pieces to fetch
-  double pace_ = 0.0, credit_ = 0.0;   // pieces per row and byte of weight; and what of them is due
+  int64_t weights_ = 0, left_ = 0;     // bytes of weights before attention; pieces left to prefetch
+  double pace_ = 0.0, credit_ = 0.0;   // pieces per row and byte of weight; and pieces due
   const char* pieces_[32];
 };
 

@@ -1,18 +1,21 @@
-// What the step program's products do with their results: bias, residual, SwiGLU, or heads for attention.
+// Epilogues of the step program's products: bias, residual, SwiGLU, or heads for attention.
 #pragma once
+#include <type_traits>
+
 #include "elementwise.h"
 #include "gemm.h"
 #include "kv8.h"
+#include "lora.h"
 
 namespace CL_NS {
 
-// The line of each row that a panel's results go to.
+// Prefetches the line of each row to which a panel's results are written.
 template <typename T>
 CL_INLINE void fetch_to_write(T* at, int64_t stride, int rows) {
   for (int r = 0; r < rows; r++) _mm_prefetch((const char*)(at + r * stride), _MM_HINT_T0);
 }
 
-// The activation of a product, chosen once for a tile of it.
+// Selects the activation of a product, once per tile.
 template <typename Do>
 static void with_activation(int activation, const Do& act) {
   switch (activation) {
@@ -28,7 +31,8 @@ static void with_activation(int activation, const Do& act) {
   }
 }
 
-// out = scale * activation(tile + bias) (+ residual). Columns beyond n are cleared: zero weights alone leave a broken row's NaN there.
+// out = scale * activation(tile + bias) (+ residual). Columns beyond n are cleared, because zero weights alone leave
+// NaN in the columns of a row with NaN.
 template <typename T>
 struct StoreResult {
   T* out;
@@ -38,7 +42,7 @@ struct StoreResult {
   const float* bias;
   int n;
   int activation;
-  float scale;  // 1: none
+  float scale;  // 1: no scale
 
   void fetch(int row0, int rows, int panel) const {
     fetch_to_write(out + row0 * stride + int64_t(panel) * CL_PANEL, stride, rows);
@@ -69,7 +73,7 @@ struct StoreResult {
   }
 };
 
-// What a gate and what it gates become.
+// silu(gate) * up.
 struct SiluGate {
   vf operator()(vf gate, vf up) const {
     return vmul(vdiv(gate, vadd(vset(1.0f), vexp(vsub(vset(0.0f), gate)))), up);
@@ -78,11 +82,11 @@ struct SiluGate {
 struct GeluGate {
   vf operator()(vf gate, vf up) const { return vmul(vgelu_tanh(gate), up); }
 };
-// gpt-oss: gates up to a limit, and what they gate within it, plus 1.
+// gpt-oss: gates up to a limit, and up values within it, plus 1.
 struct ClampedGate {
   float alpha, limit;
   vf operator()(vf gate, vf up) const {
-    gate = vmin(vset(limit), gate);  // of NaN and a number these give the second
+    gate = vmin(vset(limit), gate);  // for NaN these return the second argument
     up = vmin(vset(limit), vmax(vset(-limit), up));
     const vf closed = vexp(vsub(vset(0.0f), vmul(vset(alpha), gate)));
     return vmul(vadd(up, vset(1.0f)), vdiv(gate, vadd(vset(1.0f), closed)));
@@ -116,12 +120,12 @@ struct StoreGated {
   }
 };
 
-// Each head of q and k normalised (Qwen3) and rotated; q to its buffer, k and v to their slots in the cache.
+// Normalises (Qwen3) and rotates each head of q and k; q goes to its buffer, k and v to their slots in the cache.
 template <typename T>
 struct StoreHeads {
   const cl_op& op;
   const cl_kv_layer& kv;
-  const int64_t* slots;  // [T] where K and V of each token go
+  const int64_t* slots;  // [T] place of each token's K and V
   int num_tokens;
   const float* rotary;  // [T, head_dim] or null
   T* q;
@@ -138,7 +142,7 @@ struct StoreHeads {
       store_heads<T>(row0, rows, panel0, panels, tile, tile_stride);
   }
 
-  // Rows that lie in a buffer: `share` of them, each [(heads + 2 kv_heads) * head_dim].
+  // Processes rows in a buffer: `share` of them, each [(heads + 2 kv_heads) * head_dim].
   void store(const T* in, int64_t stride, Share share) const {
     if (kv.kind == CL_KV_INT8)
       store_rows<code8>(in, stride, share);
@@ -193,7 +197,7 @@ struct StoreHeads {
         float x[512];
         for (int d = 0; d < dim; d += LANES) vstore(x + d, vload(row + h * dim + d));
         const float* norm = h < op.heads ? op.q_norm : h < op.heads + op.kv_heads ? op.k_norm : nullptr;
-        if (all && norm) {  // as rms_norm does it, which rounds twice
+        if (all && norm) {  // rounded twice, as in rms_norm
           const float factor = h < op.heads ? q_factor : k_factor;
           const float* weight = norm + (h < op.heads ? h : h - op.heads) * dim;
           for (int d = 0; d < dim; d += LANES) {
@@ -229,7 +233,7 @@ struct StoreHeads {
     }
   }
 
-  // K of the 16 tokens around this one, for one KV head; V of them lies behind it.
+  // K of the 16 tokens around this one, for one KV head. V of these tokens comes after it.
   template <typename Stored>
   Stored* keys_of(int64_t slot, int head) const {
     const int64_t block = slot / kv.block_size;
@@ -246,8 +250,8 @@ struct StoreHeads {
     for (int d = 0; d < op.head_dim; d += P) memcpy(to + d * CL_KV_TOKENS, rounded + d, sizeof(T) * P);
   }
 
-  // The place after an even token is cleared unless this step fills it: a product reads both, and what lies there may be
-  // another request's NaN.
+  // Clears the place after an even token unless this step fills it. A product reads both, and the place may hold NaN of
+  // another request.
   void store_value(const float* x, T* keys, int t) const {
     const int64_t slot = slots[t];
     const int token = int(slot % CL_KV_TOKENS);
@@ -262,7 +266,7 @@ struct StoreHeads {
     }
   }
 
-  // In 8 bits nothing is cleared: attention leaves out what lies behind a sequence's end.
+  // In 8 bits nothing is cleared, because attention excludes tokens after a sequence's end.
   void store_key(const float* x, code8* keys, int t) const {
     code8 codes[512];
     const int token = store_scales(x, keys, t, codes);
@@ -278,7 +282,8 @@ struct StoreHeads {
       for (int i = 0; i < LANES; i++) to[2 * i] = codes[d + i];
   }
 
-  // Rounds one head to codes; their scale and minimum go to the piece. Returns which of its sixteen tokens this is.
+  // Rounds one head to codes, and writes their scale and minimum to the piece. Returns the token's index among its
+  // sixteen.
   int store_scales(const float* x, code8* piece, int t, code8* codes) const {
     const int token = int(slots[t] % CL_KV_TOKENS);
     float scale, minimum;
@@ -289,7 +294,7 @@ struct StoreHeads {
   }
 };
 
-// Panels that hold whole heads.
+// Number of panels that hold whole heads.
 CL_INLINE int panels_per_heads(int head_dim) {
   int columns = head_dim;
   while (columns % CL_PANEL) columns += head_dim;
@@ -298,14 +303,14 @@ CL_INLINE int panels_per_heads(int head_dim) {
 
 CL_INLINE bool gated(const cl_op& op) { return op.kind == CL_OP_LINEAR_SILU || op.kind == CL_OP_LINEAR_GELU; }
 
-// How many panels of a product's weight make a chunk.
+// Number of panels of a product's weight in a chunk.
 template <typename Row, typename Weight>
 static int chunk_of(const cl_op& op, const Panels<Weight>& weight, int m, int threads) {
   const int unit = op.kind == CL_OP_QKV ? panels_per_heads(op.head_dim) : gated(op) ? 2 : 1;
   return chunk_panels<Row>(weight, unit, m, threads);
 }
 
-// What a thread begins with in the product behind operation `at`, where nothing that fills the cache comes before it.
+// First data that a thread reads in the product after operation `at`, if no operation between them fills the cache.
 template <typename Row>
 static Ahead first_weights(const cl_program& program, int at, int end, int m, int thread, int threads) {
   do at++;
@@ -324,7 +329,7 @@ static Ahead first_weights(const cl_program& program, int at, int end, int m, in
   return found;
 }
 
-// The rows of a product as it takes them: as they are, or, where the weight is codes, in codes too, made by all threads.
+// Rows of a product in the form that it reads: plain, or in codes (made by all threads) if the weight is codes.
 template <typename Row, typename Weight>
 static const Row* product_rows_of(cl_pool&, int, const Panels<Weight>&, const cl_program&, int, const Row* in, int64_t&) {
   return in;
@@ -346,29 +351,33 @@ static void linear(cl_pool& pool, int thread, const cl_op& op, const Panels<Weig
                    const cl_batch& batch, GemmScratch<Row>& scratch, Ahead then, KVAhead<Row>& kv) {
   kv.begin(op);
   const int m = batch.num_tokens, chunk = chunk_of<Row>(op, weight, m, pool.num_threads());
+  const bool adapted = low_rank<Row>(pool, thread, op, program, batch, scratch);
   int64_t in_stride = program.strides[op.in];
   const auto* in = product_rows_of(pool, thread, weight, program, m, static_cast<const Row*>(program.buffers[op.in]), in_stride);
   Row* out = static_cast<Row*>(program.buffers[op.out]);
   const int64_t out_stride = program.strides[op.out];
+  const auto multiply = [&](const auto& store) {
+    typedef std::decay_t<decltype(store)> Store;
+    const WithAdapters<Row, Store> whole{store, op, program, batch, adapted};
+    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, whole, then, &kv);
+  };
   if (op.kind == CL_OP_LINEAR) {
     const Row* residual = op.aux >= 0 ? static_cast<const Row*>(program.buffers[op.aux]) : nullptr;
-    StoreResult<Row> store{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias, op.n,
-                           op.flags, op.scale != 0.0f ? op.scale : 1.0f};
-    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
+    multiply(StoreResult<Row>{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias, op.n, op.flags,
+                              op.scale != 0.0f ? op.scale : 1.0f});
   } else if (op.kind == CL_OP_LINEAR_SILU) {
-    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<Row, SiluGate>{out, out_stride, op.bias, {}}, then, &kv);
+    multiply(StoreGated<Row, SiluGate>{out, out_stride, op.bias, {}});
   } else if (op.kind == CL_OP_LINEAR_GELU) {
-    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, StoreGated<Row, GeluGate>{out, out_stride, op.bias, {}}, then, &kv);
+    multiply(StoreGated<Row, GeluGate>{out, out_stride, op.bias, {}});
   } else {
     const float* rotary = op.rotary >= 0 ? program.rotary[op.rotary] : nullptr;
     const cl_kv_layer& layer = program.kv_layers[op.layer];
     const int64_t* slots = batch.slot_mapping + int64_t(layer.group) * m;
-    StoreHeads<Row> store{op, layer, slots, m, rotary, out, out_stride};
-    gemm<Row>(pool, thread, in, in_stride, m, weight, chunk, scratch, store, then, &kv);
+    multiply(StoreHeads<Row>{op, layer, slots, m, rotary, out, out_stride});
   }
 }
 
-// Heads of rows that another operation left in a buffer.
+// Processes heads of rows in a buffer that another operation wrote.
 template <typename T>
 static void heads(const cl_op& op, const cl_program& program, const cl_batch& batch, Share share) {
   const cl_kv_layer& layer = program.kv_layers[op.layer];

@@ -1,4 +1,4 @@
-// Memory that the kernels stream: zeroed, on huge pages where the system has them, taken as it is touched.
+// Memory for the kernels: zeroed, on huge pages where the system has them, allocated at first use.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -15,7 +15,7 @@ size_t mapped_bytes(size_t bytes) { return (bytes + kHugePage - 1) / kHugePage *
 void* cl_alloc(size_t bytes) {
   if (bytes == 0) return nullptr;
   size_t size = mapped_bytes(bytes);
-  // One page more than needed, to cut an aligned range out of it.
+  // One page more than needed, so that an aligned range fits in it.
   char* whole = static_cast<char*>(
       mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   if (whole == MAP_FAILED) return nullptr;
@@ -23,7 +23,7 @@ void* cl_alloc(size_t bytes) {
   if (start > whole) munmap(whole, start - whole);
   size_t tail = whole + size + kHugePage - (start + size);
   if (tail > 0) munmap(start + size, tail);
-  madvise(start, size, MADV_HUGEPAGE);  // a kernel without huge pages refuses, and small ones serve as well
+  madvise(start, size, MADV_HUGEPAGE);  // without huge pages in the kernel this fails, and small pages are used
   return start;
 }
 

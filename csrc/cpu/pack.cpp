@@ -1,4 +1,4 @@
-// Weights laid out once, in the order in which the products read them.
+// Writes weights in the order in which products read them.
 #include <string.h>
 
 #include "chairlift_cpu.h"
@@ -7,12 +7,12 @@ namespace {
 
 int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Pairs P of consecutive k stay together, and the 32 rows of a panel follow each other: [k / P][32][P].
+// P consecutive k stay together, and the 32 rows of a panel follow each other: [k / P][32][P].
 template <typename Element, int P>
 void pack(Element* packed, int64_t k, int64_t first_row, int64_t rows, int64_t first_panel, int64_t panel_step,
           const Element* src, int64_t src_stride) {
   int64_t panel_size = rounded_up(k, CL_K_MULTIPLE) * CL_PANEL;
-  // A block of k at a time, so that the lines of a panel which the 32 rows share stay in the cache.
+  // One block of k at a time, so that the lines of a panel that its 32 rows share stay in the cache.
   constexpr int64_t kBlock = 256;
   for (int64_t begin = 0; begin < rows;) {
     int64_t row = first_row + begin, column = row % CL_PANEL;
@@ -37,7 +37,7 @@ int64_t panel_bytes(int32_t format, int64_t group, int64_t k) {
   return groups * header_of(format) + padded * CL_PANEL * bits_of(format) / 8;
 }
 
-// `count` codes of a row's group; `at` is where the panel's codes of that group begin.
+// Writes `count` codes of a row's group; `at` is the begin of the panel's codes of that group.
 void put_codes(uint8_t* at, int64_t column, int64_t bits, const uint8_t* from, int64_t count) {
   if (bits == 8) {
     for (int64_t i = 0; i < count; i++) at[i / 4 * 4 * CL_PANEL + column * 4 + i % 4] = from[i];

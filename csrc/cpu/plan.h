@@ -1,4 +1,4 @@
-// What is worked out once per step, before any thread starts: how attention is cut into tasks.
+// The plan of a step, made before any thread starts: division of attention into tasks.
 #pragma once
 #include <stdint.h>
 
@@ -7,7 +7,7 @@
 enum {
   KV_SPLIT = 1024,         // tokens; a context is always summed in pieces of this size
   SPAN_TOKENS = 16,        // most queries of one sequence in one task
-  MAX_SPLIT_ROWS = 64,     // a task whose pieces may go to different threads has at most this many rows
+  MAX_SPLIT_ROWS = 64,     // most rows of a task whose pieces may go to different threads
 };
 
 // Block numbers of one row of a step in one cache group.
@@ -17,18 +17,18 @@ static inline const int32_t* block_table(const cl_batch& batch, int group, int r
 
 // Neighbouring queries of one sequence.
 struct AttentionSpan {
-  int32_t row;          // of the batch
+  int32_t row;          // row of the batch
   int32_t first_token;  // in the flat batch
   int32_t num_tokens;
-  int64_t cost;         // query-key pairs, for longest first
+  int64_t cost;         // number of query-key pairs, used to sort by cost
 };
 
 struct StepPlan {
   const AttentionSpan* spans;
   int32_t num_spans, max_splits, longest_span, num_threads;
-  void* shared;  // splits' results, or null
+  void* shared;  // results of splits, or null
 
-  // Whether one task's splits go to different threads: only where there are too few tasks to keep all threads busy.
+  // Whether the splits of one task go to different threads: only if there are too few tasks to keep all threads busy.
   bool split_tasks(int kv_heads, int group) const {
     return shared && max_splits > 1 && num_spans * kv_heads < 8 * num_threads && longest_span * group <= MAX_SPLIT_ROWS;
   }

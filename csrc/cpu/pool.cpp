@@ -11,8 +11,9 @@
 
 namespace {
 
-// Spinning before a thread sleeps: longer than any imbalance inside a step, far shorter than the time between two requests
-// of an idle server. By the clock, because a pause takes 40 cycles on one processor and 140 on another.
+// Time that a thread spins before it sleeps. It is longer than any imbalance inside a step, and far shorter than the
+// pause between two requests of an idle server. It is measured by the clock, because a pause instruction takes 40
+// cycles on one processor and 140 on another.
 constexpr std::chrono::microseconds kSpinning{50};
 constexpr int kPausesPerLook = 32;
 
@@ -24,8 +25,8 @@ void wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
 }
 
-// Wait until word differs from value. The sleeper announces itself before it looks again, and the waker changes the
-// word before it looks for sleepers, so that no wake-up is lost.
+// Waits until word differs from value. The sleeper registers before it checks again, and the waker changes the word
+// before it checks for sleepers, so that no wake-up is lost.
 void wait_for_change(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, uint32_t value) {
   const auto start = std::chrono::steady_clock::now();
   for (int spin = 1; spin % kPausesPerLook || std::chrono::steady_clock::now() - start < kSpinning; spin++) {
@@ -37,7 +38,7 @@ void wait_for_change(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleeper
   sleepers.fetch_sub(1);
 }
 
-// As many as Linux is built for on x86-64: with room for fewer than a machine has, a mask cannot be asked for.
+// The maximum of Linux on x86-64. A mask with room for fewer processors than the machine has cannot be read.
 constexpr int kMaxProcessors = 8192;
 
 struct Processors {
@@ -64,7 +65,7 @@ cl_pool::cl_pool(int num_threads, bool pin) : num_threads_(num_threads), pin_(pi
   for (int i = found; i < num_threads_; i++) processors_[i] = processors_[found ? i % found : 0];
   try {
     for (int thread = 1; thread < num_threads_; thread++) threads_[thread] = std::thread(&cl_pool::work, this, thread);
-  } catch (...) {  // the system refused one: no destructor will run for those that have started
+  } catch (...) {  // a thread could not be started; no destructor will run for the started ones
     end_threads();
     throw;
   }
@@ -97,7 +98,7 @@ void cl_pool::work(int thread) {
 void cl_pool::run(void (*task)(void*, int), void* argument) {
   std::lock_guard<std::mutex> guard(one_run_);
   Processors before;
-  // The caller is pinned only while it computes: threads that Python starts from it must not inherit its processor.
+  // The caller is pinned only during a run, because threads that Python starts from it would inherit the pinning.
   bool pinned = pin_ && before.of_this_thread();
   if (pinned) pin_to(processors_[0]);
   task_ = task;
@@ -137,7 +138,7 @@ extern "C" cl_pool* cl_pool_create(int32_t num_threads, int32_t pin) {
   try {
     return new (std::nothrow) cl_pool(num_threads, pin != 0);
   } catch (...) {
-    return nullptr;  // the system refused a thread
+    return nullptr;  // a thread could not be started
   }
 }
 

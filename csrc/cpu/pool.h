@@ -1,4 +1,4 @@
-// A team of threads that walks one program together: no fork and join per operation, only barriers.
+// A team of threads that run one program together. Operations are separated by barriers, not by fork and join.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -19,19 +19,19 @@ struct cl_pool {
 
   int num_threads() const { return num_threads_; }
 
-  // Run task(argument, thread) on every thread and wait for all; the caller is thread 0. One run at a time.
+  // Runs task(argument, thread) on every thread and waits for all; the caller is thread 0. One run at a time.
   void run(void (*task)(void*, int), void* argument);
 
-  // Inside a run: wait until every thread has come here. Between two of these, Turns hands out numbers once.
+  // Inside a run: waits until every thread has arrived. Between two barriers, Turns gives out each number once.
   void barrier(int thread);
 
-  // How many numbers of a thread's share are taken since the last barrier.
+  // Number of a thread's items taken since the last barrier.
   std::atomic<int64_t>& taken(int thread) { return shares_[thread].taken[generation_.load(std::memory_order_relaxed) & 1]; }
 
-  // Memory of one thread that outlives the run; its contents don't. Null when the system has none.
+  // Memory of one thread that stays allocated between runs; its contents do not. Null when the system has none.
   void* scratch(int thread, size_t bytes);
 
-  // The same, for all threads together: call them before the run.
+  // Memory shared by all threads; call it before the run.
   void* shared(size_t bytes) { return grown(shared_, bytes); }
   void* plan_memory(size_t bytes) { return grown(plan_, bytes); }
 
@@ -39,7 +39,8 @@ struct cl_pool {
   void work(int thread);
   void end_threads();
 
-  // By turns: while one is in use, each thread clears the other of its own, which nobody looks at until the next barrier.
+  // Two counters, used alternately. While one is in use, each thread clears its other one, which no thread reads until
+  // the next barrier.
   struct alignas(64) Share {
     std::atomic<int64_t> taken[2] = {};
   };
@@ -68,13 +69,14 @@ struct cl_pool {
   Share shares_[kMaxThreads];
 };
 
-// Numbers 0 to items - 1, each given to one thread only. A thread has a share of its own; whoever is done takes what slower
-// threads have left of theirs (work stealing: Blumofe and Leiserson, 1999). Every thread makes its own of these, once between
-// two barriers.
+// Gives the numbers 0 to items - 1 to threads, each number once. A thread has its own share; a thread that is done
+// takes from the shares of slower ones (work stealing: Blumofe and Leiserson, 1999). Every thread makes its own Turns,
+// once between two barriers.
 class Turns {
  public:
-  // CONTIGUOUS shares make one long read of what lies in order. Half of one nobody else may take: no need to ask then, and
-  // of two threads none waits until the other is three times as slow. SPREAD ones suit work sorted by what it costs.
+  // CONTIGUOUS shares read consecutive memory. Their first half is reserved for the owner: it needs no atomic
+  // operation, and with two threads no one waits until the other is three times as slow. SPREAD shares suit work that
+  // is sorted by cost.
   enum Shares { CONTIGUOUS, SPREAD };
 
   Turns(cl_pool& pool, int thread, int64_t items, Shares shares)
@@ -100,7 +102,7 @@ class Turns {
     }
   }
 
-  // What take() would return now; another thread may still be faster.
+  // The result of take() if it were called now; another thread may take it first.
   int64_t peek() {
     if (mine_ > 0) return first_ + (kept_ - mine_) * step_;
     for (; left_ > 0; left_--, share_ = share_ + 1 < threads_ ? share_ + 1 : 0, look()) {
@@ -110,7 +112,8 @@ class Turns {
     return items_;
   }
 
-  // How many of contiguous shares are left for all threads when one has come to `item`, if all are equally fast.
+  // Number of items of contiguous shares left for all threads when one has reached `item`, if all threads are equally
+  // fast.
   int64_t left(int64_t item) const {
     const int64_t share = ((item + 1) * threads_ - 1) / items_;
     return (begin(items_, share + 1, threads_) - item) * threads_;
@@ -127,7 +130,7 @@ class Turns {
   cl_pool& pool_;
   const int64_t items_, threads_;
   const Shares shares_;
-  int64_t share_, left_;                // the share to take from, and how many have not been found empty
-  int64_t first_, step_, size_, kept_;  // of that share: its numbers, and how many of them are its thread's alone
-  int64_t mine_;                        // of this thread's own, not taken yet
+  int64_t share_, left_;                // the share to take from; and the number of shares not yet found empty
+  int64_t first_, step_, size_, kept_;  // numbers of that share, and how many of them are reserved for its owner
+  int64_t mine_;                        // reserved numbers of this thread's share that are not taken
 };

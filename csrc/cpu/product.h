@@ -1,22 +1,22 @@
-// The one inner product everything is made of: rows times packed columns, summed over k in one fixed order.
+// The inner product of all kernels: rows times packed columns, summed over k in a fixed order.
 //
-// A row's sums never depend on how many rows are computed with it: each accumulator runs over k from first to last, alone.
+// A row's sums never depend on the number of rows: each accumulator adds k from first to last, alone.
 #pragma once
 #include "chairlift_cpu.h"
 #include "vec.h"
 
 namespace CL_NS {
 
-// Packed columns of type T: P consecutive elements of k lie side by side, 32 bits in all. They are one step of k.
+// Packed columns of type T: P consecutive elements of k are adjacent, 32 bits in total. They are one step of k.
 template <typename T>
 struct Packed {
   enum { P = 4 / sizeof(T) };
 };
-enum { STEP_BYTES = 4 * LANES };  // of one step of sixteen columns
+enum { STEP_BYTES = 4 * LANES };  // bytes of one step of sixteen columns
 
-// How rows of one type are multiplied with columns of another. A step of k takes PARTS products. Rows are stored as
-// `Source`, and come as `Left`: as they are, or widened to float32 beforehand on paths that multiply only float32. There is
-// one specialisation for each pair of types that the kernels multiply.
+// Multiplication of rows of one type with columns of another. A step of k takes PARTS products. Rows are stored as
+// `Source` and read as `Left`: the same type, or widened to float32 on paths that multiply only float32. Each supported
+// pair of types has a specialisation.
 template <typename Row, typename Weight>
 struct Pair;
 template <>
@@ -27,12 +27,15 @@ struct Pair<float, float> {
 template <>
 struct Pair<bf16, bf16> {
   typedef bf16 Source;
-// The AMX path multiplies bf16 by tiles, whatever its vectors could do.
+// The AMX path multiplies bf16 with tiles only.
 #if defined(__AVX512BF16__) || defined(CL_USE_AMX)
   typedef bf16 Left;
-  enum { PARTS = 1 };
 #else
   typedef float Left;
+#endif
+#if defined(__AVX512BF16__)
+  enum { PARTS = 1 };
+#else
   enum { PARTS = 2 };
 #endif
 };
@@ -41,8 +44,9 @@ using Left = typename Pair<Row, Weight>::Left;
 template <typename Row, typename Weight>
 using Source = typename Pair<Row, Weight>::Source;
 
-// Packed columns: `segments` pieces of `steps` steps each (the last may be shorter), consecutive steps `stride` elements apart.
-// column[v * segments + s] is where piece s of the v-th group of 16 columns starts. Attention's pieces are KV tiles.
+// Packed columns: `segments` pieces of `steps` steps each (the last may be shorter), with `stride` elements between
+// steps. column[v * segments + s] is the begin of piece s of the v-th group of 16 columns. Pieces of attention are KV
+// tiles.
 template <typename Weight>
 struct Columns {
   const Weight* const* column;
@@ -50,19 +54,21 @@ struct Columns {
   int64_t stride;
 };
 
-// Groups of columns: of a weight's panel, side by side; of keys, sixteen of them after another, wherever they are; or of
-// values, side by side, in pieces. Only values come in pieces.
+// Layout of groups of columns. PANEL: adjacent groups of a weight's panel. KEYS: sixteen columns after another, at any
+// address. VALUES: adjacent groups, in pieces.
 enum Layout { PANEL, KEYS, VALUES };
 
-// What to fetch while computing: at every step of piece s, for each of `lines` (0, 1, 2 or 4), the cache line at
-// at[s * lines + line] + step * stride. One at a time, because a burst stalls the product until memory has answered. All but
-// keys' lines are one behind the other. Keys and values have none or one line for each group, with the stride of columns.
+// Lines to prefetch while computing. At every step of piece s, for each of `lines` (0, 1, 2 or 4), it is the cache line
+// at at[s * lines + line] + step * stride. Lines are spread over the steps, because a burst stalls the product. All
+// lines except those of keys are contiguous. Keys and values have no line, or one per group, with the stride of
+// columns.
 struct Prefetch {
   const char* const* at;
   int lines;
   int64_t stride;
-  bool far = true;  // into L2, not L1
-  // Where columns are a panel's and there are MANY_ROWS, also a line at every `gap` steps, of `pieces` pieces of so many lines.
+  bool far = true;  // prefetch into L2, not L1
+  // If the columns are a panel's and there are at least MANY_ROWS rows: a line at every `gap` steps, of `pieces` pieces
+  // of as many lines.
   const char* const* piece = nullptr;
   int pieces = 0, piece_lines = 0, gap = 0;
 };
@@ -88,9 +94,10 @@ enum { ROWS = 12, GROUPS = 2, MAX_GROUPS = 4, GROUPS_AT_ONCE = 4 };  // at most 
 enum { ROWS = 6, GROUPS = 1, MAX_GROUPS = 2, GROUPS_AT_ONCE = 1 };  // at most 6 pairs of accumulators of 16 registers
 #endif
 
-enum { MANY_ROWS = ROWS / 2 + 1 };  // fewer have no time to fetch more than is used next; their loops are without it
+// with fewer rows there is no time to prefetch more than the next data, and their loops do without
+enum { MANY_ROWS = ROWS / 2 + 1 };
 
-// One part of a step: of sixteen columns, and of a row for all of them.
+// One part of a step for sixteen columns: it multiplies with a row's element.
 template <int V>
 CL_INLINE vf load_part(const float* p, int) {
   return vload(p);
@@ -99,8 +106,8 @@ CL_INLINE vf multiply_add(vf sum, vf a, vf b) { return vfma(a, b, sum); }
 #if defined(__AVX512F__)
 CL_INLINE vf broadcast_part(const float* p, int part) { return vset(p[part]); }
 #else
-// Where the registers just suffice, an element of a row is loaded where it is used: left to themselves, compilers begin
-// several rows at once, and keep sums in memory.
+// If registers are scarce, an element of a row is loaded where it is used. Otherwise compilers begin several rows at
+// once, and keep sums in memory.
 struct Element {
   const float* at;
 };
@@ -138,25 +145,31 @@ CL_INLINE __m256 load_eight(const bf16* p, int part) {
   if (part == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
   if (MASK) return _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
   __m256i odd = _mm256_srli_epi32(both, 16);
-  __asm__("" : "+x"(odd));  // or the compiler makes a mask of the two shifts
+  __asm__("" : "+x"(odd));  // or the compiler turns the two shifts into a mask
   return _mm256_castsi256_ps(_mm256_slli_epi32(odd, 16));
 }
-// Two groups of three rows leave no register for a mask.
+// With two groups of three rows no register is left for a mask.
 template <int V>
 CL_INLINE vf load_part(const bf16* p, int part) {
   return vf{load_eight<V == 1>(p, part), load_eight<V == 1>(p + LANES, part)};
 }
 #endif
 
-// Nor is anything kept there that can be loaded again.
+// Vectors of the AMX path where they cannot multiply bf16: no processor has the one without the other, but tests do.
+#if defined(CL_USE_AMX) && !defined(__AVX512BF16__)
+CL_INLINE vf broadcast_part(const bf16* p, int part) { return vset(to_float(p[part])); }
+#endif
+
+// Data that can be loaded again is not kept in registers either.
 #if defined(__AVX512F__)
 CL_INLINE void load_anew() {}
 #else
 CL_INLINE void load_anew() { __asm__ volatile("" ::: "memory"); }
 #endif
 
-// FOUR: there may be four lines at a step, as for attention; where there are not, their addresses take registers from many rows.
-// One step: the lines behind `behind` fetched, R x V sums brought forward by the products of one element or pair of k.
+// One step: prefetches the lines at distance `behind`, and adds the products of one element or pair of k to R x V sums.
+// FOUR: there may be four lines per step, as in attention; without it, their addresses would take registers from many
+// rows.
 template <typename Row, typename Weight, int R, int V, bool NEAR, bool FOUR>
 CL_INLINE void product_step(const Left<Row, Weight>* const (&a)[(R + 2) / 3], int64_t a_stride,
                             const Weight* const (&column)[V], const char* const (&ahead)[4], int lines, int64_t behind,
@@ -188,8 +201,8 @@ CL_INLINE void product_step(const Left<Row, Weight>* const (&a)[(R + 2) / 3], in
   }
 }
 
-// out[R, 16 V] = (accumulate ? out : 0) + a[R, k] @ columns. Rows of a are a_stride elements apart, of out out_stride floats.
-// A function of its own, because among a caller's variables compilers keep sums in memory.
+// out[R, 16 V] = (accumulate ? out : 0) + a[R, k] @ columns. Rows of a are a_stride elements apart, rows of out
+// out_stride floats. It is a separate function, because compilers would keep sums in memory among a caller's variables.
 template <typename Row, typename Weight, int R, int V, Layout LAYOUT, bool FAR>
 CL_NOINLINE void product_of(const Left<Row, Weight>* a, int64_t a_stride, const Columns<Weight>& b, float* out,
                             int64_t out_stride, bool accumulate, Prefetch prefetch) {
@@ -203,7 +216,7 @@ CL_NOINLINE void product_of(const Left<Row, Weight>* a, int64_t a_stride, const 
   const Weight* column[V];
 #pragma GCC unroll 4
   for (int v = 0; v < V; v++) column[v] = b.column[v * b.segments];
-  // Three rows are reached from one address, with the stride, or twice the stride, added.
+  // One address serves three rows, with the stride, or twice the stride, added.
   const Left<Row, Weight>* rows[(R + 2) / 3];
 #pragma GCC unroll 4
   for (int i = 0; i < (R + 2) / 3; i++) {
@@ -217,7 +230,7 @@ CL_NOINLINE void product_of(const Left<Row, Weight>* a, int64_t a_stride, const 
   const char* more = MORE && prefetch.pieces ? *piece : nullptr;
   int until = more ? prefetch.gap : 0, lines_left = prefetch.piece_lines, pieces_left = prefetch.pieces;
   const int total = (b.segments - 1) * b.steps + b.last_steps;
-  // One loop over the steps of all pieces: compilers keep the sums in registers only across a single loop.
+  // One loop over the steps of all pieces, because compilers keep the sums in registers only across a single loop.
   for (int i = 0, left = b.steps, s = 0; i < total; i++) {
     if (PIECES && left-- == 0) {
       left = b.steps - 1;
@@ -239,14 +252,15 @@ CL_NOINLINE void product_of(const Left<Row, Weight>* a, int64_t a_stride, const 
           until = 0;
       }
     }
-    // One address for what lies side by side: else addresses wait in vector registers, and many rows take 1.04 times as long.
+    // One address for adjacent data. Otherwise addresses occupy vector registers, and many rows take 1.04 times as
+    // long.
     if (LAYOUT == VALUES || MORE) {
 #pragma GCC unroll 4
       for (int v = 1; v < V; v++) column[v] = column[0] + v * LANES * P;
 #pragma GCC unroll 4
       for (int line = 1; line < 4; line++) ahead[line] = ahead[0] + 64 * line;
     }
-    // Only attention has four lines. But few rows are up to 1.05 times faster as GCC compiles them with that case.
+    // Only attention has four lines. But GCC's code for few rows is up to 1.05 times faster with that case.
     product_step<Row, Weight, R, V, !FAR, !MORE>(rows, a_stride, column, ahead, prefetch.lines, behind, sum);
     behind += LAYOUT == KEYS ? 64 : prefetch.stride;
 #pragma GCC unroll 4
@@ -260,7 +274,7 @@ CL_NOINLINE void product_of(const Left<Row, Weight>* a, int64_t a_stride, const 
     for (int v = 0; v < V; v++) vstore(out + r * out_stride + LANES * v, sum[r][v]);
 }
 
-// The most rows that V groups of columns leave registers for.
+// Most rows whose sums fit into the registers with `groups` groups of columns.
 CL_INLINE constexpr int most_rows(int groups) { return groups <= GROUPS ? int(ROWS) : ROWS * GROUPS / groups; }
 
 template <typename Row, typename Weight, int V, Layout LAYOUT, bool FAR>
@@ -280,14 +294,14 @@ static void product(int rows, const Left<Row, Weight>* a, int64_t a_stride, cons
 #undef CL_CASE
 }
 
-// How many groups to take at once for so many rows, where `left` groups are left.
+// Number of groups to process at once with this many rows, when `left` groups are left.
 CL_INLINE int groups_at_once(int rows, int left) {
   for (int groups = MAX_GROUPS; groups > GROUPS; groups /= 2)
     if (left >= groups && rows <= most_rows(groups)) return groups;
   return left >= GROUPS ? int(GROUPS) : 1;
 }
 
-// As many groups of columns at a time as the registers hold: 1, 2 or 4.
+// Processes as many groups of columns at a time as fit into the registers: 1, 2 or 4.
 template <typename Row, typename Weight, Layout LAYOUT, bool FAR>
 static void product_of_groups(int groups, int rows, const Left<Row, Weight>* a, int64_t a_stride, const Columns<Weight>& b,
                               float* out, int64_t out_stride, bool accumulate, Prefetch prefetch) {
@@ -299,7 +313,7 @@ static void product_of_groups(int groups, int rows, const Left<Row, Weight>* a, 
     product<Row, Weight, MAX_GROUPS, LAYOUT, FAR>(rows, a, a_stride, b, out, out_stride, accumulate, prefetch);
 }
 
-// Attention's rows in blocks of nearly equal size.
+// Processes attention's rows in blocks of nearly equal size.
 template <Layout LAYOUT, typename T>
 static void product_rows(int rows, int groups, const Left<T, T>* a, int64_t a_stride, const Columns<T>& b, float* out,
                          int64_t out_stride, bool accumulate, Prefetch prefetch) {

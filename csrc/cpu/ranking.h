@@ -1,5 +1,5 @@
-// The best of many values, without sorting them all: a heap for few, and cuts found by narrowing for many. Arrays of
-// values are padded with -inf to whole groups. All sums are taken in an order that depends on the values alone.
+// Finds the best of many values without sorting them all: a heap for few, and narrowing cuts for many. Arrays of values
+// are padded with -inf to whole groups. The order of all sums depends on the values alone.
 #pragma once
 #include <float.h>
 
@@ -8,17 +8,17 @@
 namespace CL_NS {
 
 enum {
-  LONGEST_LIST = 1024,  // up to so many of the best ids are ranked one by one
-  SPAN = 64,            // vectors whose float32 sum is added in float64
+  LONGEST_LIST = 1024,  // most ids that are ranked one by one
+  SPAN = 64,            // number of vectors whose float32 sum is then added in float64
 };
 
 CL_INLINE int whole_groups(int n) { return (n + GROUP - 1) / GROUP * GROUP; }
 
 #if defined(__AVX512F__)
 CL_INLINE vf vselect(uint32_t mask, vf x, vf otherwise) { return _mm512_mask_blend_ps(__mmask16(mask), otherwise, x); }
-// The lanes of the mask, side by side; all sixteen places are written.
+// Stores the lanes of the mask side by side; all sixteen places are written.
 CL_INLINE void vcompress(float* p, uint32_t mask, vf x) { vstore(p, _mm512_maskz_compress_ps(__mmask16(mask), x)); }
-// The numbers first, first + 1, ... in the lanes' bits.
+// The numbers first, first + 1, ... as integers in the bits of the lanes.
 CL_INLINE vf lane_ids(int32_t first) {
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_set1_epi32(first), lane));
@@ -44,9 +44,9 @@ CL_INLINE vf lane_ids(int32_t first) {
 }
 #endif
 
-// A value and its id as one number: a higher value is higher, and of equal values the lower id.
+// A value and its id as one number, which orders by value first, and puts the lower of equal values' ids higher.
 CL_INLINE uint64_t key_of(float value, int32_t id) {
-  value += 0.0f;  // -0 is 0
+  value += 0.0f;  // makes -0 equal to 0
   uint32_t bits;
   memcpy(&bits, &value, 4);
   return uint64_t(bits & 0x80000000 ? ~bits : bits | 0x80000000) << 32 | uint32_t(~id);
@@ -60,7 +60,7 @@ CL_INLINE float value_of(uint64_t key) {
   return value;
 }
 
-// Keys in descending order, sorted no further than somebody looks: a heap, and behind it what was taken off.
+// Keys in descending order, sorted only as far as they are read: a heap, and after it the keys taken off.
 struct Ranking {
   uint64_t* keys;
   int size, left;
@@ -90,17 +90,17 @@ struct Ranking {
   }
 };
 
-// What falls: all below the value, and of those equal to it the ids after last_id.
+// A cut excludes all values below `value`, and of the values equal to it the ids after last_id.
 struct Cut {
   float value;
   int32_t last_id;
 };
 
-// Some (id, value) pairs in the order of their ids, with room for sixteen more; none is -inf.
+// (id, value) pairs in the order of their ids, with room for sixteen more. No value is -inf.
 struct Members {
   float* value;
-  float* id;      // an int32 in the bits of each
-  float* weight;  // exp(value - highest), or null: count them
+  float* id;      // int32 ids in the bits of floats
+  float* weight;  // exp(value - highest); or null, then members are counted
   int size;
 
   int32_t id_at(int i) const {
@@ -108,7 +108,7 @@ struct Members {
     memcpy(&out, id + i, 4);
     return out;
   }
-  // The lanes of the mask. They may have been loaded from these very arrays, at or behind `size`.
+  // Appends the lanes of the mask. They may have been loaded from these arrays, at or after `size`.
   inline __attribute__((always_inline)) void append(uint32_t mask, vf values, vf ids, vf weights) {
     vcompress(value + size, mask, values);
     vcompress(id + size, mask, ids);
@@ -122,7 +122,8 @@ struct Amount {
   int64_t count;
 };
 
-// Add what `vectors` vectors hold of values above the bar (or at it), in an order that the place alone decides.
+// Adds the amounts of `vectors` vectors whose values are above the bar (or equal to it), in an order that depends on
+// their places alone.
 CL_INLINE void add_above(Amount& sum, const float* value, const float* weight, int vectors, float bar, bool or_equal) {
   vf mass = vset(0.0f);
   int count = 0;
@@ -138,7 +139,7 @@ CL_INLINE void add_above(Amount& sum, const float* value, const float* weight, i
 
 enum { QUANTILES = 4, SAMPLES = 31 };
 
-// Distinct values of the members that cut them into parts of about one size, ascending.
+// Distinct values of the members, ascending, that divide them into parts of about equal size.
 static int quantiles(const Members& members, float out[QUANTILES]) {
   float sample[SAMPLES];
   for (int i = 0; i < SAMPLES; i++) {
@@ -155,14 +156,14 @@ static int quantiles(const Members& members, float out[QUANTILES]) {
   return count;
 }
 
-// Narrow the members to a few among which the amount, summed from the highest down, reaches `target`; `above` grows by
-// those that leave at the upper end. Ends with at most `enough` members, or with equal ones and true. Every turn but
-// the last leaves out the quantiles themselves, so there is a last one.
+// Narrows the members to a few that contain the place where the amount, summed from the highest down, reaches `target`.
+// `above` grows by the members that leave at the upper end. It ends with at most `enough` members, or returns true with
+// equal members. Each turn except the last excludes the quantiles, so it terminates.
 static bool narrow(Members& members, double target, double& above, int enough) {
   while (members.size > enough) {
     float value[QUANTILES];
     const int count = quantiles(members, value);
-    Amount from[QUANTILES] = {}, beyond[QUANTILES] = {};  // at or above each; above each
+    Amount from[QUANTILES] = {}, beyond[QUANTILES] = {};  // amount at or above each quantile; amount above each
     for (int i = 0; i < LANES; i++) members.value[members.size + i] = -INFINITY;
     const int vectors = (members.size + LANES - 1) / LANES;
     for (int i = 0; i < vectors; i += SPAN)
@@ -175,7 +176,7 @@ static bool narrow(Members& members, double target, double& above, int enough) {
     int q = count - 1;
     const int lowest = from[0].count == members.size ? 0 : -1;  // -1: below value[0]
     while (q > lowest && above + from[q].mass < target) q--;
-    const bool equal = q >= 0 && above + beyond[q].mass < target;  // reached among those that equal value[q]
+    const bool equal = q >= 0 && above + beyond[q].mass < target;  // target is reached among members equal to value[q]
     const float low = q >= 0 ? value[q] : -INFINITY, high = q + 1 < count ? value[q + 1] : INFINITY;
     above += equal ? beyond[q].mass : q + 1 < count ? from[q + 1].mass : 0.0;
     const float* weights = members.weight ? members.weight : members.value;
@@ -192,7 +193,7 @@ static bool narrow(Members& members, double target, double& above, int enough) {
   return false;
 }
 
-// The keys of all values from `low` up, which is above -inf.
+// Keys of all values from `low` up; `low` is above -inf.
 static Ranking ranking_from(float low, const float* values, int size, uint64_t* keys) {
   int count = 0;
   for (int i = 0; i < size; i += LANES)
@@ -205,8 +206,8 @@ static Ranking ranking_from(float low, const float* values, int size, uint64_t* 
   return ranking;
 }
 
-// A value that at least `k` values reach, where so many are above -inf, and not many more: of the highest values in
-// stretches of the row (by lane), about the k-th highest.
+// A value that at least `k` values reach (if so many are above -inf), and not many more. It is about the k-th highest
+// of the maxima of parts of the row (by lane).
 static float bound_of_best(int k, const float* values, int size, Members members) {
   if (size <= LONGEST_LIST) return -FLT_MAX;
   const int most = size / (4 * int64_t(k) + 1), stretch = LANES * (most < 1 ? 1 : most > SPAN ? SPAN : most);
@@ -225,7 +226,7 @@ static float bound_of_best(int k, const float* values, int size, Members members
   return low;
 }
 
-// The last id that stays when they enter from the best one down until the amount reaches `target`.
+// Cut after the id where the amount, summed from the best id down, reaches `target`.
 static Cut cut_at(double target, double above, Members& members, float highest, uint64_t* keys) {
   const bool in_order = narrow(members, target, above, LONGEST_LIST / 4);
   if (members.size == 0) return Cut{-FLT_MAX, INT32_MAX};
@@ -252,7 +253,7 @@ static void apply_cut(const Cut& cut, float* values, int size) {
   }
 }
 
-// Sum of exp(value - highest), in one fixed order.
+// Sum of exp(value - highest) in a fixed order.
 static double sum_exp(const float* values, int size, float highest) {
   double total = 0.0;
   for (int i = 0; i < size; i += SPAN * LANES) {

@@ -1,7 +1,7 @@
-// Stored logits to tokens. chairlift/sampling is the specification: this yields its tokens, its errors and its
-// log-probabilities. A row's result depends on that row alone, and is the same on every path. Subnormals are taken for
-// zero by the callers' control register, as the products do.
-// Here as in choice.h and ranking.h nothing is shared with another path, not even an instance of a library template.
+// From stored logits to tokens. chairlift/sampling is the specification: tokens, errors and log-probabilities are the
+// same. A row's result depends on that row alone, and is the same on every path. Subnormals count as zero by the
+// caller's control register, as in products. As in choice.h and ranking.h no code is shared with another path, not even
+// an instance of a library template.
 #pragma once
 #include "choice.h"
 #include "ranking.h"
@@ -16,7 +16,7 @@ static bool needs_logits(const cl_sampling_row& row) {
 
 struct SampleScratch {
   uint64_t* keys;
-  float* work;    // the row, as it is worked on
+  float* work;    // the modified row
   float* weight;  // exp(work - highest)
   uint32_t* seen;
   Members members;
@@ -35,7 +35,7 @@ static SampleScratch sample_scratch(void* memory, int32_t vocab) {
                        Members{at + 2 * room, at + 3 * room, at + 4 * room, 0}};
 }
 
-// Keeps the compiler from fusing a product with the sum it enters: both round, as they do elsewhere.
+// Prevents fusing of a product with a sum, so that both are rounded as elsewhere.
 CL_INLINE float rounded(float x) {
   __asm__("" : "+x"(x));
   return x;
@@ -63,7 +63,7 @@ static void apply_penalties(const cl_sampling_row& row, int32_t vocab, float* wo
   }
 }
 
-// Apply, in place, the settings that can change which logit is the highest; false when there are none.
+// Applies, in place, the settings that can change which logit is the highest. Returns false when there are none.
 static bool reshape(const float* logits, const cl_sampling_row& row, int32_t vocab, const SampleScratch& s) {
   const int size = whole_groups(vocab);
   float* work = s.work;
@@ -86,7 +86,7 @@ static bool reshape(const float* logits, const cl_sampling_row& row, int32_t voc
   return row.num_allowed > 0 || row.mask_bits || row.num_bias > 0 || row.num_masked > 0 || penalties;
 }
 
-// Draw from the ranked ids: at most so many, and no more once their mass reaches `target`.
+// Draws from the ranked ids: at most `most`, and no further ids once their mass reaches `target`.
 static int32_t draw_ranked(Ranking ranking, int most, double target, float highest, const Philox& philox) {
   Best best{-INFINITY, INT32_MAX, 0};
   double mass = 0.0;
@@ -106,12 +106,12 @@ static int32_t draw_ranked(Ranking ranking, int most, double target, float highe
 enum { NUM_FALLS = 8 };
 static const float FALLS[NUM_FALLS] = {0.5f, 1.0f, 2.0f, 3.0f, 4.5f, 6.5f, 9.0f, 12.0f};
 
-// Draw from the smallest set of best ids whose mass reaches top_p.
+// Draws from the smallest set of best ids whose mass reaches top_p.
 static int32_t draw_nucleus(double top_p, float highest, const SampleScratch& s, int32_t vocab, const Philox& philox) {
   const int size = whole_groups(vocab);
   float* work = s.work;
   double total = 0.0;
-  Amount from[NUM_FALLS] = {};  // what lies no further than each fall below the highest
+  Amount from[NUM_FALLS] = {};  // amount within each distance from the highest
   for (int i = 0; i < size; i += SPAN * LANES) {
     const int end = i + SPAN * LANES < size ? i + SPAN * LANES : size;
     vf sum = vset(0.0f), top = vset(-INFINITY);
@@ -145,7 +145,7 @@ static int32_t draw_nucleus(double top_p, float highest, const SampleScratch& s,
   return best.id;
 }
 
-// The token of a row whose highest score, after the division by the temperature, is `highest`.
+// Draws the token of a row whose highest score, after division by the temperature, is `highest`.
 static int32_t draw(const cl_sampling_row& row, int32_t vocab, const SampleScratch& s, float highest) {
   const Philox philox(row);
   const bool cut_k = row.top_k > 0 && row.top_k < vocab, cut_p = row.top_p < 1.0;
@@ -181,7 +181,7 @@ static int32_t draw(const cl_sampling_row& row, int32_t vocab, const SampleScrat
   return best.id;
 }
 
-// The `num_logprobs` best ids, behind the token's place.
+// Writes the `num_logprobs` best ids after the place of the token.
 static void report_best(const cl_sampling_row& row, int32_t vocab, double log_total, const SampleScratch& s) {
   const int size = whole_groups(vocab), most = row.num_logprobs < vocab ? row.num_logprobs : vocab;
   if (most <= 0) return;
@@ -209,7 +209,7 @@ static void report_token(const float* logits, int32_t vocab, double log_total, c
   row.top_logprobs[0] = float(value - log_total);
 }
 
-// Log-probabilities of a given id where there are none.
+// Writes the log-probability results of a row without valid ones.
 static void report_nothing(cl_sampling_row& row) {
   if (row.target < 0) return;
   row.rank = 1;
@@ -219,8 +219,8 @@ static void report_nothing(cl_sampling_row& row) {
   }
 }
 
-// One row of raw logits, readable up to a multiple of 16, with everything that may be asked of it. `scratch` is
-// sample_scratch_bytes, aligned to 8; its contents don't matter. What is reported is only valid when the token is.
+// Samples one row of raw logits, readable up to a multiple of 16, with all its settings. `scratch` has
+// sample_scratch_bytes, aligned to 8; its contents are undefined. Reported values are valid only if the token is.
 static void sample_row(const float* logits, int32_t vocab, cl_sampling_row& row, void* scratch) {
   const SampleScratch s = sample_scratch(scratch, vocab);
   const int size = whole_groups(vocab);

@@ -1,13 +1,13 @@
-// The AMX products: 32 x 32 outputs in four tiles. Same packed panels as the vector product, every number of rows.
+// The AMX products: 32 x 32 outputs in four tiles, from the same packed panels as the vector product.
 //
-// The tile instruction keeps its own rounding, so this path uses it for every row count, in attention too.
+// The tile instruction has its own rounding, so this path uses it for every number of rows, also in attention.
 #pragma once
 #include "product.h"
 
 namespace CL_NS {
 
-// Tiles 0 to 3 are sums, 4 and 5 rows (16, or all where there are fewer), 6 and 7 columns. TILE_K elements of k fill a tile; of
-// keys and values sixteen lie together, so attention's tiles are half as deep.
+// Tiles 0 to 3 are sums, 4 and 5 rows (16, or fewer if there are fewer), 6 and 7 columns. TILE_K elements of k fill a
+// tile. Of keys and values sixteen are contiguous, so attention's tiles have half the depth.
 enum { TILE_ROWS = 32, TILE_K = 32, ATTENTION_K = CL_KV_TOKENS };
 
 struct alignas(64) TileShapes {
@@ -22,7 +22,7 @@ struct alignas(64) TileShapes {
   }
 };
 
-// What was written, at `at` or elsewhere, is in memory behind this: not every compiler sees that tiles are loaded from there.
+// Makes sure that everything written before is in memory. Not every compiler knows that tile loads read it.
 CL_INLINE void written(const void* at) { __asm__ volatile("" : : "r"(at) : "memory"); }
 
 CL_INLINE void tiles_begin(int depth, int rows) {
@@ -32,7 +32,7 @@ CL_INLINE void tiles_begin(int depth, int rows) {
 }
 CL_INLINE void tiles_end() { _tile_release(); }
 
-// The sums of 16 or 32 rows and 16 or 32 columns, brought in or set to zero, and put back.
+// Loads the sums of 16 or 32 rows and 16 or 32 columns, or sets them to zero; and stores them.
 CL_INLINE void load_sums(const float* out, int64_t stride, bool two_rows, bool two_columns, bool accumulate) {
   _tile_zero(0);
   _tile_zero(1);
@@ -53,7 +53,7 @@ CL_INLINE void store_sums(float* out, int64_t stride, bool two_rows, bool two_co
   if (two_rows && two_columns) _tile_stored(3, out + 16 * stride + 16, bytes);
 }
 
-// The sums brought forward by one tile of k: `second` are the 16 columns behind the first 16, or null.
+// Adds one tile of k to the sums. `second` are the 16 columns after the first 16, or null.
 CL_INLINE void add_products(const bf16* a, int64_t a_stride, bool two_rows, const bf16* first, const bf16* second,
                             int64_t column_stride) {
   const int64_t a_bytes = a_stride * sizeof(bf16), column_bytes = column_stride * sizeof(bf16);
@@ -70,8 +70,8 @@ CL_INLINE void add_products(const bf16* a, int64_t a_stride, bool two_rows, cons
   if (second) _tile_dpbf16ps(3, 5, 7);
 }
 
-// out[32, 32] = (accumulate ? out : 0) + a[rows, k] @ panel. Reads 16 or 32 rows of a, whatever `rows` says, and writes as
-// many: rows beyond are the caller's to ignore. `bytes` from `ahead` on are fetched, evenly over the steps.
+// out[32, 32] = (accumulate ? out : 0) + a[rows, k] @ panel. It reads 16 or 32 rows of a and writes as many, even if
+// `rows` is smaller; the caller ignores the others. `bytes` from `ahead` on are prefetched, evenly over the steps.
 static void tile_product(int rows, const bf16* a, int64_t a_stride, const bf16* panel, int64_t k, float* out,
                          int64_t out_stride, bool accumulate, const char* ahead, int64_t bytes) {
   const bool two_rows = rows > 16;
@@ -87,14 +87,15 @@ static void tile_product(int rows, const bf16* a, int64_t a_stride, const bf16* 
   store_sums(out, out_stride, two_rows, true);
 }
 
-// Attention's product, whose columns come in pieces. Reads and writes 16 rows where `rows` says fewer, as above. What comes
-// next is fetched into L2: tiles ask for more lines than L1 can wait for at once.
+// Attention's product, whose columns come in pieces. It reads and writes 16 rows if `rows` is smaller. The next data is
+// prefetched into L2, because tiles need more lines than L1 can have outstanding.
 template <Layout LAYOUT>
 static void product_rows(int rows, int groups, const bf16* a, int64_t a_stride, const Columns<bf16>& b, float* out,
                          int64_t out_stride, bool accumulate, Prefetch prefetch) {
-  enum { STEPS = ATTENTION_K / 2, STEP = 2 * LANES };  // elements of a step: a pair of k of 16 columns
+  enum { STEPS = ATTENTION_K / 2, STEP = 2 * LANES };  // elements of a step: a pair of k for 16 columns
   const int whole = b.last_steps / STEPS * STEPS, rest = b.last_steps - whole;
-  alignas(64) bf16 filled[2][STEPS * STEP];  // what is left of the last piece, and zeros: what lies behind may be NaN
+  // the rest of the last piece, padded with zeros, because memory after it may be NaN
+  alignas(64) bf16 filled[2][STEPS * STEP];
   for (int v = 0; v < groups; v += 2) {
     const bool two_columns = v + 1 < groups;
     const bf16* const* pieces[2] = {b.column + v * b.segments, b.column + (v + two_columns) * b.segments};

@@ -1,5 +1,5 @@
-// Sixteen float32 lanes, whatever the registers: one __m512, or two __m256. Included once per instruction-set path,
-// inside namespace CL_NS; everything in here has internal linkage so that no path's code is ever linked into another's.
+// Sixteen float32 lanes, as one __m512 or two __m256. Each instruction-set path includes this file once, inside
+// namespace CL_NS. Everything has internal linkage, so that no path's code is linked into another.
 #pragma once
 #include <immintrin.h>
 #include <math.h>
@@ -54,16 +54,16 @@ CL_INLINE vf vsub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 CL_INLINE vf vmul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 CL_INLINE vf vdiv(vf a, vf b) { return _mm512_div_ps(a, b); }
 CL_INLINE vf vfma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-// If either is NaN, the second: callers put the value whose NaN must survive there.
+// If either is NaN, the second argument. Callers put the value whose NaN must survive there.
 CL_INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
 CL_INLINE vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 CL_INLINE vf vabs(vf a) { return _mm512_abs_ps(a); }
-// Lane i of x where a[i] > b[i], else of y.
+// Lane i of x where a[i] > b[i], otherwise of y.
 CL_INLINE vf vselect_gt(vf a, vf b, vf x, vf y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x); }
 CL_INLINE vf vround(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // x * 2^n for whole n from -127 to 127, x below 2; 0 where the result would be subnormal.
 CL_INLINE vf vscale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
-// Lane i keeps x where low <= i < high, and gets fill elsewhere.
+// Lane i keeps x where low <= i < high, and gets `fill` elsewhere.
 CL_INLINE vf vkeep(vf x, int low, int high, float fill) {
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __mmask16 keep = _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(low)) &
@@ -188,7 +188,7 @@ CL_INLINE void vstore(bf16* p, vf x) {
 CL_INLINE float from_float(float x, float) { return x; }
 CL_INLINE bf16 from_float(float x, bf16) { return to_bf16(x); }
 
-// The value after rounding to T and back.
+// The value after rounding to T.
 CL_INLINE vf vrounded(vf x, float) { return x; }
 #if defined(__AVX512BF16__)
 CL_INLINE vf vrounded(vf x, bf16) {
@@ -199,11 +199,11 @@ CL_INLINE vf vrounded(vf x, bf16) {
 #else
 CL_INLINE vf vrounded(vf x, bf16) { return join(round_half(lower_half(x)), round_half(upper_half(x))); }
 #endif
-// Stored as T, or as the float32 that it is then.
+// The value that is stored as T, as a float32.
 template <typename T>
 CL_INLINE void store_rounded(T* p, vf x, T) { vstore(p, x); }
 CL_INLINE void store_rounded(float* p, vf x, bf16) { vstore(p, vrounded(x, bf16())); }
-// The same for a power of two: it is never subnormal, and if NaN, then of bf16s, so rounding carries nothing into its sign.
+// Power of two: never subnormal. A NaN comes from bf16, so rounding does not carry into its sign.
 template <typename To, typename T>
 CL_INLINE void store_power(To* p, vf x, T) { store_rounded(p, x, T()); }
 #if !defined(__AVX512BF16__)
@@ -215,7 +215,7 @@ CL_INLINE __m256 round_power(__m256 x) {
 CL_INLINE void store_power(float* p, vf x, bf16) { vstore(p, join(round_power(lower_half(x)), round_power(upper_half(x)))); }
 #endif
 
-// Sum and maximum of the lanes, halves onto halves: the same order on every path.
+// Sum and maximum of the lanes by halves, in the same order on every path.
 CL_INLINE float vfirst(vf x) { return _mm256_cvtss_f32(lower_half(x)); }
 CL_INLINE float vsum(vf x) {
   __m256 eight = _mm256_add_ps(lower_half(x), upper_half(x));
@@ -245,7 +245,7 @@ CL_INLINE vf vexp2(vf x) {
 }
 CL_INLINE vf vexp(vf x) { return vexp2(vmul(x, vset(1.44269504f))); }
 
-// tanh(x) as a quotient of polynomials (those of Eigen): relative error below 4e-7, also near zero; NaN stays.
+// tanh(x) as a quotient of polynomials (from Eigen): relative error below 4e-7, also near zero; NaN stays.
 CL_INLINE vf vtanh(vf x) {
   x = vmin(vset(7.90531111f), vmax(vset(-7.90531111f), x));
   const vf s = vmul(x, x);
@@ -262,7 +262,7 @@ CL_INLINE vf vtanh(vf x) {
   return vdiv(vmul(x, p), q);
 }
 
-// Share of the standard normal distribution below x, by the two pieces of N. Juffa's erf: absolute error below 1.2e-7.
+// Share of the standard normal distribution below x, by the two parts of N. Juffa's erf: absolute error below 1.2e-7.
 CL_INLINE vf vnormal_share(vf x) {
   const vf a = vmul(x, vset(0.707106781f)), t = vabs(a), s = vmul(a, a);
   vf r = vfma(vset(-1.72853470e-5f), t, vset(3.83197126e-4f));

@@ -1,4 +1,4 @@
-"""The package as syntax trees: read, never imported."""
+"""Syntax trees of the package's modules, which are read but never imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "chairlift"
 
 @cache
 def modules() -> dict[str, Path]:
-    """Dotted name -> file, of every module."""
+    """Dotted name -> file of every module."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -28,9 +28,9 @@ def tree(module: str) -> ast.Module:
 
 
 def imports(module: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything imported, also inside functions and for type checking only.
+    """(line, dotted name) of every import, including those inside functions and for type checking.
 
-    ``from package import name`` counts as the module ``package.name`` where there is one.
+    ``from package import name`` counts as the module ``package.name`` if it exists.
     """
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):

@@ -12,7 +12,10 @@ import pytest
 from tests.architecture.source import imports, modules, tree
 
 # Package or module -> what of ours it may import besides itself. The longest name that matches a module decides.
-PLAIN = ["errors", "config", "outputs", "sampling_params", "service_class", "structured_outputs", "thinking"]
+PLAIN = [
+    *("errors", "config", "lora_request", "outputs", "sampling_params", "service_class", "structured_outputs"),
+    "thinking",
+]
 BRAIN = ["request", "kv_cache", "scheduler"]
 ALLOWED: dict[str, list[str]] = {
     "errors": [],
@@ -21,6 +24,7 @@ ALLOWED: dict[str, list[str]] = {
     "step_batch": [],
     "config": ["errors", "rerankers", "service_class", "tool_calls.formats"],
     "rerankers": [],
+    "lora_request": ["errors"],
     "service_class": ["errors"],
     "structured_outputs": ["errors"],
     "sampling_params": ["errors", "structured_outputs", "thinking"],
@@ -32,13 +36,37 @@ ALLOWED: dict[str, list[str]] = {
     "scheduler": ["errors", "config", "outputs", "request", "kv_cache", "service_class"],
     "spec_decode": ["errors", "config", "request", "scheduler"],
     "plugins": ["errors", "scheduler"],
-    "gguf": ["errors"],
-    "tokenizer": ["errors", "config", "gguf", "parent"],
+    "mistaken_models": ["errors"],
+    "quantities": ["errors"],
+    "vllm_names": ["errors"],
+    "gguf": ["errors", "mistaken_models"],
+    "tokenizer": ["errors", "config", "gguf", "mistaken_models", "parent"],
     "tool_calls": ["errors", "structured_outputs"],
     "kernels": ["errors", "step_batch"],
     "sampling": ["errors", "sampling_params", "step_batch"],
-    "models": ["errors", "config", "gguf", "kernels", "rerankers", "sampling.failures", "sampling.row", "step_batch"],
-    "executor": ["errors", "config", "request", "scheduler.output", "models", "kernels", "sampling", "step_batch"],
+    "models": [
+        "errors",
+        "config",
+        "gguf",
+        "kernels",
+        "mistaken_models",
+        "rerankers",
+        "sampling.failures",
+        "sampling.row",
+        "step_batch",
+    ],
+    "lora": ["errors", "models", "kernels"],
+    "executor": [
+        "errors",
+        "config",
+        "request",
+        "scheduler.output",
+        "lora",
+        "models",
+        "kernels",
+        "sampling",
+        "step_batch",
+    ],
     "executor.executor": ["config", "scheduler.output", "step_batch"],
     "metrics": ["errors", "config"],
     "engine": [
@@ -79,7 +107,17 @@ ALLOWED: dict[str, list[str]] = {
         *("version", "batches", "engine", "loading", "metrics", "parent", "replay", "tokenizer", "tool_calls"),
     ],
     "writing": ["errors"],
-    "replay": [*PLAIN, "engine", "step_batch", "models.hf_config", "models.model_files", "scheduler", "writing"],
+    "distributed": ["errors", "request", "scheduler"],
+    "replay": [
+        *PLAIN,
+        "distributed",
+        "engine",
+        "step_batch",
+        "models.hf_config",
+        "models.model_files",
+        "scheduler",
+        "writing",
+    ],
     "workbench.workload": ["errors", "replay.traced_request", "writing"],
     "workbench.bench": [
         *PLAIN,
@@ -94,7 +132,7 @@ ALLOWED: dict[str, list[str]] = {
         "workbench.workload",
         "writing",
     ],
-    "train": ["errors", "models", "kernels", "parent", "tokenizer"],
+    "train": ["errors", "lora", "models", "kernels", "parent", "tokenizer", "writing"],
     "quantize": ["errors", "gguf", "kernels", "models", "tokenizer"],
     "rollout": [*PLAIN, "llm", "train"],
     "workbench.sim": [

@@ -39,7 +39,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def chairlift(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in this process: exit code, lines of standard output, lines of standard error."""
+    """Runs a command in this process. Returns exit code, lines of standard output, lines of standard error."""
 
     def run(*argv: str | Path) -> Result:
         code = main([str(arg) for arg in argv])

@@ -58,6 +58,7 @@ def test_static_batches_side_by_side(chairlift: Run, tmp_path: Path) -> None:
     assert ratio["per_round"] == pytest.approx([b / a for a, b in zip(*sides, strict=True)])
 
 
+@pytest.mark.nightly
 def test_several_sizes_are_one_table_with_the_best_static_batch_named(chairlift: Run, tmp_path: Path) -> None:
     out, page = tmp_path / "out.json", tmp_path / "out.html"
     flags = ("--max-num-seqs", "4,1,2", "--compare", "static", "--rounds", "1", "--json", out, "--html", page)

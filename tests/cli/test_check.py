@@ -37,6 +37,7 @@ def test_a_good_model_gets_a_report(chairlift: Run, model_dir: Path) -> None:
     assert report["chat template"] == "yes"
     assert "room for about 42 chats of 256 tokens at once" in report["memory"]
     assert report["weights"] == "all numbers are finite"
+    assert re.fullmatch(r"prompts [\d,]+ tokens/s, one answer [\d,]+ .*8 together [\d,]+ .*now", report["speed"])
     assert "same 8 greedy tokens alone and in a batch" in report["self-test"]
 
 

@@ -39,8 +39,12 @@ def test_version(chairlift: Run) -> None:
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        ([], "COMMAND"),
-        (["generat"], "invalid choice: 'generat'"),
+        ([], 'no command is given (for example: chairlift generate "Hi"); there are serve, generate'),
+        (["serv"], "unknown command 'serv'; did you mean chairlift serve?"),
+        (["xyz"], "unknown command 'xyz'; there are serve, generate"),
+        (["bench", "ofline"], "unknown command 'ofline'; did you mean chairlift bench offline?"),
+        (["trace"], "no command is given (for example: chairlift trace"),
+        (["generate", "Hi", "--temprature", "1"], "did you mean --temperature?"),
         (["generate", "Hi", "--max-num-seq", "4"], "unknown flag '--max-num-seq'; did you mean --max-num-seqs?"),
         (["check", "--temperature", "1"], "unknown flag '--temperature'"),
         (["--verbose", "check"], "flag '--verbose' must come after 'chairlift check'; see chairlift check --help"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
+from tests.train.test_exports import ITEMS, indexed, nemo_rows, packs, sequences
 
 
 def write_lengths(path: Path, lengths: list[int]) -> Path:
@@ -64,7 +65,11 @@ def test_packs_of_half_a_file_replace_nothing(chairlift: Run, tmp_path: Path) ->
 def test_what_is_too_long_is_counted(chairlift: Run, tmp_path: Path) -> None:
     file = write_lengths(tmp_path / "a.jsonl", [250, 10])
     flags = ("pack", file, "--length-field", "n", "--capacity", "100")
-    for policy, tokens, word in (("split", 260, "split"), ("truncate", 110, "truncated"), ("drop", 10, "dropped")):
+    for policy, tokens, word in (
+        ("split", 260, "split"),
+        ("truncate", 110, "truncated, 150 tokens cut"),
+        ("drop", 10, "dropped"),
+    ):
         out = chairlift(*flags, "--overflow", policy)[1]
         assert out[1] == f"tokens        {tokens}"
         assert out[2] == f"too long      1 {word}"
@@ -109,3 +114,22 @@ def test_the_file_that_is_read_is_not_written(chairlift: Run, tmp_path: Path) ->
     code, _, err = chairlift("pack", file, "--length-field", "n", "--output", tmp_path / "b.jsonl")
     assert (code, file.read_bytes()) == (2, before)
     assert "is the file that is read" in err[0]
+
+
+def test_the_command_writes_what_is_learnt(chairlift: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
+    flags = ("pack", path, "--capacity", "32", "--pool", "8")
+    code, out, err = chairlift(*flags, "--to", "megatron", "--output", tmp_path / "set")
+    assert (code, err) == (0, []), out
+    assert [[part.tolist() for part in document] for document in indexed(tmp_path / "set")] == sequences(packs())
+    assert chairlift(*flags, "--to", "nemo", "--output", tmp_path / "set.npy")[0] == 0
+    assert [row["input_ids"] for row in nemo_rows(tmp_path / "set.npy")] == [p.tokens.tolist() for p in packs()]
+    for more, message in (
+        (("--to", "trl"), "--to trl writes files: name them with --output"),
+        (("--to", "nemo", "--output", "x.npy", "--align", "8"), "--align 8 would write padding"),
+        (("--to", "nemo", "--output", "x.npy", "--length-field", "n"), "--length-field reads no tokens"),
+        (("--to", "trl", "--output", str(path)), "is the file that is read, and would be lost"),
+    ):
+        code, _, err = chairlift(*flags, *more)
+        assert code == 2 and message in err[0], err

@@ -224,3 +224,39 @@ def test_what_a_class_promises_is_judged(chairlift: Run, ttft_ms: float, kept: s
     code, out, err = chairlift("sim", "--machine", "l4", *flags)
     assert (code, err) == (0, [])
     assert f"promises        kept in full for {kept} of the requests" in "\n".join(out)
+
+
+def test_a_fleet_that_keeps_its_promises(chairlift: Run, tmp_path: Path) -> None:
+    record = tmp_path / "r.json"
+    fleet = (*ON_A_GPU, "--arrivals", "poisson:3", "--replicas", "1,2", "--slo", "ttft:60000,tpot:60000")
+    code, out, err = chairlift(*fleet, "--routing", "rr,forecast", "--target", "0.9", "--price", "1", "--json", record)
+    assert (code, err) == (0, [])
+    assert out[-1].endswith("keep the promises of 100.0% of the requests (target 90.0%)") and out[-1][0] == "1"
+    assert [line.split()[:2] for line in out[4:8]] == [["1", "rr"], ["1", "forecast"], ["2", "rr"], ["2", "forecast"]]
+    results = json.loads(record.read_text())["results"]
+    assert [each["replicas"] for each in results] == [1, 1, 2, 2]
+    assert all(sum(each["requests_by_replica"]) == each["served"]["requests"] == 20 for each in results)
+    hopeless = (*ON_A_GPU, "--replicas", "1", "--slo", "ttft:0.001", "--target", "0.9")
+    assert chairlift(*hopeless)[1][-1] == "none of these keeps the promises of 90.0% of the requests; try more replicas"
+
+
+def test_a_replica_that_dies(chairlift: Run) -> None:
+    code, out, _ = chairlift(*ON_A_GPU, "--replicas", "2", "--fail", "0@0.5", "--start-seconds", "1", "--resume")
+    assert code == 0 and "moved" in out[3].split()
+    assert out[4].split()[-2] == "0", "none is broken"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--target", "0.9"), "--target is about a fleet; say how many with --replicas"),
+        (("--replicas", "2", "--target", "0.9"), "--target needs promises, and this traffic has none"),
+        (("--replicas", "two"), "--replicas takes numbers such as 1,2,4, got 'two'"),
+        (("--replicas", "2", "--fail", "1"), "--fail takes REPLICA@SECONDS such as 0@12.5, got '1'"),
+        (("--replicas", "2", "--compare", "max_num_seqs=1,2"), "--compare and --replicas are two comparisons"),
+        (("--replicas", "2", "--slo", "speed:3"), "goodput wants limits in ms"),
+    ],
+)
+def test_flags_of_fleets_that_mean_nothing(chairlift: Run, flags: tuple[str, ...], message: str) -> None:
+    code, out, err = chairlift(*ON_A_GPU, *flags)
+    assert (code, out) == (2, []) and message in err[0]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def test_a_run_goes_on_where_it_was_left(chairlift: Run, config: Path) -> None:
         (["--set", "training.learning_rat=1"], "unknown key 'learning_rat'; allowed are steps, learning_rate,"),
         (["--set", "training.learning_rat=1"], "did you mean learning_rate?"),
         (["--set", "training.steps=many"], "training: steps must be a whole number, got 'many'"),
-        (["--set", "training.schedule=sine"], "must be one of cosine, linear, constant, got 'sine'"),
+        (["--set", "training.schedule=sine"], "must be one of cosine, linear, constant, wsd, inverse_sqrt, got 'sine'"),
         (["--set", "training.steps=2024-13-45"], "steps must be a whole number, got '2024-13-45'"),
         (["--set", "packing.step=" + "[" * 3000], "step must be like tokens:1M"),
         (["--set", "threads=257"], "threads must be 1 to 256, got 257"),
@@ -99,6 +100,12 @@ def test_a_run_goes_on_where_it_was_left(chairlift: Run, config: Path) -> None:
         (["--set", "data.files=/nowhere.jsonl"], "data file /nowhere.jsonl does not exist"),
         (["--set", "data.source=a:B"], "either files or source"),
         (["--set", "data.files={a: []}"], "files: a has no file"),
+        (["--set", "data.weights={a: 1}"], "weights must give every source in files a number above 0: files has data,"),
+        (
+            ["--set", "data.weights={data: 1}", "--set", "drift.weights={data: 1}"],
+            "both data.weights and drift.weights",
+        ),
+        (["--set", "data.answers=some"], "must be one of auto, together, apart, got 'some'"),
         (["--set", "drift.reply=0.5"], "drift: unknown key 'reply'"),
         (["--set", "drift.replay=1"], "0 <= replay < 1"),
         (["--set", "drift.weights={a: much}"], "weights.a must be a number, got 'much'"),
@@ -132,7 +139,42 @@ def test_bad_data_is_named_when_it_is_met(chairlift: Run, config: Path) -> None:
     assert f"{config.parent / 'data.jsonl'}, line 61: not JSON" in err[-1]
     code, _, err = chairlift("train", config, "--quiet", "--set", "data.on_error=skip")
     assert code == 0
-    assert err[-1].startswith("left out 2 records")  # 12 steps of 10 are two epochs
+    assert err[-1].startswith("left out 1 record that")  # once, though 12 steps of 10 are two epochs
+
+
+def test_sources_are_mixed_by_weight_and_what_was_ignored_is_said(chairlift: Run, tmp_path: Path) -> None:
+    for name, token in (("a", 1), ("b", 2)):
+        records = [{"input_ids": [token] * 8, "id": number} for number in range(40)]
+        (tmp_path / f"{name}.json").write_text(json.dumps(records))
+    files = {name: [str(tmp_path / f"{name}.*")] for name in "ab"}
+    data = {"files": files, "weights": {"a": 9, "b": 1}}
+    packing = {"capacity": 64, "pool": 2, "step": "sequences:100"}
+    training = {"steps": 1, "warmup_steps": 0, "dropout": 0.0}
+    config = write_config(tmp_path, data=data, packing=packing, training=training)
+    code, _, err = chairlift("train", config, "--quiet")
+    assert code == 0
+    match = re.fullmatch(r"note: (\d+) records have the field 'id', which is ignored", err[0])
+    assert match is not None and 40 < int(match[1]) < 80, "each record counts once, and b is hardly read"
+
+
+def test_what_truncation_cuts_is_said_by_source(chairlift: Run, tmp_path: Path) -> None:
+    """Nothing is left to learn of the long prompt, so nothing is computed for it."""
+    long = {"input_ids": [1] * 90, "loss_weight": [0] * 70 + [1] * 20}
+    fits = {"input_ids": [1, 2, 3], "loss_weight": [0, 1, 1]}
+    for name, records in (("a", [long, fits]), ("b", [fits, {"input_ids": [1] * 66}])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records * 3))
+    files = {name: [str(tmp_path / f"{name}.jsonl")] for name in "ab"}
+    data = {"files": files, "shuffle": False, "epochs": 1}
+    packing = {"capacity": 64, "overflow": "truncate", "step": "sequences:3"}
+    training = {"steps": 3, "warmup_steps": 0, "dropout": 0.0}
+    config = write_config(tmp_path, data=data, packing=packing, training=training)
+    code, _, err = chairlift("train", config, "--quiet")
+    assert code == 0
+    assert [line.split(" (packing")[0] for line in sorted(err)] == [
+        "a: 3 sequences did not fit in a pack and lost 270 tokens, 60 of them to learn; "
+        "nothing to learn was left of 3, which are left out",
+        "b: 3 sequences did not fit in a pack and lost 6 tokens, 6 of them to learn",
+    ]
 
 
 def test_a_directory_with_checkpoints_of_another_run_is_not_mixed_with_this(chairlift: Run, config: Path) -> None:
@@ -242,6 +284,7 @@ def run_process(*argv: str | Path, own_group: bool = False) -> subprocess.Popen[
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=own_group)
 
 
+@pytest.mark.nightly
 def test_two_processes_learn_what_one_does_and_may_take_its_place(chairlift: Run, config: Path) -> None:
     """Also where it is the losses of all ranks that decide what comes next, and from one another's checkpoints."""
     tiny_run.write_records(config.parent / "more.jsonl", count=40, seed=1)
@@ -282,6 +325,7 @@ def test_two_processes_learn_what_one_does_and_may_take_its_place(chairlift: Run
     assert close(read("out"), read("one-two"))
 
 
+@pytest.mark.nightly
 def test_processes_end_with_the_one_that_was_asked_to_train(config: Path, tmp_path: Path) -> None:
     """They would go on writing into the directory in which the same command begins again."""
     follow = {"files": [str(config.parent / "data.jsonl")], "access": "follow", "shuffle": False}

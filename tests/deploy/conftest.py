@@ -1,4 +1,4 @@
-"""What a server really exposes, read once."""
+"""Metrics of a real server, read once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def exposed() -> dict[str, Exposed]:
     engine.info = dataclasses.replace(INFO, block_bytes=4096)
     engine.engine_pid = os.getpid()
     engine.stats.last_token_time = 0.0
-    engine.stats.engine.floor_share = 0.5  # as where the native kernels run the model
+    engine.stats.engine.floor_share = 0.5  # as with the native kernels
     body = ""
 
     async def scrape() -> None:
@@ -36,7 +36,7 @@ def exposed() -> dict[str, Exposed]:
         for sample in family.samples:
             for label, value in sample.labels.items():
                 values[sample.name][label].add(value)
-            values[sample.name]  # also where there are no labels
+            values[sample.name]  # creates the entry even without labels
         for name, labels in values.items():
             found[name] = Exposed(family.type, {label: frozenset(each) for label, each in labels.items()})
     return found

@@ -1,8 +1,8 @@
-"""As much of PromQL as our alerts and dashboard use, read strictly: what is not known here is an error.
+"""Strict parser of the part of PromQL that the alerts and the dashboard use. Unknown syntax is an error.
 
-``parse`` gives a tree. ``labels_of`` says which labels the series of its result have, and refuses what Prometheus takes
-but what is empty or meaningless: a rate of a gauge, a level of a counter, sides of an operator whose labels differ,
-quantiles without ``le``.
+``parse`` returns a tree. ``labels_of`` computes the labels of the result's series. It refuses expressions that
+Prometheus accepts but that are empty or meaningless: a rate of a gauge, a level of a counter, operands with different
+labels, quantiles without ``le``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TARGET = frozenset({"job", "instance"})
 
 
 class PromqlError(ValueError):
-    """The expression is not PromQL as we use it, or cannot mean what it says."""
+    """The expression is outside the supported part of PromQL, or has no meaning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +62,12 @@ Node = Selector | Call | Aggregate | Binary | float
 
 @dataclasses.dataclass(frozen=True)
 class Exposed:
-    """A series' name as a scrape has it."""
+    """A series in a scrape."""
 
     kind: str
     """counter, gauge or histogram."""
     labels: Mapping[str, frozenset[str]]
-    """Its labels and the values they have; those that Prometheus adds are not among them."""
+    """Its labels and their values, without the labels that Prometheus adds."""
 
 
 def parse(text: str) -> Node:

@@ -1,4 +1,4 @@
-"""Chaos against a real server with HashLM: what is killed, stopped, cut off or drowned, and what every request sees.
+"""Chaos tests of a real server with HashLM: processes are killed or stopped, connections cut, resources exhausted.
 
     python -m tests.e2e.chaos --kills 20                  all scenarios, with the counts of a release
     python -m tests.e2e.chaos overload --seconds 60       one of them
@@ -57,34 +57,34 @@ __all__ = [
 
 Figures = dict[str, float]
 _HEALTH_SECONDS: Final = 20.0
-"""What a machine that others keep busy may take for what is done in two; less than any timeout of the server's."""
+"""Seconds that a busy machine may take for two seconds of work; shorter than any timeout of the server."""
 _ORPHAN_SECONDS: Final = 20.0
 _BACK_SECONDS: Final = 60.0
-"""Beyond the pause before an engine is started again."""
+"""Seconds for a restart of the engine, after the pause before it."""
 _LITTLE: Final = 400
 _LONG: Final = 3500
-"""Tokens of an answer that takes seconds, in a cache of :data:`LITTLE_MEMORY` and in one that has room: half of all
-that ask would keep the engine busy for longer than :data:`_NOTHING_LEFT_SECONDS`."""
+"""Tokens of an answer that takes seconds, with :data:`LITTLE_MEMORY` and with enough memory. Half of all requests
+together keep the engine busy for longer than :data:`_NOTHING_LEFT_SECONDS`."""
 _NOTHING_LEFT_SECONDS: Final = 20.0
 LITTLE_MEMORY: Final = (
     *("--num-kv-blocks", "64", "--max-model-len", "512"),
     *("--max-num-batched-tokens", "64", "--max-num-queued-tokens", "1000000"),
 )
-"""KV cache for a few sequences: they are preempted all the time."""
+"""KV cache for a few sequences, which are preempted all the time."""
 _KILLS_PER_SERVER: Final = 5
-"""The pause doubles with each death."""
+"""Few, because the pause before a restart doubles with each death."""
 
 
 @contextlib.asynccontextmanager
 async def busy(client: Client, rng: random.Random, num_clients: int, *, pause: float = 0.02) -> AsyncIterator[None]:
-    """Clients that ask one thing after the other as long as the block runs; then they finish what they asked."""
+    """Clients that send one request after another inside the block; at its end they finish their last request."""
     over = asyncio.Event()
 
     async def one(rng: random.Random) -> None:
         while not over.is_set():
             submit = await client.ask(Ask.draw(rng))
             if submit.end is not End.ANSWERED:
-                await asyncio.sleep(pause)  # a client that asks again at once is an attack
+                await asyncio.sleep(pause)  # clients that retry at once would be an attack
 
     tasks = [asyncio.create_task(one(random.Random(rng.random()))) for _ in range(num_clients)]
     try:
@@ -95,7 +95,7 @@ async def busy(client: Client, rng: random.Random, num_clients: int, *, pause: f
 
 
 async def answered(client: Client, count: int) -> None:
-    """Wait until so many more requests are answered."""
+    """Wait until ``count`` more requests are answered."""
     before = client.history.counts()[End.ANSWERED]
 
     async def enough() -> bool:
@@ -105,7 +105,7 @@ async def answered(client: Client, count: int) -> None:
 
 
 async def kill_engine(kills: int, rng: random.Random, *, num_clients: int = 16, model: str = "hashlm:2ms") -> Figures:
-    """SIGKILL for the engine, under load: explicit errors, 503 on /health, back by itself, exact again."""
+    """SIGKILL for the engine under load: explicit errors, 503 on /health, automatic restart, exact answers again."""
     unhealthy: list[float] = []
     back: list[float] = []
     history = History()
@@ -135,8 +135,8 @@ async def kill_engine(kills: int, rng: random.Random, *, num_clients: int = 16, 
 
 
 async def _kill_engine(server: ServerProcess, client: Client, limit: float) -> tuple[float | None, float]:
-    """Seconds until /health says so, None where there was another before this client had time to look; and until there
-    is another, which may take ``limit``."""
+    """Seconds until /health reports the death (None if the restart was faster), and until the restart, which may take
+    ``limit``."""
     old = server.engine()
     told = False
     restarts = (await client.metrics())["engine_restarts_total"]
@@ -156,7 +156,7 @@ async def _kill_engine(server: ServerProcess, client: Client, limit: float) -> t
 
 
 async def kill_while_it_loads(rng: random.Random) -> Figures:
-    """The engine dies, and its successor while it starts."""
+    """Kill the engine, and then its successor while it starts."""
     with ServerProcess("hashlm") as server:
         client = Client(server.port, "hashlm")
         first = server.engine()
@@ -178,9 +178,9 @@ async def _is(client: Client, path: str, wanted: int) -> bool:
 
 
 async def kill_api(kills: int, rng: random.Random, *, num_clients: int = 16, stopped: bool = False) -> Figures:
-    """SIGKILL for the API process, under load: connections visibly break off, no process is left, a new one serves.
+    """SIGKILL for the API process under load: connections break visibly, no process is left, a new server works.
 
-    With ``stopped`` the engine is under SIGSTOP at that time.
+    With ``stopped`` the engine is stopped (SIGSTOP) at that time.
     """
     gone = []
     history = History()
@@ -204,12 +204,12 @@ async def kill_api(kills: int, rng: random.Random, *, num_clients: int = 16, sto
                 await asyncio.to_thread(server.start, server.port)
                 await answered(client, 5)
             await exact(client, rng)
-    history.check(End.LOST, End.REFUSED, refusals=("engine_unavailable",))  # the next one has to load first
+    history.check(End.LOST, End.REFUSED, refusals=("engine_unavailable",))  # the next server has to load first
     return {"kills": kills, "last child gone, worst s": max(gone), **history.figures()}
 
 
 async def stop_engine(seconds: float, rng: random.Random) -> Figures:
-    """SIGSTOP for the engine, under load: /health says so after its timeout, cancels are heard, and after SIGCONT
+    """SIGSTOP for the engine under load: /health reports it after its timeout, cancels work, and after SIGCONT
     everything that waited is answered."""
     with ServerProcess("hashlm:2ms", "--max-num-seqs", "8", "--health-timeout", "0.5") as server:
         client = Client(server.port, "hashlm:2ms")
@@ -238,7 +238,7 @@ async def stop_engine(seconds: float, rng: random.Random) -> Figures:
 
 
 async def stop_api(seconds: float, rng: random.Random) -> Figures:
-    """SIGSTOP for the API process with answers under way: the engine goes on, and all are delivered after SIGCONT."""
+    """SIGSTOP for the API process during answers: the engine continues, and all answers are delivered after SIGCONT."""
     with ServerProcess("hashlm:10ms") as server:
         client = Client(server.port, "hashlm:10ms")
         tasks = [asyncio.create_task(client.ask(Ask.draw(rng, most=300))) for _ in range(100)]
@@ -257,8 +257,8 @@ async def stop_api(seconds: float, rng: random.Random) -> Figures:
 
 
 async def scarce_files(rng: random.Random) -> Figures:
-    """Connections take all file descriptors that the API process may have, and the engine is killed on top. When they
-    leave, the server is back."""
+    """Connections use up the file descriptors of the API process, and the engine is killed as well. The server recovers
+    when they close."""
     with ServerProcess("hashlm:2ms") as server:
         client = Client(server.port, "hashlm:2ms")
         await settled(server, client, rng)
@@ -283,8 +283,8 @@ async def scarce_files(rng: random.Random) -> Figures:
 
 
 async def disconnects(count: int, rng: random.Random, *, rounds: int = 1, flags: Sequence[str] = ()) -> Figures:
-    """``count`` requests at once, of which half are cut off in every way and place: the others are answered, and soon
-    nothing is left of any."""
+    """Send ``count`` requests at once, and cut off half of them in every way and place. The others are answered, and
+    soon nothing of the cut ones is left."""
     times = []
     sizes = ("--max-num-seqs", "64", "--max-num-queued-reqs", str(4 * count), *flags)
     with ServerProcess("hashlm:2ms", *sizes) as server:
@@ -314,7 +314,7 @@ async def disconnects(count: int, rng: random.Random, *, rounds: int = 1, flags:
 
 
 def _half_leave(client: Client, rng: random.Random, number: int, long: int) -> Coroutine[Any, Any, None]:
-    """A request of which every second is cut off. Those would compute for seconds if nobody noticed."""
+    """A request; every second one is cut off and would compute for seconds if nobody noticed."""
     ask = Ask.draw(rng)
     how = rng.choice((*Cut, "wait")) if number % 2 else "stay"
     if how != "stay":
@@ -339,8 +339,8 @@ def _half_leave(client: Client, rng: random.Random, number: int, long: int) -> C
 
 
 async def drain(rng: random.Random, *, num_clients: int = 20, terminal: bool = False) -> Figures:
-    """SIGTERM with streams under way, or with ``terminal`` SIGINT for all processes, as Ctrl-C sends it: all streams
-    are finished, new ones are sent away, and the server ends with 0."""
+    """SIGTERM during streams (with ``terminal``, SIGINT for all processes like Ctrl-C): all streams finish, new
+    requests are refused, and the server exits with 0."""
     with ServerProcess("hashlm:5ms", "--max-num-seqs", "16") as server:
         client = Client(server.port, "hashlm:5ms")
         late = Client(server.port, "hashlm:5ms")
@@ -365,9 +365,9 @@ async def drain(rng: random.Random, *, num_clients: int = 20, terminal: bool = F
 
 
 async def cut_off(how: str, rng: random.Random) -> Figures:
-    """The end before everything is answered; ``how`` is ``second signal``, ``timeout`` (of the drain), ``stopped
-    engine`` (the same, with an engine that does not answer) or ``no restart`` (its engine is killed). Who was cut off
-    hears it."""
+    """An exit before everything is answered. ``how`` is ``second signal``, ``timeout`` (of the drain), ``stopped
+    engine`` (a drain with a stopped engine) or ``no restart`` (its engine is killed). The affected clients get an
+    error."""
     flags = {"second signal": ("--shutdown-timeout", "30"), "no restart": ("--no-restart",)}
     expected = 3 if how == "no restart" else 1
     with ServerProcess("hashlm:50ms", *flags.get(how, ("--shutdown-timeout", "0.5"))) as server:
@@ -390,7 +390,7 @@ async def cut_off(how: str, rng: random.Random) -> Figures:
         code = await server.ended()
         seconds = time.monotonic() - start
         left = [pid for pid in children if alive(pid)]
-    # A chat whose template was not rendered yet is told that the server is stopping.
+    # A chat whose template was not rendered yet gets the error of a stopping server.
     client.history.check(End.FAILED, End.REFUSED, refusals=("server_draining", "timeout"))
     if code != expected or left or client.history.of(End.ANSWERED):
         raise Violation(f"{how}: exit code {code}, not {expected}; processes left: {left}; {client.history.counts()}")
@@ -429,7 +429,7 @@ SCENARIOS: Final[dict[str, Scenario]] = {
 
 
 def main() -> int:
-    """Run scenarios and print their figures as JSON lines; 1 when a rule was broken."""
+    """Run scenarios and print their figures as JSON lines. Returns 1 when a rule was broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.chaos", description=__doc__.splitlines()[0])
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(SCENARIOS))
     parser.add_argument("--kills", type=int, default=20, help="of the engine; the API process is killed half as often")

@@ -1,6 +1,7 @@
-"""Sends a server what it must survive, and looks at what it says: ``python -m tests.e2e.fuzz --seed 1 --count 200000``.
+"""Sends valid and invalid input to a server and checks its answers: ``python -m tests.e2e.fuzz --seed 1 --count
+200000``.
 
-Input ``index`` of a seed is always the same, so ``--seed 1 --only 4711`` sends one again, and shows what came back.
+Input ``index`` of a seed is always the same, so ``--seed 1 --only 4711`` repeats one and shows the answer.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ SERVER: Final = (
     *("--max-num-queued-reqs", "4096", "--max-num-queued-tokens", "1000000"),
     *("--scheduling-policy", "priority", "--late-requests", "drop"),
 )
-"""Short answers, so that there can be many; and room for all that is sent at once, so that 429 and 503 are findings."""
+"""Short answers allow many inputs. There is room for all that is sent at once, so 429 and 503 are findings."""
 
 PATIENCE: Final = 120.0
-"""Seconds after which silence is a finding."""
+"""Seconds without an answer that are a finding."""
 _PAUSE: Final = 0.05
-"""Seconds in which an answer may come before the client closes its side."""
+"""Seconds in which an answer may arrive before the client closes its side."""
 _CHECK_EVERY: Final = 250
 _LEAKS: Final = re.compile(rb'0x[0-9a-f]{6,}|Traceback|File \\"/|/site-packages/|\.py\\?"')
 _CONTROLS: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\ufeff]")
@@ -63,7 +64,7 @@ _FINE: Final = frozenset({200, 400, 404, 413})
 
 
 class Finding(AssertionError):
-    """Something that must not be."""
+    """A wrong behaviour of the server."""
 
 
 @dataclasses.dataclass
@@ -75,7 +76,7 @@ class Answer:
 
 @dataclasses.dataclass
 class Report:
-    """What was seen."""
+    """Results of a run."""
 
     statuses: Counter[str] = dataclasses.field(default_factory=Counter)
     findings: list[str] = dataclasses.field(default_factory=list)
@@ -94,7 +95,7 @@ class Report:
 
 
 def make_input(seed: int, index: int) -> Body | RawInput:
-    """One of five is a connection, the others are bodies."""
+    """The input with this index: one of five is a raw connection, the others are bodies."""
     rng = random.Random(f"{seed}:{index}")
     return make_raw(rng) if index % 5 == 4 else make_body(rng, index - index // 5)
 
@@ -103,7 +104,7 @@ def make_input(seed: int, index: int) -> Body | RawInput:
 
 
 def check_answer(body: Body, answer: Answer) -> None:
-    """Raise Finding unless the answer is one to a request of a body that may be right or wrong."""
+    """Raise Finding unless the answer is right for a request whose body may be valid or invalid."""
     if answer.status not in _FINE and not (answer.status in (429, 503) and may_give_up(body.asked(), answer.body)):
         raise Finding(f"status {answer.status}")
     if body.wrong and answer.status != 400:
@@ -121,7 +122,7 @@ def check_answer(body: Body, answer: Answer) -> None:
 
 
 def check_error(answer: Answer) -> None:
-    """Raise Finding unless it is an OpenAI error object that tells nothing about the server's insides."""
+    """Raise Finding unless it is an OpenAI error object without internals of the server."""
     error = json.loads(answer.body)["error"]
     if set(error) != {"message", "type", "param", "code"} or not error["message"] or not error["code"]:
         raise Finding(f"not an error object: {error}")
@@ -149,19 +150,19 @@ _GIVES_UP: Final = {
     "queue_too_long": {"queue_timeout": PATIENCE},
     "deadline_exceeded": {"deadline_ms": 1000 * PATIENCE, "ttft_ms": 1000 * PATIENCE},
 }
-"""By the error's code: the fields that ask for it, and the values from which on there would have been time."""
+"""Error code -> the fields that cause it, and the values from which on there would have been enough time."""
 
 
 _IN_WORDS: Final = {
     "the request was not started within its queue_timeout": "queue_timeout",
     "the request could not be answered by its deadline": "deadline_exceeded",
 }
-"""Codes by their messages, for errors in the form of Anthropic's API, which have no code."""
+"""Error message -> code, for errors in Anthropic's form, which has no code."""
 
 
 def may_give_up(asked: Mapping[str, Any], data: bytes) -> bool:
-    """Whether ``data`` is the error that a request asks for when it does not want to wait as long as a busy machine may
-    take: its ``queue_timeout`` or deadline has passed."""
+    """Whether ``data`` is an error that the request may cause on a busy machine: its ``queue_timeout`` or deadline has
+    passed."""
     try:
         error = json.loads(data)["error"]
         fields = _GIVES_UP[error["code"] if "code" in error else _IN_WORDS[error["message"]]]
@@ -175,7 +176,7 @@ _validators: dict[str, Any] = {}
 
 
 def _validator(path: str) -> Any:
-    """The schema that /openapi.json has for a path's body."""
+    """Schema of a path's body in /openapi.json."""
     if path not in _validators:
         import msgspec
 
@@ -189,14 +190,14 @@ def _validator(path: str) -> Any:
 
 
 class Connection:
-    """Keeps a connection for as long as the server does."""
+    """A connection that is kept open as long as the server keeps it."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, path: str, data: bytes) -> Answer:
-        """The answer to a body; on a new connection if the old one was closed."""
+        """The answer to a body, on a new connection if the old one was closed."""
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         message = head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data
         reused = self._streams is not None
@@ -222,7 +223,7 @@ class Connection:
 
 
 async def read_answer(reader: asyncio.StreamReader) -> Answer:
-    """One answer, after those that say to go on."""
+    """One answer, without interim (1xx) answers before it."""
     status = 100
     while status < 200:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -239,7 +240,7 @@ async def read_answer(reader: asyncio.StreamReader) -> Answer:
 
 
 async def send_raw(port: int, given: RawInput) -> tuple[list[int], bytes]:
-    """The statuses, and all bytes, of what came back."""
+    """Statuses and all bytes of the reply."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     received = bytearray()
     try:
@@ -254,7 +255,8 @@ async def send_raw(port: int, given: RawInput) -> tuple[list[int], bytes]:
             elif given.ending == Ending.HALF:
                 with contextlib.suppress(TimeoutError):
                     received += await asyncio.wait_for(reader.read(1 << 16), _PAUSE)
-                with contextlib.suppress(OSError):  # ENOTCONN, which is no ConnectionError: the server was faster
+                # ENOTCONN, which is no ConnectionError, when the server closed first
+                with contextlib.suppress(OSError):
                     writer.write_eof()
                 while data := await reader.read(1 << 16):
                     received += data
@@ -271,7 +273,7 @@ async def send_raw(port: int, given: RawInput) -> tuple[list[int], bytes]:
 
 
 class Fuzzer:
-    """Sends inputs of a seed to a server, from several connections at once, and right requests between them."""
+    """Sends inputs of a seed to a server over several connections, and valid requests between them."""
 
     def __init__(self, server: ServerProcess, seed: int) -> None:
         self._server = server
@@ -288,7 +290,7 @@ class Fuzzer:
         return self.report
 
     async def one(self, index: int, connection: Connection) -> str:
-        """Send one input; returns what came back, in a word. Raises Finding."""
+        """Send one input. Returns the result in a word. Raises Finding."""
         given = make_input(self._seed, index)
         try:
             async with asyncio.timeout(PATIENCE):
@@ -301,7 +303,7 @@ class Fuzzer:
             raise Finding(f"no answer in {PATIENCE:g} s") from None
         except (ConnectionError, asyncio.IncompleteReadError, ValueError, KeyError, IndexError) as error:
             raise Finding(f"the answer ends or is malformed: {error!r}") from None
-        if any(status >= 500 and status not in (501, 505) for status in statuses):  # those are about what was sent
+        if any(status >= 500 and status not in (501, 505) for status in statuses):  # 501 and 505 describe the request
             raise Finding(f"statuses {statuses}")
         if leak := _LEAKS.search(received) if statuses and statuses[0] != 200 else None:
             raise Finding(f"the answer shows {leak[0]!r}")
@@ -324,7 +326,7 @@ class Fuzzer:
         connection.close()
 
     async def check(self, index: int) -> None:
-        """Right requests are answered exactly, whatever goes on beside them."""
+        """Check that valid requests are answered exactly, whatever else is sent."""
         connection = Connection(self._server.port)
         try:
             async with asyncio.timeout(PATIENCE):
@@ -342,7 +344,7 @@ class Fuzzer:
 
 
 async def check_exact(connection: Connection, seed: int) -> None:
-    """A completion and a chat, streamed or not, with several answers, all as the model alone gives them."""
+    """Check a completion and a chat, streamed or not, with several answers, against the model alone."""
     params = SamplingParams(max_tokens=5 + seed % 20, seed=seed, n=1 + seed % 3, temperature=seed % 2)
     asked = {"max_tokens": params.max_tokens, "seed": seed, "n": params.n, "temperature": params.temperature}
     text = f"right {seed}"
@@ -384,7 +386,7 @@ def samples(server: ServerProcess) -> dict[str, float]:
 
 
 def check_still_whole(server: ServerProcess, before: dict[str, float], engine: int) -> list[str]:
-    """What is wrong with a server that nobody uses any more: work, blocks, processes, labels, its log."""
+    """Faults of an idle server: work, blocks, processes, labels, its log."""
     end = time.monotonic() + PATIENCE
     while busy := {name: value for name, value in samples(server).items() if _IN_USE.match(name) and value}:
         if time.monotonic() > end:
@@ -406,7 +408,7 @@ def check_still_whole(server: ServerProcess, before: dict[str, float], engine: i
 
 
 def fuzz(server: ServerProcess, seed: int, indices: range) -> Report:
-    """A whole run: everything that was found is in the report."""
+    """Run all inputs. The report has all findings."""
     fuzzer = Fuzzer(server, seed)
     asyncio.run(fuzzer.check(0))
     before, engine = samples(server), server.engine()

@@ -1,9 +1,9 @@
-"""Load for a served HashLM, and the history that says how every request ended.
+"""Load for a served HashLM, with a history of how every request ended.
 
-Plain sockets and the standard library: what a client library would repair or hide is what the history has to see. Each
-request ends in exactly one way: an answer equal to the oracle's, an explicit error, the client's own cancel, or, when
-its server was killed, a connection that visibly broke off. Everything else is a violation: a wrong text, an answer that
-ends without saying so, silence.
+It uses plain sockets and the standard library, because a client library would repair or hide faults. Each request ends
+in exactly one way: an answer equal to the oracle's, an explicit error, the client's own cancel, or, if its server was
+killed, a connection that visibly broke. Everything else is a violation: a wrong text, an answer that stops without an
+end, silence.
 """
 
 from __future__ import annotations
@@ -48,37 +48,37 @@ __all__ = [
 
 
 class Violation(AssertionError):
-    """The server did what it must not."""
+    """The server has broken a rule."""
 
 
 class End(enum.StrEnum):
     """How a request ended."""
 
     ANSWERED = "answered"
-    """In full, equal to the oracle."""
+    """A complete answer, equal to the oracle's."""
     REFUSED = "refused"
-    """With an error object instead of an answer."""
+    """An error object instead of an answer."""
     FAILED = "failed"
-    """With an error event at the end of a part of the answer."""
+    """An error event after a part of the answer."""
     CANCELLED = "cancelled"
-    """By this client."""
+    """Cancelled by this client."""
     LOST = "lost"
-    """The connection broke off, or was not taken."""
+    """The connection broke, or was not accepted."""
     VIOLATION = "violation"
 
 
 class Cut(enum.StrEnum):
-    """How a client leaves."""
+    """Way in which a client leaves."""
 
     CLOSE = "close"
     RESET = "reset"
     HALF = "half-close"
-    """It says that it sends no more, and goes when the server does."""
+    """The client closes its sending side, and disconnects when the server does."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request, with all that its answer depends on."""
+    """One request, with everything that its answer depends on."""
 
     prompt: str
     max_tokens: int
@@ -93,7 +93,7 @@ class Ask:
 
     @staticmethod
     def draw(rng: random.Random, *, most: int = 40) -> Ask:
-        """A request of any kind. Prompts begin alike, so that some find their beginning in the prefix cache."""
+        """A random request. Prompts have common beginnings, so that some are found in the prefix cache."""
         begin = rng.choice(("", "In the beginning ", "A long way from here, in a town that nobody knows, "))
         return Ask(
             prompt=begin + "".join(rng.choices("abcdefghij klmnop", k=rng.randint(1, 40))),
@@ -108,7 +108,7 @@ class Ask:
         )
 
     def request(self, model: str) -> bytes:
-        """The request as it goes over the wire."""
+        """The request as HTTP bytes."""
         body: dict[str, Any] = {
             "model": model,
             "max_tokens": self.max_tokens,
@@ -135,7 +135,7 @@ class Ask:
         return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
     def expected(self) -> list[Expected]:
-        """The ``n`` answers that this request has alone."""
+        """The ``n`` answers of this request alone."""
         prompt = chat_ids(("user", self.prompt)) if self.chat else list(self.prompt.encode())
         params = SamplingParams(
             max_tokens=self.max_tokens,
@@ -150,7 +150,7 @@ class Ask:
 
 @dataclasses.dataclass(slots=True)
 class Submit:
-    """What became of one request. Times in seconds on the monotonic clock."""
+    """Result of one request. Times in seconds on the monotonic clock."""
 
     ask: Ask
     began: float
@@ -158,11 +158,11 @@ class Submit:
     ended: float = 0.0
     status: int = 0
     code: str = ""
-    """Code of the error."""
+    """Error code."""
     reason: str = ""
-    """What was wrong."""
+    """Description of the fault."""
     times: list[float] = dataclasses.field(default_factory=list)
-    """When events with tokens came."""
+    """Times of events with tokens."""
     num_tokens: int = 0
 
     @property
@@ -171,7 +171,7 @@ class Submit:
 
     @property
     def gaps(self) -> list[float]:
-        """Between two events with tokens."""
+        """Seconds between two events with tokens."""
         return [late - early for early, late in zip(self.times, self.times[1:], strict=False)]
 
 
@@ -185,16 +185,16 @@ class History:
         return Counter(submit.end for submit in self.submits if submit.end is not None)
 
     def figures(self) -> dict[str, float]:
-        """The same, to print."""
+        """Figures of the run."""
         return {f"requests {end}": count for end, count in sorted(self.counts().items())}
 
     def of(self, end: End) -> list[Submit]:
         return [submit for submit in self.submits if submit.end is end]
 
     def check(self, *allowed: End, refusals: Sequence[str] = ()) -> None:
-        """Raise Violation unless every request ended as it may: ``answered``, ``cancelled``, or as ``allowed`` says.
+        """Raise Violation unless every request was answered, was cancelled, or ended in one of the ``allowed`` ways.
 
-        ``refusals`` are the error codes that may be seen.
+        ``refusals`` are the allowed error codes.
         """
         may = {End.ANSWERED, End.CANCELLED, *allowed}
         wrong = [submit for submit in self.submits if submit.end not in may]
@@ -207,19 +207,20 @@ class History:
 
 
 class Connection:
-    """A client's end of a connection, with what is read of an HTTP answer."""
+    """A client's end of a connection, with a parser of HTTP answers."""
 
     def __init__(self, sock: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.sock, self.reader, self.writer = sock, reader, writer
 
     @classmethod
     async def open(cls, port: int, *, tiny: bool = False) -> Connection:
-        """Connect. With ``tiny``, the kernel takes next to nothing for a client that does not read."""
+        """Connect. With ``tiny`` the kernel buffers almost nothing for a client that does not read."""
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             if tiny:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)  # or the sender's buffer gets megabytes
+                # otherwise the sender's buffer has megabytes
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
             sock.setblocking(False)
             await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
             reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
@@ -235,7 +236,7 @@ class Connection:
         return int(status.split(" ")[1]), {name.lower(): value for name, value in pairs}
 
     async def pieces(self, headers: dict[str, str]) -> AsyncIterator[bytes]:
-        """The body. Ends when HTTP says that it has ended; raises IncompleteReadError when it just stops."""
+        """Pieces of the body. Raises IncompleteReadError when the connection ends before the body."""
         if "content-length" in headers:
             yield await self.reader.readexactly(int(headers["content-length"]))
             return
@@ -250,7 +251,7 @@ class Connection:
         return line
 
     def reset(self) -> None:
-        """Leave without a word."""
+        """Reset the connection."""
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
@@ -259,7 +260,7 @@ class Connection:
 
 
 class Client:
-    """Asks one server, and writes down what it did."""
+    """Sends requests to one server, and records the results."""
 
     def __init__(self, port: int, model: str = "hashlm", history: History | None = None) -> None:
         self.port = port
@@ -267,7 +268,7 @@ class Client:
         self.history = history or History()
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body. Raises OSError when nobody answers."""
+        """Status and body. Raises OSError when the server does not answer."""
         async with asyncio.timeout(PATIENCE):
             connection = await Connection.open(self.port)
             try:
@@ -281,7 +282,7 @@ class Client:
                 connection.close()
 
     async def metrics(self) -> dict[str, float]:
-        """By name, without prefix and labels."""
+        """Values by name, without prefix and labels."""
         _, body = await self.get("/metrics")
         return {name.removeprefix("chairlift:"): value for name, value in metrics_of(body.decode()).items()}
 
@@ -294,8 +295,8 @@ class Client:
         due: float | None = None,
         patience: float = PATIENCE,
     ) -> Submit:
-        """Ask, and note how it ended. With ``cut`` the client leaves after so many pieces of the answer; with -1 in
-        the middle of its own request. ``due`` is when the request should have been sent."""
+        """Send a request and record how it ended. With ``cut`` the client leaves after ``after`` pieces of the answer;
+        -1 is in the middle of its own request. ``due`` is the planned time of the request."""
         submit = Submit(ask, time.monotonic() if due is None else due)
         self.history.submits.append(submit)
         connection: Connection | None = None
@@ -354,7 +355,7 @@ class Client:
 
 
 class _Answer:
-    """An answer as it comes in, held against the oracle."""
+    """An answer while it arrives, compared with the oracle."""
 
     def __init__(self, submit: Submit) -> None:
         self.error: dict[str, Any] | None = None
@@ -367,7 +368,7 @@ class _Answer:
         self._ends: list[str | None] = [None] * submit.ask.n
 
     def take(self, piece: bytes) -> None:
-        """A piece of the body."""
+        """Take a piece of the body."""
         if self._submit.status != 200 or not self._submit.ask.stream:
             content = json.loads(piece)
             self._submit.times.append(time.monotonic())
@@ -391,7 +392,7 @@ class _Answer:
                 self._take(json.loads(event[6:]))
 
     def check_end(self) -> None:
-        """The body has ended as HTTP wants it: so must the answer."""
+        """Check the answer at the end of the body."""
         if self.error is not None:
             return
         if not self._done or self._rest:
@@ -427,7 +428,7 @@ class _Answer:
 async def until(
     condition: Callable[[], Awaitable[bool]], seconds: float = PATIENCE, *, look: float = 0.01, what: str = "it"
 ) -> float:
-    """Wait until the condition holds; how long that took. Raises Violation when it takes longer than ``seconds``."""
+    """Wait until the condition holds. Returns the seconds. Raises Violation after ``seconds``."""
     start = time.monotonic()
     while not await condition():
         if time.monotonic() - start > seconds:
@@ -437,7 +438,7 @@ async def until(
 
 
 async def status(client: Client, path: str) -> int:
-    """The status, 0 when nobody answers."""
+    """HTTP status; 0 without an answer."""
     try:
         return (await client.get(path))[0]
     except OSError:
@@ -445,14 +446,14 @@ async def status(client: Client, path: str) -> int:
 
 
 async def idle(client: Client) -> bool:
-    """Whether nothing runs or waits, and no block is held but by the cache."""
+    """Whether nothing runs or waits, and only the prefix cache holds blocks."""
     metrics = await client.metrics()
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     return metrics["engine_up"] == 1 and not any(metrics[name] for name in names)
 
 
 async def exact(client: Client, rng: random.Random, count: int = 5) -> None:
-    """New requests are answered exactly."""
+    """Check that new requests are answered exactly."""
     submits = await asyncio.gather(*(client.ask(Ask.draw(rng)) for _ in range(count)))
     wrong = [submit for submit in submits if submit.end is not End.ANSWERED]
     if wrong:
@@ -460,7 +461,7 @@ async def exact(client: Client, rng: random.Random, count: int = 5) -> None:
 
 
 async def ready(client: Client) -> bool:
-    """Whether requests are taken."""
+    """Whether requests are accepted."""
     return await status(client, "/ready") == 200
 
 
@@ -470,17 +471,17 @@ async def rest(client: Client) -> None:
 
 
 async def running(client: Client, count: int) -> bool:
-    """Whether the batch has at least so many sequences."""
+    """Whether the batch has at least ``count`` sequences."""
     return (await client.metrics())["num_requests_running"] >= count
 
 
 async def held(server: ServerProcess, client: Client) -> Held:
-    """What the server holds now."""
+    """Resources that the server holds now."""
     return server.held(int((await client.metrics())["event_loop_tasks"]))
 
 
 async def settled(server: ServerProcess, client: Client, rng: random.Random) -> Held:
-    """What the server holds when it is idle and has had work: workers and pools are as they stay then."""
+    """Resources of the idle server after some work, when workers and pools have their final size."""
     await asyncio.gather(*(client.ask(Ask.draw(rng)) for _ in range(100)))
     seen: list[Held] = []
 
@@ -493,6 +494,6 @@ async def settled(server: ServerProcess, client: Client, rng: random.Random) -> 
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of all values does not exceed."""
+    """Smallest value that is at least as large as this share of the values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1e6) * len(ordered) // 1_000_000) - 1))]

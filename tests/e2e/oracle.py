@@ -1,4 +1,4 @@
-"""What a served HashLM must answer: the request alone, with the stopping rules written the plain way."""
+"""Reference answers of a served HashLM: each request alone, with simple code for the stopping rules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Expected", "chat_ids", "expected_hashlm"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Expected:
-    """One answer, had its request been alone."""
+    """One answer of the request alone."""
 
     token_ids: list[int]
     text: str
@@ -27,7 +27,7 @@ class Expected:
 
 
 def expected_hashlm(prompt: Sequence[int], params: SamplingParams, index: int = 0, salt: str = "") -> Expected:
-    """The answer ``index`` to token ids. Needs a seed and ``max_tokens``."""
+    """Answer number ``index`` to token ids. ``params`` needs a seed and ``max_tokens``."""
     if params.seed is None or params.max_tokens is None:
         raise ValueError("an answer can be foretold only with a seed and max_tokens")
     row = SamplingRow(
@@ -69,7 +69,7 @@ def _tokens(prompt: Sequence[int], row: SamplingRow, count: int) -> Iterator[int
 
 
 def chat_ids(*messages: tuple[str, str]) -> list[int]:
-    """The prompt of a conversation, given as roles and contents without special tokens in them."""
+    """Prompt of a conversation, given as roles and contents without special tokens."""
     text = ChatTemplate(HASHLM_TEMPLATE).render([{"role": role, "content": content} for role, content in messages])
     ids: list[int] = []
     for piece in text.replace("<|im_start|>", "\0S").replace("<|im_end|>", "\0E").split("\0"):
@@ -79,7 +79,7 @@ def chat_ids(*messages: tuple[str, str]) -> list[int]:
 
 
 def _text(prompt: Sequence[int], tokens: Sequence[int], *, final: bool) -> str:
-    """The answer's text; what the prompt has of an unfinished character belongs to it."""
+    """Text of the answer. It includes the prompt's part of an incomplete character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(bytes(token for token in prompt if token < 256))
     given = bytes(token for token in tokens if token < 256)

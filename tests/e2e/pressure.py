@@ -1,4 +1,4 @@
-"""Clients that read nothing, and clients that are too many: what the others feel of them, in figures."""
+"""Clients that do not read, and too many clients: measures their effect on others."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ Figures = dict[str, float]
 _BACK_SECONDS = 60.0
 _LONG_NAME = "hashlm-" + 121 * "x"
 _LATE_SECONDS = 14.0
-"""How late a busy machine may be with a timer. Readers that were cut off one after the other would take longer."""
+"""Possible delay of a timer on a busy machine. If readers were cut off one after another, it would take longer."""
 _STALLING = 400
-"""Every event bears the model's name: so the events of this many tokens are more than the kernel and the server's
-buffer keep for a client that reads nothing."""
+"""Every event contains the model's name, so the events of this many tokens exceed the buffers of kernel and server for
+a client that does not read."""
 
 
 # --- readers that do not read ----------------------------------------------------------------------------------------
 
 
 async def stall_cut(count: int, rng: random.Random, *, timeout: float = 2.0) -> Figures:
-    """``count`` readers that never read, next to others, who are answered as ever. They are cut off after
-    ``timeout`` seconds, and when they do not read what is left in another, nothing is left of them.
+    """``count`` clients that never read, next to others that are answered normally. They are cut off after ``timeout``
+    seconds; after another timeout without reading, nothing of them is left.
 
-    On a busy machine the first are cut off while the last have hardly begun. So what is looked at is not how many are
-    stuck at a time, but that each is cut off, and that others are answered in the ``timeout`` seconds before.
+    On a busy machine the first are cut off before the last have begun. So the test does not count stuck clients at a
+    time. It checks that each is cut off, and that others are answered in the ``timeout`` seconds before.
     """
     model = "hashlm:2ms"
     with ServerProcess(model, "--stall-timeout", str(timeout)) as server:
@@ -95,17 +95,16 @@ async def stall_cut(count: int, rng: random.Random, *, timeout: float = 2.0) -> 
 
 
 def _cut_off(server: ServerProcess) -> list[float]:
-    """When readers were cut off, in seconds since 1970, as the log says."""
+    """Times when readers were cut off, in Unix seconds, from the log."""
     lines = [line for line in server.log().splitlines() if line.endswith("it is cut off")]
     return sorted(datetime.datetime.fromisoformat(line.split(" ")[0]).timestamp() for line in lines)
 
 
 async def stall(count: int, rng: random.Random, *, seconds: float = 4.0, rounds: int = 1) -> Figures:
-    """What ``count`` readers that never read do to the inter-token latency (p99) of a few that do: it is measured next
-    to nobody (alone) and next to answers that are stuck in their connections (stuck), and, while the engine computes
-    as many others, next to readers (readers) and next to those who do not read (stalled). In turn, ``rounds`` times;
-    the figures are medians.
-    """
+    """Effect of ``count`` clients that never read on the inter-token latency (p99) of a few that do. It is measured
+    with no others (alone), with answers stuck in their connections (stuck), and, while the engine computes as many
+    others, with readers (readers) and with clients that do not read (stalled). These take turns, ``rounds`` times; the
+    figures are medians."""
     worst: dict[str, list[float]] = {name: [] for name in ("alone", "stuck", "readers", "stalled")}
     history = History()
     with ServerProcess("hashlm:10ms", "--served-model-name", _LONG_NAME, "--num-kv-blocks", "8192") as server:
@@ -148,7 +147,7 @@ def _steady(rng: random.Random, length: int) -> Ask:
 
 
 def _wordy(rng: random.Random, length: int) -> Ask:
-    """A kilobyte and more per token: as events, and as the few large ones that a busy server makes of them."""
+    """A kilobyte and more per token, both as many events and as the few large ones of a busy server."""
     return dataclasses.replace(_steady(rng, length), chat=True, logprobs=20)
 
 
@@ -160,7 +159,7 @@ async def _never_read(client: Client, ask: Ask) -> Connection:
 
 
 async def _inter_token(client: Client, rng: random.Random, seconds: float, num_clients: int = 4) -> float:
-    """Between the tokens of a few streams, p99, in milliseconds."""
+    """Inter-token latency of a few streams: p99, in milliseconds."""
     end = time.monotonic() + seconds
     gaps: list[float] = []
 
@@ -173,7 +172,7 @@ async def _inter_token(client: Client, rng: random.Random, seconds: float, num_c
 
 
 async def _computed(client: Client, count: int) -> None:
-    """Wait until the engine has computed so many tokens more."""
+    """Wait until the engine has computed ``count`` more tokens."""
 
     async def tokens() -> float:
         return (await client.metrics())["iteration_tokens_total_sum"]
@@ -198,8 +197,8 @@ async def _nobody(client: Client) -> bool:
 
 
 async def overload(seconds: float, rng: random.Random, *, factor: float = 10.0, queue: int = 16) -> Figures:
-    """Requests at ``factor`` times what the server can do, in an open loop: the rest is turned away at once, and the
-    server does its best all the while."""
+    """Requests at ``factor`` times the capacity, in an open loop. Surplus requests are refused at once, and the server
+    keeps its full throughput."""
     model = "hashlm:5ms"
     deepest: list[float] = []
     running: list[float] = []
@@ -252,7 +251,7 @@ def _small(rng: random.Random) -> Ask:
 
 
 async def _open_loop(client: Client, rng: random.Random, rate: float, end: float) -> list[asyncio.Task[object]]:
-    """Requests that arrive at random, however the earlier ones fare."""
+    """Requests at random times, independent of the earlier ones."""
     tasks: list[asyncio.Task[object]] = []
     due = time.monotonic()
     while (due := due + rng.expovariate(rate)) < end:
@@ -262,7 +261,7 @@ async def _open_loop(client: Client, rng: random.Random, rate: float, end: float
 
 
 async def _closed_loop(client: Client, rng: random.Random, seconds: float) -> tuple[float, float]:
-    """Requests per second of eight clients, twice as many as the batch takes, and the time one request takes alone."""
+    """Requests per second of eight clients (twice the batch size), and seconds of one request alone."""
     count = 0
     end = time.monotonic() + seconds
 
@@ -278,7 +277,7 @@ async def _closed_loop(client: Client, rng: random.Random, seconds: float) -> tu
 
 
 async def _watch(client: Client, waiting: list[float], running: list[float]) -> None:
-    """The queue, and the batch where there is one."""
+    """Record the queue length, and the batch size if there is a queue."""
     while True:
         metrics = await client.metrics()
         waiting.append(metrics["num_requests_waiting"])

@@ -1,7 +1,7 @@
-"""A model directory like any other whose model says a given text: a real Llama that only looks at the last token.
+"""A normal model directory whose model says a given text: a real Llama that depends only on the last token.
 
-Attention and MLP are zero, the embedding is the identity, and the head leads from each token to the one that follows.
-It stands for a trained model where a test needs an answer with a meaning, such as JSON.
+Attention and MLP are zero, the embedding is the identity, and the head leads from each token to its successor. It
+replaces a trained model where a test needs a meaningful answer, such as JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEAD_DIM, _NUM_KV_HEADS = 32, 2
 def write_scripted_model(folder: Path, first: Sequence[str], again: Sequence[str]) -> Path:
     """A model that answers ``first`` to the first turn of a conversation, and ``again`` to later ones.
 
-    Both are pieces, one token each; no piece may come twice.
+    Both are lists of pieces, one token each. No piece may occur twice.
     """
     pieces = [*first, *again]
     if len(set(pieces)) < len(pieces):

@@ -1,4 +1,4 @@
-"""A real ``chairlift serve``: its processes, what they hold, and how it ends."""
+"""A real ``chairlift serve``: its processes, their resources, and its exit."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from typing import Any
 __all__ = ["PATIENCE", "Held", "ServerProcess", "alive", "metrics_of"]
 
 PATIENCE = 120.0
-"""Seconds after which what should have happened is taken not to happen."""
+"""Seconds after which an expected event counts as missing."""
 _LOOK = 0.02
 _READY = re.compile(r"ready at http://127\.0\.0\.1:(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """What the server's processes hold that a request could have left behind."""
+    """Resources of the server's processes that a request might leave behind."""
 
     tasks: int
     """Tasks of the API process's event loop."""
@@ -38,7 +38,8 @@ class Held:
 
 
 class ServerProcess:
-    """``chairlift serve MODEL FLAGS`` on a free port, as a context manager; killed at the end if it still runs."""
+    """``chairlift serve MODEL FLAGS`` on a free port, as a context manager. It is killed at the end if it still
+    runs."""
 
     def __init__(self, model: str = "hashlm", *flags: str, environment: dict[str, str] | None = None) -> None:
         self.model = model
@@ -64,7 +65,7 @@ class ServerProcess:
         self._folder.cleanup()
 
     def start(self, port: int = 0) -> None:
-        """Start it, or start it again, and wait until it is ready."""
+        """Start it (again), and wait until it is ready."""
         before = len(self.log())
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -83,7 +84,7 @@ class ServerProcess:
         self.port = int(found[1])
 
     def log(self) -> str:
-        """What it has written so far."""
+        """Its output so far."""
         return self._log.read_text("utf-8", "replace") if self._log.exists() else ""
 
     # -- its processes ---------------------------------------------------------------------------------------------
@@ -100,18 +101,18 @@ class ServerProcess:
         return self.process.pid
 
     def children(self) -> list[int]:
-        """The processes that the API process has started and that run."""
+        """Running child processes of the API process."""
         return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent(pid) == self.pid]
 
     def engine_pid(self) -> int | None:
-        """The engine, if there is one now."""
+        """Process id of the engine; None if there is none."""
         found = [pid for pid in self.children() if "chairlift.engine_process" in _command_line(pid)]
         if len(found) > 1:
             raise AssertionError(f"there are several engines: {found}")
         return found[0] if found else None
 
     def engine(self) -> int:
-        """The engine, which must be there."""
+        """Process id of the engine, which must exist."""
         pid = self.engine_pid()
         if pid is None:
             raise AssertionError("there is no engine")
@@ -121,7 +122,7 @@ class ServerProcess:
         self.process.send_signal(signal.SIGTERM)
 
     async def ended(self, seconds: float = PATIENCE) -> int:
-        """Wait for the end of the API process; its exit code."""
+        """Wait for the end of the API process. Returns its exit code."""
         end = time.monotonic() + seconds
         while (code := self.process.poll()) is None:
             if time.monotonic() > end:
@@ -132,7 +133,7 @@ class ServerProcess:
     # -- what they hold --------------------------------------------------------------------------------------------
 
     def held(self, tasks: int) -> Held:
-        """What the processes hold now; the number of tasks comes from ``/metrics``."""
+        """Resources of the processes now; the number of tasks comes from ``/metrics``."""
         pids = [self.pid, self.engine()]
         files = [name for pid in pids for name in _files(pid)]
         threads = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)
@@ -149,7 +150,7 @@ class ServerProcess:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
+    """Whether a process runs. A process that has ended and was not waited for does not run."""
     try:
         return _stat(pid)[0] not in "ZX"
     except OSError:
@@ -168,7 +169,7 @@ def metrics_of(text: str) -> dict[str, float]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; the name before them may contain anything."""
+    """Fields of /proc/PID/stat from the state on. The name before them may contain any character."""
     return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
 
 

@@ -36,11 +36,11 @@ from tests.e2e.load import Ask, Client, Cut, End, History, Violation, percentile
 from tests.e2e.server_process import Held, ServerProcess
 
 MAX_BYTES_PER_REQUEST = 50
-"""A server that has settled grows by 20 to 40."""
+"""Limit for a server after its warm-up, which grows by 20 to 40."""
 LEAK_BYTES_PER_REQUEST = 100
-"""What a run must find to have a say in this."""
+"""Size of a leak that a run must be able to find."""
 NOISE_BYTES = 8 * 2**20
-"""What the allocator keeps or gives back, whatever is asked."""
+"""Memory that the allocator keeps or gives back at any time."""
 MAX_GROWTH = 100 * 2**20
 MAX_DRIFT, NOISE_SECONDS = 1.05, 0.005
 GOLDEN = [Ask(prompt=f"golden {i}", max_tokens=60, seed=i, chat=i % 2 == 0, n=1 + i % 3) for i in range(8)]
@@ -51,7 +51,7 @@ class Sample:
     """One minute."""
 
     requests: int
-    """Served since the start."""
+    """Number of requests served since the start."""
     server_bytes: int
     """Anonymous resident memory."""
     engine_bytes: int
@@ -73,7 +73,7 @@ class Soak:
         self.ends: dict[str, int] = {}
 
     async def run(self, minutes: float, sample_seconds: float) -> None:
-        """Load for so long; one sample every ``sample_seconds``."""
+        """Run the load, and take a sample every ``sample_seconds``."""
         end = time.monotonic() + 60 * minutes
         while time.monotonic() < end:
             self.client.history = history = History()
@@ -100,7 +100,7 @@ class Soak:
             )
 
     async def load(self, seconds: float) -> None:
-        """Poisson arrivals, whatever the answers do, with bursts in between."""
+        """Poisson arrivals with bursts, independent of the answers."""
         tasks: set[asyncio.Task[object]] = set()
         start = time.monotonic()
         due = 0.0
@@ -126,12 +126,12 @@ class Soak:
             await self.client.ask(ask)
 
     async def golden(self) -> str:
-        """Ask what is asked before and after; what is wrong with the answers, which the oracle knows."""
+        """Send the reference requests. Returns faults of the answers, which are compared with the oracle."""
         asks = [await self.client.ask(ask) for ask in GOLDEN]
         return "; ".join(f"golden question {s.ask.seed}: {s.end} {s.reason}" for s in asks if s.end is not End.ANSWERED)
 
     async def rest(self, before: Held | None = None) -> Held:
-        """Wait until nothing runs, and for as long as a closing connection may linger; what is held then."""
+        """Wait until nothing runs, and for the lingering time of connections. Returns the held resources."""
         found = Held(0, 0, 0, 0)
 
         async def quiet() -> bool:
@@ -147,14 +147,14 @@ class Soak:
 
 
 def more(before: Held, after: Held) -> list[str]:
-    """What is held that was not before."""
+    """Resources that are held in ``after`` but not in ``before``."""
     names = [field.name for field in dataclasses.fields(Held)]
     pairs = [(name, getattr(before, name), getattr(after, name)) for name in names]
     return [f"{name}: {was} before, {now} after" for name, was, now in pairs if now > was]
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Memory that a process has for itself."""
+    """Private memory of a process."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -175,12 +175,13 @@ class Growth:
     slope: float
     """Bytes per request."""
     least: float
-    """The same, in the half of these samples in which it is less: a leak is in both, a step of the allocator is not."""
+    """Slope in the half of these samples where it is lower: a leak is in both halves, a step of the allocator is
+    not."""
     requests: int
 
     @classmethod
     def of(cls, name: str, samples: list[Sample]) -> Growth:
-        """``name`` is ``server_bytes`` or ``engine_bytes``."""
+        """Growth of ``server_bytes`` or ``engine_bytes``."""
         points = [(float(sample.requests), float(getattr(sample, name))) for sample in samples[len(samples) // 2 :]]
         middle = len(points) // 2
         least = min(theil_sen(points[: middle + 1]), theil_sen(points[middle:]))
@@ -197,7 +198,7 @@ class Growth:
 
     @property
     def told(self) -> bool:
-        """Whether so many requests would have shown a leak."""
+        """Whether this many requests would have shown a leak."""
         return self.too_much or LEAK_BYTES_PER_REQUEST * self.requests > NOISE_BYTES
 
     def __str__(self) -> str:
@@ -213,7 +214,7 @@ def growths(samples: list[Sample]) -> list[Growth]:
 
 
 def verdict(samples: list[Sample], before: Held, after: Held) -> list[str]:
-    """What is wrong; empty when nothing is. The first quarter is warming up, and judges no latency."""
+    """Faults of the run; empty when there are none. The first quarter is warm-up, without a verdict on latency."""
     print(*growths(samples), sep="\n")
     wrong = [str(growth) for growth in growths(samples) if growth.too_much]
     warm = samples[len(samples) // 4 :]
@@ -227,11 +228,11 @@ def verdict(samples: list[Sample], before: Held, after: Held) -> list[str]:
 
 
 async def soak(minutes: float, rate: float, seed: int, sample_seconds: float) -> tuple[list[str], list[Sample]]:
-    """Run it; what is wrong, and the samples."""
+    """Run a soak test. Returns faults and samples."""
     with ServerProcess("hashlm:2ms", "--served-model-name", "hashlm", "--status-interval", "0") as server:
         run = Soak(server, rate, seed)
         wrong = [await run.golden()]
-        # Template workers start when chats come at the same time, and stay.
+        # Template workers start when several chats arrive at once, and stay.
         for _ in range(5):
             await asyncio.gather(*[run.client.ask(GOLDEN[0]) for _ in range(12)])
         await run.load(2.0)

@@ -94,6 +94,7 @@ def test_too_many_are_turned_away_fast_and_the_others_served_as_ever() -> None:
     assert figures["memory / before"] <= 1.2
 
 
+@pytest.mark.nightly
 def test_too_many_are_turned_away_and_the_others_served() -> None:
     """Also on a machine that others keep busy, whose figures say nothing of this server."""
     figures = asyncio.run(pressure.overload(3.0, random.Random(SEED), factor=4.0))

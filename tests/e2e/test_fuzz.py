@@ -85,7 +85,7 @@ def post(server: ServerProcess, *requests: tuple[str, Any]) -> list[Answer]:
 # --- the inputs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [pytest.param(8_000, id="8k"), pytest.param(200_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [pytest.param(4_000, id="4k"), pytest.param(200_000, marks=pytest.mark.nightly)])
 def test_mutated_requests_and_odd_connections(server: ServerProcess, count: int) -> None:
     report = fuzz(server, seed=1 if count < 100_000 else time.time_ns(), indices=range(count))
     print(report)
@@ -209,6 +209,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.nightly
 def test_many_slow_senders_hold_up_nobody(server: ServerProcess) -> None:
     """200 connections whose heads come byte by byte; meanwhile others are served, and the slow ones are cut."""
 

@@ -58,6 +58,7 @@ async def client(port: int, index: int, until: float, alone: dict[tuple[int, int
     return count
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("clients", "seconds"), [(50, 10.0), pytest.param(500, 180.0, marks=pytest.mark.nightly)], ids=str
 )

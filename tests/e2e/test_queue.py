@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
+import pytest
+
 from tests.e2e.served import KEY, Served
 from tests.e2e.server_process import PATIENCE, ServerProcess
 
@@ -35,6 +37,7 @@ def queue(served: Served, query: str = "", key: str = KEY) -> Any:
     return send(served, "GET", f"/v1/queue{query}", key=key)[2]
 
 
+@pytest.mark.nightly
 def test_clients_see_the_queue_and_are_told_early() -> None:
     with ServerProcess("hashlm:20ms", *FLAGS) as server, ThreadPoolExecutor(64) as threads, ExitStack() as stack:
         served, end, over = Served(server), time.monotonic() + PATIENCE, threading.Event()

@@ -1,4 +1,4 @@
-"""All-pairs testing: few combinations that hold every pair of values of any two factors (Cohen et al., 1997)."""
+"""All-pairs testing: few combinations that contain every pair of values of any two factors (Cohen et al., 1997)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def every_combination(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, An
 
 
 def all_pairs(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Combinations in which every pair of values of two factors occurs at least once; always the same list.
+    """Combinations that contain every pair of values of two factors; the list is always the same.
 
-    Greedy: each combination starts from a pair that is still missing and takes, factor by factor, the value that
-    brings the most missing pairs. Needs two factors or more.
+    It is greedy: each combination starts from a missing pair and takes, factor by factor, the value with the most
+    missing pairs. Needs at least two factors.
     """
     names = list(factors)
-    missing: dict[Pair, None] = {}  # a set that keeps its order
+    missing: dict[Pair, None] = {}  # an ordered set
     for a, b in itertools.combinations(names, 2):
         for i, j in itertools.product(range(len(factors[a])), range(len(factors[b]))):
             missing[(a, i), (b, j)] = None
@@ -44,7 +44,7 @@ def all_pairs(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 def _new_pairs(
     names: Sequence[str], chosen: Mapping[str, int], name: str, value: int, missing: Mapping[Pair, None]
 ) -> list[Pair]:
-    """Missing pairs that ``name = value`` would bring to the values chosen so far."""
+    """Missing pairs that ``name = value`` forms with the values chosen so far."""
     pairs: list[Pair] = []
     for other, index in chosen.items():
         ends = ((other, index), (name, value))

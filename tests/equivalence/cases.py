@@ -1,8 +1,9 @@
-"""Workloads, the two ways to answer them (transformers and Chairlift), and what it means that they agree.
+"""Workloads, answers of transformers and Chairlift to them, and a comparison of the answers.
 
-Two implementations round differently, so they may part where two tokens score within :data:`NEAR_TIE` of each other.
-Text that differs is therefore checked token by token: each of its tokens must be, given the ones before it, within that
-of the best. With random weights of standard deviation 0.25 such ties are rare, and their number is bounded too.
+Two implementations round differently, so their answers may differ after two tokens whose scores are within
+:data:`NEAR_TIE`. A different text is therefore checked token by token: each token's score must be within that of the
+best, given the tokens before it. With random weights of standard deviation 0.25 such ties are rare, and their number is
+limited too.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "enable_prefix_caching": (True, False),
     "kernels": ("auto", "torch"),
 }
-"""How requests may meet; none of it may change a token."""
+"""Settings whose combinations must not change a token."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Job:
 
 
 def _prompts(rng: random.Random, count: int) -> list[list[int]]:
-    """Random lengths; every third continues one of two common beginnings, so that prefixes are there to share."""
+    """Prompts of random lengths. Every third continues one of two common beginnings, so that prefixes can be shared."""
     roots = [[rng.randrange(2, VOCAB) for _ in range(40)] for _ in range(2)]
     prompts: list[list[int]] = []
     for i in range(count):
@@ -72,7 +73,7 @@ def _prompts(rng: random.Random, count: int) -> list[list[int]]:
         fresh = [rng.randrange(2, VOCAB) for _ in range(length)]
         root = roots[i // 3 % 2][: rng.choice((8, 33, 40))] if i % 3 == 0 else []
         prompts.append((root + fresh)[:MOST_PROMPT])
-    prompts[-1] = list(prompts[0])  # and one twice
+    prompts[-1] = list(prompts[0])  # one prompt occurs twice
     return prompts
 
 
@@ -89,7 +90,7 @@ def greedy_jobs(count: int = 64, seed: int = 0) -> list[Job]:
 
 
 def sampled_jobs(count: int, seed: int = 0) -> list[Job]:
-    """Seeded requests with one or three answers, and every sampling setting in some of them."""
+    """Seeded requests with one or three answers. Every sampling parameter is used in some of them."""
     rng = random.Random(seed)
     settings: list[dict[str, Any]] = [
         {},
@@ -110,7 +111,7 @@ def sampled_jobs(count: int, seed: int = 0) -> list[Job]:
 
 
 def longest(jobs: Sequence[Job]) -> int:
-    """Positions the longest request may take."""
+    """Number of positions that the longest request may take."""
     return max(len(job.prompt) + (job.params.max_tokens or 0) for job in jobs)
 
 
@@ -130,7 +131,7 @@ def transformers_greedy(model: PreTrainedModel, job: Job) -> list[int]:
 
 
 def make_llm(model_dir: Path, jobs: Sequence[Job], *, tight: bool = False, **settings: Any) -> LLM:
-    """An engine over a tiny model in fp32. With ``tight`` its cache holds the longest request and half of it again."""
+    """An engine with a tiny model in fp32. With ``tight`` its cache holds 1.5 times the longest request."""
     settings = {"block_size": 16, "max_num_seqs": 64, **settings}
     blocks = -(-longest(jobs) // settings["block_size"])
     settings["num_kv_blocks"] = blocks + max(2, blocks // 2) if tight else 64 * blocks
@@ -142,9 +143,9 @@ def run(
 ) -> list[RequestOutput]:
     """Answer all jobs and return the outputs in the jobs' order.
 
-    ``together`` queues them all first, ``reversed`` the last one first, ``staggered`` in random order with zero to
-    three steps of the engine between two arrivals. ``preempting`` preempts a running request before every seventh step
-    or so, although there is room.
+    ``together`` queues all of them first, ``reversed`` in reverse order, ``staggered`` in random order with zero to
+    three steps between two arrivals. ``preempting`` preempts a running request before about every seventh step,
+    although there is room.
     """
     rng = random.Random(seed)
     order = list(range(len(jobs)))
@@ -164,7 +165,7 @@ def run(
         llm.engine.add_request(jobs[index].prompt, jobs[index].params, request_id=str(index), stream=False)
         for _ in range(rng.randint(0, 3) if arrival == "staggered" else 0):
             step()
-    # Each step moves at least one token, and a preempted request repeats at most a few times what it had.
+    # Each step computes at least one token, and a preempted request recomputes its tokens only a few times.
     for _ in range(100 * sum(len(job.prompt) + MOST_OUTPUT * job.params.n for job in jobs)):
         if not llm.engine.has_unfinished:
             break
@@ -175,10 +176,10 @@ def run(
 
 
 def check_text(model: PreTrainedModel, job: Job, token_ids: Sequence[int], seed: int | None = None) -> None:
-    """Fail unless every token of an answer is the right one given those before it, up to :data:`NEAR_TIE`.
+    """Fail unless every token of an answer is right given those before it, up to :data:`NEAR_TIE`.
 
-    ``seed`` is the answer's 64-bit seed for jobs that are not greedy. The score of a token is its logit as transformers
-    computes it, put through the slow reference sampler.
+    ``seed`` is the answer's 64-bit seed for jobs that are not greedy. The score of a token is transformers' logit after
+    the slow reference sampler.
     """
     ends_early = bool(token_ids) and token_ids[-1] == EOS and not job.params.ignore_eos
     assert len(token_ids) == job.params.max_tokens or ends_early, f"{len(token_ids)} tokens, then no reason to stop"
@@ -199,7 +200,7 @@ def check_text(model: PreTrainedModel, job: Job, token_ids: Sequence[int], seed:
 
 
 def agree(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]], check: Callable[[int], None]) -> None:
-    """Fail unless the texts are equal, up to a few that part at a near tie and pass ``check(index)``."""
+    """Fail unless the texts are equal, except a few that differ after a near tie and pass ``check(index)``."""
     assert len(expected) == len(got)
     different = [i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if list(a) != list(b)]
     for i in different:

@@ -1,4 +1,4 @@
-"""Tiny models of all families and what transformers answers; computed once."""
+"""Tiny models of all families and transformers' answers, computed once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Truth:
 
 @pytest.fixture(scope="session")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Truth]:
-    """Looks a family up by its name."""
+    """Function that returns the truth of a family by name."""
 
     @cache
     def of(family: str) -> Truth:

@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("gemma3_text", {"sliding_window": 24}),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5, "num_key_value_heads": 4}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
+    "lfm2": ("lfm2", {"hidden_size": 128, "layer_types": ["conv", "full_attention", "conv"]}),
     "olmo2": ("olmo2", {}),
 }
 """Family, and what differs from the tiny model of that name."""

@@ -174,6 +174,7 @@ def check_invariance(
     return exact_answers(run(together, jobs, arrival, preempting=preempting)) == expected
 
 
+@pytest.mark.nightly
 def test_batch_invariant_answers_have_the_same_bits_in_any_batch(
     models: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

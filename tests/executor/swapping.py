@@ -1,4 +1,4 @@
-"""Two requests that take turns in a KV cache too small for both, so that each comes back from host memory."""
+"""Two requests that alternate in a KV cache too small for both, so that each is loaded back from host memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
 __all__ = ["TURN", "Turns", "sampling_row"]
 
 TURN = 5
-"""Tokens generated before the other one's turn."""
+"""Tokens generated before the other request's turn."""
 
 
 def sampling_row(index: int, prompt: Sequence[int], **params: Any) -> SamplingRow:
@@ -31,9 +31,10 @@ class _Seat:
 
 
 class Turns:
-    """``swaps``: the one whose turn ends is saved and freed. Otherwise the cache must have room for both.
+    """Runs two requests in turns. With ``swaps`` the request whose turn ends is saved and freed; without it the cache
+    must have room for both.
 
-    A step is the same in both cases but for where blocks lie, so results must agree bit for bit.
+    A step is the same in both cases except for the places of blocks, so results must be equal bit for bit.
     """
 
     def __init__(self, executor: Executor, swaps: bool) -> None:
@@ -44,12 +45,12 @@ class Turns:
         )
         self.out = SchedulerOutput(1)
         self.num_saved = self.num_brought = 0
-        """Blocks."""
+        """Numbers of blocks."""
         self.results: list[Any] = []
         """Sampled tokens of every step."""
 
     def run(self, prompts: list[list[int]], turns: int, **params: Any) -> list[list[int]]:
-        """The tokens generated for each prompt."""
+        """Tokens generated for each prompt."""
         seats = []
         for slot, prompt in enumerate(prompts):
             one = Request(f"r{slot}", prompt, max_tokens=TURN * turns, sampling=sampling_row(slot, prompt, **params))

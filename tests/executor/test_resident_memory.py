@@ -31,6 +31,7 @@ print(next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if l
 """
 
 
+@pytest.mark.nightly
 @needs_kernels
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="PyTorch's libraries for CUDA take hundreds of megabytes")
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])

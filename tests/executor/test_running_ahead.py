@@ -79,6 +79,7 @@ def run_ahead(seed: int) -> simulator.Simulation:
     return simulation
 
 
+@pytest.mark.nightly
 def test_random_worlds_hold(request: pytest.FixtureRequest, late_worlds: None) -> None:
     """Requests join, share, finish, are aborted, preempted and swapped, and steps fail, one or two steps ahead."""
     counts: Counter[str] = Counter(late=0, preempted=0, swapped=0, tails=0, cached=0, offloaded=0, brought_back=0)

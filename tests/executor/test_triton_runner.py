@@ -209,6 +209,7 @@ class FullGraphs(OverwritingGraphs):
         return super().record(step)
 
 
+@pytest.mark.nightly
 def test_without_memory_for_a_graph_steps_are_launched_kernel_by_kernel(
     model_dir: Path, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:

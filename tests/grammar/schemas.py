@@ -1,4 +1,4 @@
-"""Schemas with values that satisfy them and values that do not. Keys of valid values stand in the schema's order."""
+"""Schemas, with values that satisfy them and values that do not. Keys of valid values have the schema's order."""
 
 from __future__ import annotations
 
@@ -262,4 +262,4 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "empty enum": ({"enum": []}, "empty"),
     "bad pattern": ({"type": "string", "pattern": "(a"}, "unclosed"),
 }
-"""Name -> (schema, what the error names)."""
+"""Name -> (schema, part of the error message)."""

@@ -20,13 +20,13 @@ def manager(num_blocks: int = 33, *windows: int | None, num_host_blocks: int = 0
 
 
 def request(name: str, tokens: int | list[int], max_tokens: int = 8, **settings: Any) -> Request:
-    """``tokens`` is a prompt, or the length of one that no request with another name shares."""
+    """A request. ``tokens`` is a prompt, or its length; prompts of different names share no token."""
     prompt = [zlib.crc32(f"{name}:{i}".encode()) % 1000 for i in range(tokens)] if isinstance(tokens, int) else tokens
     return Request(name, prompt, max_tokens=max_tokens, **settings)
 
 
 def admit(kv: KVCacheManager, request: Request, reserve: int | None = None, **settings: Any) -> Admission:
-    """Admit, as the scheduler does; fails the test when it does not fit."""
+    """Admit a request as the scheduler does. Fails the test when it does not fit."""
     admission = kv.admit(request, len(request.token_ids) if reserve is None else reserve, **settings)
     assert admission is not None
     request.move_to(RequestStatus.RUNNING)

@@ -186,6 +186,19 @@ def test_the_share_of_the_machines_floor() -> None:
     assert value(samples(stats, now=11.0, up=False), "chairlift:floor_share") == 0
 
 
+def test_adapters_are_named_where_they_are_served() -> None:
+    stats = busy()
+    assert not [name for name, _ in samples(stats) if "lora" in name]
+    stats.engine = dataclasses.replace(
+        stats.engine, max_loras=4, running_adapters=["law", "med"], waiting_adapters=["tax"], num_adapter_reads=7
+    )
+    for up, running, waiting in ((True, "law,med", "tax"), (False, "", "")):
+        found = samples(stats, up=up)
+        labels = {"max_lora": "4", "running_lora_adapters": running, "waiting_lora_adapters": waiting}
+        assert value(found, "chairlift:lora_requests_info", **labels) > 1e9
+        assert value(found, "chairlift:lora_adapter_reads_total") == 7
+
+
 def test_promises_are_counted_by_class_and_kind() -> None:
     stats = RequestStats()
     stats.step(

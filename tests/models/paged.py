@@ -1,4 +1,4 @@
-"""Drive a model through a paged KV cache by hand: the smallest possible executor."""
+"""Runs a model over a paged KV cache by hand: a minimal executor."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ import torch
 from torch import Tensor
 
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.context import PackedContext, PagedContext
+from chairlift.models.context import LayerCache, LayerState, PackedContext, PagedContext
 from chairlift.models.fallback.model import TransformersLM
 
 __all__ = ["PagedRunner", "packed_logits"]
 
+STATE = 0
+"""Stands for a group of recurrent states among the windows of the groups."""
 _NO_BLOCK = 10**9
-"""Fills table entries that must not be read: reading one is an index error, not a silent zero."""
+"""Value of table entries that must not be read: reading one is an index error, not a silent zero."""
 
 
 class PagedRunner:
-    """Runs steps over named sequences. Blocks are handed out in random order; unused memory is NaN.
+    """Runs steps over named sequences. Blocks are allocated in random order; unused memory is NaN.
 
     One cache group per distinct window, each with a pool and tables of its own; in a windowed group, blocks behind the
-    window are struck from the table before each step.
+    window are struck from the table before each step. So is one group of recurrent states, if the model has any: a
+    block holds one state, and stands for ``state_span`` positions.
     """
 
     def __init__(
@@ -32,15 +35,22 @@ class PagedRunner:
         num_blocks: int = 128,
         max_len: int = 128,
         seed: int = 0,
+        state_span: int | None = None,
     ):
         self.model = model
         self.block_size = block_size
         spec = model.kv_cache_spec()
-        self.windows = list(dict.fromkeys(layer.window for layer in spec))
-        self.layer_groups = [self.windows.index(layer.window) for layer in spec]
+        kinds = [layer.window if isinstance(layer, LayerCache) else STATE for layer in spec]
+        self.windows = list(dict.fromkeys(kinds))
+        self.layer_groups = [self.windows.index(kind) for kind in kinds]
+        self.state_spans = [(state_span or 2 * block_size) if window == STATE else None for window in self.windows]
         dtype = model.dtype if isinstance(model, TransformersLM) else model.model.embed_tokens.weight.dtype
-        self.kv_caches = []
+        self.kv_caches: list[tuple[Tensor, ...]] = []
         for layer in spec:
+            if isinstance(layer, LayerState):
+                parts = [torch.full((num_blocks, *p.shape), float("nan"), dtype=p.dtype or dtype) for p in layer.parts]
+                self.kv_caches.append(tuple(parts))
+                continue
             shape = (num_blocks, block_size, layer.num_kv_heads)
             widths = (layer.head_dim, layer.value_dim or layer.head_dim)
             keys, values = (torch.full((*shape, width), float("nan"), dtype=dtype) for width in widths)
@@ -67,7 +77,7 @@ class PagedRunner:
             block_tables.append(table)
             slot_mapping.append(slots)
         places = torch.stack(block_tables), torch.stack(slot_mapping)
-        ctx = PagedContext(cu_seqlens, seq_lens, *places, self.kv_caches, self.layer_groups)
+        ctx = PagedContext(cu_seqlens, seq_lens, *places, self.kv_caches, self.layer_groups, self.state_spans)
         flat = torch.tensor([token for _, new in rows for token in new])
         with torch.inference_mode():
             logits = self.model.compute_logits(self.model(flat, torch.tensor(positions), ctx))
@@ -76,16 +86,17 @@ class PagedRunner:
     def _place(self, group: int, rows: Sequence[tuple[str, Sequence[int]]]) -> tuple[Tensor, Tensor]:
         table = torch.full((len(rows), self.max_blocks), _NO_BLOCK)
         slots: list[int] = []
+        span, window = self.state_spans[group] or self.block_size, self.windows[group]
+        reach = 2 if window == STATE else window
         for i, (name, new) in enumerate(rows):
             blocks = self.tables.setdefault(name, [[] for _ in self.windows])[group]
             length = len(self.tokens[name])
-            while len(blocks) * self.block_size < length:
+            while len(blocks) * span < length:
                 blocks.append(self.free[group].pop())
-            window = self.windows[group]
-            first = 0 if window is None else max(0, length - len(new) - window + 1) // self.block_size
+            first = 0 if reach is None else max(0, length - len(new) - reach + 1) // span
             table[i, first : len(blocks)] = torch.tensor(blocks[first:])
             for position in range(length - len(new), length):
-                slots.append(blocks[position // self.block_size] * self.block_size + position % self.block_size)
+                slots.append(blocks[position // span] * span + position % span)
         return table, torch.tensor(slots)
 
 

@@ -1,4 +1,4 @@
-"""Tiny random encoders, embedders and classifiers, written by transformers, and its own arithmetic for them."""
+"""Tiny random encoders, embedders and classifiers written by transformers, and reference results."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ TEXTS = _texts()
 
 
 def pooled_model(folder: Path, family: str, *, labels: int = 0, **overrides: Any) -> tuple[Path, PreTrainedModel]:
-    """Write a random model with matrices of standard deviation 0.25, and return its directory and transformers' own.
+    """Write a random model with matrices of standard deviation 0.25. Returns its directory and transformers' model.
 
-    ``labels`` makes it a classifier. ``overrides`` are fields of the family's transformers config.
+    With ``labels`` it is a classifier. ``overrides`` are fields of the family's transformers config.
     """
     fields = {**_SIZES, **EMBEDDERS[family], **({"num_labels": labels} if labels else {}), **overrides}
     config = AutoConfig.for_model(family, **fields)
@@ -97,7 +97,7 @@ def _padded(model: PreTrainedModel, texts: Sequence[list[int]]) -> tuple[Tensor,
 def expected_embeddings(
     model: PreTrainedModel, texts: Sequence[list[int]], pooling: str, *, normalize: bool = True
 ) -> Tensor:
-    """As sentence-transformers computes them, in one padded batch: pooled under the mask, and divided by the length."""
+    """Embeddings as in sentence-transformers, in one padded batch: pooled under the mask, and divided by the length."""
     ids, mask = _padded(model, texts)
     with torch.no_grad():
         hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -112,7 +112,7 @@ def expected_embeddings(
 
 
 def expected_classes(model: PreTrainedModel, texts: Sequence[list[int]], types: Sequence[Any] | None = None) -> Tensor:
-    """Logits of each text, alone."""
+    """Logits of each text, computed separately."""
     rows = []
     with torch.no_grad():
         for row, text in enumerate(texts):
@@ -122,7 +122,7 @@ def expected_classes(model: PreTrainedModel, texts: Sequence[list[int]], types: 
 
 
 def write_tokenizer(where: Path, *, pairs: bool = True) -> None:
-    """A tokenizer of letters and the special tokens [CLS] and [SEP], which stand around texts and between pairs."""
+    """Write a tokenizer of letters, with the special tokens [CLS] and [SEP] around texts and between pairs."""
     special = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
     letters = [chr(code) for code in range(32, 127)]
     vocabulary = {token: index for index, token in enumerate([*special, *letters])}

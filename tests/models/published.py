@@ -1,7 +1,7 @@
-"""``config.json`` of published models, as they are on the Hub but for sizes, and for token ids that pad.
+"""``config.json`` of published models, as on the Hub except for smaller sizes and padding token ids.
 
-They have surplus keys, code that is named and never run, dialects of rotary scaling, null where a default would do,
-tied heads, and layer types.
+They have surplus keys, code that is named and never run, old and new keys of rotary scaling, null for defaults, tied
+heads, and layer types.
 """
 
 from __future__ import annotations
@@ -497,4 +497,4 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
         "starcoder2-15b": _starcoder2(rope_theta=100000, tie_word_embeddings=False),
     },
 }
-"""model_type -> name -> ``config.json``. The first of each family is compared by default, all of them at night."""
+"""model_type -> name -> ``config.json``. By default the first of each family is compared, in nightly runs all."""

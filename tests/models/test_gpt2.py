@@ -131,7 +131,7 @@ def test_check_accepts_it_and_nothing_is_slow(truth: Truth, capsys: pytest.Captu
         ({"n_head": None}, "n_head is missing"),
         ({"n_embd": 50}, "not a multiple"),
         ({"add_cross_attention": True}, "add_cross_attention"),
-        ({"architectures": ["GPT2ForSequenceClassification"]}, r"no \.\.\.ForCausalLM or \.\.\.LMHeadModel"),
+        ({"architectures": ["GPT2ForSequenceClassification"]}, r"no \.\.\.ForCausalLM or \.\.\.Model"),
     ],
 )
 def test_what_is_refused_is_named_as_the_file_names_it(change: dict[str, Any], words: str, truth: Truth) -> None:

@@ -196,7 +196,6 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
         ({"dual_chunk_attention_config": True}, ["dual_chunk_attention_config", "chunk_size", "missing"]),
         ({"dual_chunk_attention_config": {"chunk_size": 8, "local_size": 8}}, ["local_size", "0 to 7"]),
         ({"is_causal": False}, ["is_causal", "text-generation"]),
-        ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, ["auto_map", "never runs"]),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["'longrope'", "yarn"]),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}}, ["mrope_section"]),
         ({"rope_scaling": {"type": "linear"}}, ["factor", "missing"]),

@@ -36,6 +36,7 @@ from chairlift.models.random_weights import random_model, write_random_model
 from tests.models.paged import packed_logits
 from tests.models.tiny import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, hf_logits, hf_model, tiny_hf_model
 from tests.native import needs_kernels
+from tests.tiers import one_in
 
 Mutate = Callable[[dict[str, torch.Tensor]], object]
 
@@ -224,7 +225,7 @@ print(high_water() - before)
 
 
 @needs_kernels
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", one_in(2, [False, True]))
 def test_native_loading_needs_hardly_more_memory_than_the_weights(tied: bool, tmp_path: Path) -> None:
     """Neither the file's pages nor a second copy of anything large stay."""
     warm = tiny_hf_model(tmp_path / "warm", "qwen2")
@@ -300,7 +301,8 @@ def test_a_tied_head_that_differs_is_refused(tmp_path: Path, head: torch.Tensor)
     ("mutate", "words"),
     [
         (lambda t: t.pop("model.norm.weight"), ["1 missing", "model.norm.weight"]),
-        (lambda t: t.update(extra=torch.ones(2)), ["1 unexpected", "extra"]),
+        (lambda t: t.update({"model.layers.1.mlp.gate_proj.bias": torch.ones(96)}), ["1 unexpected", "gate_proj.bias"]),
+        (lambda t: t.update({"model.norm.bias": torch.ones(64)}), ["1 unexpected", "model.norm.bias"]),
         (lambda t: t.update({"model.norm.weight": torch.ones(65)}), ["model.norm.weight", "[65]", "[64]"]),
         (lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), ["model.norm.weight", "I8"]),
         (lambda t: [t.pop(name) for name in list(t)[:5]], ["5 missing", "..."]),
@@ -310,6 +312,36 @@ def test_tensors_that_do_not_fit_are_named(model_dir: Path, mutate: Mutate, word
     rewrite(model_dir, mutate)
     message = refusal(model_dir)
     assert all(word in message for word in words), message
+
+
+def test_surplus_tensors_are_told_as_transformers_does(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of layers that the model computes are refused: it was trained with them."""
+    expected = packed_logits(load(model_dir, weight_format=PLAIN), [[1, 2]])[0]
+    surplus = ("mtp.proj.weight", "model.layers.3.mlp.up_proj.weight", "vision.patch.bias", "extra")
+    rewrite(model_dir, lambda tensors: tensors.update({name: torch.ones(2) for name in surplus}))
+    assert not caplog.messages
+    model = load(model_dir, weight_format=PLAIN)
+    assert torch.equal(packed_logits(model, [[1, 2]])[0], expected)
+    assert len(caplog.messages) == 1 and "does not use 4 of its tensors (" in caplog.messages[0]
+    replace_weights(model, model_dir)
+    given = load_file(model_dir / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="4 unexpected"):
+        replace_weights(model, given)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(f, marks=pytest.mark.nightly) for f in MORE_FAMILIES)])
+def test_names_of_the_class_without_a_head(tmp_path: Path, family: str) -> None:
+    """``LlamaModel`` and its like save ``layers.0...``; with a tied head that is a whole model."""
+    model_dir = tiny_hf_model(tmp_path, family, tie_word_embeddings=True)
+    whole = load_model(model_dir, read_config(model_dir), weight_format=PLAIN)
+    theirs = hf_model(model_dir)
+    body = getattr(theirs, theirs.base_model_prefix)
+    stored, raw = body.state_dict(), json.loads((model_dir / "config.json").read_text())
+    stored |= {name: tensor for name, tensor in theirs.state_dict().items() if name == "lm_head.bias"}  # phi has one
+    save_file({name: tensor.clone() for name, tensor in stored.items()}, model_dir / "model.safetensors")
+    (model_dir / "config.json").write_text(json.dumps({**raw, "architectures": [type(body).__name__]}))
+    bare = load_model(model_dir, read_config(model_dir), weight_format=PLAIN)
+    assert torch.equal(packed_logits(bare, [[1, 2, 3]])[0], packed_logits(whole, [[1, 2, 3]])[0])
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, 2000, -1])
@@ -456,7 +488,7 @@ def test_names_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "below" / "here").touch()
     monkeypatch.chdir(tmp_path / "below")  # beside which there is no x, whatever the machine has
     for name in (str(tmp_path / "nowhere"), str(tmp_path / "file"), "../x", "a/b/c", "", "a b", "a/../b", "here"):
-        with pytest.raises(ModelLoadError, match="is not a directory; give the directory"):
+        with pytest.raises(ModelLoadError, match=r"(is not a directory|is a file, and no model).*; give the direct"):
             resolve_model_dir(name)
     # Without a network, an id that is not in the cache cannot be had.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

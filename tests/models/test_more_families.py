@@ -367,7 +367,6 @@ def test_a_part_that_is_left_out_is_noticed(
     ("config", "words"),
     [
         ({"model_type": "internlm3", "qkv_bias": True, "bias": False}, "qkv_bias True must equal bias False"),
-        ({"model_type": "internlm3", "auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "auto_map"),
         ({"model_type": "cwm", "sliding_window": None}, "sliding_window is not set"),
         ({"model_type": "arcee", "hidden_act": "silu"}, "hidden_act 'silu' is not supported; supported: relu2"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "alpha": 2.0}}, "alpha"),
@@ -405,13 +404,17 @@ def test_what_would_change_the_result_is_refused_by_name(config: dict[str, Any],
         parse_config({**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, **config})
 
 
-def test_code_that_says_what_transformers_says_is_not_needed() -> None:
+def test_code_in_the_directory_is_not_run_and_a_note_says_so() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-    for family, code in (
-        ("internlm3", "modeling_internlm3.InternLM3ForCausalLM"),
-        ("phi3", "modeling_phi3.Phi3ForCausalLM"),
-        ("phi3", "microsoft/Phi-3-mini-4k-instruct--modeling_phi3.Phi3ForCausalLM"),
+    for family, code, known in (
+        ("internlm3", "modeling_internlm3.InternLM3ForCausalLM", True),
+        ("phi3", "modeling_phi3.Phi3ForCausalLM", True),
+        ("phi3", "microsoft/Phi-3-mini-4k-instruct--modeling_phi3.Phi3ForCausalLM", True),
+        ("internlm3", "evil.Model", False),
+        ("llama", "modeling_llama.LlamaForCausalLM", False),
     ):
-        parse_config(
-            {**sizes, "num_attention_heads": 4, "model_type": family, "auto_map": {"AutoModelForCausalLM": code}}
-        )
+        fields = {**sizes, "num_attention_heads": 4, "model_type": family}
+        config = parse_config({**fields, "auto_map": {"AutoModelForCausalLM": code}})
+        notes = [note for note in config.notes() if note.startswith("auto_map in config.json names")]
+        assert len(notes) == (not known) and all(code in note for note in notes)
+        assert dataclasses.replace(config, unused_code=None) == parse_config(fields)

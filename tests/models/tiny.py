@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models, written by transformers itself, and the logits it computes for them."""
+"""Tiny random Hugging Face models, written by transformers, and transformers' logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-__all__ = ["EXPERT_FAMILIES", "FAMILIES", "MORE_FAMILIES", "hf_logits", "hf_model", "tiny_hf_model"]
+__all__ = [
+    "EXPERT_FAMILIES",
+    "FAMILIES",
+    "MORE_FAMILIES",
+    "RECURRENT_FAMILIES",
+    "hf_logits",
+    "hf_model",
+    "tiny_hf_model",
+]
 
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 128,
@@ -22,14 +30,15 @@ _DEFAULTS: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-# Where families differ, the tiny ones do: Qwen3's heads are not hidden/heads wide, Mistral's window is short.
+# The tiny models keep the differences between families: Qwen3's heads are not hidden/heads wide, Mistral's window is
+# short.
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
     "mistral": {"sliding_window": 24},
     "gpt2": {"n_inner": 96},
 }
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
-"""Those that all sweeps go over: between them they have what kernels and caches care for."""
+"""Families of all sweeps. Together they have the features that matter to kernels and caches."""
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "cohere2": {"sliding_window": 9, "num_hidden_layers": 4},
@@ -70,7 +79,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.5},
     "starcoder2": {},
 }
-"""The others, which test_more_families.py compares with transformers, and fields of their tiny configs."""
+"""Other families, which test_more_families.py compares with transformers, and fields of their tiny configs."""
 EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "head_dim": 32,
@@ -100,7 +109,15 @@ EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 3},
 }
-"""Those with experts, which test_expert_families.py compares with transformers."""
+"""Families with experts, which test_expert_families.py compares with transformers."""
+RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "lfm2": {
+        "block_multiple_of": 32,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "num_hidden_layers": 4,
+    },
+}
+"""Families with recurrent layers, which test_recurrent_families.py compares with transformers."""
 
 
 def tiny_hf_model(
@@ -112,12 +129,12 @@ def tiny_hf_model(
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Path:
-    """Write a random model of a family (of one of the lists above) and return its directory.
+    """Write a random model of a family (from one of the lists above) and return its directory.
 
-    Matrices and biases have standard deviation ``std`` (0.25 makes logits far apart, so that greedy ties don't occur),
-    norms lie around 1. ``overrides`` are fields of the family's transformers config. There is no tokenizer.
+    Matrices and biases have standard deviation ``std`` (with 0.25 logits are far apart, so that greedy ties do not
+    occur); norms are around 1. ``overrides`` are fields of the family's transformers config. There is no tokenizer.
     """
-    own = {**_FAMILY_DEFAULTS, **MORE_FAMILIES, **EXPERT_FAMILIES}.get(family, {})
+    own = {**_FAMILY_DEFAULTS, **MORE_FAMILIES, **EXPERT_FAMILIES, **RECURRENT_FAMILIES}.get(family, {})
     fields = {**_DEFAULTS, **own, **overrides}
     config = AutoConfig.for_model(family, **fields)
     generator = torch.Generator().manual_seed(seed)
@@ -134,7 +151,7 @@ def tiny_hf_model(
 
 
 def hf_model(model_dir: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The same directory loaded by transformers, with attention written out (no fused kernel)."""
+    """The same directory loaded by transformers, with its unfused attention."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
     model.eval()  # type: ignore[no-untyped-call]
     return model
@@ -143,5 +160,5 @@ def hf_model(model_dir: Path, dtype: torch.dtype = torch.float32) -> PreTrainedM
 def hf_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
     """Logits [n, vocab] of one sequence."""
     with torch.no_grad():
-        logits: Tensor = model(torch.tensor([token_ids])).logits[0]
+        logits: Tensor = model(torch.tensor([token_ids]), use_cache=False).logits[0]
     return logits

@@ -66,7 +66,7 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-"""By name; each family takes those that it has."""
+"""Sizes by name. Each family uses the names that it has."""
 _OWN: dict[str, dict[str, Any]] = {
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
@@ -92,7 +92,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "opt": {"word_embed_proj_dim": 64},
 }
-"""What the rest of a family needs."""
+"""Further fields that some families need."""
 
 
 def _takes(config: Any, name: str) -> bool:
@@ -105,7 +105,7 @@ def _takes(config: Any, name: str) -> bool:
 def tiny_transformers_model(directory: Path, model_type: str, *, seed: int = 0, std: float = 0.25, **more: Any) -> Path:
     """Write a random model of a family and return its directory.
 
-    Matrices and biases have standard deviation ``std``, norms lie around 1. ``more`` are fields of the family's config.
+    Matrices and biases have standard deviation ``std``; norms are around 1. ``more`` are fields of the family's config.
     """
     known = CONFIG_MAPPING[model_type]()
     fields = {name: value for name, value in _SIZES.items() if _takes(known, name)}

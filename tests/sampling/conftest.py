@@ -1,4 +1,4 @@
-"""Threads: where the question is whether splitting work over two of them changes a bit."""
+"""Thread counts for tests that compare one thread with two, bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler written the slow way: one row at a time, plain Python and float64, for tests to compare with."""
+"""A simple, slow sampler for comparison: one row at a time, in plain Python and float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scheduler without an executor: every sampling row gets the token a script says."""
+"""A scheduler without an executor. Every sampled row gets the token of a script."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BLOCK = 4
 
 
 def request(name: str, prompt: int | list[int], max_tokens: int = 4, **settings: Any) -> Request:
-    """``prompt`` is token ids, or how many; the ids of two requests differ unless given."""
+    """A request. ``prompt`` is token ids, or their number; ids of different requests differ unless given."""
     ids = [100 * ord(name[-1]) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     return Request(name, ids, max_tokens=max_tokens, **settings)
 
 
 class Driver:
-    """Schedules, and updates ``depth`` steps later; checks invariants after each."""
+    """Schedules steps, and updates each ``depth`` steps later. Checks invariants after each."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Driver:
             self.scheduler.add(one)
 
     def step(self, *, fail: bool = False) -> SchedulerOutput:
-        """One turn of the loop; ``fail`` makes the step that is scheduled now one that does not run."""
+        """One turn of the loop. With ``fail`` the step scheduled now fails."""
         out = self.scheduler.schedule(self.now)
         if out.num_tokens:
             self.flights.append((out, self._tokens(out)))
@@ -86,7 +86,7 @@ class Driver:
         self.finished += [one.request_id for one in result.finished]
 
     def run(self, most: int = 500) -> list[SchedulerOutput]:
-        """Until everybody has ended."""
+        """Run until all requests have ended."""
         outs = []
         while self.scheduler.has_unfinished or self.flights:
             outs.append(self.step())
@@ -97,7 +97,7 @@ class Driver:
         return outs
 
     def _tokens(self, out: SchedulerOutput) -> list[int]:
-        """The rows in the order an executor keeps them, from differences alone."""
+        """Tokens of the rows in the order of an executor, which is computed from differences only."""
         for row in out.joined:
             self.slots[row.slot] = row.request_id
         if out.decode_slots is not None:

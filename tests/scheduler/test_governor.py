@@ -280,6 +280,7 @@ def run_seeds() -> int:
     return sum(run_world(make_world(seed)).num_limits for seed in range(60))
 
 
+@pytest.mark.nightly
 def test_invariants_hold_in_worlds_whose_settings_move() -> None:
     assert run_seeds() > 100
 

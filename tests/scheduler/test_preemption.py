@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from chairlift.outputs import FinishReason
@@ -97,8 +99,8 @@ class Prices:
     def recompute_seconds(self, num_tokens: int) -> float:
         return self.token * num_tokens
 
-    def swap_seconds(self, num_blocks: int) -> float:
-        return self.block * num_blocks
+    def swap_seconds(self, num_blocks: Sequence[int]) -> float:
+        return self.block * sum(num_blocks)
 
 
 @pytest.mark.parametrize(("block", "room", "swaps"), [(0.1, 3, True), (0.1, 1, False), (100.0, 8, False)])

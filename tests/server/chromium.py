@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its DevTools protocol over two pipes: nothing to install but the browser."""
+"""A headless Chromium, controlled through its DevTools protocol over two pipes. It needs no package but the browser."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _FLAGS += ["--disable-background-networking", "--disable-component-update", "--d
 
 
 _PATIENCE = 60.0
-"""Seconds after which a browser, or what its page was to show, is taken not to come."""
+"""Seconds after which a missing browser, or missing contents of a page, are an error."""
 _SERVER_ERROR = -32000
-"""The protocol's code where a page was left, or its tab closed, while an expression of it was awaited."""
+"""The protocol's error code when a page was left, or its tab closed, while one of its expressions was awaited."""
 
 
 class PageGone(RuntimeError):
-    """The page that was asked is no longer there."""
+    """The page of an expression no longer exists."""
 
 
 def find_chromium() -> str | None:
@@ -38,7 +38,7 @@ def find_chromium() -> str | None:
 
 
 class Chromium:
-    """One tab."""
+    """One tab of the browser."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._to, self._from = to_browser, from_browser
@@ -46,14 +46,14 @@ class Chromium:
         self._rest = b""
         self._session: dict[str, str] = {}
         self.problems: list[str] = []
-        """Uncaught errors and what the browser refused, as texts."""
+        """Uncaught errors, and requests that the browser refused, as texts."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the protocol and its result."""
+        """Run one command of the protocol and return its result."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": params, **self._session}
         os.write(self._to, json.dumps(message).encode() + b"\0")
@@ -104,18 +104,18 @@ class Chromium:
         self.wait_for(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression is, waited for if it is a promise. Values that JSON has."""
+        """Value of a JavaScript expression, awaited if it is a promise. It must be valid in JSON."""
         given = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in given:
             raise RuntimeError(json.dumps(given["exceptionDetails"]))
         return given["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        """Until a JavaScript expression holds; fails after a minute."""
+        """Wait until a JavaScript expression is true. Fails after a minute."""
         look = f"(async () => {{ try {{ return !!(await ({condition})); }} catch {{ return false; }} }})()"
         end = time.monotonic() + _PATIENCE
         while True:
-            with contextlib.suppress(PageGone):  # a click may lead to another page: the next look sees that one
+            with contextlib.suppress(PageGone):  # a click may load another page, which the next check sees
                 if self.value(look):
                     return
                 self.value("new Promise(requestAnimationFrame)")
@@ -124,7 +124,7 @@ class Chromium:
                 raise TimeoutError(f"{condition} does not come true; the page shows {shown!r}")
 
     def write(self, text: str) -> None:
-        """Type into what has the focus."""
+        """Type into the focused element."""
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, *, shift: bool = False) -> None:
@@ -149,7 +149,7 @@ def open_chromium(program: str) -> Iterator[Chromium]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         flags = [*_FLAGS, f"--user-data-dir={profile}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
 
-        def place_pipes() -> None:  # it reads from 3 and writes to 4
+        def place_pipes() -> None:  # the browser reads from 3 and writes to 4
             spare_in, spare_out = os.dup(its_in), os.dup(its_out)
             os.dup2(spare_in, 3)
             os.dup2(spare_out, 4)
@@ -168,7 +168,7 @@ def open_chromium(program: str) -> Iterator[Chromium]:
         try:
             yield Chromium(ours_out, ours_in)
         finally:
-            os.close(ours_out)  # the browser ends when its pipe does
+            os.close(ours_out)  # the browser ends when its pipe closes
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:

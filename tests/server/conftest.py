@@ -1,4 +1,4 @@
-"""Tests of the server run on their own event loops; each leaves no warning about what it forgot."""
+"""Fixtures for server tests, which run on their own event loops. A forgotten resource of a test is a warning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def loggers_as_they_were() -> Iterator[None]:
-    """Starting a server sends the package's log to its own handler; afterwards it goes where it went before."""
+    """Restore the package's loggers, which a started server redirects to its own handler."""
     loggers = [logging.getLogger(name) for name in ("chairlift", "uvicorn")]
     before = [(logger, logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
     yield

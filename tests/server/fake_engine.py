@@ -1,7 +1,7 @@
-"""An engine at the seam that the server sees: scripted tokens, real detokenizing, and every way to fail.
+"""A fake engine for the server: scripted tokens, real detokenizing, and every kind of failure.
 
-An answer is a function of the prompt, the seed, the index of the answer and the sampling settings, so a test can say
-what must come: :meth:`FakeEngine.expected`. Deltas come in pieces of random size, as they do when a reader is slow.
+An answer is a function of the prompt, the seed, the index of the answer and the sampling parameters, so
+:meth:`FakeEngine.expected` can compute it. Deltas have random sizes, as for a slow reader.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from chairlift.config import ServerConfig
+from chairlift.engine.adapter_names import AdapterNames
 from chairlift.engine.async_engine import EngineState
 from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.engine.events import Events
@@ -84,7 +85,7 @@ def byte_tokenizer(begins: bool = False) -> Tokenizer:
 
 
 class FakeStream:
-    """Yields what was scripted; ends with the engine's failure when that comes first."""
+    """Yields scripted outputs. If the engine fails before they end, it raises the failure."""
 
     def __init__(
         self,
@@ -133,11 +134,14 @@ class FakeStream:
 
 
 class FakeEngine:
-    """Stands in for AsyncEngine. ``with_tokenizer=False`` is skip_tokenizer_init."""
+    """Replaces AsyncEngine. ``with_tokenizer=False`` is skip_tokenizer_init."""
 
     def __init__(self, *, with_tokenizer: bool = True, state: EngineState = EngineState.READY) -> None:
         self.state = state
         self.failure = ""
+        self.adapters = AdapterNames()
+        self.adapters_asked: list[str] = []
+        """What each request that was submitted asked for."""
         self.info: EngineInfo | None = INFO if state is EngineState.READY else None
         self.tokenizer = byte_tokenizer() if with_tokenizer else None
         self.stats = RequestStats()
@@ -145,43 +149,43 @@ class FakeEngine:
         self.num_aborted = 0
         self.num_queued = 0
         self.follows_grammars = False
-        """Whatever the script says."""
+        """Whether answers follow grammars; otherwise the script decides."""
         self.num_beside = 0
-        """Works that were done on a thread."""
+        """Number of jobs that ran on a thread."""
         self.engine_pid: int | None = None
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.service_classes: Mapping[str, ServiceClass] | None = None
         self.services: list[Service] = []
-        """What each request that was submitted is promised."""
+        """Promises of each submitted request."""
         self.arrivals: list[float | None] = []
         self.encoded_at: list[float] = []
         self.names: list[str] = []
         self.room_asked: list[tuple[int, str]] = []
         self.tokens_asked: list[int] = []
-        """Prompt tokens that each question for room was about."""
+        """Prompt tokens of each check for room."""
         self.words_asked: list[tuple[str, ...]] = []
-        """Bad words that were to be tokenized."""
+        """Bad words of each call that tokenizes them."""
         self.full = False
-        """Every request is refused for want of room."""
+        """Whether every request is refused because the queue is full."""
         self.failure_of_streams: Exception | None = None
-        """Raised by streams once they have given ``fail_after`` outputs."""
+        """Error that streams raise after ``fail_after`` outputs."""
         self.fail_after = 0
         self.failed_row = ""
-        """Why every answer ends with an error after its first tokens, if it does."""
+        """Error with which every answer ends after its first tokens; empty for none."""
         self.failed_reason = FinishReason.ERROR
         self.script: list[int] = []
-        """What every answer says, if not something at random."""
+        """Tokens of every answer; empty for random ones."""
         self.gate: asyncio.Event | None = None
-        """Streams that have given ``gate_after`` outputs wait for it."""
+        """Event that streams wait for after ``gate_after`` outputs."""
         self.gate_after = 0
         self.template_gate: asyncio.Event | None = None
-        """Chats wait for it before they are laid out."""
+        """Event that chats wait for before they are laid out."""
         self.waiting = asyncio.Event()
         self.intake = Intake(256, 65_536)
-        """What waits by the tests' own account; no request enters it."""
+        """Queue that tests fill; requests do not enter it."""
         self.waits: dict[str, float | None] = {}
-        """What is expected by class of service; 0 for others."""
+        """Expected wait by class of service; 0 for other classes."""
         self.queued: list[tuple[FakeStream, Place]] = []
         self.events = Events("began", "ended", "steps")
 
@@ -202,7 +206,7 @@ class FakeEngine:
         return self.queued
 
     def requests(self) -> list[FakeStream]:
-        return []  # what is listed of them is more than a script knows
+        return []  # a script knows nothing of their listed state
 
     def named(self, name: str) -> list[FakeStream]:
         return [stream for stream in self.streams if stream.name == name]
@@ -285,7 +289,9 @@ class FakeEngine:
         arrival: float | None = None,
         has_room: bool = False,
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
+        adapter: str = "",
     ) -> FakeStream:
+        self.adapters_asked.append(adapter)
         self.arrivals.append(arrival)
         self.check_room()
         self._check(prompt, params)
@@ -320,7 +326,7 @@ class FakeEngine:
             raise PromptTooLongError(f"the prompt has {len(prompt)} tokens, and does not fit in {INFO.max_model_len}")
 
     def _answer(self, prompt: list[int], params: SamplingParams, index: int) -> list[CompletionOutput]:
-        """The deltas of one answer."""
+        """Deltas of one answer."""
         if params.max_tokens == 0:
             scored = None if params.logprobs is None else 0.0
             end = FinishReason.LENGTH
@@ -364,7 +370,7 @@ class FakeEngine:
         return tokens[:count]
 
     def _entry(self, token: int, top: int) -> dict[int, Logprob]:
-        """The chosen token first, at a rank that depends on it; the ``top`` likeliest behind it."""
+        """Log-probabilities with the chosen token first, at a rank that depends on it, then the ``top`` likeliest."""
         rank = token % 3 + 1
         likely = [(token + 17 * (r - rank)) % (self.info or INFO).vocab_size for r in range(1, max(top, rank) + 1)]
         entry = {token: self._logprob(token, rank)}
@@ -396,7 +402,7 @@ class FakeEngine:
     def _interleaved(
         self, prompt: list[int], params: SamplingParams, answers: list[list[CompletionOutput]]
     ) -> list[RequestOutput]:
-        """Now one answer has news, now several."""
+        """Outputs in which one answer, or several, have news."""
         rng = random.Random(repr((prompt, params.seed)))
         left = [list(deltas) for deltas in answers]
         outputs = []
@@ -419,7 +425,7 @@ def _cumulative(deltas: Sequence[CompletionOutput]) -> CompletionOutput:
 
 
 def make_state(engine: FakeEngine | None = None, **settings: Any) -> ServerState:
-    """A server's state around a fake engine, for ``make_app``."""
+    """State of a server with a fake engine, for ``make_app``."""
     config = ServerConfig(**settings)
     fake: Any = engine or FakeEngine()
     return ServerState(config, fake, (MODEL, "other-name"), api_keys=load_keys(config), started_at=1_700_000_000)

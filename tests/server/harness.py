@@ -1,4 +1,4 @@
-"""A real server on a free port, an engine that only has a state, and a client that says exactly what it is told to."""
+"""A real server on a free port, an engine that only has a state, and a client that sends exactly the given bytes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from chairlift.config import EngineConfig, ServerConfig
+from chairlift.engine.adapter_names import AdapterNames
 from chairlift.engine.async_engine import EngineState
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.intake import Intake
@@ -28,7 +29,7 @@ from chairlift.server.limits import read_json
 from chairlift.server.state import ServerState
 
 PATIENCE = 60.0
-"""Seconds after which a test that waits for something has failed."""
+"""Seconds after which a waiting test fails."""
 
 INFO = EngineInfo(
     model="tiny",
@@ -54,11 +55,12 @@ INFO = EngineInfo(
 
 
 class StateOnlyEngine:
-    """What the HTTP shell sees of an engine: whether it is there."""
+    """The part of an engine that the HTTP layer uses: its state."""
 
     def __init__(self, state: EngineState = EngineState.READY) -> None:
         self.state = state
         self.failure = ""
+        self.adapters = AdapterNames()
         self.info: EngineInfo | None = INFO
         self.tokenizer = None
         self.stats = RequestStats()
@@ -99,7 +101,7 @@ def make_state(engine: Any = None, **settings: Any) -> ServerState:
 
 
 class Endpoints:
-    """Endpoints to poke at, and what became of their requests."""
+    """Endpoints for tests, with records of their requests."""
 
     def __init__(self) -> None:
         self.num_waiting = self.num_cancelled = 0
@@ -153,7 +155,7 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The OpenAI error object, which it must be."""
+        """The body, which must be an OpenAI error object."""
         content = self.json()
         assert set(content) == {"error"}
         assert set(content["error"]) == {"message", "type", "param", "code"}
@@ -168,7 +170,7 @@ _opened: ContextVar[contextlib.AsyncExitStack] = ContextVar("_opened")
 
 
 class Connection:
-    """A client's end of a connection, which is closed with the test at the latest."""
+    """A client's end of a connection. It is closed at the end of the test at the latest."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -214,7 +216,7 @@ class Connection:
         return data[:-2]
 
     async def is_closed(self) -> bool:
-        """Wait for the server to close; anything that it sends before is an error."""
+        """Wait until the server closes the connection. Bytes before that are an error."""
         try:
             return await asyncio.wait_for(self.reader.read(1), PATIENCE) == b""
         except ConnectionError:
@@ -227,7 +229,7 @@ class Connection:
 
 
 class Client:
-    """Opens connections to one server, and closes them with it."""
+    """Opens connections to one server, and closes them at the end."""
 
     def __init__(self, port: int, server: HttpServer) -> None:
         self.port, self.server = port, server
@@ -276,7 +278,7 @@ async def serving(
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine on the loop that the command uses, with an end to it."""
+    """Run a test's coroutine on the command's event loop, with a time limit."""
 
     async def limited() -> None:
         async with contextlib.AsyncExitStack() as opened:
@@ -288,7 +290,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Give the loop turns until the condition holds."""
+    """Run the loop until the condition holds."""
 
     async def turns() -> None:
         while not condition():

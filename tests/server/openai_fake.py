@@ -1,6 +1,6 @@
-"""A small server that speaks the OpenAI protocol: what clients of ours are tried against.
+"""A small server with the OpenAI protocol, for tests of Chairlift's clients.
 
-What it answers follows from the last message:
+The last message selects the answer:
 
 - ``fail STATUS CODE``: that status, with a Retry-After of 7 on 429 and 503;
 - ``break``: two pieces, then an error event; ``cut``: two pieces, then the connection ends;
@@ -66,7 +66,7 @@ OPENAPI = {
 
 
 class FakeServer:
-    """Scripted answers, and a record of what was asked."""
+    """Scripted answers, and a record of the requests."""
 
     def __init__(
         self,
@@ -79,15 +79,15 @@ class FakeServer:
     ) -> None:
         self.key = key
         self.counts = counts
-        """The field that /tokenize cannot do without."""
+        """Required field of /tokenize."""
         self.room = room
         self.lists_room = lists_room
         self.url = ""
         self.paths: list[str] = []
         self.bodies: list[dict[str, Any]] = []
-        """Of the chat requests."""
+        """Bodies of the chat requests."""
         self.started, self.left = threading.Event(), threading.Event()
-        """An endless answer has begun; its client has left."""
+        """Set when an endless answer has begun, and when its client has left."""
         self.loading = False
         routes = [
             *pages.routes,
@@ -161,7 +161,7 @@ class FakeServer:
 
 
 def _count(messages: list[dict[str, str]]) -> int:
-    """A token per word, and one per message."""
+    """One token per word, and one per message."""
     return sum(1 + len(message["content"].split()) for message in messages)
 
 

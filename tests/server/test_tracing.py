@@ -13,7 +13,7 @@ from chairlift.server import tracing
 
 
 class Stuck(SpanExporter):
-    """Of a collector that takes everything and never says so."""
+    """Exporter to a collector that accepts everything and never confirms it."""
 
     def __init__(self) -> None:
         self.away, self.told_to_end = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""A real core in this process that is watched over HTTP, and what it really did, noted without the recorder's help."""
+"""A real core in this process with live views over HTTP, and an independent record of what it did."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Tables = dict[str, list[list[int]]]
 
 
 class _NotingExecutor(LocalExecutor):
-    """Notes the block tables that a step runs with."""
+    """Records the block tables of each step."""
 
     note: Callable[[SchedulerOutput], None]
 
@@ -43,7 +43,7 @@ class _NotingExecutor(LocalExecutor):
 
 
 class Truth:
-    """An engine under a load with bursts and aborts, and what it did: per request its rows, per step all tables."""
+    """An engine under a load with bursts and aborts, and its true history: rows per request, all tables per step."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self.engine = engine
@@ -53,7 +53,7 @@ class Truth:
         self.tables: dict[int, Tables] = {}
         self.aborted: set[str] = set()
         self.answers: dict[str, int] = {}
-        """Tokens of sequences whose request ended well."""
+        """Number of tokens of sequences whose request ended normally."""
         self._random = random.Random(seed)
         self._count = 0
         self.core.events.subscribe("the truth", self)
@@ -76,7 +76,7 @@ class Truth:
         return clock
 
     def burst(self, count: int) -> None:
-        """As many requests at once; some prompts begin alike."""
+        """Add ``count`` requests at once; some prompts have equal beginnings."""
         for _ in range(count):
             draw = self._random
             prompt = [3] * draw.choice([0, 8, 16]) + [draw.randrange(18) for _ in range(draw.randrange(2, 24))]
@@ -87,7 +87,7 @@ class Truth:
             self._count += 1
 
     def step(self) -> None:
-        """One step, some time, and perhaps somebody who leaves."""
+        """Run one step, advance the clock, and sometimes abort a request."""
         self._clock().advance(0.0001 * self._random.randrange(2, 20))
         for output in self.engine.step():
             if output.finished:
@@ -101,7 +101,7 @@ class Truth:
                 self.aborted.add(name)
 
     def churn(self, count: int) -> None:
-        """Requests that leave in the middle of their prompt, each in the row that the one before it had."""
+        """Requests that are aborted during their prefill. Each uses the row of the one before."""
         for number in range(count):
             name = f"churned-{number}"
             params = SamplingParams(max_tokens=4, ignore_eos=True, seed=1)
@@ -111,7 +111,7 @@ class Truth:
             self.engine.abort(name)
 
     def run(self, bursts: int, most: int = 12) -> None:
-        """Bursts, each larger than the batch, until all has ended."""
+        """Run bursts, each larger than the batch, until all requests have ended."""
         for _ in range(bursts):
             self.burst(self._random.randrange(3, most))
             for _ in range(self._random.randrange(10, 40)):
@@ -136,7 +136,7 @@ def make_truth(
 
 
 class WatchedEngine(StateOnlyEngine):
-    """What the live view sees of an engine."""
+    """The part of an engine that the live view uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,21 +148,21 @@ class WatchedEngine(StateOnlyEngine):
 
 
 class ServedView:
-    """A server on a thread of its own."""
+    """A server on its own thread."""
 
     def __init__(self, state: ServerState, engine: WatchedEngine, loop: asyncio.AbstractEventLoop, port: int) -> None:
         self.state, self.engine, self._loop = state, engine, loop
         self.url = f"http://127.0.0.1:{port}"
 
     def tell(self, lines: bytes) -> None:
-        """The engine has something to tell."""
+        """Publish lines of the engine's recorder."""
         if lines:
             self._loop.call_soon_threadsafe(self.engine.events.tell, "steps", lines)
 
 
 @contextmanager
 def serve_watched(feed: Callable[[WatchedEngine], LiveFeed] | None = None, **settings: Any) -> Iterator[ServedView]:
-    """The whole application around an engine that is only there to be watched."""
+    """Serve the whole application with an engine that only has a live view."""
     ready, over, found = threading.Event(), asyncio.Event(), []
 
     async def serve() -> None:

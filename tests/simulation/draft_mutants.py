@@ -1,4 +1,4 @@
-"""Bugs of speculative decoding, to be planted one at a time. Worlds with drafts must find every one of them."""
+"""Bugs of speculative decoding, injected one at a time. Worlds with drafts must detect each of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def accepted_after_a_mismatch(patch: Patch) -> None:
 
 @mutant
 def one_too_few_accepted(patch: Patch) -> None:
-    """No answer changes, but what was computed is computed again at another place."""
+    """Accept one draft too few. Answers do not change, but a position is computed twice."""
     accepted = Chunk.num_accepted
     settle = InputBatch._settle
 

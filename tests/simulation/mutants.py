@@ -1,6 +1,6 @@
-"""Bugs that engines like this one have had, to be planted one at a time. The simulator must find every one of them.
+"""Typical bugs of such engines, injected one at a time. The simulator must detect each of them.
 
-Each is a function that takes a ``patch(owner, name, value)``; the names follow the failures they reproduce.
+Each is a function that takes a ``patch(owner, name, value)``; the names describe the failures.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from chairlift.step_batch import StepBatch
 Patch = Callable[[Any, str, Any], None]
 MUTANTS: dict[str, Callable[[Patch], None]] = {}
 PROMISE_MUTANTS: dict[str, tuple[str, Callable[[Patch], None]]] = {}
-"""The same for promises of the policy `priority`, with the worlds that find it."""
+"""Bugs in the promises of the policy `priority`, with the worlds that detect them."""
 
 
 def mutant(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
@@ -51,7 +51,7 @@ def mutant(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
 
 
 def promise_mutant(world: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    """For a bug that breaks a promise which only the worlds of that name look at."""
+    """Decorator for a bug that breaks a promise which only the worlds of that name check."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
         PROMISE_MUTANTS[plant.__name__] = (world, plant)
@@ -805,7 +805,7 @@ def _unless_prefill_mode(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without(original: Callable[..., Any], attribute: str, method: str) -> Callable[..., Any]:
-    """``original`` with one call on one of the object's parts left out."""
+    """``original`` without one call on one of the object's parts."""
 
     class _Deaf:
         def __init__(self, part: Any) -> None:

@@ -1,4 +1,4 @@
-"""Policies of one's own, as somebody would write them; and broken ones, each in its own way."""
+"""Custom policies as a user would write them, and broken ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["BROKEN", "EarliestDeadlineFirst", "FairShares", "SeededRandom", "Sho
 
 
 class EarliestDeadlineFirst(FirstComeFirstServed):
-    """Who must be ready soonest goes first, and takes the row of who has most time (EDF; Liu and Layland, 1973)."""
+    """Earliest deadline first. It also preempts the request with the latest deadline (EDF; Liu and Layland, 1973)."""
 
     name = "edf"
     preemptive = True
@@ -34,7 +34,7 @@ class EarliestDeadlineFirst(FirstComeFirstServed):
 
 
 class ShortestPromptFirst(FirstComeFirstServed):
-    """The shortest prompt first (SRPT as far as anybody can tell), and the others after a while."""
+    """Shortest prompt first (an approximation of SRPT); longer ones go first after a while."""
 
     name = "srpt"
 
@@ -46,7 +46,7 @@ class ShortestPromptFirst(FirstComeFirstServed):
 
 
 class FairShares(FirstComeFirstServed):
-    """Virtual token counters and nothing else (VTC; Sheng et al., OSDI 2024)."""
+    """Fairness by virtual token counters only (VTC; Sheng et al., OSDI 2024)."""
 
     name = "vtc"
 
@@ -76,7 +76,7 @@ class FairShares(FirstComeFirstServed):
 
 
 class SeededRandom(FirstComeFirstServed):
-    """Throws dice for everything, but the same ones in every run."""
+    """Random decisions that are the same in every run."""
 
     name = "random"
     preemptive = True
@@ -245,7 +245,7 @@ class FailsInTheMiddle(FirstComeFirstServed):
 
 
 class LetsNobodyBack(FirstComeFirstServed):
-    """Who was preempted too often never gets a row again."""
+    """A request that was preempted too often never gets a row again."""
 
     def may_stay(self, request: Request) -> bool:
         return False
@@ -262,7 +262,7 @@ class DependsOnTheRun(FirstComeFirstServed):
 
 
 class EatsDeadlines(FirstComeFirstServed):
-    """Says of requests that they are late after it has taken their lateness away."""
+    """Reports requests as late after it has removed their deadlines."""
 
     def joined(self, request: Request) -> None:
         request.service = dataclasses.replace(request.service, finish_by=0.0)
@@ -290,4 +290,4 @@ BROKEN: dict[type[FirstComeFirstServed], str] = {
     DependsOnTheRun: "determinism",
     EatsDeadlines: "engine",
 }
-"""Which promise each of them breaks."""
+"""The promise that each of them breaks."""

@@ -31,6 +31,7 @@ from chairlift.scheduler.cost_model import CostModel, Roofline, StepFeatures
 from chairlift.workbench.bench.tune_state import kept_latencies
 from chairlift.workbench.workload.arrivals import Gamma, parse_arrivals
 from chairlift.workbench.workload.trace import TracedRequest, draw_trace
+from tests.tiers import one_in
 
 STEP = Roofline(
     weight_seconds=0.02,
@@ -132,7 +133,7 @@ def test_the_result_does_not_depend_on_the_hash_seed() -> None:
     assert json.loads(runs[0].stdout)["served"]["requests"] == 40
 
 
-@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("load", one_in(3, [0.6, 0.3, 0.8]))
 def test_one_slot_with_poisson_arrivals_is_an_m_d_1_queue(load: float) -> None:
     """Exactly Lindley's recursion on these arrivals, and nearly Pollaczek and Khinchine's mean over many of them."""
     count = 12_000

@@ -1,7 +1,7 @@
-"""Regular expressions of published tokenizers, as ``tokenizer.json`` has them, or the code of tiktoken.
+"""Regular expressions of published tokenizers, from ``tokenizer.json`` or the code of tiktoken.
 
-The names say which models use them. They are test data: what the server takes such a pattern for is decided by
-``chairlift.tokenizer.patterns``.
+Keys name the models that use them. They are test data: ``chairlift.tokenizer.patterns`` decides how the server treats a
+pattern.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ STEADY = {
     "a prefix at the start of a text": r"(?<!\n)^",
 }
 SLOW = {
-    # These belong to models as well, and are rightly doubted: their time grows with the square of the text
+    # Patterns of models that are rightly refused: their time grows with the square of the text
     "DeepSeek LLM, spaces at the end": r"\s+$",
     "SentencePiece, converted by transformers 5": r"\A +| +\z",
     "SeamlessM4T": " +▁",
     "SuperBPE": r"(?=(\d{3})+(?!\d))",
     "Tiny Aya, Trinity (AFMoE)": r"\d{1,3}(?=(?:\d{3})*\b)",
     "Jais 2": r"\s*[\r\n]+|\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{1,2}(?!\S)|\s{1}",
-    # These belong to nobody
+    # Patterns of no model
     "twice as often per letter": "(a|aa)+$",
     "a repetition in a repetition": "(a+)+b",
     "a repetition in a repetition, in Oniguruma": "a{1,3}+b|a+",

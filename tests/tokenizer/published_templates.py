@@ -1,8 +1,9 @@
-"""Our rendering of published chat templates against transformers'.
+"""Compares Chairlift's rendering of published chat templates with transformers'.
 
 ``python -m tests.tokenizer.published_templates DIR`` compares those in a directory.
 
-Packages that ship such templates: trl, and llama-cpp-python's source distribution (vendor/llama.cpp/models/templates).
+Packages that contain such templates: trl, and llama-cpp-python's source distribution
+(vendor/llama.cpp/models/templates).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _says(text: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
 
-# Chats whose text must be that of transformers, where that has one, and whose words must all be in it.
+# Chats with words that must be in the text. The text must equal that of transformers, if that has one.
 CHATS: dict[str, tuple[list[dict[str, Any]], tuple[str, ...]]] = {
     "user": ([_HI], ("Hi",)),
     "system": ([{"role": "system", "content": "Be."}, _HI], ("Be.", "Hi")),
@@ -49,14 +50,15 @@ CHATS: dict[str, tuple[list[dict[str, Any]], tuple[str, ...]]] = {
 
 
 def reference() -> Any:
-    """transformers' tokenizer, whose ``apply_chat_template`` is the truth."""
+    """transformers' tokenizer, whose ``apply_chat_template`` is the reference."""
     import transformers
 
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tiny.library("byte_level"), **NAMED)
 
 
 def compare(source: str, name: str, truth: Any) -> str:
-    """``same``, ``refused`` (by us), ``other`` (all words are there), ``differs`` or ``lost`` (some are not)."""
+    """``same``, ``refused`` (by Chairlift), ``other`` (another text with all words), ``differs`` or ``lost`` (words are
+    missing)."""
     chat, words = CHATS[name]
     how = {"continue_final_message": True} if "continued" in name else {"add_generation_prompt": True}
     try:
@@ -67,11 +69,11 @@ def compare(source: str, name: str, truth: Any) -> str:
         return "lost"
     try:
         theirs = truth.apply_chat_template(chat, chat_template=source, tokenize=False, **how)
-    except Exception:  # a template raises what it likes
+    except Exception:  # a template may raise anything
         return "other"
     if ours == theirs:
         return "same"
-    # transformers prints lists as Python does, and leaves out what a template does not loop over.
+    # transformers prints lists in Python's form, and drops parts that a template does not loop over.
     broken = "'text'" in theirs or '"text"' in theirs or any(word not in theirs for word in words)
     return "other" if broken or "reasoning" in name else "differs"
 

@@ -18,6 +18,7 @@ from chairlift.engine.detokenizer import IncrementalDetokenizer
 from chairlift.errors import ModelLoadError, RequestError
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer import Tokenizer
+from tests.tiers import one_in
 from tests.tokenizer import tiny
 
 
@@ -263,7 +264,7 @@ def test_ids_outside_the_vocabulary_add_nothing() -> None:
         assert tokenizer.decode([-1, *ids, 10**12, tokenizer.vocab_size]) == tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("char", ["a", " ", "\n", "5", "!", "é", "😀", "\x00"])
+@pytest.mark.parametrize("char", one_in(3, ["a", "\n", "5", " ", "!", "\x00", "😀", "é"]))
 def test_a_megabyte_of_one_character_does_not_hang(char: str) -> None:
     text = char * (1_000_000 // len(char.encode()))
     start = time.process_time()

@@ -45,14 +45,14 @@ def byte_level_backend(pattern: str | None = None) -> tokenizers.Tokenizer:
 
 
 def byte_fallback_backend(strip: bool = True) -> tokenizers.Tokenizer:
-    """As Llama 2: no pre-tokenizer, spaces as ``▁``, unknown characters as byte tokens."""
+    """A tokenizer like Llama 2's: no pre-tokenizer, spaces as ``▁``, unknown characters as byte tokens."""
     specials = ["<unk>", "<s>", "</s>"]
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(_SENTENCEPIECE + [decoders.Strip(" ", 1, 0)] * strip)
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=specials + _BYTES, show_progress=False)
-    backend.train_from_iterator(_CORPUS[:1], trainer)  # few letters, so that most text falls back to bytes
-    # The trainer reserves entries only as special tokens, but byte tokens are ordinary ones.
+    backend.train_from_iterator(_CORPUS[:1], trainer)  # few letters, so that most text becomes bytes
+    # The trainer can reserve entries only as special tokens, but byte tokens are normal ones.
     description = json.loads(backend.to_str())
     description["added_tokens"] = [token for token in description["added_tokens"] if token["content"] in specials]
     return tokenizers.Tokenizer.from_str(json.dumps(description))
@@ -87,7 +87,8 @@ def _word_piece_backend() -> tokenizers.Tokenizer:
 
 
 def _suffix_backend() -> tokenizers.Tokenizer:
-    """``</w>`` ends a word; the last token of a sequence drops its space, so text depends on what follows."""
+    """A tokenizer with ``</w>`` at the end of a word. The last token of a sequence drops its space, so its text depends
+    on what follows."""
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.decoder = decoders.BPEDecoder()
@@ -111,7 +112,7 @@ FAMILIES: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 @functools.cache
 def library(family: str) -> tokenizers.Tokenizer:
-    """The library's own tokenizer, the truth to compare with."""
+    """The library's own tokenizer, as the reference."""
     return FAMILIES[family]()
 
 

@@ -1,4 +1,4 @@
-"""Answers as models of each format write them, and the calls in them."""
+"""Answers in each format, and the calls in them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOOLS: dict[str, dict[str, Any]] = {
 }
 _BAR = "｜"
 
-# name of the format -> (text, content, calls), several each
+# name of the format -> several (text, content, calls)
 RECORDED: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
     (
         "hermes",
@@ -209,7 +209,7 @@ def reader_for(name: str, reasoning: str = "", **options: Any) -> AnswerReader:
 
 
 def split_read(reader: AnswerReader, pieces: list[str]) -> Answer:
-    """The answer whose text comes in these pieces."""
+    """The answer whose text arrives in these pieces."""
     answer = Answer()
     for piece in pieces:
         answer.add(reader.feed(piece))
@@ -218,5 +218,5 @@ def split_read(reader: AnswerReader, pieces: list[str]) -> Answer:
 
 
 def as_calls(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
-    """Names and arguments."""
+    """Names and arguments of the calls."""
     return [(call.name, json.loads(call.arguments)) for call in answer.calls]

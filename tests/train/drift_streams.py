@@ -1,4 +1,4 @@
-"""Streams of numbers that change, or do not, and what a detector makes of them."""
+"""Streams of numbers with and without changes, and the evaluation of detectors on them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Stream:
 
 class Updates(Protocol):
     def __call__(self, value: float) -> bool:
-        """Take the next value; whether a change is seen."""
+        """Take the next value. Returns whether a change is detected."""
 
 
 def abrupt(seed: int, length: int = 2000, change: int = 1000) -> Stream:
-    """A loss of 2.0 that is 2.3 from one value to the next; standard deviation 0.25."""
+    """A loss of 2.0 that becomes 2.3 at once; standard deviation 0.25."""
     rng = np.random.default_rng(seed)
     values = rng.normal(2.0, 0.25, length)
     values[change:] += 0.3
@@ -40,14 +40,14 @@ def gradual(seed: int, length: int = 2000, change: int = 1000, over: int = 500) 
 
 
 def variance(seed: int, length: int = 2000) -> Stream:
-    """A mean of 2.0 throughout, but the standard deviation goes from 0.15 to 0.45 and back: every alarm is false."""
+    """A constant mean of 2.0, but the standard deviation goes from 0.15 to 0.45 and back: every alarm is false."""
     rng = np.random.default_rng(seed)
     deviation = np.where((np.arange(length) // (length // 3)) % 2 == 1, 0.45, 0.15)
     return Stream((2.0 + rng.normal(0.0, 1.0, length) * deviation).tolist(), None)
 
 
 def bernoulli(seed: int, length: int = 2000, change: int = 1000) -> Stream:
-    """Errors with probability 0.2, then 0.5: what ADWIN's paper tries."""
+    """Errors with probability 0.2, then 0.5, as in ADWIN's paper."""
     rng = np.random.default_rng(seed)
     odds = np.where(np.arange(length) < change, 0.2, 0.5)
     return Stream((rng.random(length) < odds).astype(float).tolist(), change)
@@ -64,15 +64,16 @@ STREAMS: dict[str, Callable[[int], Stream]] = {
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     delay: float
-    """Median number of values between the change and the first alarm after it; a change never seen counts as all."""
+    """Median number of values between the change and the first alarm after it. A missed change counts with all its
+    values."""
     missed: float
-    """Share of the changes that were never seen."""
+    """Share of the changes that were not detected."""
     false_alarms: float
-    """Per 1,000 values without a change before them."""
+    """False alarms per 1,000 values without a change before them."""
 
 
 def evaluate(make: Callable[[], Updates], stream: Callable[[int], Stream], seeds: range) -> Outcome:
-    """Run a fresh detector over the stream of every seed."""
+    """Run a new detector over the stream of every seed."""
     delays: list[int] = []
     missed = false = quiet = 0
     for seed in seeds:

@@ -1,4 +1,4 @@
-"""Tiny random models of Hugging Face families, by name: what packing is tried on."""
+"""Tiny random models of Hugging Face families by name, for tests of packing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BASE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
-    "initializer_range": 0.2,  # large enough for what one token tells another to be visible
+    "initializer_range": 0.2,  # so large that one token visibly affects another
 }
 _GQA: dict[str, Any] = _BASE | {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 256}
 _MOE: dict[str, Any] = _GQA | {"head_dim": 8, "num_experts_per_tok": 2}
@@ -85,13 +85,14 @@ EXACT = tuple(_EXACT)
 """Families that keep packed sequences apart when ``position_ids`` restart and no mask is given."""
 
 LEAKING = tuple(_LEAKING)
-"""Families that do not, and say nothing."""
+"""Families that mix packed sequences, without an error."""
 
 
 def tiny(name: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, attention: str | None = None) -> Any:
-    """A model of the family in ``eval`` mode (no dropout), weights from ``seed``; the caller's generator is untouched.
+    """A model of the family in ``eval`` mode (no dropout), with weights from ``seed``. The global random generator is
+    not changed.
 
-    ``attention`` is ``attn_implementation`` of transformers, whose choice it is otherwise.
+    ``attention`` is ``attn_implementation`` of transformers; by default transformers chooses.
     """
     import transformers
 

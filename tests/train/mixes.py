@@ -24,14 +24,14 @@ def docs(rng: random.Random, capacity: int) -> int:
 
 
 def rl(rng: random.Random, capacity: int) -> int:
-    """Four fifths short, one fifth longer than half the capacity: no two of those share a pack."""
+    """Four fifths are short, one fifth is longer than half the capacity, so no two of these fit in one pack."""
     if rng.random() < 0.8:
         return _log_normal(rng, capacity, 0.0362)
     return round(capacity * rng.uniform(0.55, 0.95))
 
 
 def hard(rng: random.Random, capacity: int) -> int:
-    """Uniform between 0.2 and 0.6 of the capacity: two to four in a pack, and nothing small to fill up with."""
+    """Uniform between 0.2 and 0.6 of the capacity: two to four in a pack, and nothing small to fill the rest."""
     return round(capacity * rng.uniform(0.2, 0.6))
 
 

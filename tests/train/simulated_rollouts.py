@@ -1,4 +1,4 @@
-"""A simulated generator of rollouts, and something to learn from them, on a virtual clock."""
+"""A simulated generator of rollouts and a simple learner, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def softmax(logits: Sequence[float]) -> list[float]:
 
 
 class SimulatedGenerator:
-    """Decodes elsewhere, while the trainer computes: a step takes 10 ms and a little for each row it has.
+    """Decodes while the trainer computes. A step takes 10 ms and a little per row.
 
-    A rollout is as long as real ones are (log-normal, cut off), and its first token is an action of a bandit, drawn
-    from the weights that there were when it began.
+    Rollouts have realistic lengths (log-normal, cut off). The first token is an action of a bandit, drawn from the
+    weights at the rollout's start.
     """
 
     def __init__(self, clock: Clock, seed: int) -> None:
@@ -84,7 +84,7 @@ class SimulatedGenerator:
 
 
 class Bandit:
-    """REINFORCE with truncated importance weights; action a pays a / ACTIONS, less noise."""
+    """REINFORCE with truncated importance weights. Action a pays a / ACTIONS plus noise."""
 
     def __init__(self, clock: Clock, seed: int) -> None:
         self.clock = clock

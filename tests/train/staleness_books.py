@@ -1,4 +1,4 @@
-"""Random events at a staleness gate, and books of their own that it must agree with."""
+"""Random events at a staleness gate, and an independent count to compare with."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ POLICIES: tuple[StalenessPolicy, ...] = ("drop", "wait", "reweight", "lr_scale")
 
 
 class World:
-    """Rollouts that take as long as they are, a trainer that takes a batch when there is one, and random events."""
+    """Rollouts of random length, a trainer that takes each complete batch, and random events."""
 
     def __init__(self, gate: StalenessGate, seed: int) -> None:
         self.gate = gate
         self.random = random.Random(seed)
         self.version = 0
-        self.running: dict[int, list[int]] = {}  # ticket -> tokens left, tokens in all, version of its first token
+        self.running: dict[int, list[int]] = {}  # ticket -> tokens left, total tokens, version of its first token
         self.ended: dict[int, int] = {}  # ticket -> version of its first token
         self.consumed = self.dropped = self.cancelled = 0
         self.lengths: list[int] = []
@@ -49,7 +49,7 @@ class World:
             self.running[ticket] = [length, length, self.version]
 
     def generate(self) -> None:
-        """A token, or several, for everybody."""
+        """Generate one token or several for every rollout."""
         count = self.random.randint(1, 8)
         for ticket, row in list(self.running.items()):
             row[0] -= count

@@ -192,6 +192,16 @@ def test_the_mix_is_the_declared_one_and_every_source_in_its_order() -> None:
     assert [item["source"] for item in itertools.islice(other, 4000)] != [item["source"] for item in items]
 
 
+def test_losses_of_one_source_are_averaged_over_tokens_where_their_numbers_are_told() -> None:
+    sampler = DriftSampler({"a": Topic(0, 100)})
+    list(itertools.islice(sampler, 3))
+    sampler.observe([0, 1, 2], [4.0, 1.0, 1.0], [1, 10, 9])
+    assert sampler.stats()["sources"]["a"]["loss"] == pytest.approx((4 + 10 + 9) / 20)
+    for wrong in ([1, 2], [1, 2, 0]):
+        with pytest.raises(ConfigError, match="number of targets"):
+            sampler.observe([0, 1, 2], [1.0, 1.0, 1.0], wrong)
+
+
 def test_a_source_that_ends_leaves_the_mix() -> None:
     items = list(DriftSampler({"a": Topic(0, 10), "b": Topic(1, 200)}))
     assert collections.Counter(item["source"] for item in items) == {"a": 10, "b": 200}
@@ -439,6 +449,7 @@ def test_arguments_are_checked() -> None:
 # What it is for
 
 
+@pytest.mark.nightly
 def test_the_old_language_is_kept_by_replay() -> None:
     spec = importlib.util.spec_from_file_location("continual", EXAMPLE)
     assert spec is not None and spec.loader is not None

@@ -85,8 +85,9 @@ def test_losses_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
     told: dict[int, float] = {}
 
     class Listening(DriftSampler):
-        def observe(self, of: Any, loss: Any) -> None:
+        def observe(self, of: Any, loss: Any, targets: Any = None) -> None:
             told.update(zip(of, loss, strict=True))
+            assert list(targets) == [sum(weight > 0 for weight in items[number]["loss_weight"]) for number in of]
 
     items: list[dict[str, Any]] = [
         {"input_ids": [1, 2, 3, 4, 5], "loss_weight": [0, 0, 0, 1, 1]},

@@ -150,6 +150,26 @@ def test_evaluation_between_steps_is_a_token_mean(tmp_path: pathlib.Path) -> Non
     assert seen <= {*TRAINER_KEYS, "num_items_in_batch"}
 
 
+def test_evaluation_is_a_mean_over_all_tokens_and_not_over_rows(tmp_path: pathlib.Path) -> None:
+    """Rows have very different numbers of targets; in a mean of the rows' means all of them count the same."""
+    loss = TrainerLoss("sequence")
+    trainer = make_trainer(tmp_path, loss, PackCollator(), per_device_eval_batch_size=1)
+    loss.attach(trainer)
+    packs = list(Packs())
+    batches = [PackCollator(keys=TRAINER_KEYS)(pack) for pack in packs]
+    means = []
+    with torch.no_grad(), (mean := StepLoss()).step(batches):
+        for batch in batches:
+            logits = trainer.model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+            before = mean.total
+            mean(logits, batch)
+            means.append((mean.total - before) * mean.normaliser(batches) / max(1e-9, mean.normaliser([batch])))
+    for _ in range(2):  # nothing of the first is left in the second
+        assert trainer.evaluate(packs)["eval_loss"] == pytest.approx(mean.total, rel=1e-5)
+    assert abs(sum(means) / len(means) / mean.total - 1) > 1e-3, "the rows are too much alike to tell"
+    assert trainer.predict(packs).metrics["test_loss"] == pytest.approx(mean.total, rel=1e-5)
+
+
 def test_misuse_is_refused(tmp_path: pathlib.Path) -> None:
     loss = TrainerLoss("sequence")
     trainer = make_trainer(tmp_path, loss, PackCollator(keys=TRAINER_KEYS))

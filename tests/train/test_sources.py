@@ -111,7 +111,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer_dir: Path, 
     (tmp_path / "tokenizer.json").write_bytes((tokenizer_dir / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_text(last_only)
     encode = Encoder(tmp_path)
-    with pytest.raises(ConfigError, match=r"messages\[2\].*record in which it comes last"):
+    with pytest.raises(ConfigError, match=r"messages\[2\].*a template for training"):
         encode({"messages": CHAT})
 
 
@@ -236,6 +236,27 @@ def test_a_corrupt_line_is_named_or_skipped_and_counted(tmp_path: Path) -> None:
         lenient = make([path], Encoder(), on_error="skip")
         assert firsts(lenient) == [0, 1, 2]
         assert lenient.skipped == 2
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_record_that_is_skipped_counts_once_however_often_the_file_is_read(tmp_path: Path, shuffle: bool) -> None:
+    path = numbers(tmp_path / "a.jsonl", 6)
+    lines = path.read_text().splitlines()
+    lines[2] = lines[4] = "no record"
+    path.write_text("\n".join(lines))
+
+    def source() -> RecordSource:
+        return RecordSource([path], Encoder(), shuffle=shuffle, epochs=None, on_error="skip")
+
+    endless = source()
+    for _ in range(4 * 50 + 1):
+        next(endless)
+    assert endless.skipped == 2
+    resumed = source()
+    resumed.load_state_dict(endless.state_dict())
+    for _ in range(8):
+        next(resumed)
+    assert resumed.skipped == 2
 
 
 def test_a_token_id_that_the_model_does_not_know_is_named_or_skipped(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from chairlift.errors import ConfigError
+from chairlift.train import stream as stream_module
 from chairlift.train.balance import Cost
 from chairlift.train.layout import Pack
 from chairlift.train.pack import pack_indices
@@ -244,7 +245,9 @@ def test_what_is_too_long_is_treated_as_asked(overflow: Any) -> None:
         expected = [length]
         if position in long:
             pieces = [min(CAPACITY, length - start) for start in range(0, length, CAPACITY)]
-            expected = {"split": pieces, "truncate": [CAPACITY], "drop": [], "own_pack": [length]}[overflow]
+            pieces = [size for i, size in enumerate(pieces) if teaches(item, i * CAPACITY, size)]
+            first = [CAPACITY] if teaches(item, 0, CAPACITY) else []
+            expected = {"split": pieces, "truncate": first, "drop": [], "own_pack": [length]}[overflow]
         assert sorted(found.get(position, [])) == sorted(expected)
     stats = stream.stats()
     counted = {"split": stats.split, "truncate": stats.truncated, "drop": stats.dropped, "own_pack": 0}
@@ -252,6 +255,55 @@ def test_what_is_too_long_is_treated_as_asked(overflow: Any) -> None:
     for pack in packs:
         assert pack.num_tokens <= CAPACITY or (overflow == "own_pack" and len(pack.ids) == 1)
         assert all(pack.weights[start] == 0 for start in pack.layout.cu_seqlens[:-1])
+
+
+def teaches(item: dict[str, Any], start: int, size: int) -> bool:
+    """Whether a piece of a described row has a target, as far as the row says what its targets are."""
+    if "completion_mask" in item:
+        return any(item["completion_mask"][start + 1 : start + size])
+    return size > 1 or "weight" not in item
+
+
+def prompted(prompt: int, answer: int, **fields: Any) -> dict[str, Any]:
+    mask = [0] * prompt + [1] * answer
+    return {"input_ids": list(range(prompt + answer)), "completion_mask": mask, **fields}
+
+
+def test_a_truncated_sequence_without_a_target_is_left_out_and_counted_by_source() -> None:
+    """Its prompt alone fills the pack: to compute it teaches nothing."""
+    items = [prompted(20, 5), prompted(4, 3), prompted(6, 10, source="a"), prompted(16, 1, source="a@0"), [1, 2, 3]]
+    stream = PackStream(items, 8, overflow="truncate")
+    packs = list(stream)
+    assert sorted(i for pack in packs for i in pack.ids) == [1, 2, 4]
+    assert all((pack.weights != 0).any() for pack in packs)
+    stats = stream.stats()
+    assert stats.truncated == 3
+    data, a = stats.cut["data"], stats.cut["a"]
+    assert (data.sequences, data.tokens, data.targets, data.left_out) == (1, 25, 5, 1)
+    assert (a.sequences, a.tokens, a.targets, a.left_out) == (2, 8 + 17, 8 + 1, 1)
+    again = PackStream(items, 8, overflow="truncate")
+    again.load_state_dict(stream.state_dict())
+    assert again.stats() == stats
+
+
+def test_pieces_of_a_split_prompt_are_left_out() -> None:
+    stream = PackStream([prompted(20, 5), prompted(3, 9)], 8, overflow="split")
+    packs = list(stream)
+    found = [(i, length) for pack in packs for i, length in zip(pack.ids, pack.lengths, strict=True)]
+    assert sorted(found) == [(0, 8), (1, 4), (1, 8)]
+    assert {name: (cut.sequences, cut.tokens, cut.left_out) for name, cut in stream.stats().cut.items()} == {
+        "data": (1, 17, 0)
+    }
+
+
+@pytest.mark.parametrize("overflow", ["truncate", "drop"])
+def test_an_endless_source_of_which_nothing_is_left_is_not_read_for_ever(
+    overflow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "_MOST_LEFT_OUT", 50)
+    stream = PackStream(itertools.repeat(prompted(20, 5)), 8, overflow=overflow)
+    with pytest.raises(ConfigError, match=r"the last 50 sequences are all longer than a pack \(8 tokens\)"):
+        next(iter(stream))
 
 
 def test_pieces_have_the_tokens_and_weights_of_the_whole() -> None:

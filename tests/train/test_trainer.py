@@ -120,14 +120,14 @@ def test_dropout_depends_on_the_seed_and_the_pack_alone_and_leaves_no_trace() ->
     assert not any(module._forward_hooks for module in trainer.model.modules())
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd", "inverse_sqrt"])
 def test_schedule_rises_then_falls_to_its_end(schedule: Any) -> None:
     settings = TrainerConfig(steps=100, warmup_steps=10, learning_rate=1.0, schedule=schedule, final_fraction=0.1)
     rates = [settings.rate(step) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[10] == pytest.approx(1.0)
     assert all(later <= earlier for earlier, later in itertools.pairwise(rates[10:]))
-    assert rates[100] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    assert rates[100] == pytest.approx({"constant": 1.0, "inverse_sqrt": 0.1**0.5}.get(schedule, 0.1))
     assert all(math.isfinite(rate) for rate in rates)
 
 
@@ -240,6 +240,42 @@ FAMILIES = {
     "qwen3": {"head_dim": 8},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 40, "n_positions": 128},
 }
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_layers_computed_again_give_the_same_bits(dropout: float) -> None:
+    data = examples(17)
+    plain, expected = one_step(tiny_model(), data, dropout=dropout)
+    saving, found = one_step(tiny_model(), data, dropout=dropout, gradient_checkpointing=True)
+    assert found == expected
+    mine, theirs = gradients(saving.model), gradients(plain.model)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert not any("forward" in vars(module) for module in saving.model.modules())
+
+
+def test_gradients_are_scaled_down_to_the_largest_norm_or_never() -> None:
+    data = examples(8)
+    lengths = {}
+    for most in (None, 1e9, 0.5):
+        trainer, result = one_step(tiny_model(), data, max_grad_norm=most)
+        assert result.grad_norm > 1
+        lengths[most] = math.sqrt(sum(float(g.norm()) ** 2 for g in gradients(trainer.model).values()))
+    assert lengths[None] == lengths[1e9] == pytest.approx(result.grad_norm, rel=1e-5)
+    assert lengths[0.5] == pytest.approx(0.5, rel=1e-4)
+
+
+def test_wsd_stays_at_its_peak_and_falls_at_the_end() -> None:
+    settings = {"steps": 100, "warmup_steps": 10, "learning_rate": 1.0, "final_fraction": 0.1}
+    rates = [TrainerConfig(**settings, schedule="wsd", decay_steps=30).rate(step) for step in range(101)]
+    assert rates[10:71] == [1.0] * 61
+    assert rates[85] == pytest.approx(0.55) and rates[100] == pytest.approx(0.1)
+    assert (
+        TrainerConfig(**settings, schedule="wsd").rate(80) == 1.0 > TrainerConfig(**settings, schedule="wsd").rate(81)
+    )
+    with pytest.raises(ConfigError, match="between 0 and the 90 steps after warmup_steps, got 91"):
+        TrainerConfig(**settings, schedule="wsd", decay_steps=91)
+    with pytest.raises(ConfigError, match="decay_steps is for schedule wsd, and this one is cosine"):
+        TrainerConfig(**settings, decay_steps=5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,4 +1,4 @@
-"""A training run small enough for a test, and a process of its own that is killed where it is told to be.
+"""A small training run, and a process that kills itself at a given point.
 
 ::
 

@@ -1,1 +1,2 @@
-"""The C++ kernels of ``csrc/cpu``: their binding, packed weights and step programs; they import nothing else."""
+"""The C++ kernels of ``csrc/cpu``: their binding, packed weights and step programs. Modules here import no other part
+of the engine."""

@@ -1,8 +1,8 @@
 """The binding of ``csrc/cpu/chairlift_cpu.h``: structs, prototypes, huge-page memory and the thread pool.
 
-ctypes lets go of the GIL during a call, needs nothing at build time, and one shared object serves every Python 3. A
-step is one call, so its few microseconds don't count. The structs here and those in the header must agree field by
-field; :func:`load` compares their sizes and refuses a library that was built from another header.
+ctypes releases the GIL during a call, needs nothing at build time, and works with one shared object for every Python 3.
+A step is one call, so the overhead of some microseconds does not matter. The structs here and in the header must agree
+field by field. :func:`load` compares their sizes and refuses a library built from another header.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -33,10 +34,12 @@ __all__ = [
     "LIBRARY_PATH",
     "MAX_THREADS",
     "SAMPLING_ROW",
+    "STATE_KIND",
     "Batch",
     "Experts",
     "KVLayer",
     "Library",
+    "LowRank",
     "Memory",
     "Op",
     "Pool",
@@ -49,8 +52,8 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 4
-"""``CL_ABI_VERSION`` of the header this module mirrors."""
+ABI_VERSION = 5
+"""``CL_ABI_VERSION`` of the header that this module mirrors."""
 
 ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
 """Instruction-set paths in the order of ``cl_isa``, weakest first."""
@@ -62,7 +65,7 @@ LIBRARY_PATH = Path(__file__).with_name("libchairlift_cpu.so")
 
 
 class Experts(ctypes.Structure):
-    """``cl_experts``: how a layer of experts routes, and what else it reads."""
+    """``cl_experts``: routing and additional inputs of a layer of experts."""
 
     _fields_ = [
         ("num_experts", c_int32),
@@ -95,7 +98,7 @@ class Op(ctypes.Structure):
     _fields_ = [
         ("kind", c_int32),
         ("flags", c_int32),
-        ("in_", c_int32),  # the header's `in`, a keyword here
+        ("in_", c_int32),  # `in` in the header, a keyword in Python
         ("out", c_int32),
         ("aux", c_int32),
         ("n", c_int32),
@@ -108,6 +111,8 @@ class Op(ctypes.Structure):
         ("kv_heads", c_int32),
         ("head_dim", c_int32),
         ("window", c_int32),
+        ("site", c_int32),
+        ("reserved", c_int32),
         ("eps", c_float),
         ("scale", c_float),
         ("cap", c_float),
@@ -121,7 +126,7 @@ class Op(ctypes.Structure):
 
 
 class KVLayer(ctypes.Structure):
-    """``cl_kv_layer``: where one layer keeps K and V."""
+    """``cl_kv_layer``: addresses of K and V of one layer, or of a part of its recurrent states."""
 
     _fields_ = [
         ("kv", c_void_p),
@@ -136,7 +141,21 @@ class KVLayer(ctypes.Structure):
 
 
 KV_KINDS = {torch.float32: 0, torch.bfloat16: 0, torch.int8: 1}
-"""``cl_kv_kind`` by what K and V are kept in."""
+"""``cl_kv_kind`` by the dtype of K and V."""
+STATE_KIND = 2
+"""``cl_kv_kind`` of recurrent states."""
+
+
+class LowRank(ctypes.Structure):
+    """``cl_lora``: what an adapter adds to one product."""
+
+    _fields_ = [
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("slices", c_void_p),
+        ("rank", c_int32),
+        ("reserved", c_int32),
+    ]
 
 
 class Program(ctypes.Structure):
@@ -155,8 +174,11 @@ class Program(ctypes.Structure):
         ("dtype", c_int32),
         ("isa", c_int32),
         ("capacity", c_int32),
-        ("reserved", c_int32),
+        ("num_sites", c_int32),
         ("codes", c_void_p),
+        ("lora", c_void_p),
+        ("lora_rows", c_void_p),
+        ("lora_stride", c_int64),
     ]
 
 
@@ -170,6 +192,7 @@ class Batch(ctypes.Structure):
         ("seq_lens", c_void_p),
         ("block_tables", c_void_p),
         ("slot_mapping", c_void_p),
+        ("adapters", c_void_p),
         ("num_tokens", c_int32),
         ("num_rows", c_int32),
         ("num_groups", c_int32),
@@ -177,12 +200,15 @@ class Batch(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, step: StepBatch) -> Batch:
-        """Points to the arrays of ``step``, which must outlive it."""
+    def of(cls, step: StepBatch, adapters: npt.NDArray[np.int32] | None = None) -> Batch:
+        """A batch that points to the arrays of ``step`` and to ``adapters``, which must outlive it. ``adapters`` [T]
+        are rows of the table of adapters."""
         spans = step.token_ids, step.positions, step.cu_seqlens, step.seq_lens
         arrays = *spans, step.block_tables, step.slot_mapping
         num_groups, num_rows, width = step.block_tables.shape
-        return cls(*(array.ctypes.data for array in arrays), len(step.token_ids), num_rows, num_groups, width)
+        addresses = [array.ctypes.data for array in arrays]
+        table = None if adapters is None else adapters.ctypes.data
+        return cls(*addresses, table, len(step.token_ids), num_rows, num_groups, width)
 
 
 SAMPLING_ROW = np.dtype(
@@ -198,9 +224,10 @@ SAMPLING_ROW = np.dtype(
     ],
     align=True,
 )
-"""``cl_sampling_row`` as a numpy record, so that a whole step's rows are filled and read by columns."""
+"""``cl_sampling_row`` as a numpy record, so that all rows of a step are filled and read by columns."""
 
-_STRUCT_SIZES = (*map(ctypes.sizeof, (Op, KVLayer, Program, Batch)), SAMPLING_ROW.itemsize, ctypes.sizeof(Experts))
+_STRUCT_SIZES = (*map(ctypes.sizeof, (Op, KVLayer, Program, Batch)), SAMPLING_ROW.itemsize)
+_STRUCT_SIZES = (*_STRUCT_SIZES, ctypes.sizeof(Experts), ctypes.sizeof(LowRank))
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cl_abi_version": (c_int32, []),
@@ -251,7 +278,7 @@ class Library(ctypes.CDLL):
                 function.restype, function.argtypes = result, arguments
         except AttributeError:
             raise OSError(f"{path} has no function {name}, so it is of another version") from None
-        room = (c_int64 * 64)()  # another version may write more
+        room = (c_int64 * 64)()  # another version of the library may write more entries
         self.cl_struct_sizes(room)
         sizes = tuple(room[: len(_STRUCT_SIZES)])
         if self.cl_abi_version() != ABI_VERSION or sizes != _STRUCT_SIZES:
@@ -263,7 +290,7 @@ class Library(ctypes.CDLL):
 
 @functools.cache
 def _load() -> tuple[Library | None, str]:
-    """The library, or why there is none."""
+    """The library, or the reason why it is missing."""
     if not LIBRARY_PATH.exists():
         if sys.platform == "linux" and platform.machine() == "x86_64":
             return None, (
@@ -284,17 +311,17 @@ def _load() -> tuple[Library | None, str]:
 
 
 def load() -> Library | None:
-    """The CPU kernels, loaded once, or None where :func:`why_unavailable` has a reason."""
+    """The CPU kernels, loaded once; None if they are missing, and :func:`why_unavailable` has the reason."""
     return _load()[0]
 
 
 def why_unavailable() -> str:
-    """Why :func:`load` returns None, and what to do; empty when the kernels are there."""
+    """Reason why :func:`load` returns None, and the remedy; empty when the kernels are present."""
     return _load()[1]
 
 
 def require() -> Library:
-    """The CPU kernels. Raises OSError with the reason where there are none."""
+    """The CPU kernels. Raises OSError with the reason if they are missing."""
     library, reason = _load()
     if library is None:
         raise OSError(reason)
@@ -314,7 +341,8 @@ def best_isa() -> str | None:
 
 
 def default_threads() -> int:
-    """How many processors this process may use, by its affinity mask and its control groups' quotas; at most 256."""
+    """Number of processors that this process may use, by its affinity mask and its control groups' quotas; at most
+    256."""
     allowed, limit = min(_allowed_processors(), MAX_THREADS), processor_limit()
     return allowed if limit is None else max(1, min(allowed, math.ceil(limit)))
 
@@ -324,10 +352,10 @@ def _allowed_processors() -> int:
 
 
 class Memory:
-    """Zeroed memory on huge pages, 2 MiB aligned, which the system hands out as it is touched.
+    """Zeroed memory on huge pages, 2 MiB aligned. The system allocates a page when it is first used.
 
     It is freed when this object and every tensor and array made from it are gone. Raises OSError without the kernels,
-    MemoryError when there is not so much, ValueError for less than one byte.
+    MemoryError without enough memory, ValueError for less than one byte.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -339,17 +367,17 @@ class Memory:
             raise MemoryError(f"the system has no {nbytes:,} bytes of memory left")
         self.address: int = address
         self.nbytes = nbytes
-        # Tensors and arrays keep the buffer they were made from alive, not this object: so it is the one to wait for.
+        # Tensors and arrays keep the buffer alive, not this object, so the memory is freed when the buffer is gone.
         self._buffer = (ctypes.c_char * nbytes).from_address(address)
-        # At exit the system takes all memory back at once, after the last thread that might read it has ended.
+        # At exit the system frees all memory, after the last thread that might read it has ended.
         weakref.finalize(self._buffer, library.cl_free, address, nbytes).atexit = False
 
     def part(self, offset: int, nbytes: int) -> Memory:
-        """``nbytes`` of this memory from byte ``offset`` on, as memory too. Raises ValueError outside of it."""
+        """``nbytes`` of this memory from byte ``offset`` on, as a Memory. Raises ValueError outside of it."""
         self._count(1, [nbytes], offset)
         part = Memory.__new__(Memory)
         part.address, part.nbytes = self.address + offset, nbytes
-        part._buffer = (ctypes.c_char * nbytes).from_buffer(self._buffer, offset)  # keeps the whole alive
+        part._buffer = (ctypes.c_char * nbytes).from_buffer(self._buffer, offset)  # keeps the whole memory alive
         return part
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -359,11 +387,11 @@ class Memory:
     def array(self, dtype: np.typing.DTypeLike, shape: Sequence[int]) -> np.ndarray[Any, Any]:
         """A contiguous array over this memory from its beginning. Raises ValueError when it does not fit."""
         kind: np.dtype[Any] = np.dtype(dtype)
-        # The memoryview is for the type checker; like the buffer itself it keeps the memory alive.
+        # The memoryview is for the type checker. Like the buffer itself it keeps the memory alive.
         return np.frombuffer(memoryview(self._buffer), kind, self._count(kind.itemsize, shape)).reshape(shape)
 
     def _count(self, itemsize: int, shape: Sequence[int], offset: int = 0) -> int:
-        """The number of items, when that many lie in this memory."""
+        """Number of items of a shape. Raises ValueError when they do not fit in this memory."""
         count = math.prod(shape)
         if offset < 0 or count < 1 or offset + count * itemsize > self.nbytes:
             raise ValueError(
@@ -373,11 +401,11 @@ class Memory:
 
 
 class Pool:
-    """Threads that compute: the caller and ``num_threads - 1`` more, which sleep until a call needs them.
+    """A pool of compute threads: the caller and ``num_threads - 1`` more, which sleep between calls.
 
-    ``num_threads`` None is :func:`default_threads`. Each thread is pinned to a processor of its own exactly when there
-    is a thread for every allowed processor; fewer are left to the system, which may have other plans for the rest.
-    Raises OSError without the kernels or when the threads cannot be started, ValueError for a number outside 1 to 256.
+    ``num_threads`` None is :func:`default_threads`. If there is one thread for every allowed processor, each is pinned
+    to its own. Fewer threads are not pinned, so that the system may use the other processors as it likes. Raises
+    OSError without the kernels or when the threads cannot be started, ValueError for a number outside 1 to 256.
     """
 
     def __init__(self, num_threads: int | None = None, pin: bool | None = None) -> None:
@@ -391,7 +419,7 @@ class Pool:
             raise OSError(f"the system does not let this process start {self.num_threads} threads; use fewer")
         self._handle: int = handle
         self._finalizer = weakref.finalize(self, _end_threads, handle, os.getpid())
-        self._finalizer.atexit = False  # a thread that still computes at exit must find its pool
+        self._finalizer.atexit = False  # a thread that still computes at exit needs its pool
 
     @property
     def handle(self) -> int:
@@ -406,5 +434,5 @@ class Pool:
 
 
 def _end_threads(handle: int, process: int) -> None:
-    if os.getpid() == process:  # a fork has no threads that could be waited for
+    if os.getpid() == process:  # a forked process has no threads to wait for
         require().cl_pool_destroy(handle)

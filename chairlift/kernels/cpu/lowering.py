@@ -1,9 +1,10 @@
-"""From recorded nodes to fused operations and the buffers they share. Plain data; nothing here calls the library.
+"""Turns recorded nodes into fused operations and assigns their buffers. Plain data; nothing here calls the library.
 
-Four patterns cover what decoder layers are made of, each where the product in it has no other reader: a product whose
-halves are gated is one operation, one with an activation is one, a product (or a number times it) added to something is
-one, and a product split into heads goes through norm and rotation into the KV cache without being stored. A number
-times an embedding is part of the look-up.
+Four patterns cover decoder layers. In each, the product has no other reader.
+- A product with gated halves, or with an activation, is one operation.
+- A product, or a number times it, that is added to something is one operation.
+- A product that is split into heads is normalised, rotated and written into the KV cache without being stored.
+- A number times an embedding is part of the look-up.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
-from chairlift.kernels.cpu.packing import PackedMatrix
-from chairlift.kernels.recording import Node, Op, Value, add, attention
+from chairlift.kernels.cpu.packing import PANEL, PackedMatrix
+from chairlift.kernels.recording import Node, Op, Value, add, attention, recurrence
+from chairlift.kernels.short_conv import ShortConv
 
 __all__ = ["Activation", "FusedOp", "OpFlag", "OpKind", "Plan", "lower", "narrow_at"]
 
@@ -41,14 +43,17 @@ class OpKind(enum.IntEnum):
     LINEAR_GELU = 17
     SCALE = 18
     HEADS = 19
+    SHORT_CONV = 20
 
 
 class OpFlag(enum.IntFlag):
-    """Bits of ``cl_op.flags`` that are no activation."""
+    """Bits of ``cl_op.flags`` besides the activation."""
 
     PACKED = 1
     POSITIONS = 2
     ALL_HEADS = 4
+    GATED = 8
+    SILU = 16
 
 
 class Activation(enum.IntEnum):
@@ -63,65 +68,68 @@ class Activation(enum.IntEnum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class FusedOp:
-    """One ``cl_op`` before it has addresses. ``fields`` are its plain members by the header's names."""
+    """One ``cl_op`` without addresses. ``fields`` are its plain members, with the header's names."""
 
     kind: OpKind
     out: Value
     inputs: tuple[Value, ...]
-    """Activations it reads: ``in``, then ``aux``; for a call-out all arguments."""
+    """Activations that it reads: ``in``, then ``aux``; for a call-out all arguments."""
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     weight: Tensor | PackedMatrix | None = None
     bias: Tensor | None = None
-    """That of a norm; a product's is its weight's."""
+    """Bias of a norm. The bias of a product belongs to its weight."""
     sinks: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     norm_offset: float = 0.0
-    """What is added to the weights of norms."""
+    """Number added to the weights of norms."""
     rotary: Value | None = None
     experts: dict[str, Any] | None = None
-    """Attributes of a node of ``ops.experts``."""
+    """Attributes of an ``ops.experts`` node."""
     call: Node | None = None
 
 
 @dataclasses.dataclass(slots=True)
 class Plan:
-    """Fused operations in order, and where their activations lie."""
+    """Fused operations in order, and the buffers of their activations."""
 
     ops: list[FusedOp]
     buffer_of: dict[Value, int]
     widths: list[int]
-    """Columns of each buffer. A buffer is shared only by activations as wide, so that its padding stays zero."""
+    """Columns of each buffer. Activations share a buffer only if they have its width, so that its padding stays
+    zero."""
 
     @property
     def calls(self) -> list[str]:
-        """Names of the operations that run in plain torch."""
+        """Names of the operations that plain torch computes."""
         return list(dict.fromkeys(op.call.label for op in self.ops if op.call is not None))
 
 
 def lower(nodes: Sequence[Node], output: Value) -> Plan:
-    """Fuse ``nodes`` and lay out buffers such that ``output`` outlives the run."""
+    """Fuse ``nodes`` and assign buffers. The buffer of ``output`` is valid after the run."""
     ops = _Fuser(nodes, output).fuse()
     return _place(ops, output)
 
 
 def narrow_at(ops: Sequence[FusedOp], output: Value) -> tuple[int, set[Value]]:
-    """From which operation on a token no longer matters to others, and the activations that are read from there on."""
-    shared = (OpKind.EMBED, OpKind.ROTARY, OpKind.QKV, OpKind.HEADS)
-    at = max((i for i, op in enumerate(ops) if op.kind in shared), default=-1) + 1
+    """Index of the first operation after which tokens do not depend on each other, and the activations read from there
+    on."""
+    shared = (OpKind.EMBED, OpKind.ROTARY, OpKind.QKV, OpKind.HEADS, OpKind.SHORT_CONV)
+    recurrent = [op.call is not None and op.call.op is recurrence for op in ops]
+    at = max((i for i, op in enumerate(ops) if op.kind in shared or recurrent[i]), default=-1) + 1
     read = {value for op in ops[at:] for value in op.inputs} | {output}
     return at, read & {op.out for op in ops[:at] if op.out.role == "rows"}
 
 
 class _Fuser:
-    """Every node becomes an operation of its own, or part of the one that reads it."""
+    """Makes operations. A node becomes an operation of its own, or is fused into the operation that reads it."""
 
     def __init__(self, nodes: Sequence[Node], output: Value) -> None:
         self.nodes = nodes
         self.readers = collections.Counter(value for node in nodes for value in set(node.inputs))
         self.readers[output] += 1
         self.absorbed: dict[Value, Node] = {}
-        """Results that their reader computes, and how."""
+        """Results that are fused into their reader, with their nodes."""
 
     def fuse(self) -> list[FusedOp]:
         for node in self.nodes:
@@ -130,16 +138,17 @@ class _Fuser:
         return [op for node in rest for op in _KERNELS.get(node.op, _call)(self, node)]
 
     def _absorb(self, node: Node) -> None:
-        """Claim the product, or whatever else, that ``node`` can compute itself."""
+        """Fuse a product or another input into ``node``, if ``node`` can compute it."""
         if node.op not in _CLAIMED:
             return
-        # A sum of two products claims the later one: the earlier may be done, and its input overwritten.
+        # A sum of two products fuses the later one. The earlier one may have been computed before its input was
+        # overwritten.
         candidates = reversed(node.inputs) if node.op is add else node.inputs[:1]
         for value in candidates:
             claimed = value.node
             if claimed is None or claimed.op not in _CLAIMED[node.op] or not self._only_reader(node, value):
                 continue
-            if claimed.op is ops.scale:  # of a product, in a sum
+            if claimed.op is ops.scale:  # a scaled product in a sum
                 inner = claimed.inputs[0]
                 if inner.node is None or not self._is_product(inner.node) or not self._only_reader(claimed, inner):
                     continue
@@ -161,7 +170,7 @@ class _Fuser:
 
 
 def _call(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
-    """What has no kernel: the native run stops for it."""
+    """An operation without a kernel: the native run stops for it."""
     yield FusedOp(OpKind.CALL, node.out, node.inputs, call=node)
 
 
@@ -249,7 +258,7 @@ def _experts(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
 
 
 def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
-    """The heads that it reads, and attention itself."""
+    """The product that is split into heads, then attention."""
     heads = node.inputs[0].node
     if heads is None:
         raise InvariantError("attention reads heads that no operation made")
@@ -274,11 +283,34 @@ def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     yield FusedOp(OpKind.ATTENTION, node.out, (q,), fields, sinks=attended["sinks"])
 
 
+def _recurrence(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    """A recurrent layer: those whose cell has no kernel are computed in plain torch, on the same states."""
+    make = _CELLS.get(type(node.attributes["cell"]))
+    found = None if make is None else make(node, node.attributes["cell"])
+    yield from _call(fuser, node) if found is None else (found,)
+
+
+def _short_conv(node: Node, cell: ShortConv) -> FusedOp | None:
+    channels, taps = cell.channels, cell.taps
+    if channels % PANEL or taps > MOST_TAPS:
+        return None
+    flags = (OpFlag.GATED if cell.gated else 0) | (OpFlag.SILU if cell.silu else 0)
+    fields = {"n": channels, "k": taps, "layer": node.attributes["layer"], "flags": int(flags)}
+    weight = cell.weight.detach().view(channels, taps).t()
+    return FusedOp(OpKind.SHORT_CONV, node.out, node.inputs, fields, weight, bias=cell.bias)
+
+
+MOST_TAPS = 8
+"""``MOST_TAPS`` of ``csrc/cpu/recurrent.h``."""
+
+_CELLS: dict[type, Callable[[Node, Any], FusedOp | None]] = {ShortConv: _short_conv}
+"""Cells of recurrent layers that have a native kernel."""
+
 _GATED: dict[Op[..., Any], OpKind] = {
     ops.gelu_tanh_and_mul: OpKind.LINEAR_GELU,
     ops.silu_and_mul: OpKind.LINEAR_SILU,
 }
-"""Gates, and the product that each is a part of."""
+"""Operation kind of a product with each gate."""
 
 _ACTIVATIONS: dict[Op[..., Any], Activation] = {
     ops.gelu: Activation.GELU,
@@ -293,24 +325,25 @@ _CLAIMED: dict[Op[..., Any], tuple[Op[..., Any], ...]] = {
     ops.scale: (ops.embedding,),
     **dict.fromkeys((*_GATED, *_ACTIVATIONS), (ops.native_linear,)),
 }
-"""Which operations can compute which others themselves."""
+"""For each operation, the operations that can be fused into it."""
 
 _KERNELS: dict[Op[..., Any], Callable[[_Fuser, Node], Iterable[FusedOp]]] = {
     add: _add,
     attention: _attention,
+    recurrence: _recurrence,
     ops.embedding: _embedding,
     ops.experts: _experts,
     ops.layer_norm: _layer_norm,
     ops.native_linear: _linear,
     ops.rms_norm: _rms_norm,
     ops.rms_norm_offset: _rms_norm,
-    ops.rotary_heads: lambda fuser, node: (),  # computed by the attention that reads it
+    ops.rotary_heads: lambda fuser, node: (),  # fused into the attention that reads it
     ops.rotary_table: _rotary_table,
     ops.scale: _scale,
     **dict.fromkeys(_ACTIVATIONS, _activation),
     **dict.fromkeys(_GATED, _gated),
 }
-"""How operations that have a native kernel become those."""
+"""Makes fused operations from each operation with a native kernel."""
 
 
 def _product(kind: OpKind, product: Node, out: Value, *aux: Value) -> FusedOp:
@@ -319,7 +352,7 @@ def _product(kind: OpKind, product: Node, out: Value, *aux: Value) -> FusedOp:
 
 
 def _place(ops: list[FusedOp], output: Value) -> Plan:
-    """Give every activation a buffer, taking over those whose last reader has run (linear-scan allocation)."""
+    """Assign a buffer to every activation; buffers whose last reader has run are reused (linear-scan allocation)."""
     last_read: dict[Value, int] = {}
     for index, op in enumerate(ops):
         last_read[op.out] = index
@@ -331,7 +364,7 @@ def _place(ops: list[FusedOp], output: Value) -> Plan:
         dying = [value for value in dict.fromkeys(op.inputs) if last_read[value] == index and value in plan.buffer_of]
         if op.out.role == "rows":
             aux = op.inputs[1] if op.kind == OpKind.LINEAR and len(op.inputs) == 2 else None
-            if aux in dying and aux != op.inputs[0]:  # the one operation that may write where it reads
+            if aux in dying and aux != op.inputs[0]:  # the only operation that may write to the buffer that it reads
                 dying.remove(aux)
                 plan.buffer_of[op.out] = plan.buffer_of[aux]
             elif free[op.out.width]:

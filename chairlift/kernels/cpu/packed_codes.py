@@ -1,8 +1,8 @@
-"""Weights of small integers in groups, in the order in which the C++ products read them.
+"""Weights of small integers in groups, in the memory order that the C++ products read.
 
-A panel of 32 outputs is its groups one behind the other: their scales and minimums, then their codes. See
-``cl_pack_codes``. Activations are rounded to 8 bits in groups of 32 where they meet such a weight, so that products
-are of integers.
+A panel of 32 outputs has its groups one after another; each group has its scales and minimums, then its codes. See
+``cl_pack_codes``. Activations are rounded to 8 bits in groups of 32 before such a product, so that it multiplies
+integers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chairlift.kernels.grouped import GROUP, GroupedRows, GroupKind
 __all__ = ["PackedCodes", "code_format", "packed_code_bytes"]
 
 _FORMATS: Final = {(8, False): 1, (4, False): 2, (8, True): 3, (4, True): 4}
-"""``cl_format`` by bits and whether there are minimums."""
+"""``cl_format`` by (bits, whether there are minimums)."""
 _E2M1: Final = 5
 """``CL_E2M1``."""
 _UNIT: Final = 256.0
@@ -46,9 +46,9 @@ def packed_code_bytes(
 class PackedCodes(PackedMatrix):
     """A weight of one :class:`~chairlift.kernels.grouped.GroupKind`.
 
-    Rows of floats are rounded to the nearest as they are packed. Scales and minimums are kept in float16, times 256:
-    those of GGUF, GPTQ and AWQ files are numbers of float16 and stay what they are. So do those of MXFP4 from 2**-32
-    on; smaller ones become zero, and with them numbers below 2**-28.
+    Rows of floats are rounded to the nearest code as they are packed. Scales and minimums are stored in float16, times
+    256. This is exact for GGUF, GPTQ and AWQ files, whose scales are float16. It is exact for MXFP4 scales from 2**-32
+    on; smaller scales become zero, and so do their values, which are below 2**-28.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PackedCodes(PackedMatrix):
         self.kind, self.format, self.group = kind, code, kind.group
 
     def rows(self) -> GroupedRows:
-        """What is stored: a copy, for tests."""
+        """A copy of the stored codes, for tests."""
         k, group, bits = -(-self.k // GROUP) * GROUP, self.group, self.kind.bits
         memory = self.memory.tensor(torch.uint8, (self.panels, self.memory.nbytes // self.panels))
         tables, codes, at = [], [], 0
@@ -81,7 +81,7 @@ class PackedCodes(PackedMatrix):
                 packed = torch.stack((packed & 15, packed >> 4), dim=2).reshape(self.panels, -1, PANEL, 4)
             codes.append(packed.transpose(1, 2).reshape(self.panels * PANEL, count))
             at += header + count * PANEL * bits // 8
-        columns = self._columns()
+        columns = self.columns()
         scales = torch.stack([table[:, :PANEL].reshape(-1) for table in tables], dim=1)[columns]
         minimums = torch.stack([table[:, -PANEL:].reshape(-1) for table in tables], dim=1)[columns]
         all_codes = torch.cat(codes, dim=1)[columns, : self.k]

@@ -1,8 +1,9 @@
-"""Weights in the order in which the C++ products read them.
+"""Weights in the memory order that the C++ products read.
 
-A packed weight is a sequence of panels of 32 outputs each; a panel holds, for every pair of consecutive inputs (bf16,
-as the dot-product instructions want them) or every single one (float32), its 32 outputs side by side. So a product
-streams memory once, front to back. Outputs are padded to whole panels and inputs to 32, with zeros.
+A packed weight is a sequence of panels with 32 outputs each. In bf16 a panel has, for every pair of consecutive inputs,
+the values of its 32 outputs side by side, as the dot-product instructions need them. In float32 it has them for every
+single input. So a product reads memory once, front to back. Outputs are padded to whole panels and inputs to 32, with
+zeros.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ __all__ = [
 ]
 
 NATIVE_DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
-"""The dtypes of the C++ kernels, with their ``cl_dtype``."""
+"""Dtypes of the C++ kernels, and their ``cl_dtype``."""
 
 PANEL: Final = 32
-"""Outputs of a panel; also what the number of inputs is rounded up to."""
+"""Outputs per panel. The number of inputs is also rounded up to it."""
 
 _SLICE_BYTES: Final = 4 << 20
-"""Most of a source that a thread converts, or that is resident in both places, at a time."""
+"""Most bytes of a source that one thread converts at a time. Only this much is in memory in both forms."""
 
 _MOST_THREADS: Final = 8
 
@@ -53,18 +54,17 @@ def packed_bytes(
 class PackedMatrix(abc.ABC):
     """A layer's weight [out, in] in packed panels, and its bias. It begins as zeros; :meth:`pack_rows` fills it.
 
-    With ``interleaved`` the first half of the outputs are gates for the second half (SwiGLU): both halves are padded to
-    whole panels, and their panels alternate, so that a product meets a gate and what it gates together. A ``stack`` of
-    weights has that many, one above the other, each with whole panels of its own. The panels lie
-    in ``memory``, of as many zeros as they take, or in memory of their own. Raises ValueError for an odd number of
-    interleaved outputs or outputs that make no such stack, and what
-    :class:`~chairlift.kernels.cpu.library.Memory` raises.
+    With ``interleaved`` the first half of the outputs are gates for the second half (SwiGLU). Both halves are padded to
+    whole panels, and their panels alternate, so that a product has a gate and its value at the same time. A ``stack``
+    is several weights one above the other, each with whole panels. The panels are stored in ``memory``, which must be
+    zeros of the right size, or in new memory. Raises ValueError for an odd number of interleaved outputs or for outputs
+    that do not divide into the stack, and errors of :class:`~chairlift.kernels.cpu.library.Memory`.
     """
 
     format = 0
     """``cl_format``."""
     group = 0
-    """Inputs of a group, where the format has groups."""
+    """Inputs per group, in formats with groups."""
 
     def __init__(
         self, out_features: int, in_features: int, nbytes: int, *, interleaved: bool, stack: int, memory: Memory | None
@@ -78,21 +78,23 @@ class PackedMatrix(abc.ABC):
         self.interleaved = interleaved
         self.stack = stack
         self.n = (padded if interleaved else out_features) // stack
-        """Output columns, of one weight of a stack, as an operation counts them; interleaved halves with padding."""
+        """Output columns of one weight of the stack, as operations count them; interleaved halves include padding."""
         self.k = in_features
-        """Input columns, without padding."""
+        """Input columns without padding."""
         self.panels = padded // PANEL
-        """How many panels there are."""
+        """Number of panels."""
         self.memory = Memory(nbytes) if memory is None else memory
-        """Where they lie: the first begins at its address."""
+        """Memory of the panels; the first begins at its address."""
         self.bias: Tensor | None = None
         """float32 [panels * 32] in packed column order, or None."""
+        self.site = 0
+        """1 + the column of this product in tables of adapters; 0 where no adapter may change it."""
 
     def pack_rows(self, source: Tensor | GroupedRows, first_row: int = 0, *, mapped: bool = False) -> None:
-        """Put ``source`` [rows, in], of any float dtype and device, into place as outputs ``first_row`` and following.
+        """Write ``source`` [rows, in], of any float dtype and device, as outputs ``first_row`` and following.
 
-        ``mapped`` says that the source lies in a file mapping that nobody has written to: its pages are let go of as
-        they are read. Raises ValueError when the source does not fit.
+        ``mapped`` says that the source is a file mapping that was never written to; its pages are released after they
+        are read. Raises ValueError when the source does not fit.
         """
         rows = source.shape[0]
         if len(source.shape) != 2 or source.shape[1] != self.k or not 0 <= first_row <= self.out_features - rows:
@@ -112,29 +114,31 @@ class PackedMatrix(abc.ABC):
             self._pack(some[gates:], start + gates - each // 2, member * panels + 1, 2, mapped)
 
     def set_bias(self, bias: Tensor) -> None:
-        """Take the bias [out], of any float dtype; a later one lies where the first does. ValueError for its shape."""
+        """Set the bias [out], of any float dtype. A second call overwrites the first bias in place. Raises ValueError
+        for a wrong shape."""
         if bias.shape != (self.out_features,):
             raise ValueError(f"the bias has shape {list(bias.shape)}, but there are {self.out_features} outputs")
         if self.bias is None:
             self.bias = torch.zeros(self.panels * PANEL)
-        self.bias[self._columns()] = bias.float()
+        self.bias[self.columns()] = bias.float()
 
     def point(self, op: Op) -> None:
-        """Let an operation read this weight and its bias, which must outlive it."""
+        """Set the weight and bias of an operation; both must outlive it."""
         op.weight, op.format, op.group = self.memory.address, self.format, self.group
         op.bias = None if self.bias is None else self.bias.data_ptr()
+        op.site = self.site
 
     @abc.abstractmethod
     def unpack(self) -> Tensor:
-        """The weight [out, in]: a copy, for tests and for operations in plain torch."""
+        """A copy of the weight [out, in], for tests and for operations in plain torch."""
 
     @abc.abstractmethod
     def _pack(
         self, source: Tensor | GroupedRows, first_row: int, first_panel: int, panel_step: int, mapped: bool
     ) -> None:
-        """Put rows into panels ``first_panel``, ``first_panel + panel_step`` and so on."""
+        """Write rows into panels ``first_panel``, ``first_panel + panel_step`` and so on."""
 
-    def _columns(self) -> Tensor:
+    def columns(self) -> Tensor:
         """int64 [out]: the packed column of each output."""
         each, outputs = self.out_features // self.stack, torch.arange(self.out_features)
         base, outputs = outputs // each * (self.panels // self.stack * PANEL), outputs % each
@@ -146,7 +150,7 @@ class PackedMatrix(abc.ABC):
 
 
 class PackedWeight(PackedMatrix):
-    """One in a dtype of floats. Raises ValueError for a dtype without kernels too; see :func:`packed_bytes`."""
+    """A weight of float numbers. Raises ValueError also for a dtype without kernels; see :func:`packed_bytes`."""
 
     def __init__(
         self,
@@ -166,7 +170,7 @@ class PackedWeight(PackedMatrix):
 
     def unpack(self) -> Tensor:
         rows = self._packed.transpose(1, 2).reshape(self.panels * PANEL, -1)
-        return rows[self._columns(), : self.k].contiguous()
+        return rows[self.columns(), : self.k].contiguous()
 
     def _pack(
         self, source: Tensor | GroupedRows, first_row: int, first_panel: int, panel_step: int, mapped: bool
@@ -182,14 +186,14 @@ class PackedWeight(PackedMatrix):
 
 
 def copy_rows(target: Tensor, source: Tensor) -> None:
-    """``target.copy_(source)`` from an unwritten file mapping, letting go of the source's pages as they are read."""
+    """``target.copy_(source)`` from an unwritten file mapping; releases the source's pages after reading."""
     by_slices(source, lambda start, rows: target[start : start + len(rows)].copy_(rows), mapped=True)
 
 
 def by_slices(source: Tensor, work: Callable[[int, Tensor], object], *, mapped: bool, first_row: int = 0) -> None:
-    """Call ``work(start, rows)`` on slices of few megabytes, on several threads; release a mapped one's pages behind.
+    """Call ``work(start, rows)`` on slices of few megabytes, on several threads. Release the pages of a mapped source.
 
-    ``first_row`` is the place of the first row in a packed weight: no two slices meet in one panel.
+    ``first_row`` is the place of the first row in a packed weight. No two slices write to the same panel.
     """
     library = load()
     row_bytes = max(source[:1].numel() * max(source.element_size(), 4), 1)
@@ -207,14 +211,14 @@ def by_slices(source: Tensor, work: Callable[[int, Tensor], object], *, mapped: 
     if len(edges) == 2:
         one(*edges)
         return
-    # Most of the time goes into taking pages from the system and from the file, which several threads do faster.
+    # Most of the time is spent on page faults of memory and file, and several threads handle them faster.
     with ThreadPoolExecutor(min(default_threads(), _MOST_THREADS)) as pool:
         list(pool.map(one, edges, edges[1:]))
-    release(source)  # reading a slice may have brought back the end of its neighbour, up to a huge page
+    release(source)  # reading a slice may have mapped the end of its neighbour again, up to a huge page
 
 
 def padded_outputs(out_features: int, interleaved: bool, stack: int = 1) -> int:
-    """Output columns in memory: whole panels for each weight of a stack, of each half where they are interleaved."""
+    """Output columns in memory: whole panels for each weight of a stack, and for each half of interleaved weights."""
     each = out_features // stack
     return stack * (2 * _rounded(each // 2) if interleaved else _rounded(each))
 

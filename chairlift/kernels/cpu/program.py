@@ -1,14 +1,14 @@
-"""Step programs: a recorded model as one flat list of operations, replayed natively over a ragged batch.
+"""Step programs: a recorded model as a list of operations, which the native library runs over a ragged batch.
 
 :class:`StepProgram` turns a :class:`~chairlift.kernels.recording.Recorder`'s nodes into the C structs of
-``csrc/cpu/chairlift_cpu.h``, owns every array those point to, and runs them. Where the model calls out to Python the
-native run stops, the function gets the buffers as tensors, and the run goes on behind it.
+``csrc/cpu/chairlift_cpu.h``, owns every array that they point to, and runs them. Where the model calls out to Python
+the native run stops, the function gets the buffers as tensors, and the run continues after it.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,24 +18,28 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels.cpu import library as lib
+from chairlift.kernels.cpu.low_rank import LowRankTable
 from chairlift.kernels.cpu.lowering import FusedOp, OpKind, lower, narrow_at
 from chairlift.kernels.cpu.packed_codes import PackedCodes
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, PackedMatrix
-from chairlift.kernels.recording import Recorder, Value
+from chairlift.kernels.recording import Node, Recorder, Value, recurrence
+from chairlift.kernels.recurrent import plan_pieces, recur_paged
 from chairlift.kernels.routing import GROUP_SCORES, SCORINGS, Routing
 from chairlift.step_batch import StepBatch
 
 __all__ = ["SPARE_ROWS", "StepProgram"]
 
 SPARE_ROWS = 32
-"""Rows of every buffer beyond the largest step: kernels work on tiles and may touch the rows that fill one up."""
+"""Additional rows of every buffer. Kernels work on tiles, and the last tile may reach past the largest step."""
 
 
 class StepProgram:
     """A model from token ids to ``output``, over KV caches laid out as ``kv_layers``.
 
     ``isa`` is one of :data:`~chairlift.kernels.cpu.library.ISA_NAMES`; a step has at most ``max_tokens`` tokens. The
-    memory that ``kv_layers`` points to belongs to the caller and must outlive the program.
+    memory that ``kv_layers`` points to belongs to the caller and must outlive the program. ``states`` are the parts of
+    the states of recurrent layers, by layer, for cells without a kernel. ``adapters`` are those that steps may name,
+    for ``max_tokens`` and :data:`SPARE_ROWS` tokens.
     """
 
     def __init__(
@@ -47,19 +51,25 @@ class StepProgram:
         *,
         isa: str,
         max_tokens: int,
+        states: Mapping[int, tuple[Tensor, ...]] | None = None,
+        adapters: LowRankTable | None = None,
     ) -> None:
         self._library = lib.require()
+        self._adapters = adapters
+        self._adapter_rows: npt.NDArray[np.int32] | None = None
         self._pool = pool
         self._max_tokens = max_tokens
         self._step: StepBatch | None = None
         """The step that ``_batch`` points to."""
         self._batch = lib.Batch()
         self._recorder = recorder
+        self._states = states or {}
+        self._state_layers = {layer: (kv_layers[layer].group, kv_layers[layer].block_size) for layer in self._states}
         self.plan = lower(recorder.nodes, output)
         self._kept: list[Any] = []
-        """Whatever a struct points to."""
+        """Objects that a struct points to, kept alive."""
         self._converted: list[tuple[Tensor, Tensor, float]] = []
-        """(copy in another dtype, weight that it was made from, number that was added), for each such copy."""
+        """(copy in another dtype, its source weight, number added to it), for each such copy."""
         capacity = max_tokens + SPARE_ROWS
         strides = [_stride(width, recorder.dtype.itemsize) for width in self.plan.widths]
         self._buffers = [_buffer(capacity, stride, recorder.dtype) for stride in strides]
@@ -85,17 +95,19 @@ class StepProgram:
             codes=self._codes(capacity),
         )
         self._share_scratch()
+        if adapters is not None:
+            adapters.point(self._program)
         self._output = self._buffers[self.plan.buffer_of[output]][:, : output.width]
         self._num_rows, self._rows = -1, self._output
         self._narrow_at, narrowed = narrow_at(self.plan.ops, output)
-        # As bytes to numpy: torch would wake threads of its own, which spin on the pool's cores.
+        # As numpy bytes: torch would start threads that spin on the pool's processors.
         self._narrowed = [self._buffers[self.plan.buffer_of[value]].view(torch.uint8).numpy() for value in narrowed]
 
     def run(self, step: StepBatch, kept: npt.NDArray[np.intp] | None = None) -> Tensor:
-        """Compute one step; returns ``output`` [T, width], a view of a buffer that the next run overwrites.
+        """Compute one step. Returns ``output`` [T, width], a view of a buffer that the next run overwrites.
 
-        With ``kept`` [K], see :meth:`StepBatch.only`, those of these tokens, [K, width]: behind the last operation
-        that writes KV nothing is computed for others. What is computed does not differ by a bit.
+        With ``kept`` [K] (see :meth:`StepBatch.only`) it returns the rows of these tokens, [K, width]: after the last
+        operation that writes KV, other tokens are not computed. The bits of the result are the same.
         """
         num_tokens, end = len(step.token_ids), len(self._ops)
         if not 0 < num_tokens <= self._max_tokens or step.cu_seqlens[-1] != num_tokens:
@@ -111,16 +123,18 @@ class StepProgram:
         return self._rows_of_output(len(kept))
 
     def _rows_of_output(self, count: int) -> Tensor:
-        """A view that is made anew only where it has another length: behind a step all that torch needs for it, code
-        and data, comes from memory."""
+        """The view of the output's first rows. It is cached, because making a view in torch touches much memory."""
         if self._num_rows != count:
             self._num_rows, self._rows = count, self._output[:count]
         return self._rows
 
     def _run(self, step: StepBatch, at: int, end: int) -> None:
-        """Operations from ``at`` to ``end``."""
-        if step is not self._step:  # a step that was advanced in place has its arrays where they were
-            self._step, self._batch = step, lib.Batch.of(step)
+        """Run operations from ``at`` to ``end``."""
+        if step is not self._step:  # a step that was advanced in place has the same arrays
+            self._adapter_rows = None
+            if self._adapters is not None and step.adapters is not None:
+                self._adapter_rows = self._adapters.rows_of(step.adapters)
+            self._step, self._batch = step, lib.Batch.of(step, self._adapter_rows)
         self._program.num_ops = end
         while (at := self._library.cl_run(self._pool.handle, self._program, self._batch, at)) != end:
             if not 0 <= at < end:
@@ -139,9 +153,9 @@ class StepProgram:
     ) -> None:
         """Multiply rows ``token_rows`` [R] of ``hidden`` [T, k] with an output head [V, k], and sample.
 
-        ``rows`` [R] of :data:`~chairlift.kernels.cpu.library.SAMPLING_ROW` say how, and take the results. ``logits`` is
-        float32 scratch [S, V rounded up to 32] for those of them that ``cl_needs_logits`` names. With a ``cap`` a logit
-        s is cap * tanh(s / cap) before anything else is done with it.
+        ``rows`` [R] of :data:`~chairlift.kernels.cpu.library.SAMPLING_ROW` hold the parameters and take the results.
+        ``logits`` is float32 scratch [S, V rounded up to 32] for the rows that ``cl_needs_logits`` names. With a
+        ``cap``, each logit s first becomes cap * tanh(s / cap).
         """
         product = lib.Op(n=weight.n, k=weight.k, cap=cap or 0.0)
         weight.point(product)
@@ -161,16 +175,16 @@ class StepProgram:
             raise InvariantError(f"the native output head refused {len(token_rows)} rows ({code})")
 
     def refresh(self) -> None:
-        """The recorded model's weights were replaced in place: bring up to date what was converted from them.
+        """Update converted copies after the recorded model's weights were replaced in place.
 
-        Packed weights, their biases, and plain tensors in the program's dtype are read where they lie; the caller has
-        written into that memory.
+        Packed weights, their biases, and plain tensors in the program's dtype need no update: the program reads them
+        directly.
         """
         for kept, weight, offset in self._converted:
             kept.copy_(weight).add_(offset)
 
     def _op(self, op: FusedOp) -> lib.Op:
-        """The struct; whatever it points to is kept."""
+        """The struct of an operation. Objects that it points to are kept alive."""
         buffers = [self.plan.buffer_of.get(value, -1) for value in op.inputs] if op.call is None else []
         source, aux = [*buffers, -1, -1][:2]
         struct = lib.Op(
@@ -187,7 +201,7 @@ class StepProgram:
             self._kept.append(op.weight)
             op.weight.point(struct)
         elif op.weight is not None:
-            # An embedding table keeps its dtype; norms and frequencies are float32 to the kernels.
+            # An embedding table keeps its dtype. The kernels read norms and frequencies as float32.
             dtype = self._recorder.dtype if op.kind == OpKind.EMBED else torch.float32
             struct.weight = self._keep(op.weight, dtype, op.norm_offset)
         if op.experts is not None:
@@ -212,9 +226,10 @@ class StepProgram:
         clamp: tuple[float, float] | None = None,
         **_: Any,
     ) -> lib.Experts:
-        """What ``ops.experts`` was given, but for its first weight; scratch is still missing.
+        """The struct of an ``ops.experts`` operation, without scratch memory. The arguments are those of the operation
+        after its first weight.
 
-        Biases of the experts are those of the packed weights.
+        Biases of the experts belong to the packed weights.
         """
         alpha, limit = clamp or (0.0, 0.0)
         self._kept.append(down)
@@ -242,7 +257,7 @@ class StepProgram:
         )
 
     def _share_scratch(self) -> None:
-        """Memory for what layers of experts keep while they run, which is one at a time."""
+        """Allocate scratch memory for layers of experts. They run one at a time, so they share it."""
         ops = [op for op in self._ops if op.kind == OpKind.EXPERTS]
         sizes = [self._library.cl_expert_bytes(op, self._program.dtype, self._max_tokens) for op in ops]
         if sizes:
@@ -252,7 +267,7 @@ class StepProgram:
                 op.experts.contents.scratch = memory.address
 
     def _keep_padded(self, weight: Tensor) -> int:
-        """The address of a weight [n, k] in the program's dtype whose rows are padded with zeros as activations are."""
+        """Address of a weight [n, k] in the program's dtype, with rows padded with zeros like activations."""
         n, k = weight.shape
         whole = torch.zeros(n, -(-k // PANEL) * PANEL, dtype=self._recorder.dtype)
         kept = whole[:, :k]
@@ -262,8 +277,8 @@ class StepProgram:
         return whole.data_ptr()
 
     def _codes(self, capacity: int) -> int | None:
-        """Where the rows of products with codes are rounded to; None where there are none."""
-        products = [op for op in self.plan.ops if op.kind != OpKind.EXPERTS]  # those have scratch of their own
+        """Address of the buffer for rounded rows of products with codes; None without such products."""
+        products = [op for op in self.plan.ops if op.kind != OpKind.EXPERTS]  # experts have scratch memory of their own
         widths = [op.weight.k for op in products if isinstance(op.weight, PackedCodes)]
         if not widths:
             return None
@@ -272,7 +287,7 @@ class StepProgram:
         return memory.address
 
     def _keep(self, tensor: Tensor, dtype: torch.dtype, offset: float = 0.0) -> int:
-        """The address of a contiguous tensor with these numbers, plus ``offset``, that lives as long as the program."""
+        """Address of a contiguous tensor with these numbers plus ``offset``. It lives as long as the program."""
         kept = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
         kept = kept + offset if offset else kept
         self._kept.append(kept)
@@ -286,13 +301,21 @@ class StepProgram:
         num_tokens = len(step.token_ids)
         given = [self._argument(value, step) for value in op.inputs]
         with torch.inference_mode():
-            result = op.call.compute(*given)
+            result = self._recur(op.call, step, given) if op.call.op is recurrence else op.call.compute(*given)
         if not isinstance(result, Tensor) or result.shape != (num_tokens, op.out.width):
             shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise InvariantError(f"{op.call.op.name} returned {shape}, and said it would be [T, {op.out.width}]")
         rows = self._buffers[self.plan.buffer_of[op.out]][:num_tokens]
         rows[:, : op.out.width] = result
-        rows[:, op.out.width :] = 0  # products read the pad, and a row that broke earlier may have left its NaN there
+        rows[:, op.out.width :] = 0  # products read the padding, where an earlier row may have left NaN
+
+    def _recur(self, node: Node, step: StepBatch, given: Sequence[Tensor]) -> Tensor:
+        """A recurrent layer in plain torch, on the states that kernels would read and write."""
+        layer, cell = node.attributes["layer"], node.attributes["cell"]
+        group, span = self._state_layers[layer]
+        tables = step.block_tables[group].tolist()
+        pieces = plan_pieces(step.cu_seqlens.tolist(), step.seq_lens.tolist(), tables, span)
+        return recur_paged(cell, tuple(given), self._states[layer], pieces)
 
     def _argument(self, value: Value, step: StepBatch) -> Tensor:
         if value.role == "rows":
@@ -302,7 +325,8 @@ class StepProgram:
 
 
 def _stride(width: int, itemsize: int) -> int:
-    """Elements between two rows: padded, and never a multiple of 1 KiB, which would crowd a few sets of the cache."""
+    """Elements between two rows, with padding. Never a multiple of 1 KiB, which would map many rows to the same cache
+    sets."""
     stride = -(-width // PANEL) * PANEL
     return stride + 512 // itemsize if stride * itemsize % 1024 == 0 else stride
 

@@ -1,5 +1,5 @@
-"""Kernels for one NVIDIA GPU, in Triton: import the module you need, and only where Triton is installed.
+"""Triton kernels for one NVIDIA GPU. Import single modules, and only where Triton is installed.
 
-What each computes is defined in :mod:`chairlift.kernels.reference` and :mod:`chairlift.sampling`; docs/gpu.md says how
-they fit together and what has not been measured.
+:mod:`chairlift.kernels.reference` and :mod:`chairlift.sampling` define what each kernel computes. docs/gpu.md explains
+how they work together and what was not measured.
 """

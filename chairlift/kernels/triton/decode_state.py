@@ -1,12 +1,11 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
-"""What decoding needs to know of every running request, resident on the device and advanced there.
+"""State of every running request for decoding, kept and advanced on the device.
 
-The host's :class:`~chairlift.executor.input_batch.InputBatch` is the model: a permanent row, here a slot, per request.
-A decode step reads its inputs from this state and writes the tokens it drew back into it, so that a captured graph
-serves step after step and the host may run one step ahead: what it learns late (an answer has ended) it sends as a
-difference before the next launch. All of it is one piece of int32 memory, so that any difference is "these words at
-these places", whatever it means, and one launch writes all of a step's. The host keeps a mirror and sends what
-differs.
+It mirrors the host's :class:`~chairlift.executor.input_batch.InputBatch`: a permanent row, here called slot, per
+request. A decode step reads its inputs from this state and writes the sampled tokens back into it. So a captured graph
+serves step after step, and the host may run one step ahead. What the host learns late (an answer has ended) it sends as
+a difference before the next launch. All state is one block of int32 memory: a difference is a list of words and their
+places, and one launch writes all differences of a step. The host keeps a mirror and sends only what differs.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _NAMES_32 = ("tokens", "num_computed", "slots", "top_k", "temperature", "log_min
 _DTYPES = {"seeds": torch.int64, "top_p": torch.float64, "temperature": torch.float32, "log_min_p": torch.float32}
 _NUMPY = {torch.int64: np.int64, torch.float64: np.float64, torch.float32: np.float32, torch.int32: np.int32}
 _UNKNOWN = -(2**31)
-"""In the host's mirror, for what only the device knows: no token id and no length."""
+"""Marks words in the host's mirror that only the device knows. It is no token id and no length."""
 
 
 @triton.jit(do_not_specialize=["count"])
 def _write(
     memory_ptr: tl.tensor, places_ptr: tl.tensor, words_ptr: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Program (block of words); no place occurs twice."""
+    """One program per block of words. No place occurs twice."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places_ptr + i, mask=i < count, other=0)
     tl.store(memory_ptr + place, tl.load(words_ptr + i, mask=i < count, other=0), mask=i < count)
@@ -53,7 +52,7 @@ def _begin(
     table_starts_ptr: tl.tensor, num_rows: tl.tensor, TABLE_WIDTH: tl.constexpr, NUM_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (block of rows): one more token of each is being computed."""
+    """One program per block of rows: begin to compute one more token of each row."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < num_rows
     slot = tl.load(slots_ptr + i, mask=inside, other=-1)
@@ -76,7 +75,7 @@ def _begin(
 def _store(
     tokens_ptr: tl.tensor, slots_ptr: tl.tensor, sampled_ptr: tl.tensor, num_rows: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Program (block of rows)."""
+    """One program per block of rows."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots_ptr + i, mask=i < num_rows, other=-1)
     token = tl.load(sampled_ptr + i, mask=i < num_rows, other=0)
@@ -85,32 +84,31 @@ def _store(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What a decode step of B rows reads: buffers at fixed addresses, filled by :meth:`DecodeState.begin_step`."""
+    """Inputs of a decode step of B rows: buffers at fixed addresses, filled by :meth:`DecodeState.begin_step`."""
 
     token_ids: Tensor
-    """int32 [B]; 0 in rows that only fill up the batch."""
+    """int32 [B]; 0 in padding rows."""
     positions: Tensor
-    """int32 [B]; 0 in those."""
+    """int32 [B]; 0 in padding rows."""
     seq_lens: Tensor
-    """int32 [B], tokens of each sequence after this step, which is the index of the token to be drawn; 0 in those."""
+    """int32 [B], tokens of each sequence after this step, which is the index of the next token; 0 in padding rows."""
     slot_mapping: Tensor
-    """int64 [groups, B], where each token's K and V go; -1 in those, and past the end of a block table."""
+    """int64 [groups, B], place of each token's K and V; -1 in padding rows and past the end of a block table."""
 
 
 class DecodeState:
-    """The state of ``num_slots`` requests. Every attribute is a tensor on the device, a view of one piece of memory.
+    """State of ``num_slots`` requests. Every attribute is a tensor on the device, a view of one block of memory.
 
-    Differences are noted with :meth:`note` and :meth:`note_tables` and take effect, all together, with :meth:`flush`,
-    which must not be captured in a graph; :meth:`begin_step` and :meth:`store` are meant to be. All run on the current
-    stream.
+    :meth:`note` and :meth:`note_tables` collect differences; :meth:`flush` sends them all together, and must not be
+    captured in a graph. :meth:`begin_step` and :meth:`store` are made to be captured. All run on the current stream.
     """
 
     tokens: Tensor
-    """int32 [S], the newest token of each slot: the next input."""
+    """int32 [S], newest token of each slot: its next input."""
     num_computed: Tensor
-    """int32 [S], tokens of each slot whose K and V are in the cache."""
+    """int32 [S], number of tokens of each slot whose K and V are in the cache."""
     slots: Tensor
-    """int32 [S], the slot of each row of the decode batch; -1 from its end on."""
+    """int32 [S], slot of each row of the decode batch; -1 after its end."""
     block_tables: list[Tensor]
     """Per cache group, int32 [S, max_blocks]."""
     sampling: SamplingSettings
@@ -138,22 +136,23 @@ class DecodeState:
         table_starts = [starts[f"table{group}"] for group in range(num_groups)]
         self._table_starts = torch.tensor(table_starts, dtype=torch.int64, device=device)
         self._held = np.zeros(length, dtype=np.int32)
-        """What the memory holds once everything noted is sent; :data:`_UNKNOWN` where only the device knows."""
+        """Contents of the memory after all noted differences are sent; :data:`_UNKNOWN` where only the device knows."""
         self._held[starts["slots"] : starts["slots"] + num_slots] = -1
         self._noted: list[npt.NDArray[np.int64]] = []
         self._most = most_differences
         self._sent = torch.empty(2 * most_differences + 3, dtype=torch.int32, device=device)
-        # Two buffers: the host fills one while the copy out of the other may still be waiting for its turn.
+        # Two buffers: the host fills one while the copy out of the other may still be in progress.
         self._buffers = itertools.cycle(self._make_buffer(device.type == "cuda") for _ in range(2))
 
     def inputs(self, num_rows: int) -> DecodeInputs:
-        """Buffers for steps of ``num_rows`` rows, for :meth:`begin_step` to fill; aligned, for one compiled kernel."""
+        """Buffers for steps of ``num_rows`` rows, which :meth:`begin_step` fills. They are aligned, so that one
+        compiled kernel serves all."""
         flat = torch.zeros((3, -(-num_rows // 4) * 4), dtype=torch.int32, device=self._memory.device)[:, :num_rows]
         mapping = torch.full((len(self.block_tables), num_rows), -1, dtype=torch.int64, device=self._memory.device)
         return DecodeInputs(flat[0], flat[1], flat[2], mapping)
 
     def note(self, name: str, places: npt.NDArray[np.integer[Any]], values: npt.NDArray[Any]) -> None:
-        """Elements ``places`` of ``name`` are to hold ``values``; what they hold already is not sent again.
+        """Set elements ``places`` of ``name`` to ``values``. Equal values are not sent again.
 
         ``name`` is ``tokens``, ``num_computed``, ``slots`` or a field of :class:`SamplingSettings`. Seeds are given as
         int64. Nothing is sent before :meth:`flush`.
@@ -165,7 +164,7 @@ class DecodeState:
         self._note(self._starts[name], len(self._view(name)), places, np.ascontiguousarray(values, dtype=dtype))
 
     def note_tables(self, group: int, slots: npt.NDArray[np.int32], tables: npt.NDArray[np.int32]) -> None:
-        """The lines ``slots`` [N] of a cache group's block table begin with ``tables`` [N, M]."""
+        """Set the beginnings of the lines ``slots`` [N] of a cache group's block table to ``tables`` [N, M]."""
         start, (num_slots, width) = self._starts[f"table{group}"], self.block_tables[group].shape
         held = self._held[start : start + num_slots * width].reshape(num_slots, width)[slots, : tables.shape[1]]
         row, column = np.nonzero(held != tables)
@@ -173,16 +172,16 @@ class DecodeState:
             self._note(start, num_slots * width, slots[row].astype(np.int64) * width + column, tables[row, column])
 
     def forget(self, slots: npt.NDArray[np.int32]) -> None:
-        """The device advances ``slots``: their tokens and progress are unknown here from now on."""
+        """Mark the tokens and progress of ``slots`` as unknown here, because the device advances them from now on."""
         for name in ("tokens", "num_computed"):
             self._held[self._starts[name] + slots] = _UNKNOWN
 
     def advanced(self, slots: npt.NDArray[np.int32], num_computed: npt.NDArray[np.int32]) -> None:
-        """The device has counted, or will have, ``num_computed`` tokens of ``slots``."""
+        """Note that the device has computed, or will have, ``num_computed`` tokens of ``slots``."""
         self._held[self._starts["num_computed"] + slots] = num_computed
 
     def flush(self) -> None:
-        """Send what was noted, in as few launches as fit; none if there is nothing."""
+        """Send the noted differences in as few launches as possible; none if there are no differences."""
         if not self._noted:
             return
         places = np.unique(np.concatenate(self._noted)).astype(np.int32)
@@ -194,7 +193,7 @@ class DecodeState:
     def begin_step(self, inputs: DecodeInputs) -> None:
         """Fill ``inputs`` for the first B rows of ``slots``, and count their tokens as computed.
 
-        What a row reads and where it writes follows from device memory alone, so a captured call serves every step.
+        All inputs come from device memory, so a captured call serves every step.
         """
         num_rows = len(inputs.token_ids)
         if num_rows > self.num_slots:
@@ -209,7 +208,7 @@ class DecodeState:
     def store(self, slots: Tensor, sampled: Tensor) -> None:
         """Make ``sampled`` (int32 [R]) the newest tokens of ``slots`` (int32 [R], -1 for none).
 
-        A failed row's -1 becomes 0, a harmless id: the row is about to leave.
+        The -1 of a failed row becomes 0, a valid id, because the row is about to leave.
         """
         if len(sampled):
             grid = (-(-len(sampled) // APPLY_BLOCK),)
@@ -229,19 +228,20 @@ class DecodeState:
             self._noted.append(at[new])
 
     def _view(self, name: str) -> Tensor:
-        """The words of ``name`` as what they mean, one-dimensional."""
+        """The words of ``name`` in their dtype, one-dimensional."""
         starts = [*self._starts.values(), len(self._memory)]
         start = self._starts[name]
         return self._memory[start : min(end for end in starts if end > start)].view(_DTYPES.get(name, torch.int32))
 
     def _make_buffer(self, pinned: bool) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Host memory for one launch's differences, and what says that they have been copied out of it."""
+        """Host memory for the differences of one launch, and the event that it was copied."""
         host = torch.empty(len(self._sent), dtype=torch.int32, pin_memory=pinned)
         return host, torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def _send(self, places: npt.NDArray[np.int32], words: npt.NDArray[np.int32]) -> None:
         count = len(places)
-        second = -(-count // 4) * 4  # where the words begin: aligned, or Triton would compile the kernel once more
+        # begin of the words; it is aligned, because Triton would compile another kernel otherwise
+        second = -(-count // 4) * 4
         host, copied = next(self._buffers)
         if copied is not None:
             copied.synchronize()

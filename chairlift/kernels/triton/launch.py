@@ -1,8 +1,8 @@
-"""How each kernel is cut into tiles: every number in one place, and none of them searched for at run time.
+"""Tile sizes of each kernel. All numbers are here, and none is searched for at run time.
 
 Those of the product for few rows and of attention were measured on an H200 (132 multiprocessors), on the layers of
-Qwen3-0.6B; the others follow what is published about kernels of this kind. A search at run time would stall the first
-requests, and could choose differently after every start, which would change the last bits of the answers.
+Qwen3-0.6B. The others follow published kernels of this kind. A search at run time would delay the first requests. It
+could also choose differently after every start, which would change the last bits of answers.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ __all__ = [
 ]
 
 PROGRAMS_PER_MULTIPROCESSOR = 3
-"""Programs a small launch should have for each multiprocessor, so that all of them have loads in flight."""
+"""Programs per multiprocessor in a small launch, so that all multiprocessors have loads in flight."""
 INTERPRETED_MULTIPROCESSORS = 2
-"""What the interpreter stands for: few, and enough that small batches split their keys."""
+"""Number of multiprocessors that the interpreter simulates. It is low, but small batches still split their keys."""
 MOST_GROUP = 32
-"""Query heads that may share a KV head: with more a tile would not fit into the shared memory of every GPU."""
+"""Most query heads that may share a KV head. A larger tile would not fit into the shared memory of every GPU."""
 MOST_ATTENTION_SPLITS = 16
 MOST_GEMM_SPLITS = 8
 FEW_PROGRAMS = 8
-"""Programs for each multiprocessor up to which two share the keys of a tile: with a few rounds of programs the longest
-sequences would end last, alone."""
+"""Programs per multiprocessor up to which two programs share the keys of a tile. With few rounds of programs, the
+longest sequences would otherwise end last, alone."""
 
 GEMM_BLOCK_M = 16
-"""Rows of x in a tile of the skinny product: the fewest the tensor cores take."""
+"""Rows of x in a tile of the product for few rows: the least that tensor cores accept."""
 ANY_ROWS_BLOCK = 64
-"""Rows, and outputs, in a tile of the product that serves every number of rows."""
+"""Rows, and outputs, in a tile of the product for any number of rows."""
 _BLOCK_N = 32
 """Outputs in a tile of the product for few rows."""
 _WIDE = 24
-"""Outputs for each multiprocessor from which tiles of 64 outputs are enough programs."""
+"""Outputs per multiprocessor from which tiles of 64 outputs give enough programs."""
 GEMM_ADD_BLOCK = 512
 """Outputs for which one program adds the parts of a split sum."""
 ROPE_HEADS = 8
@@ -59,11 +59,11 @@ ROPE_HEADS = 8
 ROPE_WARPS = 1
 SAMPLING_WARPS = 8
 DRAW_CHUNK = 4096
-"""Token ids that one program draws among."""
+"""Token ids from which one program draws."""
 SEARCH_BLOCK = 2048
-"""Token ids that the search for a threshold looks at in one go."""
+"""Token ids that the search for a threshold reads at a time."""
 SEARCH_ROOM = 8
-"""Most token ids that it takes aside, in blocks of these."""
+"""Most candidates that the search copies, in blocks of SEARCH_BLOCK ids."""
 APPLY_BLOCK = 256
 """Words that one program writes."""
 
@@ -75,7 +75,7 @@ class AttentionLaunch:
     block_m: int
     """Rows of a tile: query tokens times the query heads that share a KV head. A power of 2, at least 16."""
     block_n: int
-    """Keys looked at in one go; need not divide, nor be divided by, the size of a block of the cache."""
+    """Keys read at a time; independent of the size of a cache block."""
     num_splits: int
     """Programs that share the keys of one tile of queries."""
     num_warps: int
@@ -84,7 +84,7 @@ class AttentionLaunch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GemmLaunch:
-    """One configuration of the streaming product. None of it is chosen by how many rows there are."""
+    """One configuration of the product for few rows. It does not depend on the number of rows."""
 
     block_m: int
     block_n: int
@@ -105,17 +105,17 @@ def attention_launch(
     num_multiprocessors: int,
     itemsize: int = 2,
 ) -> AttentionLaunch:
-    """The configuration for launches of at most ``max_rows`` sequences with ``group`` query heads per KV head.
+    """Configuration for launches of at most ``max_rows`` sequences with ``group`` query heads per KV head.
 
-    The keys are split only when all rows hold one query each (``decode_only``) and are too few to fill the GPU. Numbers
-    of 4 bytes (``itemsize``) take small tiles: their products run outside the tensor cores, out of registers.
+    The keys are split only when all rows have one query each (``decode_only``) and are too few to fill the GPU. Numbers
+    of 4 bytes (``itemsize``) use small tiles, because their products run outside the tensor cores, from registers.
     """
     block_n = 64 if head_dim <= 128 else 32
     block_m = 64
     if itemsize == 4:
         block_n, block_m = block_n // 2, 16
-    # With fewer than 5 stages the compiler asks for the next keys, whose place is read from a table, only after it is
-    # done with these. Wide tiles of wide heads would not fit into the memory of all GPUs five times.
+    # With fewer than 5 stages the compiler loads the next keys, whose place comes from a table, only after these are
+    # done. Five stages of wide tiles with wide heads would not fit into the memory of all GPUs.
     stages = 5 if decode_only or head_dim <= 128 else 3
     if not decode_only:
         return AttentionLaunch(max(block_m, power_of_2(group)), block_n, num_splits=1, num_warps=4, num_stages=stages)
@@ -134,10 +134,11 @@ def gemm_launch(
     any_rows: bool = False,
     itemsize: int = 2,
 ) -> GemmLaunch:
-    """The configuration for a weight [out_features, in_features] and ``num_rows`` rows, or for ``any_rows``.
+    """Configuration for a weight [out_features, in_features] and ``num_rows`` rows, or for ``any_rows``.
 
-    Rows count only by whether one tile of 16 holds them. There are about as many programs as multiprocessors. What a
-    program keeps in shared memory fits into the 99 KiB of smaller GPUs, also for numbers of 4 bytes (``itemsize``).
+    The number of rows matters only by whether one tile of 16 holds them. There are about as many programs as
+    multiprocessors. A program's shared memory fits into the 99 KiB of smaller GPUs, also for numbers of 4 bytes
+    (``itemsize``).
     """
     few = num_rows <= GEMM_BLOCK_M and not any_rows
     block_m = GEMM_BLOCK_M if few else ANY_ROWS_BLOCK
@@ -152,14 +153,14 @@ def gemm_launch(
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """How many a launch can fill."""
+    """Number of multiprocessors that a launch can fill."""
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def elementwise_warps(width: int) -> int:
-    """Warps for a program that works on ``width`` numbers at once."""
+    """Number of warps for a program that works on ``width`` numbers at a time."""
     return 4 if width <= 2048 else 8 if width <= 8192 else 16
 
 

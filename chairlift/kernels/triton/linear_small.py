@@ -1,12 +1,12 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
-"""A linear layer for few rows, whose time is the time to read the weight once.
+"""A linear layer for few rows. It takes about as long as reading the weight once.
 
-The weight streams through tiles of x, of 16 rows as a rule; where the outputs are too few to occupy the GPU, several
-programs share the sum over the inputs, and a second launch adds their float32 parts, first to last (split-K without
-atomics). A weight in fp8 is half the bytes to read; its numbers are exact in x's dtype, and its scales come last.
+The weight streams through tiles of x, usually of 16 rows. Where the outputs are too few to occupy the GPU, several
+programs share the sum over the inputs, and a second launch adds their float32 parts in order (split-K without atomics).
+A weight in fp8 has half the bytes. Its numbers are exact in x's dtype, and its scales are applied last.
 
-**Determinism.** Tile sizes and splits are those of one launch, however many rows there are. So a row's bits do not
-depend on the other rows or on their number. A product by another kernel (cuBLAS) has its own bits.
+**Determinism.** Tile sizes and splits do not depend on the number of rows. So a row's bits do not depend on the other
+rows or on their number. A product by another kernel (cuBLAS) has other bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def _product(
     num_rows: tl.tensor, num_out: tl.tensor, num_in: tl.tensor, x_stride: tl.tensor, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (tile of rows, tile of outputs, split): tiles of rows first, so that they find the weight in the L2."""
+    """One program per tile of rows, tile of outputs, and split. Tiles of rows come first, so that they find the weight
+    in the L2."""
     split = tl.program_id(2)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -58,7 +59,7 @@ def _add_splits(
     out_ptr: tl.tensor, parts_ptr: tl.tensor, bias_ptr: tl.tensor, num_rows: tl.tensor, num_out: tl.tensor,
     NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (row, block of outputs)."""
+    """One program per row and block of outputs."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -73,14 +74,14 @@ def _add_splits(
 def linear_small(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: GemmLaunch, scales: Tensor | None = None
 ) -> Tensor:
-    """``x @ weight.T + bias``, right for any number of rows, and fast for at most 64.
+    """``x @ weight.T + bias``, correct for any number of rows, and fast for at most 64.
 
     Args:
         x: [M, K], rows contiguous.
         weight: [N, K], contiguous, of x's dtype (float32, float16 or bfloat16), or in fp8. Summed in float32.
         bias: [N] or None; added in float32 before the one rounding.
         launch: from :func:`~chairlift.kernels.triton.launch.gemm_launch`.
-        scales: float32 [N], what the rows of a weight in fp8 are multiplied by.
+        scales: float32 [N], factors of the rows of a weight in fp8.
 
     Returns:
         [M, N] in x's dtype.

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
-"""RMSNorm, the addition before it, and SwiGLU's product: one program per row, each row reduced by itself.
+"""RMSNorm, the addition before it, and SwiGLU's product. One program computes one row.
 
-They round to the model's dtype where :mod:`chairlift.kernels.reference` does, which is where Hugging Face models were
-trained to round. So all but the mean of squares, a sum in another order, is the same arithmetic. A row's bits do not
-depend on the other rows.
+They round to the model's dtype at the same places as :mod:`chairlift.kernels.reference` and Hugging Face models. Only
+the mean of squares differs, because its sum has another order. A row's bits do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def _rms_norm(
     out_ptr: tl.tensor, x_ptr: tl.tensor, residual_ptr: tl.tensor, weight_ptr: tl.tensor, eps: tl.tensor,
     x_stride: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (row). With a residual, x is added to it in place, and the sum is normalised."""
+    """One program per row. With a residual, x is added to it in place, and the sum is normalised."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
     inside = i < WIDTH
@@ -46,7 +45,7 @@ def _silu_and_mul(
     out_ptr: tl.tensor, x_ptr: tl.tensor, x_stride: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (row, block of columns)."""
+    """One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH

@@ -1,9 +1,9 @@
-"""A recorded model run by the Triton kernels: the same nodes that the CPU's step programs are made of, few launches.
+"""Runs a recorded model with the Triton kernels, from the same nodes as the CPU's step programs, in few launches.
 
 A layer is: QKV product | norm, rotation and KV write | attention | output product | addition and norm | gate-up product
-| SwiGLU | down product | addition and norm. Products of few rows stream the weight, larger ones are the
-library's, which takes activations in fp8 where the weight is. What a model computes in a function given to
-``ops.call_out`` runs as it is, so it must not wait for the device.
+| SwiGLU | down product | addition and norm. Products of few rows use the kernel that streams the weight. Larger ones
+use the library, which takes activations in fp8 if the weight is fp8. Functions given to ``ops.call_out`` run as they
+are, so they must not wait for the device.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from chairlift.kernels.triton.scaled import scaled_linear
 __all__ = ["SMALL_ROWS", "PagedKV", "StepTensors", "TritonProgram"]
 
 SMALL_ROWS = 64
-"""Products of at most this many rows stream their weight. On an H200, on the layers of Qwen3-0.6B, they take 0.7 to
-0.97 of cuBLAS's time up to 64 rows, and as long at 128."""
+"""Most rows of a product for the kernel that streams the weight. On an H200, on the layers of Qwen3-0.6B, it takes 0.7
+to 0.97 of cuBLAS's time up to 64 rows, and the same time at 128."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,22 +43,22 @@ class StepTensors:
     positions: Tensor
     """int32 [T]"""
     seq_lens: Tensor
-    """int32 [N]; 0 in rows that only fill up the batch."""
+    """int32 [N]; 0 in padding rows."""
     cu_seqlens: Tensor | None
-    """int32 [N + 1]; None: every row has one token."""
+    """int32 [N + 1]; None if every row has one token."""
     table_rows: Tensor
-    """int32 [N], each row's line of the block tables."""
+    """int32 [N], line of each row in the block tables."""
     block_tables: Sequence[Tensor]
     """Per cache group, int32 [lines, M]."""
     slot_mapping: Sequence[Tensor]
-    """Per cache group, int64 [T]; -1 writes nothing."""
+    """Per cache group, int64 [T]; nothing is written for -1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PagedKV:
-    """Where K and V lie."""
+    """The KV caches of a model."""
 
-    caches: Sequence[tuple[Tensor, Tensor]]
+    caches: Sequence[tuple[Tensor, ...]]
     """Per layer, each [num_blocks, block_size, Hkv, Dh]."""
     layer_groups: Sequence[int]
     """Layer -> cache group."""
@@ -67,8 +67,8 @@ class PagedKV:
 class TritonProgram:
     """``nodes`` of a recording, from ``start`` (token ids and positions, or activations) to ``output``.
 
-    Weights are read where they lie, so replacing them in place is seen. Nothing waits for the device, and memory comes
-    from torch's allocator, so a run can be captured in a CUDA graph.
+    Weights are read in place, so replaced weights take effect. A run does not wait for the device and uses torch's
+    allocator, so it can be captured in a CUDA graph.
     """
 
     def __init__(
@@ -80,14 +80,15 @@ class TritonProgram:
         num_multiprocessors: int,
         batch_invariant: bool = False,
     ) -> None:
-        """``batch_invariant``: products of any number of rows by one kernel. Raises ConfigError where others remain."""
+        """With ``batch_invariant``, one kernel computes products of any number of rows. Raises ConfigError if other
+        products remain."""
         self._nodes = nodes
         self._output = output
         self._kv = kv
         self._multiprocessors = num_multiprocessors
         self._batch_invariant = batch_invariant
         self.calls = list(dict.fromkeys(node.label for node in nodes if node.op not in _KERNELS))
-        """Names of the operations that run in plain torch."""
+        """Names of the operations that plain torch computes."""
         if batch_invariant and self.calls:
             raise ConfigError("batch_invariant is on, but PyTorch computes a part of this model; leave it off")
         tables = [node for node in nodes if node.op is ops.rotary_table]
@@ -101,7 +102,7 @@ class TritonProgram:
             )
         last = {value: i for i, node in enumerate(nodes) for value in node.inputs}
         self._dead: list[list[Value]] = [[] for _ in nodes]
-        """Per node, the values that nobody reads after it: their memory is given back at once."""
+        """Per node, the values without later readers. Their memory is released at once."""
         for value, i in last.items():
             if value is not output:
                 self._dead[i].append(value)
@@ -130,15 +131,15 @@ class TritonProgram:
 
     def _forget(self, values: dict[Value, Tensor], i: int) -> None:
         for value in self._dead[i]:
-            values.pop(value, None)  # keys and values of attention went to their slots
+            values.pop(value, None)  # keys and values of attention are in the cache
 
     def _adds_in_place(self, i: int) -> bool:
-        """Whether node ``i`` adds to activations of this program that nobody else reads, and a norm comes next."""
+        """Whether node ``i`` adds to activations of this program that have no other reader, and a norm comes next."""
         node, norm = self._nodes[i], self._nodes[i + 1]
         if node.op is not add or norm.op is not ops.rms_norm or norm.inputs != (node.out,):
             return False
         kept, added = node.inputs
-        # What a call-out returned may be shared with whoever wrote it.
+        # The function of a call-out may keep its result, so that is not overwritten.
         made = {n.out for n in self._nodes[:i] if n.op in (ops.embedding, add)}
         return kept in made and kept in self._dead[i] and kept is not added
 
@@ -153,7 +154,7 @@ class TritonProgram:
         kernel = _KERNELS.get(node.op)
         if kernel is not None:
             return kernel(self, node, *given)
-        # Functions of token ids and positions were promised int64.
+        # Functions of token ids and positions expect int64.
         out: Tensor = node.compute(
             *(x if v.role == "rows" else x.long() for x, v in zip(given, node.inputs, strict=True))
         )
@@ -172,7 +173,7 @@ class TritonProgram:
         return out.flatten(1)
 
     def _heads(self, node: Node, given: Sequence[Tensor], step: StepTensors | None) -> Tensor:
-        """The queries; keys and values go to their slots."""
+        """The queries. Keys and values are written to their slots."""
         if step is None:
             raise InvariantError("heads need a step, whose cache they are written to")
         layer, attributes = self._layer_of[node.out], node.attributes
@@ -201,7 +202,7 @@ class TritonProgram:
         if not any_rows and len(x) > SMALL_ROWS:
             if isinstance(weight, Tensor):
                 return ops.linear(x, weight, bias)
-            if not any(size % 16 for size in weight.values.shape):  # the library takes no others
+            if not any(size % 16 for size in weight.values.shape):  # the library accepts no other sizes
                 return scaled_linear(x, weight.values, bias, scales=weight.scales)
             any_rows = True
         values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
@@ -223,4 +224,4 @@ _KERNELS: dict[Op[..., Any], Callable[..., Tensor]] = {
     ops.rotary_table: TritonProgram._table,
     ops.silu_and_mul: lambda program, node, x: silu_and_mul(x),
 }
-"""What launches the operations that have a kernel; those of attention are told of the step, too."""
+"""Launchers of the operations with a kernel. Those of attention also get the step."""

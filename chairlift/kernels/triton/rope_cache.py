@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
-"""From the QKV product to queries and cached keys and values, in one pass: split, norm, rotation, write to the blocks.
+"""From the QKV product to queries and cached keys and values in one launch: split, norm, rotation, write to the blocks.
 
-Written apart these would be six launches that each carry the same numbers through memory. Every product is rounded to
-the model's dtype where :mod:`chairlift.kernels.reference` rounds it. A head's bits depend on nothing but the head.
+Separately these would be six launches that each read and write the same numbers. Every product is rounded to the
+model's dtype where :mod:`chairlift.kernels.reference` rounds it. A head's bits depend on the head only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _normalise(
     first: tl.tensor, second: tl.tensor, asking: tl.tensor, weight_ptr: tl.tensor, eps: tl.tensor, i: tl.tensor,
     HALF: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """RMSNorm of the heads ``asking`` [H], given as two halves [H, Dh / 2]; the others are returned as they are."""
+    """RMSNorm of the heads ``asking`` [H], given as two halves [H, Dh / 2]. Other heads are returned unchanged."""
     a, b = first.to(tl.float32), second.to(tl.float32)
     mean = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF)
     factor = tl.rsqrt(mean + eps)[:, None]
@@ -48,7 +48,7 @@ def _rope_and_cache(
     qkv_stride: tl.tensor, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     HALF_PAD: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (token, block of heads); heads are counted through q, k and v."""
+    """One program per token and block of heads. Heads are numbered through q, k and v."""
     K: tl.constexpr = NUM_HEADS
     V: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
     token = tl.program_id(0).to(tl.int64)
@@ -90,7 +90,7 @@ def _rotary_table(
     out_ptr: tl.tensor, positions_ptr: tl.tensor, frequencies_ptr: tl.tensor, factor: tl.tensor,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (token)."""
+    """One program per token."""
     token, i = tl.program_id(0), tl.arange(0, HALF_PAD)
     frequencies = tl.load(frequencies_ptr + i, mask=i < HALF, other=0.0)
     angles = tl.load(positions_ptr + token).to(tl.float32) * frequencies
@@ -134,7 +134,7 @@ def rope_and_cache(
         slots: int32 or int64 [T]: ``block * block_size + offset`` for each token, or -1 to write nothing.
         num_heads: Hq.
         q_norm, k_norm: weights [Dh], or None.
-        eps: of the norms.
+        eps: epsilon of the norms.
 
     Returns:
         q, [T, Hq, Dh], contiguous.
@@ -152,7 +152,7 @@ def rope_and_cache(
     if num_tokens:
         cos, sin = (None, None) if rotary is None else rotary
         block = min(ROPE_HEADS, power_of_2(num_parts))
-        # Fused multiply-adds would skip roundings that the reference makes.
+        # Fused multiply-adds would skip roundings of the reference.
         _rope_and_cache[(num_tokens, -(-num_parts // block))](
             q, key_cache, value_cache, qkv, cos, sin, slots, q_norm, k_norm, eps, qkv.stride(0),
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, HALF_PAD=power_of_2(head_dim // 2),

@@ -1,15 +1,15 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
-"""Choosing tokens on the device: the arg max, or a draw with our counter-based Gumbel noise, after top-k and top-p too.
+"""Sampling on the device: the arg max, or a draw with counter-based Gumbel noise, also after top-k and top-p.
 
-What is computed is defined in :mod:`chairlift.sampling.gumbel` and :mod:`chairlift.sampling.logits`. min-p, top-k and
-top-p each keep a beginning of the ids ordered by falling score, lowest id first among equals. So what a row keeps is
-one pair, a score and an id, and finding it needs no sort: the score is found bit by bit, from how many ids, or how
-much probability, lie at or above a candidate; as a rule among a few ids that two passes over the row have taken aside.
+:mod:`chairlift.sampling.gumbel` and :mod:`chairlift.sampling.logits` define the results. min-p, top-k and top-p each
+keep the first ids in the order of falling score, lowest id first among equals. So the kept set of a row is given by a
+score and an id, and finding them needs no sort. The score is found bit by bit, from the number of ids, or the
+probability, at or above a candidate. Usually the search runs over a few ids that two passes over the row have copied.
 
-**Determinism.** A row is worked on alone and in one order, so its token does not depend on the other rows. The random
-words are those of the CPU to the bit. Noise is made in float32 first, and only ids that could still win get the
-definition's float64. The one difference to the CPU: probabilities are added in another order, so a nucleus whose
-probability is within a few 1e-7 of ``top_p`` may end one id sooner or later.
+**Determinism.** Each row is computed alone and in one order, so its token does not depend on the other rows. The random
+words are those of the CPU to the bit. Noise is first computed in float32; only ids that could still win get the float64
+noise of the definition. One difference to the CPU remains: probabilities are summed in another order, so a nucleus
+whose probability is within a few 1e-7 of ``top_p`` may end one id sooner or later.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ALL_IDS = tl.constexpr(0x7FFFFFFE)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How each of S slots samples: flat tensors, which may be views of the resident decode state."""
+    """Sampling parameters of S slots: flat tensors, which may be views of the decode state."""
 
     seeds: Tensor
     """int64 [S], the bits of the unsigned seeds."""
     temperature: Tensor
-    """float32 [S]; 0 takes the arg max and looks at nothing else."""
+    """float32 [S]; 0 is the arg max, and the other parameters are ignored."""
     log_min_p: Tensor
     """float32 [S]: ``log(min_p)``, -inf for off."""
     top_k: Tensor
@@ -47,7 +47,8 @@ class SamplingSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """What min-p, top-k and top-p leave of each row: scores above ``bar``, and equal ones up to id ``last_id``."""
+    """Set of ids that min-p, top-k and top-p keep in each row: scores above ``bar``, and equal ones up to id
+    ``last_id``."""
 
     bar: Tensor
     """float32 [R]"""
@@ -57,21 +58,21 @@ class Kept:
 
 @triton.jit
 def _order(x: tl.tensor) -> tl.tensor:
-    """float32 to uint32 that compares alike; -0 must have been made 0."""
+    """float32 to uint32 with the same order. -0 must have been made 0 before."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _unorder(order: tl.tensor) -> tl.tensor:
-    """The float32 that :func:`_order` gives ``order`` for."""
+    """The float32 whose :func:`_order` is ``order``."""
     bits = order.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _scores(raw: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """float32 logits over temperature, rounded as IEEE says; no score is -0."""
+    """float32 logits divided by temperature, with IEEE rounding; no score is -0."""
     scores = tl.div_rn(raw, temperature)
     return tl.where(scores == 0.0, 0.0, scores)
 
@@ -87,7 +88,8 @@ def _weight_from(
     bar: tl.tensor, row_ptr: tl.tensor, vocab: tl.tensor, temperature: tl.tensor, kept: tl.tensor, last_id: tl.tensor,
     best: tl.tensor, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """float64: how many ids of a kept set have an order of at least ``bar``, or what they weigh beside the best one."""
+    """float64: number of ids of a kept set with an order of at least ``bar``, or their weight relative to the best
+    id."""
     parts = tl.zeros([BLOCK], dtype=tl.float64)
     for at in range(0, vocab, BLOCK):
         ids = at + tl.arange(0, BLOCK)
@@ -105,8 +107,8 @@ def _beginning(
 ) -> tl.tensor:  # fmt: skip
     """The shortest beginning of a kept set whose weight reaches ``goal``: the order of its last score, and its last id.
 
-    The first loop finds, bit by bit, the highest score with that much weight at or above it; then it is counted how
-    many ids of just that score are needed, and the second loop finds where they end.
+    The first loop finds, bit by bit, the highest score with enough weight at or above it. Then the number of needed ids
+    with exactly that score is computed, and the second loop finds the last of them.
     """
     found = tl.full([], 0, dtype=tl.uint32)
     for bit in range(32):
@@ -118,7 +120,7 @@ def _beginning(
     each = tl.full([], 1.0, dtype=tl.float64)
     if WEIGHTED:
         each = tl.exp(_unorder(found) - best).to(tl.float64)
-    # Equal scores enter while what stands before them is less than the goal; those of weight 0 all may.
+    # Equal scores are added while the weight before them is below the goal. All ids of weight 0 may be added.
     needed = tl.where(each > 0.0, tl.ceil((goal - above) / tl.where(each > 0.0, each, 1.0)), 1.0e9)
     needed = tl.maximum(tl.minimum(needed, 1.0e9), 1.0).to(tl.int32)
 
@@ -139,7 +141,7 @@ def _gather(
     few_ptr: tl.tensor, few_ids_ptr: tl.tensor, bar: tl.tensor, row_ptr: tl.tensor, vocab: tl.tensor,
     temperature: tl.tensor, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Copy the logits whose order is at least ``bar``, by rising id, as many as fit; returns how many there are."""
+    """Copy the logits whose order is at least ``bar``, by rising id, as many as fit. Returns how many there are."""
     count = tl.full([], 0, dtype=tl.int32)
     for at in range(0, vocab, BLOCK):
         ids = at + tl.arange(0, BLOCK)
@@ -151,7 +153,7 @@ def _gather(
             tl.store(few_ptr + place, raw.to(few_ptr.dtype.element_ty), mask=high & (place < ROOM))
             tl.store(few_ids_ptr + place, ids, mask=high & (place < ROOM))
         count += found
-    tl.debug_barrier()  # what one thread has written others read
+    tl.debug_barrier()  # threads read what other threads have written
     return count
 
 
@@ -161,11 +163,11 @@ def _kept_ids(
     temperature_ptr: tl.tensor, log_min_p_ptr: tl.tensor, top_k_ptr: tl.tensor, top_p_ptr: tl.tensor,
     slots_ptr: tl.tensor, vocab: tl.tensor, logits_stride: tl.tensor, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (row): min-p, then top-k among what is left, then top-p among what is left of that.
+    """One program per row: min-p, then top-k of the kept ids, then top-p of those.
 
-    ``peaks`` are the highest scores of BLOCK sets of ids. So at least n ids lie at or above the n-th highest of them,
-    and hardly more while n is small: these few are copied and searched instead of the vocabulary, if they are enough
-    and fit. Without top-k n is 63 of 64 sets, for about four ids of each.
+    ``peaks`` are the highest scores of BLOCK sets of ids. So at least n ids lie at or above the n-th highest peak, and
+    for small n hardly more. These ids are copied and searched instead of the vocabulary, if they are enough and fit.
+    Without top-k, n is 63 of 64 sets, with about four ids each.
     """
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
@@ -195,7 +197,7 @@ def _kept_ids(
                 peak = tl.where(tl.sum((peaks >= candidate).to(tl.int32), axis=0) >= wanted, candidate, peak)
             few = _gather(few_ptr, few_ids_ptr, tl.maximum(peak, kept), row_ptr, vocab, temperature, BLOCK, ROOM)
             goal = top_k.to(tl.float64)
-            # Above a bar of min-p they are all that is kept.
+            # Above the bar of min-p they are the whole kept set.
             enough = (few <= ROOM) & ((few >= goal) | (kept >= peak))
             if not with_top_k:
                 goal = top_p * _weight_from(kept, row_ptr, vocab, temperature, kept, last_id, best, True, BLOCK)
@@ -203,7 +205,7 @@ def _kept_ids(
                 held = _weight_from(kept, few_ptr, read, temperature, kept, last_id, best, True, BLOCK)
                 enough = (few <= ROOM) & (held >= goal)
             if enough:
-                row_ptr, size = few_ptr, few  # from here on ids are places
+                row_ptr, size = few_ptr, few  # from here on ids are indices into the copy
             if with_top_k:
                 zero = tl.full([], 0, dtype=tl.uint32)
                 last, end = _beginning(goal, row_ptr, size, temperature, zero, last_id, best, False, BLOCK)
@@ -225,7 +227,7 @@ def _kept_ids(
 
 @triton.jit
 def _words(seed: tl.tensor, position: tl.tensor, first_id: tl.tensor, NUM_IDS: tl.constexpr) -> tl.tensor:
-    """Random words, uint32, of ids ``first_id`` (a multiple of 4) and following; four ids share a counter."""
+    """Random words, uint32, of ids ``first_id`` (a multiple of 4) and following. Four ids share a counter."""
     counter = (first_id // 4 + tl.arange(0, NUM_IDS // 4)).to(tl.uint32)
     zero = tl.zeros([NUM_IDS // 4], dtype=tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, counter, zero + position.to(tl.uint32), zero, zero)
@@ -234,9 +236,9 @@ def _words(seed: tl.tensor, position: tl.tensor, first_id: tl.tensor, NUM_IDS: t
 
 @triton.jit
 def _rough_noise(words: tl.tensor) -> tl.tensor:
-    """Gumbel noise in float32, right to 1e-4.
+    """Gumbel noise in float32 with an error below 1e-4.
 
-    ``-log(u)`` for u near 1 is a series in ``v = 1 - u``: there the rounding of u itself would be the error.
+    For u near 1, ``-log(u)`` is a series in ``v = 1 - u``, because the rounding of u itself would be the error.
     """
     u = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     v = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -253,7 +255,7 @@ def _draw(
     position: tl.tensor,
     NUM_IDS: tl.constexpr,
 ) -> tl.tensor:
-    """Highest score plus noise, float32, and its id. The noise that decides is the definition's, in float64."""
+    """Highest score plus noise, float32, and its id. The final comparison uses the float64 noise of the definition."""
     words = _words(seed, position, first_id, NUM_IDS)
     rough = scores + _rough_noise(words)
     top = tl.max(rough, axis=0)
@@ -266,7 +268,7 @@ def _draw(
         u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
         noise = (-tl.log(-tl.log(u))).to(tl.float32)
         value = tl.max(tl.where(ids == pick, scores, float("-inf")), axis=0) + noise
-        best_id = tl.where(value > best, pick, best_id)  # ids rise, so the lowest of equals stays
+        best_id = tl.where(value > best, pick, best_id)  # ids rise, so the lowest of equal ids stays
         best = tl.maximum(best, value)
         left = left & (ids > pick)
         pick = tl.min(tl.where(left, ids, _NO_ID), axis=0)
@@ -279,7 +281,7 @@ def _choose(
     temperature_ptr: tl.tensor, positions_ptr: tl.tensor, slots_ptr: tl.tensor, bar_ptr: tl.tensor,
     last_id_ptr: tl.tensor, vocab: tl.tensor, logits_stride: tl.tensor, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (row, chunk of ids): the chunk's winner, and its highest raw logit, NaN where there is one."""
+    """One program per row and chunk of ids: the chunk's best id, and its highest raw logit (NaN if it has one)."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
     if slot < 0:
@@ -311,7 +313,7 @@ def _settle(
     token_ptr: tl.tensor, failing_ptr: tl.tensor, value_ptr: tl.tensor, id_ptr: tl.tensor, highest_ptr: tl.tensor,
     temperature_ptr: tl.tensor, slots_ptr: tl.tensor, NUM_CHUNKS: tl.constexpr, PAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (row): the winner of the chunks' winners, or -1 where the logits allow none."""
+    """One program per row: the best id over the chunks, or -1 where the logits allow none."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     if slot < 0:
@@ -337,13 +339,13 @@ def _settle(
 
 
 def kept_ids(logits: Tensor, settings: SamplingSettings, slots: Tensor, *, block: int = SEARCH_BLOCK) -> Kept:
-    """Which ids min-p, top-k and top-p leave of each row: needed only where a row asks for one of them.
+    """Ids that min-p, top-k and top-p keep in each row. Needed only if a row uses one of them.
 
     Args:
         logits: [R, V], rows contiguous, any float dtype; grammar, bias and penalties have been applied.
-        settings: how each slot samples.
-        slots: int32 [R], the slot of each row; -1: the row only fills up the batch.
-        block: token ids looked at in one go, a power of 2.
+        settings: sampling parameters of each slot.
+        slots: int32 [R], the slot of each row; -1: a padding row.
+        block: token ids read at a time, a power of 2.
     """
     num_rows, vocab = logits.shape
     bar = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -367,20 +369,20 @@ def sample(
     *,
     chunk: int = DRAW_CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """One token per row: the arg max where the temperature is 0, else the Gumbel-max draw of softmax(logits / T).
+    """One token per row: the arg max where the temperature is 0, otherwise the Gumbel-max draw of softmax(logits / T).
 
     Args:
         logits: [R, V], rows contiguous, any float dtype.
-        settings: how each slot samples.
-        slots: int32 [R], the slot of each row; -1: the row only fills up the batch and gets token -1.
+        settings: sampling parameters of each slot.
+        slots: int32 [R], the slot of each row; -1: a padding row, which gets token -1.
         positions: int32 [R], the index that each row's new token will have.
         kept: from :func:`kept_ids`; None where no row has min-p, top-k or top-p.
-        chunk: token ids that one program chooses among, a power of 2 and at least 4.
+        chunk: token ids from which one program chooses, a power of 2 and at least 4.
 
     Returns:
         int32 [R], the tokens, lowest id among equals; -1 where no token could be chosen. And float32 [R, 2], the row's
-        highest logit and the highest after temperature: NaN where there was one, 0 in rows that only fill up. One of
-        them is not finite where a row has no token, and :mod:`chairlift.sampling.failures` says why in words.
+        highest logit and the highest after temperature: NaN if there was one, 0 in padding rows. In a row without a
+        token one of them is not finite, and :mod:`chairlift.sampling.failures` gives the reason.
     """
     num_rows, vocab = logits.shape
     num_chunks = -(-vocab // chunk)
@@ -388,7 +390,8 @@ def sample(
     failing = torch.empty((num_rows, 2), dtype=torch.float32, device=logits.device)
     if num_rows == 0:
         return tokens, failing
-    # Not one piece of memory: the second half would begin anywhere, and for each alignment a kernel is compiled anew.
+    # Two allocations, because the second half of one would have any alignment, and each alignment compiles another
+    # kernel.
     value, highest = (torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device) for _ in range(2))
     ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
     bar, last_id = (None, None) if kept is None else (kept.bar, kept.last_id)

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
-"""A linear layer with a weight in fp8 for many rows: they are rounded to fp8 too, each with a scale of its own, as few
-rows are not (:mod:`~chairlift.kernels.triton.linear_small`), and the library multiplies 8 bits in the tensor cores."""
+"""A linear layer with an fp8 weight for many rows. The rows are rounded to fp8, each with its own scale, and the
+library multiplies 8-bit numbers in the tensor cores. (Few rows are not rounded:
+:mod:`~chairlift.kernels.triton.linear_small`.)"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def _quantize_rows(
     values_ptr: tl.tensor, scales_ptr: tl.tensor, x_ptr: tl.tensor, x_stride: tl.tensor, WIDTH: tl.constexpr,
     PAD: tl.constexpr, LARGEST: tl.constexpr, LEAST_SCALE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (row)."""
+    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
     x = tl.load(x_ptr + row * x_stride + i, mask=i < WIDTH, other=0.0).to(tl.float32)
@@ -43,11 +44,11 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, scales: Tensor) -> Tensor:
-    """``x @ weight.T + bias`` with x rounded to fp8 row by row, for a weight in fp8 whose sizes are multiples of 16 and
-    whose rows are multiplied by ``scales``, float32 [N].
+    """``x @ weight.T + bias`` with x rounded to fp8 row by row. The sizes of the fp8 weight are multiples of 16;
+    ``scales``, float32 [N], are the factors of its rows.
 
-    On a GPU x is bfloat16, the only dtype of the library's products. On the CPU PyTorch rounds the rows, for Triton's
-    interpreter does it wrongly.
+    On a GPU x is bfloat16, the only dtype of the library's products. On the CPU PyTorch rounds the rows, because
+    Triton's interpreter rounds wrongly.
     """
     rows, factors = quantize_rows(x) if x.is_cuda else fp8.quantize(x)
     return torch._scaled_mm(

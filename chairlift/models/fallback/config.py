@@ -1,6 +1,7 @@
-"""What a ``config.json`` says to the models that run through transformers. Needs no torch to be imported.
+"""Reads ``config.json`` of models that run through transformers. Needs no torch to be imported.
 
-transformers' own class reads the file; here is checked what Chairlift has to know, and what it refuses.
+transformers' own class parses the file. This module checks the facts that Chairlift needs, and refuses what it cannot
+serve.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _FLAGS: Final = {
     "is_encoder_decoder": (False, "has an encoder"),
     "use_bidirectional_attention": (False, "lets tokens see later ones"),
 }
-"""Keys, the value that is served, and what another value means."""
+"""Keys, the supported value, and the meaning of other values."""
 _LEAST_CONTEXT: Final = 32
 _QUIET: Final = {"return_dict": True, "use_cache": False}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersConfig:
-    """What Chairlift knows of a network that transformers computes. Names are those of
+    """Facts about a network that transformers computes. Names are those of
     :class:`~chairlift.models.hf_config.ModelConfig`."""
 
     model_impl: ClassVar[str] = "transformers"
@@ -41,29 +42,30 @@ class TransformersConfig:
     architecture: str
     """The class in transformers."""
     raw: Mapping[str, Any] = dataclasses.field(hash=False)
-    """``config.json``, without what it says of quantised weights: those become floats as they are read."""
+    """``config.json`` without its quantisation settings: quantised weights become floats as they are read."""
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
     max_model_len: int
-    """The longest sequence in tokens."""
+    """Longest sequence in tokens."""
     dtype: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     generation_unapplied: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     stretched: str = ""
-    """The kind of rotation that would change with the longest text of a batch, were longer texts served."""
+    """Type of rotary scaling that would change with the longest text of a batch if longer texts were served."""
 
     def for_length(self, max_model_len: int) -> TransformersConfig:
-        """The same: transformers chooses by itself what depends on the length of texts."""
+        """The same object, because transformers itself handles what depends on the length of texts."""
         return self
 
     def step_bytes(self, itemsize: int) -> int:
-        """Bytes per token that are alive at once in the widest layer, guessed: transformers keeps more than we do."""
+        """Estimated bytes per token of the largest intermediate results; transformers keeps more than the native
+        layers."""
         return 64 * self.hidden_size * itemsize
 
     def notes(self, with_generation_config: bool = True) -> list[str]:
-        """Where answers differ from those of transformers for what the model's files say, a line each."""
+        """Differences to transformers' answers with the model's files, one per line."""
         found = []
         if self.stretched:
             found.append(
@@ -77,8 +79,8 @@ def read_transformers_config(model_dir: Path) -> TransformersConfig:
     """Read ``config.json`` and ``generation_config.json`` of a model directory.
 
     Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing or damaged, when transformers is not
-    installed or does not know the model, and for what is not served: a ``model_type`` that is not in the allow-list,
-    code from the directory, layers that are neither full nor sliding attention, cross attention.
+    installed or does not know the model, and for unsupported models: a ``model_type`` that is not in the allow-list,
+    code in the directory, layers that are neither full nor sliding attention, cross attention.
     """
     raw, generation, where = read_hf_files(model_dir)
     model_type = raw.get("model_type")
@@ -115,7 +117,7 @@ _SIZES: Final = ("vocab_size", "hidden_size", "num_hidden_layers")
 
 
 def _architecture(model_type: str, where: str) -> str:
-    """The name of the class in transformers."""
+    """Name of the class in transformers."""
     if importlib.util.find_spec("transformers") is None:
         raise ModelLoadError(
             f"{where}: model_type {model_type!r} runs through transformers, which is not installed;"
@@ -134,7 +136,8 @@ def _architecture(model_type: str, where: str) -> str:
 
 
 def _check_code(raw: Mapping[str, Any], architecture: str, where: str) -> None:
-    """Code in the directory is never run. Where it has the name of transformers' class, that is its origin."""
+    """Refuse code in the directory. It is never run. Code with the name of transformers' class is allowed, because it
+    is the origin of that class."""
     auto_map = raw.get("auto_map")
     code = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, Mapping) else None
     if code is not None and str(code).rpartition(".")[2].lower() != architecture.lower():
@@ -153,12 +156,12 @@ def hf_config(config: TransformersConfig) -> Any:
 
 
 def _parse(model_type: str, raw: Mapping[str, Any], where: str) -> Any:
-    """The same, with nothing asked for but the last hidden states."""
+    """transformers' configuration, set to return only the last hidden states."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
         config = CONFIG_MAPPING[model_type].from_dict({**raw, **_QUIET})
-    except Exception as error:  # of huggingface_hub's validation, or whatever a class makes of a foreign value
+    except Exception as error:  # errors of huggingface_hub's validation, or of a class that reads an unexpected value
         reason = " ".join(str(error).split())[:300]
         raise ModelLoadError(f"{where}: transformers does not accept it ({type(error).__name__}: {reason})") from None
     for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
@@ -178,10 +181,10 @@ def _check_layer_types(config: Any, where: str) -> None:
 
 
 def _context(config: Any, fields: Fields) -> tuple[int, str]:
-    """The longest sequence, and the kind of rotation that forbids longer ones.
+    """The longest sequence, and the type of rotary scaling that forbids longer ones.
 
-    The frequencies of ``dynamic`` and ``longrope`` depend on the longest text of the batch. Up to the length that the
-    model was first trained for they are always the same.
+    The frequencies of ``dynamic`` and ``longrope`` depend on the longest text of the batch. Up to the original training
+    length they are constant.
     """
     key = next((each for each in _CONTEXT_KEYS if fields.get(each) is not None), _CONTEXT_KEYS[0])
     context = fields.integer(key, _LEAST_CONTEXT, MAX_CONTEXT)

@@ -1,8 +1,8 @@
-"""Which families run right through transformers, and which do not, and why.
+"""Families that run correctly through transformers, and those that do not, with the reasons.
 
-``tools/survey_transformers.py`` runs each family that transformers has, tiny and random, against transformers' eager
-attention; ``tests/models/test_transformers.py`` serves each one of :data:`ALLOWED`. A family that is right for short
-texts only (block-sparse attention sees everything of a short one) is refused.
+``tools/survey_transformers.py`` runs each family of transformers, with tiny random weights, against transformers' eager
+attention. ``tests/models/test_transformers.py`` serves each one of :data:`ALLOWED`. A family that is correct for short
+texts only (block-sparse attention sees everything of a short text) is refused.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_mla sarvam_moe seed_oss smollm3 so
 youtu
 """
 ALLOWED: Final = frozenset(_SEEN_RIGHT.split())
-"""Values of ``model_type`` that were seen right. What a checkpoint's own values make of one is compared at load."""
+"""Values of ``model_type`` that were tested. At load, each checkpoint is compared with transformers again."""
 
 REASONS: Final[Mapping[str, str]] = {
-    "state": "some of its layers keep a recurrent state, which Chairlift's cache does not hold",
+    "state": "some of its layers keep a recurrent state, which Chairlift's cache holds for native families only",
     "sparse": "its attention chooses blocks or tokens by an index, which Chairlift's cache does not hold",
     "chunked": "its attention is chunked: a token does not see the last tokens of the chunk before",
     "own": "its layers do not attend through transformers' AttentionInterface",
@@ -36,7 +36,7 @@ REASONS: Final[Mapping[str, str]] = {
     "bidirectional": "it is an encoder or has one: tokens see later ones, or another sequence",
     "several": "it also takes images or sound, and Chairlift serves text only",
 }
-"""Why families are refused, in words."""
+"""Reasons why families are refused, in words."""
 
 _BY_REASON: Final[Mapping[str, str]] = {
     "state": "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid"
@@ -58,11 +58,11 @@ _BY_REASON: Final[Mapping[str, str]] = {
 REFUSED: Final[Mapping[str, str]] = {
     model_type: reason for reason, names in _BY_REASON.items() for model_type in names.split()
 }
-"""Values of ``model_type`` that do not run through transformers, with the name of the reason."""
+"""Values of ``model_type`` that do not run through transformers -> name of the reason."""
 
 
 def refusal(model_type: Any) -> str:
-    """Why a ``model_type`` is not served, and what to do."""
+    """Reason why a ``model_type`` is not served, and the remedy."""
     given = f"model_type {model_type!r:.80}"
     if not isinstance(model_type, str) or model_type not in REFUSED:
         return (

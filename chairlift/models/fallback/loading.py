@@ -1,8 +1,8 @@
-"""A model of transformers with the weights of a directory, read by Chairlift.
+"""Loads the weights of a directory into a model of transformers.
 
-transformers builds its class without memory and says which stored tensors become which of its parameters (experts that
-are stored one by one are one tensor in memory). Each tensor is read when its turn comes, from our memory-mapped files,
-and the pages of the file are let go of behind it.
+transformers builds its class without memory and maps stored tensors to its parameters (experts that are stored one by
+one are one parameter). Each tensor is read from memory-mapped files when transformers asks for it, and its pages are
+released afterwards.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Stored:
         return tensor
 
     def _read(self) -> Tensor:
-        if isinstance(self.source, StoredRows) and self.source.stacked:  # three dimensions, as MXFP4 experts have
+        if isinstance(self.source, StoredRows) and self.source.stacked:  # MXFP4 experts have three dimensions
             return self.source.get_tensor(self.name).to(self.dtype)
         if isinstance(self.source, StoredRows):
             return torch.cat([dequantized(rows).to(self.dtype) for rows in _row_pieces(self.source)])
@@ -66,7 +66,7 @@ class _Stored:
                 " in config.json does not say how to read it (docs/quantization.md lists what is read); use the"
                 " original model in bfloat16, float16 or float32"
             )
-        target = torch.empty(mapped.shape, dtype=mapped.dtype)  # not the model's: some are kept in float32
+        target = torch.empty(mapped.shape, dtype=mapped.dtype)  # the stored dtype, because some parameters stay float32
         if mapped.dim():
             by_slices(mapped, lambda at, rows: target[at : at + len(rows)].copy_(rows), mapped=True)
         else:
@@ -88,11 +88,12 @@ def load_transformers_model(
     device: torch.device,
     progress: Progress | None = None,
 ) -> TransformersLM:
-    """Build transformers' class for ``config`` with the weights in ``model_dir``, and compare it with itself.
+    """Build transformers' class for ``config`` with the weights in ``model_dir``, and compare it with its own eager
+    attention.
 
-    The comparison is :func:`~chairlift.models.fallback.probe.compare_with_eager`; what it took is said in the log.
-    ``progress`` is called with a label and the share done (0..1). Raises :class:`~chairlift.errors.ModelLoadError` when
-    weights are missing, damaged, surplus, misshapen or pickled, and when the model cannot be served.
+    :func:`~chairlift.models.fallback.probe.compare_with_eager` does the comparison, and its time is logged.
+    ``progress`` is called with a label and the share done (0 to 1). Raises :class:`~chairlift.errors.ModelLoadError`
+    when weights are missing, damaged, surplus, misshapen or pickled, and when the model cannot be served.
     """
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(model_dir, None, stack)
@@ -146,10 +147,10 @@ def _build(
                 dtype=dtype,
                 attn_implementation=ATTENTION,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # they are reported, and refused below
+                ignore_mismatched_sizes=True,  # mismatches are reported and refused below
                 output_loading_info=True,
             )
-    except (RuntimeError, ValueError) as error:  # it could not make its parameters of the tensors, or memory for them
+    except (RuntimeError, ValueError) as error:  # it could not make its parameters, or ran out of memory
         if isinstance(error, (ModelLoadError, torch.OutOfMemoryError)):
             raise
         reason = " ".join(str(error).split())[:300]
@@ -169,7 +170,7 @@ def _build(
 
 
 def count_parameters(config: TransformersConfig) -> int:
-    """Parameters of the model; a tied head counts once."""
+    """Number of parameters; a tied head counts once."""
     import transformers
 
     with torch.device("meta"):
@@ -184,7 +185,7 @@ def _numel(name: str, source: Any) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' own bars and reports: what it finds is in our errors."""
+    """Hide transformers' progress bars and reports; Chairlift's errors contain the findings."""
     from transformers.utils import logging as hf_logging
 
     shown, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
@@ -200,7 +201,7 @@ def _quiet() -> Iterator[None]:
 
 def check_stored_weights(model_dir: Path, dtype: torch.dtype) -> None:
     """Read all tensors of a directory. Raises :class:`~chairlift.errors.ModelLoadError` unless every number is finite,
-    also once it is rounded to ``dtype``."""
+    also after rounding to ``dtype``."""
     with contextlib.ExitStack() as stack:
         for name, source in open_tensors(model_dir, None, stack).items():
             tensor = _Stored(name, source, dtype, lambda count: None)[...]

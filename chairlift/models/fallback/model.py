@@ -1,8 +1,9 @@
-"""A causal language model of transformers behind the surface of :class:`~chairlift.models.causal_lm.CausalLM`.
+"""A causal language model of transformers with the interface of :class:`~chairlift.models.causal_lm.CausalLM`.
 
-Its layers run as transformers wrote them, over one flat batch [1, T] of several requests. They hand their queries, keys
-and values to a function of ours (``AttentionInterface``), which attends through the context of the step, as vLLM's
-Transformers backend does. The context is in a variable and not among the arguments, which some models do not hand on.
+Its layers run transformers' code over one flat batch [1, T] of several requests. They pass queries, keys and values to
+an attention function of this module (``AttentionInterface``), which uses the context of the step, as vLLM's
+Transformers backend does. The context is in a context variable, because some models do not pass additional arguments
+on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from chairlift.models.fallback.config import TransformersConfig
 __all__ = ["ATTENTION", "Call", "TransformersLM", "attending", "body_of", "register_attention", "use_attention"]
 
 ATTENTION: Final = "chairlift"
-"""The name of our attention in transformers."""
+"""Name of this attention function in transformers."""
 
 _HARMLESS: Final = frozenset(
     {
@@ -32,12 +33,12 @@ _HARMLESS: Final = frozenset(
         *("return_dict", "use_cache"),
     }
 )
-"""Arguments that models hand on to attention, and that do not change what it computes."""
+"""Arguments that models pass to attention and that do not change its result."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One layer's call of attention, checked: queries [T, Hq, Dk], keys [T, Hkv, Dk], values [T, Hkv, Dv]."""
+    """One checked attention call of a layer: queries [T, Hq, Dk], keys [T, Hkv, Dk], values [T, Hkv, Dv]."""
 
     layer: int
     q: Tensor
@@ -48,22 +49,23 @@ class Call:
     sinks: Tensor | None
     mask: Tensor | None
     window: int | None
-    """What the layer says its window is. Some say nothing and have one all the same: see the mask."""
+    """Window that the layer passes. Some layers pass none although their mask has one."""
 
 
 class Attends(Protocol):
-    """Who answers the calls of a forward pass: [T, Hq, Dv] for each."""
+    """Computes the attention calls of a forward pass: [T, Hq, Dv] each."""
 
     def attend(self, call: Call) -> Tensor: ...
 
 
 _NOW: contextvars.ContextVar[Attends | Tensor | None] = contextvars.ContextVar("chairlift_transformers", default=None)
-"""During a forward pass, who attends; during a projection to logits, the hidden states [1, R, D]."""
+"""During a forward pass, the object that computes attention; during a projection to logits, the hidden states [1, R,
+D]."""
 
 
 @contextlib.contextmanager
 def attending(who: Attends | Tensor) -> Iterator[None]:
-    """Let ``who`` answer the calls of attention inside."""
+    """Let ``who`` compute the attention calls inside the block."""
     token = _NOW.set(who)
     try:
         yield
@@ -72,14 +74,14 @@ def attending(who: Attends | Tensor) -> Iterator[None]:
 
 
 def register_attention() -> None:
-    """Make our attention known to transformers. Doing it again changes nothing."""
+    """Register the attention function with transformers. Repeated calls change nothing."""
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(ATTENTION, _attention)
 
 
 def use_attention(model: Any, name: str) -> None:
-    """Let all layers of a model of transformers attend by the function registered as ``name``."""
+    """Set the attention function of all layers of a transformers model by its registered name."""
     for config in {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}.values():
         config._attn_implementation_internal = name
 
@@ -97,8 +99,8 @@ def _attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query [1, Hq, T, Dk], key [1, Hkv, T, Dk], value [1, Hkv, T, Dv] ->
-    [1, T, Hq, Dv]. Raises ModelLoadError for what it was not told how to do."""
+    """transformers' attention function: query [1, Hq, T, Dk], key [1, Hkv, T, Dk], value [1, Hkv, T, Dv] -> [1, T, Hq,
+    Dv]. Raises ModelLoadError for arguments that it does not support."""
     who, name = _NOW.get(), type(module).__name__
     if who is None or isinstance(who, Tensor):
         raise InvariantError(f"{name} attends outside a step")
@@ -118,7 +120,7 @@ def _attention(
 
 @dataclasses.dataclass(slots=True)
 class _Step:
-    """Answers a step's calls through its context, each layer once and in order."""
+    """Computes a step's attention calls with its context: each layer once, in order."""
 
     ctx: PagedContext
     layers: list[LayerCache]
@@ -141,14 +143,14 @@ class _Step:
 
 
 def body_of(hf: Any) -> Any:
-    """What computes the hidden states that the output head reads."""
+    """The module that computes the input of the output head."""
     return getattr(hf.base_model, "decoder", hf.base_model)
 
 
 class TransformersLM(nn.Module):
     """``model(token_ids[T], positions[T], ctx) -> hidden[T, D]`` and ``compute_logits(hidden[R, D]) -> [R, V]``.
 
-    ``hf`` is a model of transformers with its weights, and ``layers`` is what each layer keeps per token.
+    ``hf`` is a model of transformers with its weights. ``layers`` are the shapes of each layer's K and V per token.
     """
 
     quantization: str | None = None
@@ -166,8 +168,8 @@ class TransformersLM(nn.Module):
             given = _NOW.get()
             return self._output_type(last_hidden_state=given) if isinstance(given, Tensor) else forward(*args, **kwargs)
 
-        # What a class does to logits behind its head (caps, factors) is in the forward pass of the whole model: it gets
-        # hidden states in place of those that its body would compute.
+        # A class may change logits after its head (caps, factors) in the forward pass of the whole model. So that pass
+        # runs with given hidden states in place of those of its body.
         self._body.forward = body
 
     @property
@@ -182,7 +184,7 @@ class TransformersLM(nn.Module):
         return sum(parameter.nbytes for parameter in {id(each): each for each in self.parameters()}.values())
 
     def run(self, token_ids: Tensor, positions: Tensor, who: Attends) -> Tensor:
-        """Hidden states [T, D] of a flat batch, with ``who`` to answer the layers' calls of attention."""
+        """Hidden states [T, D] of a flat batch. ``who`` computes the attention calls."""
         with attending(who):
             out = self._body(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         self._output_type = type(out)
@@ -198,12 +200,12 @@ class TransformersLM(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token, [R, V], for the hidden states of the rows that need them."""
+        """Logits of the next token, [R, V], for the hidden states of the given rows."""
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         with attending(hidden[None]):
             logits: Tensor = self.hf(input_ids=ids, use_cache=False).logits[0]
         return logits
 
     def kv_cache_spec(self) -> list[LayerCache]:
-        """What each layer stores per token."""
+        """Per layer, the shape of its K and V per token."""
         return self.layers

@@ -1,8 +1,8 @@
-"""What a model of transformers does in its layers, seen by running it, and whether it does it right in a flat batch.
+"""Runs a transformers model to find the windows of its layers, and checks its results in flat batches.
 
-Neither the names in a ``config.json`` nor what a layer hands to its attention say for certain which window a layer has:
-the mask does, which transformers' own eager attention applies. So one short forward pass is made, in which each layer's
-mask is asked, far behind the few tokens of the pass, whom it shows to whom.
+Neither ``config.json`` nor the arguments of attention reliably tell the window of a layer. The mask of transformers'
+own eager attention does. So one short forward pass asks each layer's mask which keys it shows to which queries, at
+positions far beyond the few tokens of the pass.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ __all__ = ["Comparison", "compare_with_eager", "probe_layers"]
 _PROBE: Final = "chairlift-probe"
 _NUM_PROBED: Final = 5
 _MOST_POSITIONS: Final = 1 << 20
-"""Positions at which a mask is looked at, at most; a longer window is none that anybody trains."""
+"""Most positions at which a mask is tested. No trained model has a longer window."""
 _LENGTHS: Final = (17, 9)
-"""Tokens of the two requests of the comparison."""
+"""Tokens of the two requests in the comparison."""
 _STEPS: Final = (((0, 8), (0, 6)), ((8, 15), (6, 7)), ((15, 16), (7, 8)), ((16, 17), (8, 9)))
-"""Per step, which tokens of each request are in the flat batch: a chunk and a prompt, a chunk and a decode, decodes."""
+"""Per step, the token ranges of both requests in the flat batch: a chunk and a prompt, a chunk and a decode, then
+decodes."""
 _BLOCK: Final = 4
 _FLOORS: Final = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
-"""Differences of logits that are rounding in any model, as a share of their spread."""
+"""Differences of logits, relative to their spread, that rounding causes in any model."""
 _AMPLIFIED: Final = 4.0
-"""How many times what one rounding of the embeddings does to logits is still rounding. Tiny random models of many
-families came to 0.3 to 1.2; a mixture of experts that chooses others for some tokens may come to more."""
+"""Allowed difference, as a multiple of the change that one rounding of the embeddings causes. Tiny random models of
+many families had 0.3 to 1.2. A mixture of experts may have more, if rounding changes the choice of experts."""
 
 
 _MORE: Final = "is more than causal"
 
 
 class _Probe:
-    """Attends within one sequence, and writes down what each layer asked for."""
+    """Computes attention within one sequence, and records the arguments of each layer."""
 
     def __init__(self, positions: int) -> None:
         self.calls: list[Call] = []
@@ -51,7 +52,7 @@ class _Probe:
         self._masks: dict[int, tuple[Tensor, int | str | None]] = {}
 
     def mask(self, *args: Any, **kwargs: Any) -> Tensor:
-        """transformers' mask function, which remembers whom the mask shows to whom."""
+        """transformers' mask function. It records which keys the mask shows to which queries."""
         length, device, given = kwargs["q_length"], kwargs.get("device", torch.device("cpu")), kwargs["attention_mask"]
         window: int | str | None = _MORE
         if not kwargs.get("use_vmap") and (given is None or bool(given.all())):
@@ -82,15 +83,15 @@ class _Probe:
 
 
 def _window_of(visible: Callable[..., Tensor], positions: int, device: Any) -> int | str | None:
-    """How many tokens a mask function shows to each query, itself included; None for all. A text says what else it
-    does than to hide later tokens, and those behind a window."""
+    """Number of tokens that a mask function shows to each query, itself included; None for all. A string describes a
+    mask that does anything else than hide later tokens and those behind a window."""
     found = []
     zero = torch.tensor(0, device=device)
     for query in (positions - 1, positions - 2, positions // 2):
         keys = torch.arange(query + 2, device=device)
         try:
             shown = visible(zero, zero, torch.tensor(query, device=device), keys)
-        except (IndexError, RuntimeError, TypeError):  # one that looks at the tokens, or that was made of nothing
+        except (IndexError, RuntimeError, TypeError):  # a mask that reads the tokens, or has no function
             return _MORE
         count = int(shown.sum())
         if shown.shape != keys.shape or not count or not bool(shown[query + 1 - count : query + 1].all()):
@@ -104,10 +105,10 @@ def _window_of(visible: Callable[..., Tensor], positions: int, device: Any) -> i
 
 
 def probe_layers(hf: Any, network_positions: int) -> list[LayerCache]:
-    """What each layer of a model with weights keeps per token: its heads, their widths, and its window.
+    """Shapes of K and V per token and the window of each layer, for a model with weights.
 
-    Raises ModelLoadError for a model whose layers do not attend as Chairlift can: with a mask of their own, among
-    other tokens than the step's, or not through transformers' interface.
+    Raises ModelLoadError for layers that Chairlift's attention cannot compute: masks of another form, keys of other
+    tokens than the step's, or attention outside of transformers' interface.
     """
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
@@ -138,22 +139,22 @@ def probe_layers(hf: Any, network_positions: int) -> list[LayerCache]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far our flat batches are from transformers' eager attention."""
+    """Difference between the flat batches and transformers' eager attention."""
 
     difference: float
-    """The mean over the tokens of the first step, or over those of later ones if that is larger, as a share of the
-    spread of their logits."""
+    """Mean difference over the tokens of the first step, or of later steps if that is larger, relative to the spread of
+    their logits."""
     tolerance: float
-    """What rounding explains."""
+    """Difference that rounding explains."""
     seconds: float
 
 
 @torch.inference_mode()
 def compare_with_eager(model: TransformersLM) -> Comparison:
-    """Run two short requests whole by transformers' eager attention, and in four flat batches with paged KV.
+    """Run two short requests with transformers' eager attention, and in four flat batches with paged KV.
 
-    One of them is in chunks, and decodes stand beside chunks. Costs as much as a prompt of about 100 tokens, in six
-    passes, and no second copy of the weights. Raises ModelLoadError where the difference is not rounding.
+    One request is in chunks, and decodes run beside chunks. It costs as much as a prompt of about 100 tokens, in six
+    passes, and no second copy of the weights. Raises ModelLoadError if rounding does not explain the difference.
     """
     start, hf = time.monotonic(), model.hf
     vocab, device = model.config.vocab_size, hf.device
@@ -172,7 +173,8 @@ def compare_with_eager(model: TransformersLM) -> Comparison:
         firsts.append(away[:first])
         laters.append(away[first:])
         noises.append(noise)
-    difference = float(torch.stack([torch.cat(firsts).mean(), torch.cat(laters).mean()]).max())  # NaN is the largest
+    # max() returns NaN if there is one
+    difference = float(torch.stack([torch.cat(firsts).mean(), torch.cat(laters).mean()]).max())
     tolerance = max(_FLOORS[model.dtype], _AMPLIFIED * float(torch.cat(noises).mean()))
     if not difference <= tolerance:
         raise ModelLoadError(
@@ -201,7 +203,7 @@ def _eager(hf: Any, ids: Tensor) -> Tensor:
 
 
 def _shaken(hf: Any, ids: Tensor) -> Tensor:
-    """The same with embeddings that are off by one rounding."""
+    """Logits with embeddings that differ by one rounding."""
 
     def shake(module: Any, args: Any, out: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -216,7 +218,7 @@ def _shaken(hf: Any, ids: Tensor) -> Tensor:
 
 
 def _paged(model: TransformersLM, ids: Tensor) -> list[Tensor]:
-    """Logits of both requests, computed in flat batches over blocks that lie apart."""
+    """Logits of both requests, computed in flat batches with blocks that are not contiguous."""
     spec, device = model.kv_cache_spec(), ids.device
     blocks = -(-_LENGTHS[0] // _BLOCK)
     table = torch.arange(2 * blocks, device=device).view(blocks, 2).t().flip(1)

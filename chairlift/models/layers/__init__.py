@@ -1,1 +1,1 @@
-"""The parts every decoder-only transformer is made of."""
+"""Layers of decoder-only transformers."""

@@ -1,4 +1,4 @@
-"""Self-attention of a decoder layer, up to the question who attends to whom."""
+"""Self-attention of a decoder layer. The context decides which tokens attend to which."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["Attention"]
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al., 2023); q, k and v are one product: [T, D] -> [T, D].
 
-    q and k are normalised as ``config.qk_norm`` says, and rotated where there is a table. What a table cannot say is
-    done before q, k and v are split: see :attr:`ModelConfig.rotates_apart`.
+    q and k are normalised according to ``config.qk_norm``, and rotated if there is a table of cosines and sines.
+    Rotations that need more than a table come before the split of q, k and v: see :attr:`ModelConfig.rotates_apart`.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -58,11 +58,11 @@ class Attention(nn.Module):
         if self.qk_norm == "all" and q_norm is not None and k_norm is not None:
             qkv = ops.norm_all_heads(qkv, q_norm, k_norm, self.eps)
             q_norm = k_norm = None
-        if self.clip is not None:  # no family has it together with norms of each head
+        if self.clip is not None:  # no family has both a clip and norms per head
             qkv = ops.clip(qkv, self.clip)
         if self.rotary is not None:
             frequencies, factor = self.rotary.frequencies(positions.device), self.rotary.attention_factor
-            # A norm before it would be of "head", which no family has together with such a rotation.
+            # A norm before it would be of type "head", which no family combines with such a rotation.
             qkv = ops.rotate_and_norm(qkv, positions, frequencies, factor, *heads, q_norm, k_norm, self.eps)
             q_norm = k_norm = None
         if self.query_scaling is not None:

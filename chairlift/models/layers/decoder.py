@@ -9,6 +9,7 @@ from chairlift.models.context import AttentionContext
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.attention import Attention
 from chairlift.models.layers.experts import MixtureOfExperts
+from chairlift.models.layers.mixers import make_mixer
 from chairlift.models.layers.mlp import MLP
 from chairlift.models.layers.norm import LayerNorm, RMSNorm, make_norm
 
@@ -16,9 +17,9 @@ __all__ = ["DecoderLayer"]
 
 
 class DecoderLayer(nn.Module):
-    """Attention, and an MLP or experts, added to the residual stream: [T, D] -> [T, D].
+    """Attention or a recurrent mixer, and an MLP or experts, added to the residual stream: [T, D] -> [T, D].
 
-    ``config.block`` says where norms are.
+    ``config.block`` gives the places of the norms.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -28,7 +29,8 @@ class DecoderLayer(nn.Module):
         self.parallel = config.block in ("parallel", "parallel_two")
         self.residual_scale = config.residual_scale
         self.input_layernorm = make_norm(config) if before else None
-        self.self_attn = Attention(config, layer)
+        self.mixer = make_mixer(config, layer)
+        self.self_attn = Attention(config, layer) if self.mixer is None else None
         self.post_attention_layernorm = make_norm(config) if before and config.block != "parallel" else None
         self.mlp = MixtureOfExperts(config) if config.has_experts(layer) else MLP(config)
         self.attention_out_norm = make_norm(config) if after else None
@@ -36,16 +38,25 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
         if self.sums_first:
-            x = _normed(self.input_layernorm, x + self._scaled(self.self_attn(x, rotary, positions, ctx)))
+            x = _normed(self.input_layernorm, x + self._scaled(self._mixed(x, rotary, positions, ctx)))
             return _normed(self.post_attention_layernorm, x + self._scaled(self.mlp(x)))
         normed = _normed(self.input_layernorm, x)
-        attended = self._scaled(_normed(self.attention_out_norm, self.self_attn(normed, rotary, positions, ctx)))
+        attended = self._scaled(_normed(self.attention_out_norm, self._mixed(normed, rotary, positions, ctx)))
         if self.parallel:
             second = self.post_attention_layernorm
             return x + attended + self._scaled(self.mlp(normed if second is None else second(x)))
         x = x + attended
         inner: Tensor = self.mlp(_normed(self.post_attention_layernorm, x))
         return x + self._scaled(_normed(self.mlp_out_norm, inner))
+
+    def _mixed(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        """What attention, or the mixer in its place, makes of ``x``."""
+        out: Tensor
+        if self.mixer is not None:
+            out = self.mixer(x, ctx)
+        elif self.self_attn is not None:
+            out = self.self_attn(x, rotary, positions, ctx)
+        return out
 
     def _scaled(self, branch: Tensor) -> Tensor:
         return branch if self.residual_scale == 1.0 else ops.scale(branch, self.residual_scale)

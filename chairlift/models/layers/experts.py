@@ -1,4 +1,4 @@
-"""Experts in place of one MLP."""
+"""Experts instead of one MLP."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["MixtureOfExperts"]
 
 
 class _Gate(nn.Module):
-    """A weight [out, in] that routing multiplies with, in float32, and that no format packs.
+    """The router's weight [out, in]. Products with it are in float32, and no format packs it.
 
-    With ``biased`` there is a bias [out]. With ``corrected`` there is one for the choice of experts only, in float32
+    With ``biased`` there is a bias [out]. With ``corrected`` there is a bias for the choice of experts only, in float32
     whatever the model's dtype.
     """
 
@@ -36,7 +36,7 @@ class _Gate(nn.Module):
 
 
 class _Experts(nn.Module):
-    """The weights of all experts: gate above up, [E 2 I, D], and down, [E D, I]; biases of both, or of none."""
+    """Weights of all experts: gate above up, [E 2 I, D], and down, [E D, I]; both have biases, or neither."""
 
     def __init__(self, count: int, hidden: int, inner: int, *, biased: bool) -> None:
         super().__init__()
@@ -51,9 +51,10 @@ class _Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """[T, D] -> [T, D]: each token through the experts it chooses, as ``config.experts`` says; see ``ops.experts``.
+    """[T, D] -> [T, D]: each token passes the experts that it chooses, according to ``config.experts``; see
+    ``ops.experts``.
 
-    ``shared_expert`` is an MLP that every token passes too. Raises InvariantError for a config without experts.
+    ``shared_expert`` is an MLP for every token. Raises InvariantError for a config without experts.
     """
 
     def __init__(self, config: ModelConfig) -> None:

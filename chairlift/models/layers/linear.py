@@ -1,8 +1,8 @@
-"""Layers with a weight that may lie in any format: a linear layer, a stack of such, and the token embedding."""
+"""Layers whose weight may have any format: a linear layer, a stack of them, and the token embedding."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from chairlift.kernels import ops
 from chairlift.kernels.weights import PLAIN, MatrixShape, WeightFormat
 
-__all__ = ["Embedding", "Linear", "Matrix", "Stack"]
+__all__ = ["Adapted", "Embedding", "Linear", "Matrix", "Stack"]
 
 
 class Matrix(nn.Module):
-    """A layer that is a weight [out, in], and maybe a bias [out].
+    """A layer with a weight [out, in], and an optional bias [out].
 
-    ``weight`` is an ordinary parameter until :meth:`take` swaps it for a weight of another ``format``. From then on the
-    layer cannot be trained or saved, and stays where it is.
+    ``weight`` is an ordinary parameter until :meth:`take` replaces it by a weight of another ``format``. From then on
+    the layer cannot be trained, saved or moved.
     """
 
     weight: Any
@@ -29,28 +29,40 @@ class Matrix(nn.Module):
         self.format: WeightFormat = PLAIN
         self.weight = nn.Parameter(torch.empty(shape[:2]))
         self.register_parameter("bias", nn.Parameter(torch.zeros(shape.out_features)) if bias else None)
-        if not self.weight.is_meta:  # there is nothing to draw, and torch would import a second's worth of modules
+        if not self.weight.is_meta:  # nothing to initialise, and torch would import modules for a second
             nn.init.normal_(self.weight, std=0.02)
 
     def take(self, weight_format: WeightFormat, weight: Any) -> None:
-        """Serve from ``weight``, which ``weight_format`` made, and let go of the former one."""
+        """Use ``weight``, which ``weight_format`` made, and drop the old weight."""
         if not isinstance(weight, nn.Parameter):
-            del self.weight  # a module keeps parameters apart from all else
+            del self.weight  # a module stores parameters apart from other attributes
         self.format, self.weight = weight_format, weight
 
     def finish(self) -> None:
-        """Every row of weight and bias has been written."""
+        """Finish the weight: every row of weight and bias has been written."""
         self.format.finish(self.weight, self.bias)
+
+
+class Adapted(Protocol):
+    """What adapters make of a layer's result."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """``out`` [T, out], the layer's result for ``x`` [T, in], with what is added to rows that have an adapter."""
+        ...
 
 
 class Linear(Matrix):
     """``x[T, in] -> x @ weight.T + bias``, [T, out]; for ``interleaved`` see :class:`MatrixShape`."""
 
+    adapted: Adapted | None = None
+    """What adapters add in plain torch; None where the model is served without, or step programs add it."""
+
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, interleaved: bool = False) -> None:
         super().__init__(MatrixShape(out_features, in_features, interleaved), bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.format.linear(x, self.weight, self.bias)
+        out = self.format.linear(x, self.weight, self.bias)
+        return out if self.adapted is None else self.adapted(x, out)
 
 
 class Embedding(Matrix):
@@ -64,7 +76,7 @@ class Embedding(Matrix):
 
 
 class Stack(Matrix):
-    """So many weights [out, in] of equal shape, one above the other: one for each expert."""
+    """``count`` weights [out, in] of equal shape, one above the other: one per expert."""
 
     def __init__(
         self, count: int, out_features: int, in_features: int, *, bias: bool = False, interleaved: bool = False

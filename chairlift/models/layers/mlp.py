@@ -23,14 +23,14 @@ _ACTIVATIONS = {
 
 
 class MLP(nn.Module):
-    """[T, D] -> [T, D], as ``config.mlp`` says.
+    """[T, D] -> [T, D], according to ``config.mlp``.
 
-    ``swiglu`` (Shazeer, 2020) is down(silu(gate(x)) * up(x)), with gate and up as one product, and ``geglu_tanh`` the
-    same with gelu; ``gelu``, ``gelu_tanh``, ``relu`` and ``relu2`` (So et al., 2021) are down(activation(up(x))).
+    ``swiglu`` (Shazeer, 2020) is down(silu(gate(x)) * up(x)), with gate and up as one product. ``geglu_tanh`` is the
+    same with gelu. ``gelu``, ``gelu_tanh``, ``relu`` and ``relu2`` (So et al., 2021) are down(activation(up(x))).
     """
 
     def __init__(self, config: ModelConfig, inner: int | None = None) -> None:
-        """``inner`` is the inner width where it is not ``config.intermediate_size``."""
+        """Create the layers. ``inner`` is the inner width, if it is not ``config.intermediate_size``."""
         super().__init__()
         hidden, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
         self.activation = _ACTIVATIONS[config.mlp]

@@ -14,7 +14,7 @@ __all__ = ["LayerNorm", "RMSNorm", "make_norm"]
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension (Zhang and Sennrich, 2019), computed in float32.
 
-    It is multiplied by ``offset + weight`` (Gemma: 1).
+    The result is multiplied by ``offset + weight`` (Gemma: offset 1).
     """
 
     def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer norm (Ba et al., 2016), with a bias or without."""
+    """Layer norm (Ba et al., 2016), with an optional bias."""
 
     bias: nn.Parameter | None
 

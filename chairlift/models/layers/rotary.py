@@ -15,12 +15,12 @@ __all__ = ["RotaryEmbedding", "inverse_frequencies"]
 
 
 class RotaryEmbedding(nn.Module):
-    """``positions[T]`` -> cos and sin, each [T, 1, Dh/2], scaled by the attention factor (YaRN, LongRoPE; else 1).
+    """``positions[T]`` -> cos and sin, each [T, 1, Dh/2], scaled by the attention factor (YaRN, LongRoPE; otherwise 1).
 
-    Where only ``rope.dim`` dimensions are rotated, the others turn by no angle.
+    If only ``rope.dim`` dimensions are rotated, the angle of the others is 0.
 
-    Computed for the positions of each step rather than looked up: it costs microseconds, a table for 128 Ki positions
-    costs 64 MiB. The frequencies are float32 whatever the model's dtype, and are never converted with it.
+    They are computed for the positions of each step, not looked up: this costs microseconds, and a table for 128 Ki
+    positions would take 64 MiB. The frequencies are float32 whatever the model's dtype, and are never converted.
     """
 
     def __init__(self, head_dim: int, rope: RopeConfig, max_position_embeddings: int) -> None:
@@ -46,8 +46,8 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig, max_position_embeddings
     """Return the rotation per position of each pair of dimensions, float32 [head_dim / 2], and the attention factor.
 
     ``dynamic`` (NTK-aware scaling) is static here: the base for the longest context, ``factor`` times
-    ``max_position_embeddings``, is used at every length. transformers changes it as a sequence grows, which would
-    rotate keys already in the cache by the wrong angles.
+    ``max_position_embeddings``, is used at every length. transformers changes the base as a sequence grows, after keys
+    in the cache were rotated with the old one.
     """
     with torch.device("cpu"):
         if rope.rope_type == "dynamic":
@@ -68,7 +68,7 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig, max_position_embeddings
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1: long wavelengths divided by ``factor``, short ones kept, a smooth step between."""
+    """Llama 3.1: long wavelengths are divided by ``factor``, short ones are unchanged, with a smooth transition."""
     context = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / plain
     smooth = (context / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -78,7 +78,7 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(periods: Tensor, head_dim: int, rope: RopeConfig) -> Tensor:
-    """YaRN (Peng et al., 2023): dimensions that turn often are kept, those that turn seldom are interpolated."""
+    """YaRN (Peng et al., 2023): dimensions of high frequency are unchanged, those of low frequency are interpolated."""
 
     def dimension_of(rotations: float) -> float:
         turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
@@ -89,7 +89,7 @@ def _yarn(periods: Tensor, head_dim: int, rope: RopeConfig) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a step instead of a division by zero
+        high += 0.001  # avoids a division by zero
     kept = 1 - ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
     return (1.0 / (rope.factor * periods)) * (1 - kept) + (1.0 / periods) * kept
 

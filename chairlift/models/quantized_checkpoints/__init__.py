@@ -1,9 +1,9 @@
-"""Directories with quantised weights: one file for each ``quant_method`` of config.json.
+"""Directories with quantised weights: one module for each ``quant_method`` of config.json.
 
-A quantised layer is stored in several tensors. To the loader it is one, of the layer's name and shape, as it would be
-in the original model. Layers that are stored plainly stay as they are: the names in the files say which, so the lists
-and patterns of ``ignore`` and ``modules_to_not_convert`` are not needed. Activations are rounded by our kernels as they
-see fit, whatever the file says.
+A quantised layer is stored in several tensors. The loader sees them as one tensor with the layer's name and shape in
+the original model. Layers that are stored plainly are recognised by the names in the files, so the lists and patterns
+of ``ignore`` and ``modules_to_not_convert`` are not needed. The kernels round activations in their own way, whatever
+the file says.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ _METHODS: Final[Mapping[str, Callable[[Settings], Method]]] = {
     "mxfp4": mxfp4.method,
 }
 _NAMES: Final[Mapping[str, tuple[str, str]]] = {"mxfp4": ("_", "")}
-"""Methods for which these are not ``.`` and ``.weight``: what separates the name of a layer from the endings of its
-tensors, and what follows it in the name of the original weight."""
+"""Per method: the separator between a layer's name and the endings of its tensors, and the ending of the original
+weight. The default is ``.`` and ``.weight``."""
 
 
 def with_whole_weights(tensors: dict[str, Any], model_dir: Path) -> dict[str, Any]:
-    """``tensors`` (name -> open file) of a directory, with every quantised layer as one tensor that is
+    """``tensors`` (name -> open file) of a directory, with every quantised layer as one tensor of
     :class:`~chairlift.models.stored_rows.StoredRows`.
 
-    Raises :class:`~chairlift.errors.ModelLoadError` for a method or a variant that is not read, and for tensors that do
-    not belong together. Only names, shapes and what is small are read.
+    Raises :class:`~chairlift.errors.ModelLoadError` for an unsupported method or variant, and for tensors that do not
+    fit together. Only names, shapes and small tensors are read.
     """
     path = model_dir / "config.json"
     config = read_json(path) if path.is_file() else {}
-    raw = config.get("quantization_config") or config.get("compression_config")  # as old compressed-tensors call it
+    # key of old compressed-tensors versions
+    raw = config.get("quantization_config") or config.get("compression_config")
     if not raw:
         return tensors
     if not isinstance(raw, Mapping):

@@ -1,6 +1,6 @@
-"""``quant_method`` compressed-tensors: what LLM Compressor writes, in three of its formats.
+"""``quant_method`` compressed-tensors, written by LLM Compressor: three of its formats.
 
-``int-quantized`` has a byte for each weight, ``pack-quantized`` words of codes, ``float-quantized`` 8-bit floats.
+``int-quantized`` has one byte per weight, ``pack-quantized`` words of codes, ``float-quantized`` 8-bit floats.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _Read = Callable[[int, int], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class _Weights:
-    """How the weights of all quantised layers are written."""
+    """Format of the weights in all quantised layers."""
 
     bits: int
     symmetric: bool
     strategy: str
     group: int
-    """-1 where a scale is not for a group."""
+    """-1 if scales are not per group."""
     block: tuple[int, int] | None
 
 
@@ -61,7 +61,7 @@ class _IntQuantized:
             zeros = lambda first, last: signed(first, last).float() + 128  # noqa: E731
 
         def codes(first: int, last: int) -> Tensor:
-            return weight.rows(first, last).view(torch.uint8) ^ 128  # of a signed byte: 128 more
+            return weight.rows(first, last).view(torch.uint8) ^ 128  # from signed bytes to unsigned: add 128
 
         return IntegerRows((n, k), _kind(self.weights, k), codes, scales, zeros)
 
@@ -88,7 +88,7 @@ class _PackQuantized:
         return IntegerRows((n, k), _kind(self.weights, k), codes, scales, zeros)
 
     def _columns(self, layer: StoredLayer, packed: StoredTensor) -> int:
-        """Columns of the weight; the last word of a row may be filled in part."""
+        """Number of columns of the weight; the last word of a row may be partly filled."""
         per_word = 32 // self.weights.bits
         n, words = packed.shape
         if "weight_shape" not in layer:
@@ -114,7 +114,7 @@ def _kind(weights: _Weights, k: int) -> GroupKind:
 
 
 def _scales(weights: _Weights, layer: StoredLayer, n: int, k: int) -> tuple[_Read, tuple[int, ...]]:
-    """How to read scales [rows, groups or 1], and their shape in the file."""
+    """Function that reads scales [rows, groups or 1], and their shape in the file."""
     shapes: dict[str, list[tuple[int, ...]]] = {
         "tensor": [(1,), (), (1, 1)],
         "channel": [(n, 1)],
@@ -133,7 +133,7 @@ def _by_row(stored: StoredTensor, n: int) -> _Read:
 def _has_zeros(weights: _Weights, layer: StoredLayer) -> bool:
     if not weights.symmetric:
         return True
-    if "weight_zero_point" in layer:  # older versions store zeros beside symmetric weights
+    if "weight_zero_point" in layer:  # older versions store zeros for symmetric weights
         stored = layer.take("weight_zero_point", ("I8", "I32"), rank=2)
         if bool(stored.read().any()):
             layer.fail("weight_zero_point", "is not 0, but quantization_config says that weights are symmetric")
@@ -141,7 +141,7 @@ def _has_zeros(weights: _Weights, layer: StoredLayer) -> bool:
 
 
 def _packed_by_output(words: StoredTensor, bits: int, first: int, last: int) -> Tensor:
-    """Codes of [outputs * bits / 32, groups] words, for some outputs: uint8 [outputs, groups]."""
+    """Codes of [outputs * bits / 32, groups] words for some outputs: uint8 [outputs, groups]."""
     per_word = 32 // bits
     begin, end = first // per_word, -(-last // per_word)
     packed = words.rows(begin, end)
@@ -154,14 +154,14 @@ _FORMATS: Final[Mapping[str, tuple[type[Any], str, tuple[int, ...], tuple[str, .
     "int-quantized": (_IntQuantized, "int", (8,), ("tensor", "channel", "group")),
     "pack-quantized": (_PackQuantized, "int", (4, 8), ("tensor", "channel", "group")),
 }
-"""By name: the class, and the types, widths and strategies that it has."""
+"""Format name -> class, and the supported types, widths and strategies."""
 
 
 def method(settings: Settings) -> Method:
-    """Read the settings. Raises ModelLoadError for what would be computed wrongly."""
+    """Read the settings. Raises ModelLoadError for settings that would be computed wrongly."""
     settings.absent("kv_cache_scheme", "transform_config")
     if (sparsity := settings.part("sparsity_config")) is not None:
-        sparsity.one_of("format", ("dense",), "dense")  # which older versions write for weights that are all there
+        sparsity.one_of("format", ("dense",), "dense")  # older versions write it for weights without sparsity
     name = settings.one_of("format", tuple(_FORMATS))
     groups = settings.part("config_groups")
     names = list(settings.get("config_groups", ()))
@@ -186,7 +186,7 @@ def method(settings: Settings) -> Method:
 def _check_activations(group: Settings) -> None:
     group.absent("output_activations")
     if (inputs := group.part("input_activations")) is not None:
-        inputs.one_of("dynamic", (True,), False)  # scales in the file would be left unread
+        inputs.one_of("dynamic", (True,), False)  # scales in the file would be ignored
 
 
 def _read_weights(weights: Settings, name: str) -> _Weights:

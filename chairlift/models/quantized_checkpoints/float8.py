@@ -16,8 +16,8 @@ _ONE = ((), (1,), (1, 1))
 def float8_rows(layer: StoredLayer, scale: str, block: tuple[int, int] | None) -> FloatRows:
     """``weight`` e4m3 [N, K] times the tensor ``scale``, as float32 [N, K].
 
-    ``block`` is the (rows, columns) that share a scale, and at the edges fewer; without it there is one scale for each
-    row, or a single one.
+    ``block`` is the (rows, columns) of a block that shares a scale; blocks at the edges may be smaller. Without it
+    there is one scale per row, or a single one.
     """
     weight = layer.take("weight", ("F8_E4M3",))
     n, k = weight.shape

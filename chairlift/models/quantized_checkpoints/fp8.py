@@ -1,4 +1,4 @@
-"""``quant_method`` fp8: what DeepSeek and Qwen publish, and transformers and AutoFP8 write."""
+"""``quant_method`` fp8, used by DeepSeek and Qwen, and written by transformers and AutoFP8."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chairlift.models.quantized_checkpoints.settings import Settings
 __all__ = ["method"]
 
 _INVERSE = "weight_scale_inv"
-"""What the weight is multiplied by, in spite of its name."""
+"""Factor of the weight, in spite of its name."""
 
 
 @dataclasses.dataclass(frozen=True)

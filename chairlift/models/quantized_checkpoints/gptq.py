@@ -1,4 +1,4 @@
-"""``quant_method`` gptq: 4 or 8 bits in groups, as AutoGPTQ and GPTQModel write them."""
+"""``quant_method`` gptq: 4 or 8 bits in groups, written by AutoGPTQ and GPTQModel."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class _Gptq:
     group: int
     symmetric: bool
     reordered: bool
-    """Whether groups are of columns that lie apart (``desc_act``), so that ``g_idx`` must say which."""
+    """Whether groups have columns that are not adjacent (``desc_act``), so that ``g_idx`` is needed."""
     zero_shift: int
-    """What is added to a stored zero point: version 1 of the format stores one less."""
+    """Number added to a stored zero point: version 1 of the format stores one less."""
     marks: frozenset[str] = frozenset({"qweight", "qzeros", "scales", "g_idx"})
     companions: frozenset[str] = frozenset()
 
@@ -53,7 +53,7 @@ class _Gptq:
         def zero_codes(first: int, last: int) -> Tensor:
             return self._zeros(zeros, groups, first, last)
 
-        if order is not None:  # groups of columns that lie apart are no groups to our kernels
+        if order is not None:  # groups of columns that are not adjacent are not supported by the kernels
 
             def read(first: int, last: int) -> Tensor:
                 values = codes(first, last).float().sub_(zero_codes(first, last).float()[:, order])
@@ -64,7 +64,7 @@ class _Gptq:
         return IntegerRows((n, k), kind, codes, scales.columns, None if self.symmetric else zero_codes)
 
     def _zeros(self, stored: StoredTensor | None, groups: int, first: int, last: int) -> Tensor:
-        """The zero points of some outputs: uint8 [outputs, groups]."""
+        """Zero points of some outputs: uint8 [outputs, groups]."""
         if self.symmetric or stored is None:
             return torch.full((last - first, groups), 1 << (self.bits - 1), dtype=torch.uint8)
         per_word = 32 // self.bits
@@ -75,7 +75,7 @@ class _Gptq:
         return (outputs + self.zero_shift) & ((1 << self.bits) - 1)
 
     def _order(self, layer: StoredLayer, k: int, group: int, groups: int) -> Tensor | None:
-        """int64 [in], the group of each column; None where they follow one another."""
+        """int64 [in], group of each column; None if the groups are in order."""
         if "g_idx" not in layer and not self.reordered:
             return None
         order = layer.take("g_idx", ("I32", "I64"), (k,)).read().long()
@@ -86,7 +86,7 @@ class _Gptq:
 
 
 def method(settings: Settings) -> _Gptq:
-    """Read the settings. Raises ModelLoadError for other widths and formats, and for settings by layer."""
+    """Read the settings. Raises ModelLoadError for other widths and formats, and for settings per layer."""
     settings.absent("dynamic", "is_marlin_format")
     key = "checkpoint_format" if "checkpoint_format" in settings else "format"
     stored_as = settings.one_of(key, ("gptq", "gptq_v2"), "gptq")

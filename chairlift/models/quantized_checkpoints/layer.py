@@ -1,4 +1,4 @@
-"""The tensors that one quantised layer is stored in, and how their integers become rows."""
+"""Tensors of one quantised layer, and the conversion of their integers to rows."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = [
 ]
 
 FLOATS: Final = ("F32", "F16", "BF16")
-"""How scales may be stored."""
+"""Allowed dtypes of scales."""
 _Read = Callable[[int, int], Tensor]
-"""From a first row and the one behind the last to what these rows have."""
+"""(first row, row after the last) -> data of these rows."""
 
 
 class Method(Protocol):
@@ -37,11 +37,11 @@ class Method(Protocol):
 
     @property
     def marks(self) -> frozenset[str]:
-        """Last parts of names that only quantised layers have."""
+        """Last parts of names that mark quantised layers."""
 
     @property
     def companions(self) -> frozenset[str]:
-        """Those that such a layer may have beside them."""
+        """Last parts of other names that such a layer may have."""
 
     def rows(self, layer: StoredLayer) -> StoredRows:
         """The layer's weight [out, in]. Raises ModelLoadError for tensors that do not fit together."""
@@ -64,14 +64,14 @@ class StoredTensor:
         return tensor
 
     def rows(self, first: int, last: int) -> Tensor:
-        """A copy of some rows. The file's pages are let go of."""
+        """A copy of some rows. The file's pages are released."""
         view = self.read()[first:last]
         found = _copied(view)
         by_slices(view, lambda *_: None, mapped=True)
         return found
 
     def columns(self, first: int, last: int) -> Tensor:
-        """A copy of some columns, each of them as a row."""
+        """A copy of some columns, each as a row."""
         whole = self.read()
         found = _copied(whole[:, first:last].t())
         by_slices(whole, lambda *_: None, mapped=True)
@@ -79,7 +79,7 @@ class StoredTensor:
 
 
 def _copied(view: Tensor) -> Tensor:
-    """A copy with the strides of its shape; ``contiguous`` leaves others where a side has length 1."""
+    """A copy with the normal strides of its shape; ``contiguous`` may keep other strides where a side has length 1."""
     return view.clone(memory_format=torch.contiguous_format)
 
 
@@ -91,7 +91,7 @@ class StoredLayer:
     where: str
     files: Mapping[str, Any]
     separator: str = "."
-    """What separates the name from those endings."""
+    """Separator between the name and the endings."""
 
     def __contains__(self, ending: str) -> bool:
         return ending in self.files
@@ -104,7 +104,7 @@ class StoredLayer:
         )
 
     def take(self, ending: str, dtypes: Iterable[str], *shapes: tuple[int, ...], rank: int = 2) -> StoredTensor:
-        """One of the tensors, of one of ``dtypes`` (as safetensors calls them) and, where any are given, ``shapes``."""
+        """One of the tensors. It must have one of ``dtypes`` (safetensors' names) and, if given, one of ``shapes``."""
         if ending not in self.files:
             self.fail(ending, f"is missing beside {', '.join(sorted(self.files))}")
         name, file = f"{self.name}{self.separator}{ending}", self.files[ending]
@@ -122,8 +122,8 @@ class IntegerRows(StoredRows):
     """A weight of integers: ``scale * (code - zero)``."""
 
     def __init__(self, shape: tuple[int, int], kind: GroupKind, codes: _Read, scales: _Read, zeros: _Read | None):
-        """``codes`` gives uint8 [rows, in]; ``scales`` and ``zeros`` of any dtype, [rows, groups] or [rows, 1]. Without
-        ``zeros`` the zero is the kind's own."""
+        """Create from functions. ``codes`` gives uint8 [rows, in]; ``scales`` and ``zeros`` of any dtype, [rows,
+        groups] or [rows, 1]. Without ``zeros`` the zero is the kind's own."""
         self._shape, self._kind, self.kind = shape, kind, kind
         self._codes, self._scales, self._zeros = codes, scales, zeros
 
@@ -142,7 +142,7 @@ class IntegerRows(StoredRows):
 
 
 class FloatRows(StoredRows):
-    """A weight whose numbers are float32 once they are read."""
+    """A weight that is read as float32."""
 
     def __init__(self, shape: tuple[int, int], read: _Read) -> None:
         self._shape, self._read = shape, read
@@ -156,11 +156,11 @@ class FloatRows(StoredRows):
 
 
 def group_of_rows(in_features: int) -> int:
-    """The group in which to repeat the scale of a whole row: few scales where that is possible."""
+    """Group size for repeating the scale of a whole row: the one that needs fewest scales."""
     return next((group for group in (128, 64) if in_features % group == 0), 32)
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Codes of 4 or 8 bits in int32 words, lowest first: [rows, words] -> uint8 [rows, words * 32 / bits]."""
-    packed = words.view(torch.uint8)  # torch's hosts are little-endian, as the formats are
+    """Codes of 4 or 8 bits in int32 words, lowest bits first: [rows, words] -> uint8 [rows, words * 32 / bits]."""
+    packed = words.view(torch.uint8)  # torch runs on little-endian machines, and the formats are little-endian
     return packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)

@@ -1,4 +1,4 @@
-"""``quant_method`` mxfp4: how gpt-oss is published. Only its experts are quantised."""
+"""``quant_method`` mxfp4, the format of gpt-oss. Only its experts are quantised."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from chairlift.models.stored_rows import StoredRows
 __all__ = ["method"]
 
 _BIAS = 127
-"""An exponent of 8 bits (e8m0) is worth 2 to the power of it less this."""
+"""Bias of an 8-bit exponent (e8m0): its value is 2 ** (exponent - bias)."""
 
 
 class _Stack(StoredRows):
-    """The rows [E R, K] of a weight that is [E, K, R] in the original model.
+    """Rows [E R, K] of a weight that is [E, K, R] in the original model.
 
-    ``blocks`` are uint8 [E, R, K / 32, 16], two codes a byte, the first in the low half; ``scales`` are exponents,
-    uint8 [E, R, K / 32]. An exponent of 255 means no number, and becomes infinity.
+    ``blocks`` are uint8 [E, R, K / 32, 16], two codes per byte, the first in the low half. ``scales`` are exponents,
+    uint8 [E, R, K / 32]. An exponent of 255 means "not a number", and becomes infinity.
     """
 
     kind = GroupKind(4, GROUP, e2m1=True)
@@ -43,7 +43,7 @@ class _Stack(StoredRows):
         first, last, _ = rows.indices(len(self))
         packed, exponents = (each.read().flatten(0, 1)[first:last] for each in (self._blocks, self._scales))
         codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
-        # Codes are worth twice what the format says, so that all are whole numbers.
+        # The values of codes are doubled to be integers, so the scales are halved.
         scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - _BIAS - 1)
         for view in (packed, exponents):
             by_slices(view, lambda *_: None, mapped=True)
@@ -66,5 +66,5 @@ class _MXFP4:
 
 
 def method(settings: Settings) -> _MXFP4:
-    """There is nothing to read: ``modules_to_not_convert`` names what the file stores plainly."""
+    """Return the method. It has no settings: ``modules_to_not_convert`` lists layers that are stored plainly."""
     return _MXFP4()

@@ -1,4 +1,4 @@
-"""Checked access to what ``quantization_config`` says. What is not supported is refused by key, value and choice."""
+"""Checked access to ``quantization_config``. An unsupported setting is refused with its key, value and choices."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ class Settings:
         self._raw = raw
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What it says, unchecked; ``default`` where it says nothing or null."""
+        """The unchecked value; ``default`` if it is missing or null."""
         value = self._raw.get(key)
         return default if value is None else value
 
     def refuse(self, key: str, supported: str) -> NoReturn:
-        """Raise for the value of ``key``."""
+        """Raise an error for the value of ``key``."""
         raise ModelLoadError(
             f"{self.where}: {key} = {self.get(key)!r:.80} is not supported; supported: {supported}; use a version of"
             " the model with that, or the original weights"
         )
 
     def one_of(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
-        """The value, which must be among ``allowed``."""
+        """The value, which must be one of ``allowed``."""
         value = self.get(key, default)
         if not any(type(value) is type(each) and value == each for each in allowed):
             self.refuse(key, ", ".join(map(str, allowed)))
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """A boolean value."""
         return bool(self.one_of(key, (True, False), default))
 
     def absent(self, *keys: str) -> None:
-        """Refuse each of ``keys`` that says anything but null, false, 0 or an empty value."""
+        """Refuse each of ``keys`` whose value is not null, false, 0 or empty."""
         for key in keys:
             if self.get(key):
                 self.refuse(key, "none")
 
     def group_size(self) -> int:
-        """Columns that share a scale: a multiple of 32, or -1 for all of them."""
+        """Number of columns that share a scale: a multiple of 32, or -1 for all of them."""
         value = self.get("group_size", -1)
         if type(value) is not int or not (value == -1 or (0 < value <= 2**20 and value % 32 == 0)):
             self.refuse("group_size", "-1 (a whole row) and multiples of 32")
         return value
 
     def block(self, key: str) -> tuple[int, int] | None:
-        """(rows, columns) that share a scale, as a list or as ``"128x128"``; None where it says nothing."""
+        """(rows, columns) that share a scale, from a list or from ``"128x128"``; None if it is missing."""
         value = self.get(key)
         if value is None:
             return None
@@ -65,7 +65,7 @@ class Settings:
         self.refuse(key, "two numbers above 0, such as [128, 128]")
 
     def part(self, key: str) -> Settings | None:
-        """An object in it; None where it says nothing."""
+        """A nested object; None if it is missing."""
         value = self.get(key)
         if value is not None and not isinstance(value, Mapping):
             self.refuse(key, "an object, or null")

@@ -57,7 +57,7 @@ def expected_answer(
         params=params,
         seed=sample_seed(args["seed"], index),
         num_prompt_tokens=len(args["prompt"]),
-        tag=int.from_bytes(args["salt"].encode()[:8], "little"),
+        tag=int.from_bytes(args["salt"].encode()[:8], "little") ^ args.get("adapter_tag", 0),
     )
     stops = set(args["stop_token_ids"]) | (set() if args["ignore_eos"] else {EOS})
     end = "length"

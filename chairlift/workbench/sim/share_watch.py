@@ -43,6 +43,7 @@ class ShareWatch:
 
     Requests that a bound says nothing about are left out, and their tokens count as work before everybody: those that
     gave way, that a block was refused to, that have a deadline, or that belong to a class with reserved step tokens.
+    What a request with an adapter waits for is not known before it joins.
 
     Args:
         scheduler: The one that is watched; its policy is ``fcfs`` or ``priority``.
@@ -98,7 +99,7 @@ class ShareWatch:
             for request in self._scheduler.requests.values():
                 if request.sequence > self._newest:
                     self._newest = request.sequence
-                    if request.source is None:  # others wait for a prompt to fork from
+                    if request.source is None and not request.adapter_id:  # others wait for a prompt, or an adapter
                         self._begin(request, request.num_prompt_tokens)
 
     def _join(self, request: Request, size: int) -> None:

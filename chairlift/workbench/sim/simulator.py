@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 from chairlift.config import CacheGroup, SchedulerConfig
@@ -16,8 +16,10 @@ from chairlift.engine.input_processor import ModelLimits
 from chairlift.errors import ChairliftError, InvariantError, PromptTooLongError, RequestError
 from chairlift.executor.input_batch import InputBatch
 from chairlift.executor.local import LocalExecutor
+from chairlift.kv_cache.layout import CacheLayout
 from chairlift.kv_cache.manager import Admission, KVCacheManager, NewBlocks
-from chairlift.models.hashlm import HashLM
+from chairlift.lora_request import LoRARequest
+from chairlift.models.hashlm import STATE, HashLM
 from chairlift.outputs import CompletionOutput, FinishReason, RequestOutput
 from chairlift.request import Request
 from chairlift.sampling_params import SamplingParams
@@ -28,6 +30,7 @@ from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.scheduler import Scheduler
 from chairlift.step_batch import Masks, SampledTokens, StepBatch
 from chairlift.structured_outputs import StructuredOutputsParams
+from chairlift.workbench.sim.adapters import AdapterFiles, ScriptedAdapters, content_tag, request_for
 from chairlift.workbench.sim.drafts import ScriptedDrafts
 from chairlift.workbench.sim.grammars import GrammarScript, ScriptedGrammars
 from chairlift.workbench.sim.oracle import Expected, byte_tokenizer, expected_answer
@@ -78,10 +81,21 @@ class _FaultyModel(HashLM):
     """HashLM that sometimes fails: a whole step, or one row."""
 
     faults: _Faults
+    most_adapters = 0
+    """Different ones in a step, at most."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.missing_adapters: set[int] = set()
+        """Those that a step asked for, and that were not in memory."""
 
     def forward(self, batch: StepBatch) -> list[int]:
         if self.faults.on("raise"):
             raise RuntimeError("injected: the forward pass failed")
+        if batch.adapters is not None:
+            asked = set(batch.adapters.tolist()) - {0}
+            self.most_adapters = max(self.most_adapters, len(asked))
+            self.missing_adapters |= asked - set(self.adapter_tags)
         return super().forward(batch)
 
     def sample(self, hidden: list[int], batch: StepBatch, masks: Masks | None = None) -> SampledTokens:
@@ -120,7 +134,9 @@ class _WatchedExecutor(LocalExecutor):
 
     def __init__(self, runner: _FaultyModel, *, num_slots: int, max_model_len: int, block_size: int) -> None:
         super().__init__(runner, num_slots=num_slots, max_model_len=max_model_len, block_size=block_size)
-        self._input = _FaultyRows(num_slots, max_model_len, block_size, len(runner.cache_groups))
+        self._layout = CacheLayout(runner.cache_groups, block_size, max_model_len)
+        spans = [group.state_span for group in runner.cache_groups]
+        self._input = _FaultyRows(num_slots, max_model_len, block_size, len(spans), spans)
         self._input.faults = runner.faults
         self.in_flight: deque[list[set[int]]] = deque()
         self.num_copies = 0
@@ -134,11 +150,10 @@ class _WatchedExecutor(LocalExecutor):
 
     def _blocks(self, batch: StepBatch, group: int) -> set[int]:
         used = set()
-        window = self.cache_groups[group].window
+        kind = self._layout.kinds[group]
         for row, end in enumerate(batch.seq_lens.tolist()):
             begin = end - int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
-            low = 0 if window is None else max(0, begin - window + 1)
-            used |= set(batch.block_tables[group][row, low // self.block_size : -(-end // self.block_size)].tolist())
+            used |= set(batch.block_tables[group][row, kind.first_in_reach(begin) : kind.num_entries(end)].tolist())
         return used
 
 
@@ -160,11 +175,13 @@ class Simulation:
         self.world = world
         self.clock = VirtualClock()
         self.faults = _Faults()
-        groups = [CacheGroup(world.num_blocks, window, world.num_host_blocks) for window in world.windows]
+        groups = [_cache_group(world, window) for window in world.windows]
         config = SchedulerConfig(**world.scheduler)
         self.policy = PolicyWatch(policy or policy_from_config(config))
         self.model = _FaultyModel(groups, world.block_size, VOCAB_SIZE, world.max_model_len)
         self.model.faults = self.faults
+        self.files = AdapterFiles()
+        self.model.adapter_tags = self.files.tags
         kv = _FaultyCache(
             self.faults,
             groups,
@@ -190,7 +207,11 @@ class Simulation:
             kv=kv,
             seed=world.seed,
             grammars=ScriptedGrammars() if world.grammars else None,
+            adapters=None if world.adapters is None else ScriptedAdapters(self.files, *world.adapters),
         )
+        self._versions: Counter[int] = Counter()
+        """How often an adapter was replaced where it stands elsewhere then."""
+        self.num_adapted = self.num_reloads = 0
         self._set_bounds()
         self.share = None if policy else _share_watch(self.engine.scheduler, config)
         """None where nobody knows the order of the policy, or where a batch is closed."""
@@ -201,6 +222,10 @@ class Simulation:
             scheduler.drafts = Drafts(
                 scheduler.batch, ScriptedDrafts(world.seed, self._answer_of), self.engine.core.grammars
             )
+        self._begin_counts()
+
+    def _begin_counts(self) -> None:
+        """Nothing has happened yet."""
         self.num_reserved = 0
         """Requests that joined in a reserved row."""
         self.pending: dict[str, _Submitted] = {}
@@ -306,10 +331,39 @@ class Simulation:
             scheduler.batch.running_limit, scheduler.batch.token_budget = args["running"], args["tokens"]
             scheduler.batch.watermark = args["watermark"]
             self.num_limits += 1
+        elif event.kind in ("reload", "unload", "rewrite"):
+            self._change_adapter(event.kind, event.target)
         elif event.kind == "stall":
             self.clock.advance(3600.0 * event.target)
         else:
             self.faults.active[event.kind] = event.target
+
+    def _path_of(self, number: int) -> str:
+        return f"a{number}-{self._versions[number]}"
+
+    def _change_adapter(self, kind: str, number: int) -> None:
+        """Give a loaded adapter other files at another place (``reload``) or at the same, or none."""
+        if kind != "rewrite" and not self.engine.remove_lora(number):
+            return
+        self.num_reloads += kind == "reload"
+        if kind == "reload":
+            self._versions[number] += 1
+        if kind == "rewrite" and self._path_of(number) in self.files.contents:
+            self.files.write(self._path_of(number))
+            if self.engine.remove_lora(number):  # or what is in memory would go on being right
+                self.num_reloads += 1
+
+    def _adapter_for(self, args: dict[str, Any]) -> LoRARequest | None:
+        """What an arrival asks for; what it does goes to ``args``."""
+        number = args.get("adapter", 0)
+        if not number or self.world.adapters is None:
+            return None
+        path = self._path_of(number)
+        if path not in self.files.contents:
+            self.files.write(path)
+        args["adapter_tag"] = content_tag(self.files.contents[path])
+        self.num_adapted += 1
+        return request_for(number, path)
 
     def _refused(self, name: str) -> None:
         try:
@@ -336,6 +390,8 @@ class Simulation:
             structured_outputs=_structured_outputs(args),
         )
         need = len(args["prompt"]) + args["max_tokens"] - 1
+        args = dict(args)
+        adapter = self._adapter_for(args)
         fits, known = self.engine.kv.fits_when_empty(need), set(self.engine.scheduler.requests.values())
         try:
             self.engine.add_request(
@@ -345,6 +401,7 @@ class Simulation:
                 stream=args["stream"],
                 cache_salt=args["salt"],
                 tenant=args.get("tenant", ""),
+                lora_request=adapter,
             )
         except PromptTooLongError:
             if fits and need <= self.engine.kv.capacity_tokens:
@@ -375,6 +432,9 @@ class Simulation:
         scheduler = self.engine.scheduler
         if isinstance(self.engine.core.grammars, ScriptedGrammars):
             self.engine.core.grammars.tick()
+        adapters = self.engine.core.adapters
+        if isinstance(adapters, ScriptedAdapters):
+            adapters.tick()
         stuck = {
             name: request.num_preemptions
             for name, request in scheduler.running.items()
@@ -385,6 +445,7 @@ class Simulation:
         try:
             outputs = self.engine.step()
             self.engine.check_invariants()
+            adapters.check_invariants()
             self.policy.check(scheduler.waiting, scheduler.batch.now)
             for name, count in [] if self.faults.active else stuck.items():
                 if name in scheduler.requests and scheduler.requests[name].num_preemptions > count:
@@ -398,9 +459,18 @@ class Simulation:
         self.clock.advance(_STEP_SECONDS)
         self.num_passed += sum(request.times_passed > 0 for request in self.engine.scheduler.waiting)
         self._check_in_flight()
+        self._check_adapters()
         self._check_records()
         for output in outputs:
             self._check_output(output)
+
+    def _check_adapters(self) -> None:
+        """At most as many adapters are in a step as may be, and all of those are in memory."""
+        most = self.world.adapters[0] if self.world.adapters else 0
+        if self.model.most_adapters > most:
+            raise Violation(f"step {self.num_steps} had {self.model.most_adapters} adapters, and {most} may be")
+        if self.model.missing_adapters:
+            raise Violation(f"step {self.num_steps}: adapters {self.model.missing_adapters} were not in memory")
 
     def _check_in_flight(self) -> None:
         """No block that a step in flight touches may be free for others."""
@@ -485,6 +555,9 @@ class Simulation:
                 )
             ):
                 raise Violation(f"{where}: failed after {given}, and not {expected}")
+            rewritten = any(event.kind == "rewrite" for event in self.world.events)
+            if self.world.adapters and not (broken or rewritten or self.world.grammars):
+                raise Violation(f"{where}: failed after {given}, and not {expected}")
             return
         if answer.finish_reason is FinishReason.DEADLINE:
             if self.world.scheduler.get("late_requests") != "drop" or not _has_deadline(submitted.args):
@@ -504,6 +577,8 @@ class Simulation:
             raise Violation("the scheduler still has requests after all of them ended")
         if len(self.engine.core.grammars) or scheduler.batch.unready:
             raise Violation("grammars are still followed after all requests ended")
+        if self.engine.core.adapters.num_users:
+            raise Violation("adapters still have requests after all of them ended")
         if len(self.engine.core.causes):
             raise Violation(f"{len(self.engine.core.causes)} requests that have ended are still charged for time")
         if scheduler.num_preemptions and (scheduler.batch.preemption.never or scheduler.membership.held):
@@ -524,6 +599,12 @@ def _share_watch(scheduler: Scheduler, config: SchedulerConfig) -> ShareWatch | 
         return None
     reserving = {name for name, each in (config.promises or {}).items() if each.min_step_tokens}
     return ShareWatch(scheduler, config.policy_share, config.max_num_batched_tokens, reserving)
+
+
+def _cache_group(world: World, window: int | None) -> CacheGroup:
+    if window == STATE:
+        return CacheGroup(world.num_blocks, None, world.num_host_blocks, world.state_span)
+    return CacheGroup(world.num_blocks, window, world.num_host_blocks)
 
 
 def _structured_outputs(args: dict[str, Any]) -> StructuredOutputsParams | None:

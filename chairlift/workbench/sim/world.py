@@ -8,6 +8,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from chairlift.config import ONE_STATE
+from chairlift.models.hashlm import STATE
+
 __all__ = ["Event", "World", "allowed_at", "make_world"]
 
 LETTERS = 12
@@ -23,9 +26,10 @@ class Event:
     at: int
     kind: str
     """``arrive``, ``abort``, ``preempt``, ``duplicate``, ``nan``, ``raise``, ``refuse_admission``, ``refuse_growth``,
-    ``evict``, ``stall`` (the clock jumps ahead) or ``limits`` (a governor moves the scheduler's settings)."""
+    ``evict``, ``stall`` (the clock jumps ahead), ``limits`` (a governor moves the scheduler's settings), ``reload`` (an
+    adapter is replaced under its name), ``unload`` or ``rewrite`` (its files are replaced, and nobody is told)."""
     target: int = 0
-    """Request number, or which row."""
+    """Request number, which row, or which adapter."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -36,7 +40,7 @@ class World:
     seed: int
     block_size: int
     windows: tuple[int | None, ...]
-    """One cache group each."""
+    """One cache group each; :data:`~chairlift.models.hashlm.STATE` for recurrent states."""
     num_blocks: int
     max_model_len: int
     scheduler: dict[str, Any]
@@ -57,6 +61,10 @@ class World:
     """Whether some requests have a grammar."""
     drafts: bool = False
     """Whether requests have drafts."""
+    state_span: int = ONE_STATE
+    """Positions per block in groups of recurrent states."""
+    adapters: tuple[int, int, int] | None = None
+    """Most adapters in a step, most in memory, and ticks that it takes to read one, in worlds with adapters."""
 
 
 CLASSES = {
@@ -125,7 +133,9 @@ def make_world(seed: int) -> World:
         scheduler |= {"batching": "continuous", "max_num_batched_tokens": max(48, scheduler["max_num_batched_tokens"])}
     if seed % 10 == 6:
         events = _draft(random.Random(seed ^ 0x6D1A), scheduler, events, horizon)
-    return World(
+    chosen = seed % 100 in (54, 94)
+    events, adapters = _adapt(random.Random(seed ^ 0x10A4), events, horizon) if chosen else (events, None)
+    world = World(
         seed=seed,
         block_size=block_size,
         windows=windows,
@@ -142,7 +152,38 @@ def make_world(seed: int) -> World:
         scripted=scripted,
         grammars=grammars,
         drafts=drafts,
+        adapters=adapters,
     )
+    return _recur(random.Random(seed ^ 0x57A7), world) if seed % 20 in (4, 15) else world
+
+
+def _recur(rng: random.Random, world: World) -> World:
+    """Recurrent states beside K and V or alone, with snapshots at every few blocks or without any."""
+    span = rng.choice([world.block_size, 2 * world.block_size, 4 * world.block_size, ONE_STATE])
+    windows = rng.choice([(STATE,), (*world.windows, STATE), (STATE, *world.windows)])
+    world = dataclasses.replace(world, windows=windows, state_span=span)
+    if rng.random() < 0.4:
+        return world
+    arrivals = [event for event in world.events if event.kind == "arrive"]
+    _come_again(rng, arrivals, world.block_size, world.max_model_len)
+    offload = rng.random() < 0.3
+    hosts = rng.choice([3, 16, 64]) if offload else world.num_host_blocks
+    return dataclasses.replace(world, enable_prefix_caching=True, prefix_offload=offload, num_host_blocks=hosts)
+
+
+def _adapt(rng: random.Random, events: list[Event], horizon: int) -> tuple[list[Event], tuple[int, int, int]]:
+    """Adapters for most requests, more of them than a step or the memory may have; some are replaced meanwhile."""
+    count, most = rng.choice([2, 3, 5, 9]), rng.choice([1, 1, 2, 3])
+    for event in events:
+        if event.kind == "arrive" and rng.random() < 0.8:
+            event.args["adapter"] = 1 + min(int(rng.paretovariate(0.8)) - 1, count - 1)
+    kinds = rng.choice([(), ("reload",), ("reload", "unload"), ("reload", "rewrite")])
+    changes = [
+        Event(rng.randrange(horizon), kind, rng.randint(1, count))
+        for kind in kinds
+        for _ in range(rng.choice([1, 4, 12]))
+    ]
+    return [*events, *changes], (most, most + rng.choice([0, 0, 1, 4]), rng.choice([0, 0, 1, 5]))
 
 
 def _draft(rng: random.Random, scheduler: dict[str, Any], events: list[Event], horizon: int) -> list[Event]:

@@ -1,4 +1,5 @@
-"""On PYTHONPATH, this keeps every Python process that a test starts, and those that they start, on this machine."""
+"""Restricts every Python process that a test starts, and its children, to this machine's network, when on
+PYTHONPATH."""
 
 import importlib.util
 import sys

@@ -1,9 +1,9 @@
-"""Numbers with a bound on what rounding does to them: the exact result of an operation, in float64, and how far off
-a sound implementation may be.
+"""Numbers with error bounds: the exact result of an operation in float64, and the largest error of a correct
+implementation.
 
-Bounds are to first order and count roundings; u is the unit roundoff of a dtype (2^-24 in float32, 2^-8 in bf16). A sum
-of k products is given 4 sqrt(k) u where the worst case would be k u: rounding errors behave like random ones, which
-cancel each other (Higham and Mary, 2019). The worst case would hide a product that was left out.
+Bounds are of first order and count roundings; u is the unit roundoff of a dtype (2^-24 in float32, 2^-8 in bf16). A sum
+of k products has the bound 4 sqrt(k) u where the worst case would be k u: rounding errors behave like random ones,
+which cancel each other (Higham and Mary, 2019). The worst-case bound would hide a missing product.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TINY = 1e-37
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Approximate:
-    """A number computed in float32 from others; tensors of float64 of one shape."""
+    """A number computed in float32 from others, as float64 tensors of one shape: value and error bound."""
 
     value: Tensor
     error: Tensor
@@ -55,19 +55,21 @@ class Approximate:
         return Approximate(self.value[index], self.error[index])  # type: ignore[index]
 
     def silu(self) -> Approximate:
-        """x / (1 + exp(-x)): steepest slope 1.1; the exponential multiplies the rounding of its argument."""
+        """x / (1 + exp(-x)). The steepest slope is 1.1; the exponential multiplies the rounding error of its
+        argument."""
         value = torch.nn.functional.silu(self.value)
         return Approximate(value, 1.1 * self.error + (8 + 4 * self.value.abs()) * U * value.abs())
 
     def gelu(self) -> Approximate:
-        """x times the share of a normal distribution below x, which is computed to 1.2e-7: steepest slope 1.13."""
+        """x times the share of a normal distribution below x, which is computed to 1.2e-7. The steepest slope is
+        1.13."""
         value = torch.nn.functional.gelu(self.value)
         return Approximate(value, 1.13 * self.error + 4 * U * self.value.abs())
 
     def gelu_tanh(self) -> Approximate:
-        """As silu of 1.6 (x + 0.0447 x^3)."""
+        """silu of 1.6 (x + 0.0447 x^3)."""
         argument = math.sqrt(8 / math.pi) * (self.value + 0.044715 * self.value**3)
-        value = self.value * torch.sigmoid(argument)  # torch's own subtracts numbers of one size
+        value = self.value * torch.sigmoid(argument)  # torch's own subtracts numbers of nearly equal size
         off = (8 + 4 * argument.abs().clamp_max(200)) * U
         return Approximate(value, 1.13 * self.error + off * value.abs())
 
@@ -77,22 +79,22 @@ class Approximate:
         return Approximate(value, self.error + 10 * U * value.abs())
 
     def layer_normed(self, eps: float) -> Approximate:
-        """Over the last dimension, without weight and bias, of exact numbers."""
+        """Layer norm over the last dimension of exact numbers, without weight and bias."""
         size = self.value.shape[-1]
         centred = self.value - self.value.mean(-1, keepdim=True)
         factor = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-        # The mean is off by what its sum is; the factor as in rms_normed.
+        # The error of the mean is that of its sum; the factor is as in rms_normed.
         off = (4 * math.sqrt(size) + 4) * U
         shift = off * self.value.abs().mean(-1, keepdim=True)
         relative = off + shift * factor
         return Approximate(centred * factor, factor * (2 * shift + centred.abs() * relative)).rounded(times=3)
 
     def rms_normed(self, eps: float) -> Approximate:
-        """Over the last dimension, without weight."""
+        """RMS norm over the last dimension, without weight."""
         size = self.value.shape[-1]
         squares = self.value.square().sum(-1, keepdim=True)
         factor = (squares / size + eps).rsqrt()
-        # Half the relative error of the squares' sum, and a few roundings on the way to the factor.
+        # Half the relative error of the sum of squares, and a few roundings of the factor.
         relative = (self.value.abs() * self.error).sum(-1, keepdim=True) / squares.clamp_min(1e-300)
         relative = relative + (4 * math.sqrt(size) + 4) * U
         return Approximate(self.value * factor, factor * (self.error + self.value.abs() * relative)).rounded()

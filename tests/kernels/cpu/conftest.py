@@ -1,4 +1,4 @@
-"""The compiled kernels, as tests get them: skipped with a reason where they aren't built, but never on a CI machine."""
+"""Fixtures of the compiled kernels. Without them tests are skipped with a reason, except on a CI machine."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from chairlift.models.random_weights import write_random_model
 
 __all__ = ["FAMILIES", "VOCAB", "tiny_model"]
 
-VOCAB = 131  # no multiple of anything
+VOCAB = 131  # not a multiple of any block size
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 72,
@@ -29,13 +29,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 48},
     "mistral": {"sliding_window": 24},
 }
-"""What each family has that others lack: biases everywhere, a tied head, norms on q and k, a window."""
+"""Features that only one of the families has: biases everywhere, a tied head, norms on q and k, a window."""
 
 
 def tiny_model(folder: Path, family: str, *, dtype: str = "float32", seed: int = 0, **more: Any) -> Path:
-    """Write a model of a family with weights large enough that every part of it changes the text.
+    """Write a model of a family. Its weights are so large that every part changes the text.
 
-    A family that is not in :data:`FAMILIES` is written as it is by default.
+    A family that is not in :data:`FAMILIES` has its default fields.
     """
     config = {**_BASE, "model_type": family, **FAMILIES.get(family, {}), **more}
     return write_random_model(folder / family, config, dtype=dtype, seed=seed, std=0.25)

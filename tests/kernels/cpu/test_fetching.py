@@ -320,6 +320,7 @@ def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return [str(folder / "watched"), *(["tiles"] if request.param == "amx" else [])]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rows", one_in(3, [1, 7, 16, 17, 33, 64, 65, 96, 128]))
 def test_what_comes_next_is_fetched_once(rows: int, watched: list[str]) -> None:
     cases = [(rows, panels, k, unit) for panels, unit in ((12, 2), (17, 1)) for k in (576, 896, 1536, 4864)]

@@ -29,6 +29,8 @@ from tests.kernels.cpu.one_op import Machine, counts, equal_bits, normal
 from tests.models.tiny import FAMILIES
 from tests.sweep import sweep
 
+pytestmark = pytest.mark.nightly
+
 SOURCES = Path(__file__).parents[3] / "csrc" / "cpu"
 COMMON = ("api", "memory", "pack", "pool", "kernels_amx")
 OTHER_PATHS = """

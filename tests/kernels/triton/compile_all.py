@@ -45,7 +45,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 
 class Compiler:
-    """Stands in for every launch."""
+    """Replaces every launch by a compilation."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -141,7 +141,8 @@ def everything() -> None:
     attention(torch.float16, (8, 1), 256, None, False, False)
     attention(torch.float32, (4, 4), 80, None, True, True)
     attention(torch.float32, (4, 4), 80, None, False, False)
-    for dtype, head_dim in itertools.product((torch.bfloat16, torch.float32), (128, 256)):  # the most shared memory
+    # the combination with the most shared memory
+    for dtype, head_dim in itertools.product((torch.bfloat16, torch.float32), (128, 256)):
         for decode in (True, False):
             attention(dtype, (MOST_GROUP, 1), head_dim, None, decode, False)
     cache = torch.empty((64, 16, 2, 64), dtype=torch.bfloat16)
@@ -174,5 +175,5 @@ if __name__ == "__main__":
     JITFunction.run = lambda self, *args, **options: compiler(self, *args, **options)
     dependent._is_known = lambda device: compiler.target.arch >= 90  # type: ignore[assignment]
     everything()
-    if compiler.target.arch >= 89:  # those that know fp8
+    if compiler.target.arch >= 89:  # with support of fp8
         in_fp8()

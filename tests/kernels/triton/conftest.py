@@ -1,9 +1,8 @@
-"""Where the kernels run: on the GPU if there is one, else in Triton's interpreter, on the CPU.
+"""Device of the kernels: the GPU if there is one, otherwise Triton's interpreter on the CPU.
 
-Triton decides when a kernel is defined whether it will be interpreted, by an environment variable. So the kernels are
-imported here with the variable set. While a test of this folder runs it is set again, and Triton's own library
-functions are replaced by interpreted ones, because somebody else may have imported Triton before. Other tests see
-nothing of it.
+An environment variable decides, when a kernel is defined, whether Triton interprets it. So the kernels are imported
+here with the variable set. It is set again during each test of this folder, and Triton's own library functions are
+replaced by interpreted ones, because another module may have imported Triton before. Other tests are not affected.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ except ModuleNotFoundError as error:
 
 
 class _Skipped(pytest.Module):
-    """A file of tests that cannot even be imported."""
+    """A file of tests that cannot be imported."""
 
     def collect(self) -> Iterator[pytest.Item]:
         pytest.skip(MISSING, allow_module_level=True)
@@ -52,7 +51,7 @@ def pytest_pycollect_makemodule(module_path: object, parent: pytest.Collector) -
 
 
 def cast(self: Any, source: Any, target: Any) -> Any:
-    """A conversion as a GPU does it: the interpreter, which holds bfloat16 as 16-bit integers, cuts bits off."""
+    """A conversion with a GPU's rounding. The interpreter, which stores bfloat16 as 16-bit integers, truncates."""
     old, new = source.dtype.scalar, target.scalar
     if old.is_fp32() and new.is_bf16():
         rounded = torch.from_numpy(np.array(source.data)).to(torch.bfloat16).view(torch.int16)
@@ -63,7 +62,7 @@ def cast(self: Any, source: Any, target: Any) -> Any:
 
 
 def convert(self: Any, source: Any, target: Any, rounding: Any) -> Any:
-    """The same to and from fp8, which the interpreter rounds wrongly, and of which it does not know NaN."""
+    """A conversion from and to fp8. The interpreter rounds wrongly, and has no NaN in fp8."""
     old, new = source.dtype.scalar, target.scalar
     if old.is_fp32() and new.is_fp8e4nv():
         rounded = torch.from_numpy(np.array(source.data)).to(torch.float8_e4m3fn)
@@ -75,9 +74,9 @@ def convert(self: Any, source: Any, target: Any, rounding: Any) -> Any:
 
 
 def dot(self: Any, a: Any, b: Any, c: Any, *how: Any) -> Any:
-    """A product that is right for bfloat16 too, and whose rows do not depend on their place in the tile.
+    """A product that is also correct for bfloat16, and whose rows do not depend on their place in the tile.
 
-    That is what summing in float64 is for: a BLAS may round a row differently at another place.
+    It sums in float64, because a BLAS may round a row differently at another place.
     """
     wide = (x if x.dtype.scalar.is_fp32() else self.create_fp_ext(x, c.dtype.scalar) for x in (a, b))
     product = np.matmul(*(x.data.astype(np.float64) for x in wide))
@@ -96,7 +95,7 @@ def interpreter() -> Iterator[None]:
             patch.setattr(InterpreterBuilder, "create_dot", dot)
             patch.setattr(InterpreterBuilder, "cast_impl", cast)
             patch.setattr(InterpreterBuilder, "create_fp_to_fp", convert)
-            importlib.import_module("triton.experimental.gluon")  # or Triton does, at the first launch
+            importlib.import_module("triton.experimental.gluon")  # otherwise Triton imports it at the first launch
         yield
 
 

@@ -124,6 +124,7 @@ def test_every_operation_reads_other_memory_until_all_of_it_was_read(kernels: De
     assert places[:size] == places[size:]
 
 
+@pytest.mark.nightly
 def test_all_kinds_are_measured_and_printed(device: torch.device) -> None:
     rate = Rate(1e10, 1e10)
     limits = Limits(1, {1: rate}, (Peak(GPU, "f32", 1, rate),))

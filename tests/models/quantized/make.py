@@ -1,4 +1,4 @@
-"""Tiny models with quantised layers, each with its twin: the same numbers, dequantised."""
+"""Tiny models with quantised layers, each with a twin that has the same numbers dequantised."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.models.tiny import tiny_hf_model
 __all__ = ["Pack", "model_pair", "packed_words", "parameters", "rewrite"]
 
 Pack = Callable[[Tensor], tuple[Mapping[str, Tensor], Tensor]]
-"""From a weight float32 [out, in] to what is stored instead of ``weight``, and what that is worth."""
+"""Weight float32 [out, in] -> (tensors stored instead of ``weight``, dequantised weight)."""
 
 
 def model_pair(

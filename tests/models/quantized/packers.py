@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and fp8 layers, packed from the descriptions of the formats alone, number by number where it can be."""
+"""Packers for GPTQ, AWQ and fp8 layers, written from the descriptions of the formats, mostly number by number."""
 
 from __future__ import annotations
 

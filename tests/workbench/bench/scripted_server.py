@@ -1,4 +1,4 @@
-"""A server that does to each request what a test says: raw HTTP on a loopback port, in a thread of its own."""
+"""A server that handles each request as a test's script says: raw HTTP on a loopback port, in its own thread."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PATIENCE = 120.0
 
 @dataclasses.dataclass
 class Exchange:
-    """One POST, and the way to answer it."""
+    """One POST, and methods to answer it."""
 
     number: int
-    """Of all POSTs, from 0."""
+    """Index among all POSTs, from 0."""
     body: dict[str, Any]
     seen: float
-    """When its head was there, on the clock of ``time.perf_counter``."""
+    """Time at which its headers had arrived, on the clock of ``time.perf_counter``."""
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     left: bool = False
@@ -32,12 +32,12 @@ class Exchange:
 
     @property
     def words(self) -> int:
-        """Of a prompt that is text."""
+        """Number of words in a text prompt."""
         messages = self.body.get("messages")
         return len((messages[0]["content"] if messages else self.body["prompt"]).split())
 
     def head(self, status: str = "200 OK", kind: str = "text/event-stream", more: str = "") -> None:
-        """The reply's head; what follows is chunked."""
+        """Send the reply's headers; the body is chunked."""
         head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n{more}\r\n"
         self.writer.write(head.encode())
 
@@ -70,7 +70,7 @@ def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, 
 
 
 async def answer(exchange: Exchange) -> None:
-    """As many tokens as were asked for, with what the request's stream options ask for."""
+    """Send the requested number of tokens, with the extras of the request's stream options."""
     body, prompt = exchange.body, exchange.body.get("prompt")
     read = len(prompt) if isinstance(prompt, list) else exchange.words
     options = body.get("stream_options", {})
@@ -89,7 +89,7 @@ async def answer(exchange: Exchange) -> None:
 
 
 class ScriptedServer:
-    """Answers /v1/models, and gives every POST to a script. ``exchanges`` are all POSTs so far."""
+    """Answers /v1/models, and runs a script for every POST. ``exchanges`` are all POSTs so far."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class ScriptedServer:
         self._server: asyncio.Server | None = None
 
     def stop_listening(self) -> None:
-        """From within a script: connections from now on are refused."""
+        """Refuse connections from now on; called by a script."""
         if self._server is not None:
             self._server.close()
 

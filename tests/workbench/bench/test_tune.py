@@ -165,6 +165,7 @@ def report_lines(said: Answer) -> list[str]:
 # --- the whole of it -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_log_normal_traffic_and_short_memory(tmp_path: Path) -> None:
     """Continuous wins by far at equal slots; the chosen settings preempt less than the defaults."""
     machine = Machine(short_of_memory(8))
@@ -196,6 +197,7 @@ def test_log_normal_traffic_and_short_memory(tmp_path: Path) -> None:
     assert len(report_lines(said)) > 8
 
 
+@pytest.mark.nightly
 def test_equal_lengths_are_as_well_served_by_static_batches(tmp_path: Path) -> None:
     machine = Machine()
     found = machine.tune(tmp_path / "tune.json", Question(requests=alike(), fixed=FEW, time_limit=6000.0))
@@ -205,6 +207,7 @@ def test_equal_lengths_are_as_well_served_by_static_batches(tmp_path: Path) -> N
     assert not found.tight
 
 
+@pytest.mark.nightly
 def test_a_closed_loop_is_called_one(tmp_path: Path) -> None:
     machine = Machine()
     found = machine.tune(tmp_path / "tune.json", Question(requests=chat(), users=6, fixed=FEW, time_limit=6000.0))
@@ -233,6 +236,7 @@ def test_promises_are_kept_at_the_highest_rate_that_is_confirmed(tmp_path: Path)
     assert "highest rate that keeps promises" in "\n".join(report_lines(answer(found, machine, tmp_path)))
 
 
+@pytest.mark.nightly
 def test_costs_at_rates_that_were_only_simulated_are_marked(tmp_path: Path) -> None:
     question = Question(requests=chat(60, 2.0), slo={"ttft_ms": 4000.0}, fixed=FEW, time_limit=6000.0)
     machine = Machine()
@@ -245,6 +249,7 @@ def test_costs_at_rates_that_were_only_simulated_are_marked(tmp_path: Path) -> N
     assert "~ is simulated" in lines[0]
 
 
+@pytest.mark.nightly
 def test_promises_nobody_can_keep(tmp_path: Path) -> None:
     question = Question(requests=chat(24, 2.0), slo={"tpot_ms": 1.0}, fixed=FEW, time_limit=6000.0)
     machine = Machine()
@@ -277,6 +282,7 @@ def test_static_batches_that_break_promises_are_not_as_good(tmp_path: Path) -> N
     assert "It keeps the promises for 100.0%, static batches for 0.0%." in text
 
 
+@pytest.mark.nightly
 def test_preemptions_are_judged_at_the_rate_that_is_promised(tmp_path: Path) -> None:
     machine = Machine(short_of_memory(4))
     question = Question(requests=chat(60, 3.0), slo={"ttft_ms": 1500.0}, fixed=FEW, time_limit=3000.0)
@@ -421,6 +427,7 @@ def test_a_refuted_rate_lowers_the_claim_and_is_told(tmp_path: Path) -> None:
     assert f"up to {found.confirmed_rate:.3g} requests/s; static" in text
 
 
+@pytest.mark.nightly
 def test_where_every_real_run_broke_the_promises_no_rate_is_claimed(tmp_path: Path) -> None:
     question = Question(requests=chat(60, 2.0), slo={"ttft_ms": 900.0}, fixed=FEW, time_limit=6000.0)
     path, machine = tmp_path / "tune.json", Machine()
@@ -489,6 +496,7 @@ def exhaustive(traffic: Traffic, memory: int, tmp_path: Path, *, by_rate: bool) 
     return judge.best.value, everything.best.value, len(judge.scores), len(everything.scores)
 
 
+@pytest.mark.nightly
 def test_the_search_finds_what_the_full_grid_would(tmp_path: Path) -> None:
     found, best, looked, everything = exhaustive(Traffic(chat(32)), short_of_memory(6), tmp_path, by_rate=False)
     assert found >= 0.95 * best

@@ -1,8 +1,8 @@
-"""A proxy that writes down when it sees what: raw sockets, a monotonic clock, a process of its own.
+"""A proxy that records the times of events: raw sockets, a monotonic clock, its own process.
 
-It shares no code with what it is a witness of, and no interpreter lock either: it reads HTTP's chunks and the events in
-them by itself, after it has passed them on. How many tokens an answer has is what its request asked for, which must be
-exact (``ignore_eos``).
+It shares no code and no interpreter lock with the measured client. It parses HTTP chunks and their events itself, after
+it has forwarded them. The number of tokens in an answer is taken from the request, so it must be exact
+(``ignore_eos``).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Sighting:
     """One connection. Times in seconds of the monotonic clock."""
 
     began: float
-    """When it was opened."""
+    """Time at which it was opened."""
     request: bytes = b""
     reply: bytes = b""
     choices: list[float] = dataclasses.field(default_factory=list)
-    """When events with a choice in them were passed on: with a token, or with the end of the answer."""
+    """Times at which events with a choice were forwarded: a token, or the end of the answer."""
     seen: int = 0
-    """Bytes of the reply that are understood."""
+    """Bytes of the reply that are parsed."""
     events: bytes = b""
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Tokens of the prompt, and of the answer that was asked for."""
+        """Numbers of prompt tokens and of requested output tokens."""
         body = json.loads(self.request.partition(b"\r\n\r\n")[2])
         return len(body["prompt"]), body["max_tokens"]
 
@@ -49,7 +49,7 @@ class Sighting:
         return (self.choices[-1] - self.choices[0]) / (self.lengths[1] - 1)
 
     def take(self, data: bytes, now: float) -> None:
-        """Bytes of the reply, which were passed on at ``now``."""
+        """Parse bytes of the reply, which were forwarded at ``now``."""
         self.reply += data
         if not self.seen:
             head = self.reply.find(b"\r\n\r\n")
@@ -70,7 +70,7 @@ class Sighting:
 
 
 def _stand(port: int, ours: Connection) -> None:
-    """Pass everything on to ``port`` as it comes, until told to stop; then say what was seen."""
+    """Forward everything to ``port`` until told to stop, then send the records."""
     selector, sightings = selectors.DefaultSelector(), []
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     selector.register(listener, selectors.EVENT_READ)
@@ -97,7 +97,7 @@ def _accept(selector: selectors.BaseSelector, listener: socket.socket, port: int
 
 
 def _pass_on(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-    """Time is taken when the bytes leave, so that the way through here is nobody's error."""
+    """Forward bytes. The time is taken when they leave, so that the proxy's own delay is excluded."""
     sock, (sighting, other, is_reply) = key.fileobj, key.data
     assert isinstance(sock, socket.socket)
     data = b""
@@ -119,7 +119,7 @@ def _pass_on(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> No
 
 
 class Witness:
-    """Stands between a client and the server at ``port`` of this machine until it is asked what it saw."""
+    """Forwards between a client and the server at ``port`` of this machine until its records are read."""
 
     def __init__(self, port: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -129,7 +129,7 @@ class Witness:
         self.url = f"http://127.0.0.1:{self._pipe.recv()}"
 
     def sightings(self) -> list[Sighting]:
-        """Of all connections, in their order. It sees nothing more afterwards."""
+        """Records of all connections, in order. The witness stops recording afterwards."""
         self._pipe.send(None)
         seen: list[Sighting] = self._pipe.recv()
         return seen

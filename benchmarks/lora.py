@@ -1,0 +1,217 @@
+"""What adapters cost: steps with none, one and many of them in turns, and one engine against one for each adapter.
+
+    python benchmarks/make_random_model.py /tmp/q05
+    python benchmarks/lora.py steps --model /tmp/q05 --rounds 10 --json benchmarks/results/lora-steps.json
+    python benchmarks/make_random_model.py /tmp/smollm --shape smollm-135m
+    python benchmarks/lora.py engines --model /tmp/smollm --rounds 3 --json benchmarks/results/lora-engines.json
+
+``steps`` has two engines in one process, with and without ``enable_lora``, and 64 rows that decode. A window is one
+call of ``generate``; its figure is the median time of the steps in which all rows decode. Windows of all kinds follow
+each other in an order drawn anew in each round, and a round gives one ratio to the engine without adapters, and one of
+the engine with adapters enabled but unused. ``engines`` gives the same requests to one process with eight adapters,
+and to eight processes with one each, which start together. The adapters are random, of ``--rank``, on all linear
+layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from chairlift import LLM, LoRARequest, SamplingParams, __version__
+from chairlift.lora.sites import sites_in
+from chairlift.models.hf_config import parse_config, read_json
+
+Adapters = list[LoRARequest | None]
+
+
+def write_adapter(model: Path, target: Path, rank: int, seed: int) -> LoRARequest:
+    """A random adapter of all linear layers of a model."""
+    sites = sites_in(parse_config(read_json(model / "config.json"), where=str(model)))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, part in sites.parts.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        for which, shape in (("A", (rank, part.shape[1])), ("B", (part.shape[0], rank))):
+            tensors[f"{module}.lora_{which}.weight"] = 0.01 * torch.randn(shape, generator=generator)
+    target.mkdir(parents=True)
+    save_file(tensors, target / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank}
+    (target / "adapter_config.json").write_text(json.dumps(settings))
+    return LoRARequest(f"a{seed}", seed + 1, target)
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    """Different ones, without an end token among them."""
+    return [[3 + (row * 31 + at * 7) % 250 for at in range(length)] for row in range(count)]
+
+
+def window(llm: LLM, adapters: Adapters, tokens: int) -> float:
+    """Median seconds of the steps in which every row decodes, and nothing else is computed."""
+    rows, first = len(adapters), llm.engine.scheduler.step
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    llm.generate(prompts(rows, 8), params, lora_request=adapters)
+    records = [r for r in llm.engine.step_log if r.step > first and len(r.decodes) == rows and not r.chunks]
+    if len(records) < tokens // 2:
+        raise SystemExit(f"only {len(records)} steps have {rows} decodes; give more --tokens")
+    return statistics.median(record.end - record.start for record in records)
+
+
+def summary(ratios: list[float], seed: int) -> dict[str, float]:
+    """Mean of ratios and its 95 % interval, from 4,000 resamples."""
+    rng = random.Random(seed)
+    means = sorted(statistics.fmean(rng.choices(ratios, k=len(ratios))) for _ in range(4000))
+    return {"mean": statistics.fmean(ratios), "low": means[100], "high": means[-101]}
+
+
+def steps(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Ratios of step times, a round each."""
+    known = [write_adapter(args.model, folder / f"a{n}", args.rank, n) for n in range(args.adapters)]
+    how: dict[str, Any] = {
+        **{"dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": False},
+        **{"max_num_seqs": args.rows, "kv_cache_memory_bytes": 256 << 20, "max_model_len": 256},
+    }
+    plain = LLM(args.model, **how)
+    lora = LLM(args.model, enable_lora=True, max_loras=max(8, args.adapters), **how)
+    mixed: Adapters = [known[row % len(known)] for row in range(args.rows)]
+    kinds: dict[str, tuple[LLM, Adapters]] = {
+        "without": (plain, [None] * args.rows),
+        "unused": (lora, [None] * args.rows),
+        "one adapter": (lora, [known[0]] * args.rows),
+        f"{len(known)} adapters": (lora, mixed),
+        f"{len(known)} adapters, row by row": (lora, sorted(mixed, key=lambda each: each.lora_int_id if each else 0)),
+    }
+    rng, found = random.Random(args.seed), dict[str, list[float]]()
+    for llm, adapters in kinds.values():  # warms up, and reads the adapters
+        window(llm, adapters, args.tokens)
+    for round_ in range(args.rounds):
+        times = {name: window(*kinds[name], args.tokens) for name in rng.sample(sorted(kinds), len(kinds))}
+        for name, seconds in times.items():
+            found.setdefault(name, []).append(seconds)
+        told = ", ".join(f"{name} {times[name] / times['without']:.3f}" for name in kinds)
+        print(f"round {round_}: {times['without'] * 1000:.1f} ms; {told}", flush=True)
+    ratios = {
+        name: [a / b for a, b in zip(found[name], found["without"], strict=True)] for name in kinds if name != "without"
+    }
+    return {"seconds": found, "ratios": {name: summary(each, args.seed) for name, each in ratios.items()}}
+
+
+def work(args: argparse.Namespace) -> None:
+    """A process of ``engines``: answers its share when it is told to, and says so."""
+    asked = [LoRARequest(f"a{n}", n + 1, path) for n, path in enumerate(args.paths)]
+    how: dict[str, Any] = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": False}
+    if args.threads:
+        how["threads"] = args.threads
+    llm = LLM(args.model, enable_lora=True, kv_cache_memory_bytes=128 << 20, max_model_len=512, **how)
+    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
+    adapters: Adapters = [asked[row % len(asked)] for row in range(args.rows)]
+    llm.generate(prompts(len(asked), 8), SamplingParams(temperature=0.0, max_tokens=2), lora_request=[*asked])
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        llm.generate(prompts(args.rows, 32), params, lora_request=adapters)
+        print("done", flush=True)
+
+
+class Workers:
+    """Processes that answer together."""
+
+    def __init__(self, args: argparse.Namespace, groups: list[list[Path]], threads: int) -> None:
+        command = [sys.executable, __file__, "work", "--model", str(args.model), "--tokens", str(args.tokens)]
+        command += ["--rows", str(args.rows // len(groups)), "--threads", str(threads), "--paths"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._processes = [subprocess.Popen([*command, *map(str, group)], **pipes) for group in groups]
+        self._hear("ready")
+
+    def _hear(self, word: str) -> None:
+        for process in self._processes:
+            if process.stdout is None or process.stdout.readline().strip() != word:
+                raise SystemExit(f"a process ended before it was {word}")
+
+    def seconds(self) -> float:
+        """Until all have answered."""
+        begin = time.perf_counter()
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.write("go\n")
+                process.stdin.flush()
+        self._hear("done")
+        return time.perf_counter() - begin
+
+    def close(self) -> None:
+        """End them."""
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+            process.wait(60)
+
+
+def engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Ratios of the time of one engine for each adapter to that of one for all."""
+    paths = [Path(write_adapter(args.model, folder / f"a{n}", args.rank, n).lora_path) for n in range(args.adapters)]
+    threads = os.cpu_count() or 1
+    kinds = {
+        "one engine": Workers(args, [paths], threads),
+        "one each, all threads": Workers(args, [[path] for path in paths], threads),
+        "one each, one thread": Workers(args, [[path] for path in paths], 1),
+    }
+    rng, found = random.Random(args.seed), dict[str, list[float]]()
+    try:
+        for round_ in range(args.rounds):
+            for name in rng.sample(sorted(kinds), len(kinds)):
+                found.setdefault(name, []).append(kinds[name].seconds())
+            print(f"round {round_}: " + ", ".join(f"{name} {found[name][-1]:.2f} s" for name in kinds), flush=True)
+    finally:
+        for workers in kinds.values():
+            workers.close()
+    ratios = {
+        name: summary([a / b for a, b in zip(found[name], found["one engine"], strict=True)], args.seed)
+        for name in kinds
+        if name != "one engine"
+    }
+    return {"seconds": found, "ratios": ratios}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("steps", "engines", "work"), help="work is for processes of engines")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=64, help="requests at once")
+    parser.add_argument("--tokens", type=int, default=24, help="of each answer")
+    parser.add_argument("--adapters", type=int, default=None, help="default: 16 for steps, 8 for engines")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--paths", nargs="*", default=())
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    if args.what == "work":
+        work(args)
+        return
+    args.adapters = args.adapters or (16 if args.what == "steps" else 8)
+    with tempfile.TemporaryDirectory() as folder:
+        found = (steps if args.what == "steps" else engines)(args, Path(folder))
+    for name, ratio in found["ratios"].items():
+        print(f"{name}: {ratio['mean']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})")
+    if args.json:
+        about = {"machine": platform.processor() or platform.machine(), "processors": os.cpu_count()}
+        settings = {key: getattr(args, key) for key in ("what", "rows", "tokens", "adapters", "rank", "rounds", "seed")}
+        record = {"benchmark": "lora", "version": __version__, **about, **settings, "model": args.model.name, **found}
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""``chairlift sim --replicas N``: how many replicas does that traffic need?"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from chairlift.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chairlift.config import EngineConfig
+    from chairlift.replay.fleet import FleetReport
+    from chairlift.replay.machines import Deployment
+    from chairlift.workbench.workload.trace import TracedRequest
+
+__all__ = ["add_fleet_flags", "check_flags", "fleet_lines", "fleet_record", "promised_trace", "simulate_fleets"]
+
+_ONLY_FLEET: Final = ("routing", "target", "start_seconds", "door_delay_ms", "fail", "resume", "rollout", "price")
+_PROMISES: Final = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "deadline_ms"}
+
+
+def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a fleet to ``chairlift sim``."""
+    fleet = parser.add_argument_group("fleet")
+    fleet.add_argument("--replicas", metavar="N,...", help="simulate so many replicas behind a door, 16 at most")
+    fleet.add_argument(
+        "--routing",
+        metavar="NAME,...",
+        help="which replica serves a request: forecast (the default), prefix, least, p2c or rr",
+    )
+    fleet.add_argument("--target", metavar="SHARE", type=float, help="share of requests whose promises must be kept")
+    fleet.add_argument("--slo", metavar="NAME:MS,...", help="promises to every request, such as ttft:500,tpot:80")
+    fleet.add_argument("--start-seconds", metavar="S", type=float, help="time that a replica takes to start again")
+    fleet.add_argument("--door-delay-ms", metavar="MS", type=float, help="time until the door hears of a token")
+    fleet.add_argument("--fail", metavar="REPLICA@S", action="append", help="a replica dies then; may be repeated")
+    fleet.add_argument(
+        "--resume", action="store_true", default=None, help="answers of a replica that died go on elsewhere"
+    )
+    fleet.add_argument("--rollout", metavar="S", type=float, help="update the replicas one by one, from then on")
+    fleet.add_argument("--price", metavar="PER_HOUR", type=float, help="of one replica: prints the cost of the tokens")
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that mean nothing together."""
+    given = [name for name in _ONLY_FLEET if getattr(args, name) is not None]
+    if args.replicas is None and given:
+        raise ConfigError(f"--{given[0].replace('_', '-')} is about a fleet; say how many with --replicas")
+    if args.replicas is not None and args.compare is not None:
+        raise ConfigError("--compare and --replicas are two comparisons; leave one out")
+    if args.target is not None and not 0 < args.target <= 1:
+        raise ConfigError(f"--target is a share above 0 and at most 1, got {args.target}")
+
+
+def promised_trace(trace: list[TracedRequest], slo: str | None) -> list[TracedRequest]:
+    """The trace with the same promises to every request. Raises ConfigError."""
+    if slo is None:
+        return trace
+    from chairlift.workbench.bench.serve_result import parse_goodput
+
+    limits: dict[str, Any] = {}
+    for name, milliseconds in parse_goodput([slo]).items():
+        if name not in _PROMISES:
+            raise ConfigError(f"--slo knows {', '.join(_PROMISES)} in a simulation, got {name!r}")
+        limits[_PROMISES[name]] = milliseconds
+    return [dataclasses.replace(request, **limits) for request in trace]
+
+
+def simulate_fleets(
+    args: argparse.Namespace,
+    trace: Sequence[TracedRequest],
+    config: EngineConfig,
+    deployment: Deployment,
+    users: int | None,
+) -> list[FleetReport]:
+    """One report for each number of replicas with each routing. Raises ConfigError."""
+    from chairlift.replay.fleet import FleetPlan, replay_fleet
+
+    if args.target is not None and not any(
+        limit is not None for each in trace for limit in (each.ttft_ms, each.tpot_ms, each.deadline_ms)
+    ):
+        raise ConfigError("--target needs promises, and this traffic has none; give some with --slo ttft:500,tpot:80")
+    common: dict[str, Any] = {
+        "door_delay": (args.door_delay_ms or 0.0) / 1000,
+        "start_seconds": args.start_seconds or 0.0,
+        "failures": tuple(map(_failure, args.fail or ())),
+        "resume": bool(args.resume),
+        "rollout_at": args.rollout,
+    }
+    plans = [
+        FleetPlan(replicas=number, routing=routing, **common)
+        for number in _numbers(args.replicas)
+        for routing in (args.routing or "forecast").split(",")
+    ]
+    return [replay_fleet(trace, config, deployment, plan, max_concurrency=users) for plan in plans]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--replicas takes numbers such as 1,2,4, got {text!r:.60}") from None
+
+
+def _failure(text: str) -> tuple[int, float]:
+    replica, _, when = text.partition("@")
+    try:
+        return int(replica), float(when)
+    except ValueError:
+        raise ConfigError(f"--fail takes REPLICA@SECONDS such as 0@12.5, got {text!r:.60}") from None
+
+
+def fleet_lines(reports: Sequence[FleetReport], target: float | None, price: float | None) -> list[str]:
+    """A table, and the smallest fleet that keeps the target."""
+    from chairlift.workbench.bench.report import aligned
+
+    head = ["replicas", "routing", "requests/s", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "hits", "busy"]
+    head += ["kept"] * any(each.served.goodput is not None for each in reports)
+    head += ["broken", "moved"] * any(each.broken or each.moved for each in reports)
+    head += ["per million tokens"] * (price is not None)
+    table = [head]
+    for report in reports:
+        served = report.served
+        row = [f"{report.replicas}", report.routing]
+        row += [f"{served.requests_per_second:.2f}", f"{served.output_tokens_per_second:,.0f}"]
+        for times in (served.ttft, served.tpot):
+            row += [_milliseconds(times.p50), _milliseconds(times.p99)]
+        row += [f"{report.hit_rate:.0%}", f"{served.utilisation:.0%}"]
+        if "kept" in head:
+            row.append("-" if served.goodput is None else f"{served.goodput:.1%}")
+        if "broken" in head:
+            row += [f"{report.broken}", f"{report.moved}"]
+        if price is not None:
+            tokens = served.output_tokens_per_second * 3600
+            row.append(f"{1e6 * price * report.replicas / tokens:.2f}" if tokens else "-")
+        table.append(row)
+    lines = aligned(table)
+    if target is not None:
+        good = [each for each in reports if each.served.goodput is not None and each.served.goodput >= target]
+        best = min(good, key=lambda each: (each.replicas, -(each.served.goodput or 0.0)), default=None)
+        if best is None:
+            lines += ["", f"none of these keeps the promises of {target:.1%} of the requests; try more replicas"]
+        else:
+            plural = "replica" if best.replicas == 1 else "replicas"
+            lines += [
+                "",
+                f"{best.replicas} {plural} with {best.routing} routing keep the promises of {best.served.goodput:.1%}"
+                f" of the requests (target {target:.1%})",
+            ]
+    return lines
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def fleet_record(reports: Sequence[FleetReport]) -> list[dict[str, Any]]:
+    """The reports, ready for JSON."""
+    return [report.to_dict() for report in reports]

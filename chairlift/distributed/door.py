@@ -1,0 +1,143 @@
+"""The door of a fleet: requests wait here, and are sent to a replica when one has room.
+
+Late binding keeps the promises of one queue: the policy (fairness, priorities, reserved capacity, deadlines) orders all
+requests of the fleet, and a request behind a slow one is not stuck with its replica. What waits in a replica is less
+than two steps' prompts. The door runs on events and on the clock of its caller; it has no thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from chairlift.distributed.routing import PREFIX_BLOCK, Replica, Router
+from chairlift.request import Request
+from chairlift.scheduler.admission import WaitingQueue
+from chairlift.scheduler.policy import Policy
+
+__all__ = ["Door"]
+
+_LOOK_AHEAD: Final = 32
+"""Most requests in line that wait for a replica of their choice while those behind them are sent."""
+_MAX_TIMES_PASSED: Final = 32
+"""A request that was passed this often takes any replica."""
+
+
+class Door:
+    """Requests that wait for a replica, and the replica of each request that does not.
+
+    Not thread-safe. ``policy`` orders the queue; with a router that is not late, requests leave it at once.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], router: Router, policy: Policy) -> None:
+        self.replicas = list(replicas)
+        self.num_sent = 0
+        self._router, self._policy = router, policy
+        self._waiting = WaitingQueue(policy, _LOOK_AHEAD, _MAX_TIMES_PASSED)
+        self._keys: dict[str, Sequence[int]] = {}
+        self._requests: dict[str, Request] = {}
+        self._at: dict[str, Replica] = {}
+        self._num_seen = 0
+
+    def __len__(self) -> int:
+        """Requests that wait at the door."""
+        return len(self._waiting)
+
+    def add(self, request: Request, keys: Sequence[int], now: float) -> None:
+        """A request arrives, or comes back from a replica that is gone. ``keys`` are those of its prompt."""
+        request.sequence = self._num_seen
+        self._num_seen += 1
+        self._requests[request.request_id], self._keys[request.request_id] = request, keys
+        self._policy.queued(request, now)
+        self._waiting.add(request)
+
+    def send(self, now: float) -> list[tuple[Request, Replica]]:
+        """Choose replicas for as many requests as may be sent, in the order of the policy.
+
+        A request waits for a replica without room if the router prefers that one; then requests behind it may be sent
+        first, a bounded number of times. No replica runs out of prompts while requests wait.
+        """
+        sent: list[tuple[Request, Replica]] = []
+        self._follow_policy(now)
+        passed: list[Request] = []
+        for request in self._waiting.line(now):
+            able = [each for each in self.replicas if each.accepting and (each.has_room or not self._router.late)]
+            if not able:
+                break
+            chosen = self._choose(request, [each for each in self.replicas if each.accepting])
+            if chosen not in able:
+                if self._waiting.may_pass([*passed, request]):
+                    passed.append(request)
+                    continue
+                chosen = self._choose(request, able)
+            sent.append(self._send_to(request, chosen, now))
+            for other in passed:
+                other.times_passed += 1
+        for request in passed:
+            idle = [each for each in self.replicas if each.accepting and each.has_room and not each.unstarted]
+            if not idle:
+                break
+            sent.append(self._send_to(request, self._choose(request, idle), now))
+        self.num_sent += len(sent)
+        return sent
+
+    def _choose(self, request: Request, replicas: Sequence[Replica]) -> Replica:
+        return self._router.choose(self._keys[request.request_id], request.num_prompt_tokens, replicas)
+
+    def _send_to(self, request: Request, replica: Replica, now: float) -> tuple[Request, Replica]:
+        keys = self._keys[request.request_id]
+        self._waiting.remove(request, now)
+        self._policy.joined(request)
+        uncached = request.num_prompt_tokens - PREFIX_BLOCK * replica.prefixes.matched(keys)
+        replica.sent(request.request_id, max(1, uncached), keys)
+        self._at[request.request_id] = replica
+        return request, replica
+
+    def _follow_policy(self, now: float) -> None:
+        """Let the policy see who runs, and move requests whose place in the queue has changed."""
+        self._policy.observe([self._requests[name] for name in self._at], now)
+        for _ in self._policy.late(now):
+            pass  # the replica drops or downgrades it
+        for request in self._policy.moved():
+            if request in self._waiting:
+                self._waiting.remove(request)
+                self._waiting.add(request)
+
+    def replica_of(self, request_id: str) -> Replica | None:
+        """Where a request was sent; None while it waits, and for an unknown one."""
+        return self._at.get(request_id)
+
+    def begun(self, request_id: str) -> None:
+        """A request has its first token."""
+        if (replica := self._at.get(request_id)) is not None:
+            replica.begun(request_id)
+            request = self._requests[request_id]
+            request.num_computed_tokens = request.num_prompt_tokens  # its tenant is charged from now on
+
+    def ended(self, request_id: str, num_tokens: int) -> None:
+        """A request has ended, however, with ``num_tokens`` tokens in its answer. Unknown ones are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        del self._keys[request_id]
+        if (replica := self._at.pop(request_id, None)) is not None:
+            replica.ended(request_id)
+            request.num_computed_tokens = request.num_prompt_tokens + num_tokens
+            self._policy.left(request)
+        else:
+            self._waiting.remove(request)
+        self._policy.forgotten(request)
+
+    def lose(self, replica: Replica) -> tuple[list[Request], list[Request]]:
+        """A replica is gone. Returns its requests without a token and with tokens; the door knows them no more, and
+        the caller may :meth:`add` them again."""
+        replica.accepting = False
+        lost: tuple[list[Request], list[Request]] = [], []
+        for kind, names in zip(lost, replica.lost(), strict=True):
+            for name in names:
+                request = self._requests.pop(name)
+                del self._keys[name], self._at[name]
+                self._policy.left(request)
+                self._policy.forgotten(request)
+                kind.append(request)
+        return lost

@@ -1,0 +1,239 @@
+"""Which replica of a fleet serves a request.
+
+A router sees what the door knows of each replica (:class:`Replica`), and returns one of those that are open. Round
+robin and the better of two random choices (Mitzenmacher, 2001) are the baselines. ``least`` looks at work in flight.
+``prefix`` prefers the replica that has computed the longest beginning of the prompt, as in SGLang's router and Preble
+(Srivatsa et al., 2024). ``forecast`` takes the least predicted time to the first token, which counts the cached
+beginning, the prompts in front, and how long steps are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from chairlift.errors import ConfigError
+
+__all__ = [
+    "PREFIX_BLOCK",
+    "ROUTINGS",
+    "Pace",
+    "PrefixIndex",
+    "Replica",
+    "Router",
+    "prefix_keys",
+    "router_from_name",
+]
+
+PREFIX_BLOCK: Final = 128
+"""Tokens per key of a prompt."""
+_OVER_MEAN: Final = 1.25
+_MORE_REQUESTS: Final = 2
+"""A replica gets no request for its cache if it has more requests than the mean times the first, plus the second."""
+
+
+def prefix_keys(token_ids: Sequence[int], salt: object = "") -> list[int]:
+    """One key for each whole block of :data:`PREFIX_BLOCK` tokens. Equal keys mean equal tokens up to there.
+
+    Keys of different prompts may collide; then a router expects a hit that does not come, and no answer changes.
+    """
+    keys, key = [], hash(salt)
+    for begin in range(0, len(token_ids) - PREFIX_BLOCK + 1, PREFIX_BLOCK):
+        key = hash((key, tuple(token_ids[begin : begin + PREFIX_BLOCK])))
+        keys.append(key)
+    return keys
+
+
+class PrefixIndex:
+    """Estimate of what the prefix cache of a replica holds: the keys of prompts sent there, newest last.
+
+    ``capacity`` is the number of keys that fit; the oldest is dropped first, and ends of prompts before beginnings.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._keys: OrderedDict[int, None] = OrderedDict()
+
+    def matched(self, keys: Sequence[int]) -> int:
+        """Number of leading ``keys`` that are there."""
+        count = 0
+        for key in keys:
+            if key not in self._keys:
+                break
+            count += 1
+        return count
+
+    def add(self, keys: Sequence[int]) -> None:
+        for key in reversed(keys):
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        while len(self._keys) > self._capacity:
+            self._keys.popitem(last=False)
+
+    def clear(self) -> None:
+        self._keys.clear()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a replica is. All replicas of a fleet are alike."""
+
+    prefill_seconds: Callable[[int], float]
+    """Seconds to compute a prompt of so many tokens alone."""
+    decode_seconds: Callable[[int], float]
+    """Seconds of a step with so many requests that decode."""
+    step_tokens: int
+    """Most tokens in a step."""
+
+
+class Replica:
+    """What the door knows of one replica: the events that have reached it, not the state of now."""
+
+    def __init__(self, index: int, pace: Pace, *, max_num_seqs: int, cache_tokens: int) -> None:
+        self.index, self.pace = index, pace
+        self.accepting = False
+        """Whether it serves: it has started, lives, and is not being drained."""
+        self.unstarted: dict[str, int] = {}
+        """Requests sent there that have no token yet -> prompt tokens to compute, without those expected in its
+        cache."""
+        self.started: set[str] = set()
+        """Requests sent there that have a token and have not ended."""
+        self.prefixes = PrefixIndex(max(1, cache_tokens // PREFIX_BLOCK))
+        self._unstarted_tokens = 0
+        # Late binding: a replica holds no more than two steps of prompts ahead, so that all others wait at the door,
+        # in the order of the whole fleet. A few requests above its rows take the place of those that end meanwhile.
+        self._most_unstarted = 2 * pace.step_tokens
+        self._most_requests = max_num_seqs + max(1, max_num_seqs // 32)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.unstarted) + len(self.started)
+
+    @property
+    def unstarted_tokens(self) -> int:
+        """Prompt tokens in front of a new request."""
+        return self._unstarted_tokens
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a request that waits at the door may be sent now."""
+        return self._unstarted_tokens < self._most_unstarted and self.num_requests < self._most_requests
+
+    def first_token_seconds(self, uncached: int) -> float:
+        """Predicted time to the first token of a prompt with so many tokens to compute."""
+        tokens = self._unstarted_tokens + uncached
+        steps = -(-tokens // self.pace.step_tokens)
+        return self.pace.prefill_seconds(max(1, tokens)) + steps * self.pace.decode_seconds(len(self.started))
+
+    def sent(self, request_id: str, uncached: int, keys: Sequence[int]) -> None:
+        self.unstarted[request_id] = uncached
+        self._unstarted_tokens += uncached
+        self.prefixes.add(keys)
+
+    def begun(self, request_id: str) -> None:
+        """It has its first token."""
+        tokens = self.unstarted.pop(request_id, None)
+        if tokens is not None:
+            self._unstarted_tokens -= tokens
+            self.started.add(request_id)
+
+    def ended(self, request_id: str) -> None:
+        self._unstarted_tokens -= self.unstarted.pop(request_id, 0)
+        self.started.discard(request_id)
+
+    def lost(self) -> tuple[list[str], list[str]]:
+        """Forget everything: it is gone. Returns its requests without and with a token, in the order of sending."""
+        lost = list(self.unstarted), sorted(self.started)
+        self.unstarted.clear()
+        self.started.clear()
+        self._unstarted_tokens = 0
+        self.prefixes.clear()
+        return lost
+
+
+class Router(Protocol):
+    """Chooses a replica for the first request in line."""
+
+    late: bool
+    """Whether requests wait at the door until a replica has room. Otherwise they are sent on arrival."""
+
+    def choose(self, keys: Sequence[int], num_tokens: int, replicas: Sequence[Replica]) -> Replica:
+        """One of ``replicas``, which has at least one. ``keys`` are those of the prompt, ``num_tokens`` its length."""
+        ...
+
+
+class _RoundRobin:
+    late = False
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, keys: Sequence[int], num_tokens: int, replicas: Sequence[Replica]) -> Replica:
+        chosen = min(replicas, key=lambda each: (each.index < self._next, each.index))
+        self._next = chosen.index + 1
+        return chosen
+
+
+class _TwoChoices:
+    late = False
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+
+    def choose(self, keys: Sequence[int], num_tokens: int, replicas: Sequence[Replica]) -> Replica:
+        two = self._random.sample(replicas, 2) if len(replicas) > 1 else replicas
+        return min(two, key=lambda each: (each.num_requests, each.index))
+
+
+class _Least:
+    late = True
+
+    def choose(self, keys: Sequence[int], num_tokens: int, replicas: Sequence[Replica]) -> Replica:
+        return min(replicas, key=lambda each: (each.unstarted_tokens, each.num_requests, each.index))
+
+
+class _Prefix:
+    late = True
+
+    def choose(self, keys: Sequence[int], num_tokens: int, replicas: Sequence[Replica]) -> Replica:
+        def order(each: Replica) -> tuple[float, ...]:
+            return -each.prefixes.matched(keys), each.unstarted_tokens, each.num_requests, each.index
+
+        return min(_not_overloaded(replicas), key=order)
+
+
+class _Forecast:
+    late = True
+
+    def choose(self, keys: Sequence[int], num_tokens: int, replicas: Sequence[Replica]) -> Replica:
+        def order(each: Replica) -> tuple[float, ...]:
+            uncached = num_tokens - PREFIX_BLOCK * each.prefixes.matched(keys)
+            return each.first_token_seconds(uncached), each.num_requests, each.index
+
+        return min(_not_overloaded(replicas), key=order)
+
+
+def _not_overloaded(replicas: Sequence[Replica]) -> list[Replica]:
+    """Those that have not many more requests than the mean. A replica with a popular beginning would get all."""
+    most = _OVER_MEAN * sum(each.num_requests for each in replicas) / len(replicas) + _MORE_REQUESTS
+    return [each for each in replicas if each.num_requests <= most]
+
+
+ROUTINGS: Final[dict[str, Callable[[], Router]]] = {
+    "rr": _RoundRobin,
+    "p2c": _TwoChoices,
+    "least": _Least,
+    "prefix": _Prefix,
+    "forecast": _Forecast,
+}
+"""Name -> router."""
+
+
+def router_from_name(name: str) -> Router:
+    """A new router. Raises ConfigError for an unknown name."""
+    if name not in ROUTINGS:
+        raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}; got {name!r:.80}")
+    return ROUTINGS[name]()

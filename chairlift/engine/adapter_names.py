@@ -1,0 +1,100 @@
+"""The adapters that callers may name, and the numbers that the engine knows them by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from chairlift.engine.adapters import AdapterLoad
+from chairlift.errors import RequestError
+from chairlift.lora_request import LoRARequest
+
+__all__ = ["AdapterEntry", "AdapterNames"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterEntry:
+    """A loaded adapter."""
+
+    load: AdapterLoad
+    """Its ``adapter_id`` grows with every load."""
+    int_id: int = 0
+    """The caller's own number; 0: none."""
+
+    @property
+    def name(self) -> str:
+        return self.load.name
+
+
+class AdapterNames:
+    """Names and callers' numbers of loaded adapters."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, AdapterEntry] = {}
+        self._by_int_id: dict[int, AdapterEntry] = {}
+        self._loads = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def __iter__(self) -> Iterator[AdapterEntry]:
+        return iter(list(self._by_name.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def next_load(self, name: str, path: str, root: str | None = None) -> AdapterLoad:
+        """A load with a number that none had before."""
+        self._loads += 1
+        return AdapterLoad(self._loads, name, path, root)
+
+    def get(self, name: str) -> AdapterEntry | None:
+        """The one that has this name."""
+        return self._by_name.get(name)
+
+    def id_of(self, name: str) -> int:
+        """The number for requests that ask for a name: 0 for none. Raises RequestError where it is not loaded."""
+        if not name:
+            return 0
+        entry = self._by_name.get(name)
+        if entry is None:
+            raise RequestError(f"the adapter {name!r:.160} is not loaded; load it, or ask for another model")
+        return entry.load.adapter_id
+
+    def find(self, asked: LoRARequest) -> AdapterEntry | None:
+        """The loaded one that a request means. Raises RequestError where its number or name means another."""
+        known = self._by_int_id.get(asked.lora_int_id)
+        if known is not None:
+            if (known.name, known.load.path) != (asked.lora_name, str(asked.lora_path)):
+                raise RequestError(
+                    f"lora_int_id {asked.lora_int_id} is the adapter {known.name!r} of {known.load.path!r} until it is"
+                    f" removed, and the request says {asked.lora_name!r} of {str(asked.lora_path)!r:.300}; give it"
+                    " another number"
+                )
+            return known
+        if asked.lora_name in self._by_name:
+            other = self._by_name[asked.lora_name].int_id
+            has = f"has lora_int_id {other}" if other else "was loaded without a number"
+            raise RequestError(f"the adapter {asked.lora_name!r} {has}; give that, or another name")
+        return None
+
+    def add(self, entry: AdapterEntry) -> AdapterEntry | None:
+        """Requests may name it from now on; returns the one that had its name before."""
+        before = self._by_name.get(entry.name)
+        if before is not None and before.int_id:
+            self._by_int_id.pop(before.int_id, None)
+        self._by_name[entry.name] = entry
+        if entry.int_id:
+            self._by_int_id[entry.int_id] = entry
+        return before
+
+    def remove(self, name: str) -> AdapterEntry | None:
+        """No request may name it from now on; returns the one that had the name."""
+        entry = self._by_name.pop(name, None)
+        if entry is not None and entry.int_id:
+            self._by_int_id.pop(entry.int_id, None)
+        return entry
+
+    def with_int_id(self, int_id: int) -> AdapterEntry | None:
+        """The one that has a caller's number."""
+        return self._by_int_id.get(int_id)

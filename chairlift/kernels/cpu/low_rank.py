@@ -1,0 +1,132 @@
+"""Adapters for step programs: the low-rank matrices of each product in packed panels, and the table of all adapters."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chairlift.errors import InvariantError
+from chairlift.kernels.cpu.library import LowRank, Memory, Program
+from chairlift.kernels.cpu.packing import PANEL, PackedMatrix, PackedWeight, packed_bytes
+
+__all__ = ["LowRankPart", "LowRankTable", "PackedAdapter"]
+
+_SPARE = 16
+"""Numbers between two rows of scratch, so that they do not meet in few sets of the cache."""
+
+
+class LowRankPart(NamedTuple):
+    """What is added to outputs ``start`` and following of a product: ``x @ a.T @ b.T``."""
+
+    start: int
+    a: Tensor
+    """[r, in]."""
+    b: Tensor
+    """[rows, r]."""
+
+
+class PackedAdapter:
+    """An adapter's matrices, in ``dtype``, for the products of ``weights`` that it changes.
+
+    The parts of one product (q, k and v) lie side by side in its rank. It reads nothing that changes, so that it may be
+    made on any thread. Raises ValueError for parts that do not fit, and what Memory raises.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, Sequence[LowRankPart]], weights: Mapping[str, PackedMatrix], dtype: torch.dtype
+    ) -> None:
+        ranks = {name: sum(len(part.a) for part in parts) for name, parts in layers.items()}
+        sizes: list[int] = []
+        for name, rank in ranks.items():
+            weight = weights[name]
+            sizes.append(packed_bytes(rank, weight.k, dtype))
+            sizes.append(packed_bytes(weight.out_features, rank, dtype, interleaved=weight.interleaved))
+        self.nbytes = sum(sizes)
+        """Bytes of all panels."""
+        self._memory, offset = Memory(max(self.nbytes, 1)), 0
+        self.products: dict[int, tuple[PackedWeight, PackedWeight, npt.NDArray[np.int32]]] = {}
+        """``site`` of the product's weight -> both matrices, and the slices of ``cl_lora``."""
+        for index, (name, parts) in enumerate(layers.items()):
+            weight, rank = weights[name], ranks[name]
+            first, second = sizes[2 * index], sizes[2 * index + 1]
+            a = PackedWeight(rank, weight.k, dtype, memory=self._memory.part(offset, first))
+            b = PackedWeight(
+                weight.out_features,
+                rank,
+                dtype,
+                interleaved=weight.interleaved,
+                memory=self._memory.part(offset + first, second),
+            )
+            offset += first + second
+            self.products[weight.site] = a, b, _fill(a, b, parts)
+
+
+def _fill(a: PackedWeight, b: PackedWeight, parts: Sequence[LowRankPart]) -> npt.NDArray[np.int32]:
+    """Write the parts of a product, and return which piece of the rank each panel of outputs has numbers in."""
+    panels, whole = b.columns().numpy() // PANEL, torch.zeros(b.out_features, b.k)
+    begin = np.full(b.panels, np.iinfo(np.int32).max, dtype=np.int64)
+    end = np.zeros(b.panels, dtype=np.int64)
+    at = 0
+    for part in parts:
+        rank, rows = len(part.a), slice(part.start, part.start + len(part.b))
+        a.pack_rows(part.a, at)
+        whole[rows, at : at + rank] = part.b
+        touched = np.unique(panels[rows])
+        begin[touched] = np.minimum(begin[touched], at // PANEL * PANEL)
+        end[touched] = np.maximum(end[touched], -(-(at + rank) // PANEL) * PANEL)
+        at += rank
+    b.pack_rows(whole, 0)
+    begin = np.minimum(begin, end)
+    return np.ascontiguousarray(np.stack((begin, end - begin), axis=1).astype(np.int32))
+
+
+class LowRankTable:
+    """All adapters that a step program may be asked for, by numbers of the caller's. One thread owns it."""
+
+    def __init__(self, num_sites: int, num_adapters: int, max_rank: int, max_tokens: int) -> None:
+        self.num_sites = num_sites
+        self._entries = (LowRank * (num_sites * num_adapters))()
+        self._free = list(range(num_adapters - 1, -1, -1))
+        self._kept: dict[int, tuple[int, PackedAdapter]] = {}
+        self._stride = -(-max_rank // PANEL) * PANEL + _SPARE
+        self._rows = Memory(4 * self._stride * max_tokens)
+
+    def point(self, program: Program) -> None:
+        """Let a program read this table, which must outlive it."""
+        program.lora = ctypes.addressof(self._entries)
+        program.num_sites = self.num_sites
+        program.lora_rows, program.lora_stride = self._rows.address, self._stride
+
+    def put(self, adapter_id: int, adapter: PackedAdapter) -> None:
+        """Take an adapter in. Raises InvariantError where its number is taken, or there is no room."""
+        if adapter_id in self._kept or not self._free:
+            raise InvariantError(f"adapter {adapter_id} is in the table already, or the table is full")
+        row = self._free.pop()
+        for site, (a, b, slices) in adapter.products.items():
+            rank = -(-a.out_features // PANEL) * PANEL
+            entry = LowRank(a.memory.address, b.memory.address, slices.ctypes.data, rank)
+            self._entries[row * self.num_sites + site - 1] = entry
+        self._kept[adapter_id] = row, adapter
+
+    def drop(self, adapter_id: int) -> None:
+        """Let an adapter go, which no later step may ask for."""
+        row, _ = self._kept.pop(adapter_id)
+        for site in range(self.num_sites):
+            self._entries[row * self.num_sites + site] = LowRank()
+        self._free.append(row)
+
+    def rows_of(self, adapter_ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+        """Rows of the table [T] for numbers of adapters [T], 0 for none. InvariantError for one that is not here."""
+        rows = np.full(len(adapter_ids), -1, dtype=np.int32)
+        for adapter_id in np.unique(adapter_ids).tolist():
+            if adapter_id:
+                if adapter_id not in self._kept:
+                    raise InvariantError(f"a step has adapter {adapter_id}, which is not in memory")
+                rows[adapter_ids == adapter_id] = self._kept[adapter_id][0]
+        return rows

@@ -1,0 +1,121 @@
+"""Recurrent layers over ragged batches: a cell computes, this module knows whose state it computes on.
+
+A *cell* is the arithmetic of one recurrent layer. It takes tokens one behind the other. States lie in blocks like K and
+V. A step is divided into *pieces*: tokens of one row whose states end up in one block. A row that begins at position 0
+begins with a state of zeros, so no block is ever cleared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Cell", "Piece", "StatePart", "plan_pieces", "recur_packed", "recur_paged"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StatePart:
+    """One tensor of a layer's state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    """None: the model's."""
+
+
+class Cell(Protocol):
+    """The arithmetic of a recurrent layer, with its weights."""
+
+    @property
+    def parts(self) -> tuple[StatePart, ...]:
+        """What a state consists of."""
+        ...
+
+    def width(self, *widths: int) -> int:
+        """Width of the result for inputs of these widths. Raises ValueError for wrong ones."""
+        ...
+
+    def scan(self, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """B sequences of n tokens: inputs [B, n, ...] and states [B, ...] before them -> results [B, n, width], and
+        the states behind them."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens ``start`` to ``end`` of the flat batch, which belong to one row."""
+
+    start: int
+    end: int
+    read: int
+    """Block with the state before them; -1: they are the first of their sequence."""
+    write: int
+    """Block for the state behind them."""
+    alone: bool = False
+    """Whether it is the only token of its row in the step."""
+
+
+def plan_pieces(
+    cu_seqlens: Sequence[int], seq_lens: Sequence[int], tables: Sequence[Sequence[int]], span: int
+) -> list[Piece]:
+    """Divide a step into pieces. ``tables`` [N] are block tables in which an entry stands for ``span`` positions.
+
+    Pieces of a row follow each other: each reads the block that the one before it writes.
+    """
+    pieces = []
+    for (begin, end), length, table in zip(pairwise(cu_seqlens), seq_lens, tables, strict=True):
+        offset = begin - (length - (end - begin))  # place in the batch, less the position
+        at = begin
+        while at < end:
+            position = at - offset
+            upto = min(end, (position // span + 1) * span + offset)
+            read = int(table[(position - 1) // span]) if position else -1
+            pieces.append(Piece(at, upto, read, int(table[position // span]), end - begin == 1))
+            at = upto
+    return pieces
+
+
+def recur_paged(cell: Cell, inputs: tuple[Tensor, ...], states: tuple[Tensor, ...], pieces: Sequence[Piece]) -> Tensor:
+    """Run a cell over a step: ``inputs`` [T, ...] -> [T, width]. ``states`` [blocks, ...] are read and written.
+
+    Rows of one token are computed together. Not differentiable.
+    """
+    out = inputs[0].new_empty(inputs[0].shape[0], cell.width(*(each.shape[1] for each in inputs)))
+    together = [piece for piece in pieces if piece.alone]
+    groups = [together] if together else []
+    groups += [[piece] for piece in pieces if not piece.alone]
+    for group in groups:
+        places = torch.tensor([list(range(each.start, each.end)) for each in group], device=out.device)
+        fresh = torch.tensor([each.read < 0 for each in group], device=out.device)
+        reads = torch.tensor([max(each.read, 0) for each in group], device=out.device)
+        writes = torch.tensor([each.write for each in group], device=out.device)
+        before = tuple(_kept(part[reads], fresh) for part in states)
+        result, after = cell.scan(tuple(each[places] for each in inputs), before)
+        out[places] = result
+        for part, value in zip(states, after, strict=True):
+            part[writes] = value.to(part.dtype)
+    return out
+
+
+def _kept(part: Tensor, fresh: Tensor) -> Tensor:
+    """States [B, ...], of which those of fresh sequences are zeros, whatever the memory held."""
+    return part.masked_fill(fresh.view(-1, *[1] * (part.dim() - 1)), 0)
+
+
+def recur_packed(cell: Cell, inputs: tuple[Tensor, ...], cu_seqlens: Sequence[int]) -> Tensor:
+    """Run a cell over whole sequences side by side, [T, ...] -> [T, width]. Each begins with a state of zeros.
+
+    Differentiable. No sequence sees another.
+    """
+    outputs = []
+    for start, end in pairwise(cu_seqlens):
+        if start == end:
+            continue
+        own = tuple(each[start:end].unsqueeze(0) for each in inputs)
+        zeros = tuple(own[0].new_zeros(1, *part.shape, dtype=part.dtype or own[0].dtype) for part in cell.parts)
+        outputs.append(cell.scan(own, zeros)[0].squeeze(0))
+    return torch.cat(outputs)

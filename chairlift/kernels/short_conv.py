@@ -1,0 +1,65 @@
+"""Causal convolution over few tokens, channel by channel, as a recurrent cell: its state is the last inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from chairlift.kernels.recurrent import StatePart
+
+__all__ = ["ShortConv"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ShortConv:
+    """y_t = bias + sum over k of weight[k] x_(t - K + 1 + k), for each of W channels by itself, summed in float32.
+
+    Plain, x is the input [T, W] and the result is silu(y), or y without ``silu`` (Mamba; Gu and Dao, 2023). ``gated``,
+    the input is [T, 3 W]: with its thirds b, c and x the convolution is that of b x, and the result is c y (LFM2).
+    """
+
+    weight: Tensor
+    """[W, 1, K]; the last tap is that of the token itself."""
+    bias: Tensor | None
+    """[W]."""
+    gated: bool = False
+    silu: bool = False
+
+    @property
+    def channels(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def taps(self) -> int:
+        return self.weight.shape[2]
+
+    @property
+    def parts(self) -> tuple[StatePart, ...]:
+        """The last K - 1 inputs of the convolution, oldest first."""
+        return (StatePart((self.taps - 1, self.channels)),)
+
+    def width(self, *widths: int) -> int:
+        expected = self.channels * (3 if self.gated else 1)
+        if widths != (expected,):
+            raise ValueError(f"the convolution takes rows of {expected}, got rows of {list(widths)}")
+        return self.channels
+
+    def scan(self, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        (x,), (before,) = inputs, state
+        gate = None
+        if self.gated:
+            b, gate, x = x.chunk(3, dim=-1)
+            x = b * x
+        count, whole = x.shape[1], torch.cat((before.to(x.dtype), x), dim=1)
+        taps = self.weight.float()
+        y = whole[:, :count].float() * taps[:, 0, 0]
+        for tap in range(1, self.taps):
+            y = y + whole[:, tap : tap + count].float() * taps[:, 0, tap]
+        if self.bias is not None:
+            y = y + self.bias.float()
+        if self.silu:
+            y = torch.nn.functional.silu(y)
+        y = y.to(x.dtype)
+        return (y if gate is None else gate * y), (whole[:, count:],)

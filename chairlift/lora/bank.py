@@ -1,0 +1,144 @@
+"""Adapters in memory beside a model: for plain torch, and for step programs of the native CPU kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chairlift.errors import ConfigError, ModelLoadError
+from chairlift.kernels.cpu.low_rank import LowRankPart, LowRankTable, PackedAdapter
+from chairlift.kernels.cpu.packing import PackedMatrix
+from chairlift.lora.reader import Adapter, read_adapter
+from chairlift.lora.sites import Sites, sites_of
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.layers.linear import Linear
+
+__all__ = ["NativeAdapters", "TorchAdapters"]
+
+
+class _Held:
+    """An adapter as a bank wants it."""
+
+    def __init__(self, adapter: Adapter, held: Any, nbytes: int) -> None:
+        self.digest, self.rank, self.held, self.nbytes = adapter.digest, adapter.rank, held, nbytes
+
+
+def _finite(adapter: Adapter, dtype: torch.dtype, path: Path) -> None:
+    """Raise ModelLoadError where a number is too large for ``dtype``."""
+    for name, parts in adapter.layers.items():
+        for part in parts:
+            if not all(bool(each.to(dtype).isfinite().all()) for each in (part.a, part.b)):
+                raise ModelLoadError(
+                    f"{path}: numbers of {name} are too large for {str(dtype).removeprefix('torch.')}; serve the model"
+                    " with dtype='float32', or train the adapter again"
+                )
+
+
+class TorchAdapters:
+    """For a model that PyTorch runs. ``begin`` says before each step which tokens have which adapter."""
+
+    def __init__(self, model: CausalLM, dtype: torch.dtype, device: torch.device, *, max_rank: int) -> None:
+        self._sites, self._dtype, self._device, self._max_rank = sites_of(model), dtype, device, max_rank
+        self._tokens: list[tuple[int, Tensor]] = []
+        self._layers: dict[str, _AdaptedLayer] = {}
+        for name in self._sites.layers:
+            layer = model.get_submodule(name)
+            if isinstance(layer, Linear):
+                layer.adapted = self._layers[name] = _AdaptedLayer(self)
+
+    @property
+    def tokens(self) -> list[tuple[int, Tensor]]:
+        """(adapter, int64 indices of its tokens) of this step."""
+        return self._tokens
+
+    def begin(self, adapters: npt.NDArray[np.int32] | None) -> None:
+        """The step that is computed next has these adapters, [T], or none."""
+        self._tokens = []
+        for adapter_id in () if adapters is None else np.unique(adapters).tolist():
+            if adapter_id:
+                places = torch.from_numpy(np.flatnonzero(adapters == adapter_id))
+                self._tokens.append((adapter_id, places.to(self._device)))
+
+    def read(self, path: Path, root: Path | None) -> _Held:
+        """The adapter in a directory, for :meth:`put`; any thread may call it. Raises ModelLoadError."""
+        adapter = read_adapter(path, self._sites, max_rank=self._max_rank, root=root)
+        _finite(adapter, self._dtype, path)
+        place: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
+        held = {
+            name: [LowRankPart(part.start, part.a.to(**place), part.b.to(**place)) for part in parts]
+            for name, parts in adapter.layers.items()
+        }
+        return _Held(adapter, held, adapter.numbers * self._dtype.itemsize)
+
+    def put(self, adapter_id: int, adapter: _Held) -> None:
+        """Let steps name it by a number above 0."""
+        for name, parts in adapter.held.items():
+            self._layers[name].parts[adapter_id] = parts
+
+    def drop(self, adapter_id: int) -> None:
+        """No later step names it."""
+        for layer in self._layers.values():
+            layer.parts.pop(adapter_id, None)
+
+
+class _AdaptedLayer:
+    """What each adapter adds to one layer."""
+
+    def __init__(self, bank: TorchAdapters) -> None:
+        self.bank = bank
+        self.parts: dict[int, list[LowRankPart]] = {}
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        for adapter_id, places in self.bank.tokens:
+            for start, a, b in self.parts.get(adapter_id, ()):
+                added = torch.nn.functional.linear(torch.nn.functional.linear(x[places], a), b)
+                out[:, start : start + len(b)].index_add_(0, places, added)
+        return out
+
+
+class NativeAdapters:
+    """For a model in the native layout, which a step program runs; made before that is recorded.
+
+    ``capacity`` adapters of at most ``max_rank`` fit, and steps have at most ``max_tokens`` tokens.
+    """
+
+    def __init__(self, model: CausalLM, dtype: torch.dtype, *, max_rank: int, capacity: int, max_tokens: int) -> None:
+        self._sites, self._dtype, self._max_rank = sites_of(model), dtype, max_rank
+        self._weights: dict[str, PackedMatrix] = {}
+        for site, name in enumerate(self._sites.layers, 1):
+            weight = model.get_submodule(name).weight
+            if not isinstance(weight, PackedMatrix):
+                raise ConfigError(f"{name} is not in the layout of the native kernels; leave enable_lora out")
+            weight.site, self._weights[name] = site, weight
+        self.table = LowRankTable(len(self._weights), capacity, _most_parts(self._sites) * max_rank, max_tokens)
+
+    def read(self, path: Path, root: Path | None) -> _Held:
+        """The adapter in a directory, for :meth:`put`; any thread may call it. Raises ModelLoadError."""
+        adapter = read_adapter(path, self._sites, max_rank=self._max_rank, root=root)
+        _finite(adapter, self._dtype, path)
+        layers = {name: [LowRankPart(*part_of) for part_of in _parts(adapter, name)] for name in adapter.layers}
+        packed = PackedAdapter(layers, self._weights, self._dtype)
+        return _Held(adapter, packed, packed.nbytes)
+
+    def put(self, adapter_id: int, adapter: _Held) -> None:
+        """Let steps name it by a number above 0."""
+        self.table.put(adapter_id, adapter.held)
+
+    def drop(self, adapter_id: int) -> None:
+        """No later step names it."""
+        self.table.drop(adapter_id)
+
+
+def _parts(adapter: Adapter, name: str) -> list[tuple[int, Tensor, Tensor]]:
+    return [(part.start, part.a, part.b) for part in adapter.layers[name]]
+
+
+def _most_parts(sites: Sites) -> int:
+    """The most modules that one of our layers is made of."""
+    names = [part.parameter for part in sites.parts.values()]
+    return max(map(names.count, set(names)))

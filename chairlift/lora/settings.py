@@ -1,0 +1,161 @@
+"""What an adapter's ``adapter_config.json`` says (PEFT's LoraConfig), and what of it is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from chairlift.errors import ModelLoadError
+from chairlift.models.hf_config import read_json
+
+__all__ = ["CONFIG_NAME", "AdapterSettings", "read_settings"]
+
+CONFIG_NAME: Final = "adapter_config.json"
+
+_MOST_RANK: Final = 2**16
+_MOST_PATTERNS: Final = 10_000
+_INITS: Final = (True, False, "true", "false", "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` that leave the base weights as they are."""
+_REFUSED: Final = {
+    "use_dora": "DoRA scales the whole weight",
+    "lora_bias": "biases of the low-rank products are not computed",
+    "modules_to_save": "whole layers are not replaced",
+    "layer_replication": "layers are not repeated",
+    "trainable_token_indices": "rows of the embedding are not replaced",
+    "target_parameters": "parameters of experts are not adapted",
+    "use_qalora": "QA-LoRA pools the inputs",
+    "use_bdlora": "BD-LoRA has matrices of blocks",
+    "alora_invocation_tokens": "an activated adapter begins in the middle of a prompt",
+    "arrow_config": "adapters are not routed",
+    "kasa_config": "KaSA has singular values of its own",
+    "velora_config": "VeLoRA is not known",
+    "monteclora_config": "MonteCLoRA draws its weights",
+    "megatron_config": "layers of Megatron are not known",
+    "ensure_weight_tying": "embeddings are not adapted",
+}
+"""Keys whose values, unless they are empty, false or null, change what is computed, and why that is refused."""
+_HARMLESS: Final = {
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out"),
+    *("bias", "use_rslora", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern"),
+    *("alpha_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    *("qalora_group_size", "runtime_config"),
+}
+"""Keys that are read here, or say how an adapter was made. Which layers it has is said by its tensors."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """Rank and scale of each low-rank product."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+    rank_pattern: Mapping[str, int]
+    """Regular expressions of module names -> their ranks; the first that matches counts."""
+    alpha_pattern: Mapping[str, float]
+    transposed: bool
+    """``fan_in_fan_out``: the base model's weights are stored as [in, out]."""
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module, by its name in the base model."""
+        return int(_matching(self.rank_pattern, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        """What the product is multiplied with: alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski, 2023)."""
+        rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.alpha)
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+
+def read_settings(path: Path) -> AdapterSettings:
+    """Read ``adapter_config.json``. Raises ModelLoadError for what is damaged, not LoRA, or refused by name."""
+    raw = read_json(path)
+    _refuse(raw, path)
+    patterns: dict[str, dict[str, float]] = {}
+    for key in ("rank_pattern", "alpha_pattern"):
+        given = raw.get(key) or {}
+        if not isinstance(given, dict) or len(given) > _MOST_PATTERNS:
+            _fail(path, f"{key} must map module names to numbers, at most {_MOST_PATTERNS:,} of them")
+        patterns[key] = {
+            _pattern(path, key, name): _number(path, f"{key}[{name!r:.80}]", each) for name, each in given.items()
+        }
+    ranks = {name: _rank(path, "rank_pattern", each) for name, each in patterns["rank_pattern"].items()}
+    return AdapterSettings(
+        rank=_rank(path, "r", _number(path, "r", raw.get("r", 8))),
+        alpha=_number(path, "lora_alpha", raw.get("lora_alpha", 8)),
+        rslora=_flag(path, raw, "use_rslora"),
+        rank_pattern=ranks,
+        alpha_pattern=patterns["alpha_pattern"],
+        transposed=_flag(path, raw, "fan_in_fan_out"),
+    )
+
+
+def _refuse(raw: Mapping[str, Any], path: Path) -> None:
+    kind = raw.get("peft_type")
+    if kind != "LORA":
+        _fail(path, f"peft_type must be LORA, got {kind!r:.80}; other kinds of adapters are not served")
+    if raw.get("task_type") not in (None, "CAUSAL_LM"):
+        _fail(path, f"task_type must be CAUSAL_LM or null, got {raw['task_type']!r:.80}; train the adapter for texts")
+    for key, value in raw.items():
+        if key in _REFUSED and value:
+            _fail(path, f"{key} is {value!r:.80}, and {_REFUSED[key]}; train the adapter without it")
+        if key not in _REFUSED and key not in _HARMLESS and value:
+            _fail(path, f"{key} is {value!r:.80}, a setting that is not known here; train the adapter without it")
+    if raw.get("bias", "none") != "none":
+        _fail(path, f"bias is {raw['bias']!r:.80}, and biases are not adapted; train the adapter with bias='none'")
+    init = raw.get("init_lora_weights", True)
+    if isinstance(init, (dict, list)) or init not in _INITS:
+        _fail(
+            path,
+            f"init_lora_weights is {init!r:.80}, which changes the base weights too; convert the adapter with PEFT's"
+            " save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+        )
+
+
+def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """As PEFT looks them up."""
+    for pattern, value in patterns.items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return value
+    return default
+
+
+def _pattern(path: Path, key: str, name: Any) -> str:
+    """A regular expression that cannot take for ever: without groups, and with few repetitions."""
+    plain = isinstance(name, str) and len(name) <= 256 and re.fullmatch(r"[\w.|^$*+?\\\[\]-]*", name)
+    plain = plain and sum(map(name.count, "*+?")) <= 4
+    try:
+        if plain:
+            re.compile(name)
+            return str(name)
+    except re.error:
+        pass
+    _fail(path, f"{key} has {name!r:.80}, which must be a module's name, or a simple pattern of such names")
+
+
+def _number(path: Path, key: str, value: Any) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or abs(value) > 1e9:
+        _fail(path, f"{key} must be a number, got {value!r:.80}")
+    return float(value)
+
+
+def _rank(path: Path, key: str, value: float) -> int:
+    if value != int(value) or not 1 <= value <= _MOST_RANK:
+        _fail(path, f"{key} must be a whole number from 1 to {_MOST_RANK:,}, got {value:g}")
+    return int(value)
+
+
+def _flag(path: Path, raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key) or False
+    if not isinstance(value, bool):
+        _fail(path, f"{key} must be true or false, got {value!r:.80}")
+    return value
+
+
+def _fail(path: Path, problem: str) -> NoReturn:
+    raise ModelLoadError(f"{path}: {problem}")

@@ -1,0 +1,67 @@
+"""Where an adapter may change a model: its linear layers, by the names that PEFT has for them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from chairlift.errors import ConfigError
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.checkpoint import CheckpointPart, checkpoint_layout
+from chairlift.models.hf_config import ModelConfig
+from chairlift.models.layers.linear import Linear
+from chairlift.models.registry import FAMILIES
+
+__all__ = ["Sites", "layer_of", "sites_in", "sites_of"]
+
+_HEAD = "lm_head"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sites:
+    """The layers of a model that adapters may change."""
+
+    family: str
+    """Its ``model_type``."""
+    transposed: bool
+    """Whether some of their weights are stored as [in, out], for which PEFT sets ``fan_in_fan_out``."""
+    parts: dict[str, CheckpointPart]
+    """Name of a module in transformers' model -> the rows of our layer that it is."""
+    prefix: str = ""
+    """What an adapter of the bare model leaves out of all names."""
+
+    @property
+    def layers(self) -> dict[str, tuple[int, int]]:
+        """Name of our layer -> its inputs and outputs."""
+        sizes: dict[str, tuple[int, int]] = {}
+        for part in self.parts.values():
+            name = layer_of(part)
+            outputs = max(sizes.get(name, (0, 0))[1], part.start + part.shape[0])
+            sizes[name] = part.shape[1], outputs
+        return sizes
+
+
+def layer_of(part: CheckpointPart) -> str:
+    """The name of our layer that a part belongs to."""
+    return part.parameter.rpartition(".")[0]
+
+
+def sites_of(model: CausalLM) -> Sites:
+    """The linear layers of a model, without the output head and the experts. Raises ConfigError where it has none."""
+    if not isinstance(model, CausalLM):
+        raise ConfigError("adapters need a model that Chairlift's own code runs; leave enable_lora out")
+    return sites_in(model.config)  # packing has taken names and shapes out of the model itself
+
+
+def sites_in(config: ModelConfig) -> Sites:
+    """The same of every model with this config."""
+    with torch.device("meta"):
+        blank = CausalLM(config)
+    linear = {name for name, module in blank.named_modules() if isinstance(module, Linear) and name != _HEAD}
+    parts = [part for part in checkpoint_layout(blank) if part.parameter.endswith(".weight")]
+    found = {part.name.removesuffix(".weight"): part for part in parts if layer_of(part) in linear}
+    family = FAMILIES[config.model_type]
+    transposed = any(part.transposed for part in found.values())
+    prefix = next(iter(found), "").partition(".")[0] + "."  # left out where the class without a head was adapted
+    return Sites(family.model_type, transposed, found, prefix)

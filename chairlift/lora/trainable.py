@@ -1,0 +1,189 @@
+"""An adapter that is trained (LoRA; Hu et al., 2021): the base stands still, and each product learns two matrices.
+
+What is written is PEFT's directory, which the server, PEFT and transformers read.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from chairlift.errors import ConfigError
+from chairlift.lora.reader import WEIGHTS_NAME
+from chairlift.lora.settings import CONFIG_NAME
+from chairlift.lora.sites import Sites, layer_of, sites_in
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.checkpoint import CheckpointPart
+from chairlift.models.hf_config import ModelConfig
+from chairlift.models.layers.linear import Linear
+
+__all__ = ["ALL_LINEAR", "TrainableAdapter", "target_parts"]
+
+ALL_LINEAR: Final = "all-linear"
+"""The target that means every linear layer except the output head and the experts, as in PEFT."""
+
+
+def target_parts(sites: Sites, targets: Sequence[str]) -> list[CheckpointPart]:
+    """The modules that targets name: by a whole name, by the end of one (``q_proj``), or ``all-linear``.
+
+    Raises ConfigError for a target that names none.
+    """
+    chosen: dict[str, CheckpointPart] = {}
+    for target in targets:
+        found = {
+            name: part
+            for name, part in sites.parts.items()
+            if target == ALL_LINEAR or name == target or name.endswith(f".{target}")
+        }
+        if not found:
+            known = ", ".join(sorted({_last(name) for name in sites.parts}))
+            raise ConfigError(
+                f"lora.targets has {target!r:.100}, and no layer of a {sites.family} model that an adapter may change"
+                f" is called so; take {ALL_LINEAR}, or some of {known}"
+            )
+        chosen |= found
+    return [part for name, part in sites.parts.items() if name in chosen]
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+class TrainableAdapter:
+    """An adapter of rank ``r`` for the ``targets`` of a model, whose layers add it from now on.
+
+    ``model`` has its plain float weights, and they are not changed. A begins Kaiming-uniform, drawn by PyTorch's
+    generator, and B at zero, as PEFT begins them, so that the adapter changes nothing at first. The scale is
+    ``alpha / r``, or ``alpha / sqrt(r)`` with ``rslora`` (Kalajdzievski, 2023). ``dropout`` zeroes that share of each
+    matrix's input while the model is in training mode. ``base`` is the model's name for whoever loads the adapter.
+    Raises ConfigError for targets that the model does not have, and for a model that has an adapter already.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        r: int,
+        alpha: float,
+        targets: Sequence[str] = (ALL_LINEAR,),
+        rslora: bool = False,
+        dropout: float = 0.0,
+        base: str = "",
+    ) -> None:
+        self._sites = sites_in(model.config)
+        self._model, self._config, self._base = model, model.config, base
+        self.r, self.alpha, self.rslora, self.dropout = r, alpha, rslora, dropout
+        self._parts = {part.name.removesuffix(".weight"): part for part in target_parts(self._sites, targets)}
+        self.parameters: dict[str, nn.Parameter] = {}
+        """PEFT's name of each matrix -> float32: A [r, in], and B [out, r] with its rows in the order of our layer."""
+        device = next(model.parameters()).device
+        for name, part in self._parts.items():
+            a = torch.empty(r, part.shape[1], device=device)
+            nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+            self.parameters[_tensor(name, "A")] = nn.Parameter(a)
+            self.parameters[_tensor(name, "B")] = nn.Parameter(torch.zeros(part.shape[0], r, device=device))
+        self._attach()
+
+    @property
+    def scale(self) -> float:
+        """What the product of A and B is multiplied with."""
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+    def _attach(self) -> None:
+        layers: dict[str, list[tuple[int, nn.Parameter, nn.Parameter]]] = {}
+        for name, part in sorted(self._parts.items(), key=lambda item: item[1].start):
+            pair = self.parameters[_tensor(name, "A")], self.parameters[_tensor(name, "B")]
+            layers.setdefault(layer_of(part), []).append((part.start, *pair))
+        for name, parts in layers.items():
+            layer = self._model.get_submodule(name)
+            if not isinstance(layer, Linear) or layer.adapted is not None:
+                raise ConfigError(f"{name} has an adapter already; load the model again")
+            layer.adapted = _AdaptedLayer(layer, parts, self.scale, self.dropout)
+
+    def settings(self) -> dict[str, Any]:
+        """What an adapter that goes on from this one's numbers must agree with: scale and base, as plain data."""
+        return {"r": self.r, "alpha": float(self.alpha), "rslora": self.rslora, "base": self._base_digest}
+
+    @functools.cached_property
+    def _base_digest(self) -> str:
+        """Digest of the base weights, from sums of their bits, which no order of adding changes."""
+        digest = hashlib.sha256()
+        for name, parameter in self._model.named_parameters():
+            bits = parameter.detach().contiguous().view(torch.uint8).view(-1)
+            whole = bits[: bits.numel() // 4 * 4].view(torch.int32).sum(dtype=torch.int64)
+            digest.update(f"{name} {tuple(parameter.shape)} {int(whole)}\n".encode())
+        return digest.hexdigest()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All matrices by PEFT's names and in its order of rows, float32 on the CPU, detached."""
+        out: dict[str, Tensor] = {}
+        for name, part in self._parts.items():
+            a, b = (self.parameters[_tensor(name, which)].detach().cpu() for which in "AB")
+            if part.order:
+                b = b[part.sources(0, len(b)).argsort()]
+            out |= {_tensor(name, "A"): a.contiguous(), _tensor(name, "B"): b.contiguous()}
+        return out
+
+    def write(self, directory: Path) -> None:
+        """Write the adapter as PEFT's ``save_pretrained`` does into ``directory``, which is made if needed. OSError."""
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(self.tensors(), directory / WEIGHTS_NAME, metadata={"format": "pt"})
+        (directory / WEIGHTS_NAME).chmod(0o644)  # the library writes it for the owner only
+        text = json.dumps(self._peft_config(), indent=2, ensure_ascii=False)
+        (directory / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
+
+    def _peft_config(self) -> Mapping[str, Any]:
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self._base or None,
+            "r": self.r,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "use_rslora": self.rslora,
+            "target_modules": _target_modules(list(self._parts), self._sites, self._config),
+            "fan_in_fan_out": any(part.transposed for part in self._parts.values()),
+            "bias": "none",
+            "init_lora_weights": True,
+            "inference_mode": True,
+        }
+
+
+def _tensor(module: str, which: str) -> str:
+    return f"base_model.model.{module}.lora_{which}.weight"
+
+
+def _target_modules(names: list[str], sites: Sites, config: ModelConfig) -> list[str]:
+    """The ends of names where they name these modules and no others, else whole names. Sorted."""
+    ends = {_last(name) for name in names}
+    others = sum(_last(name) in ends for name in sites.parts) - len(names)
+    return sorted(names) if others or config.experts is not None else sorted(ends)
+
+
+class _AdaptedLayer:
+    """What one layer's forward pass adds."""
+
+    def __init__(
+        self, layer: Linear, parts: list[tuple[int, nn.Parameter, nn.Parameter]], scale: float, dropout: float
+    ) -> None:
+        self._layer, self._parts, self._scale, self._dropout = layer, parts, scale, dropout
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        pieces, at = [], 0
+        for start, a, b in self._parts:
+            end = start + len(b)
+            dropped = functional.dropout(x, self._dropout, self._layer.training)
+            added = functional.linear(functional.linear(dropped, a), b) * self._scale
+            pieces += [out[:, at:start], out[:, start:end] + added]
+            at = end
+        return torch.cat([*pieces, out[:, at:]], dim=1) if len(pieces) > 2 or at < out.shape[1] else pieces[1]

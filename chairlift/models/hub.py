@@ -1,0 +1,90 @@
+"""Download a model from the Hugging Face Hub: only the files that are read here.
+
+Repositories often hold the same weights several times (pickled, as ``consolidated.safetensors``, for other engines).
+The small files come first; the index of the weights among them says which of the large ones are needed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from chairlift import mistaken_models
+from chairlift.errors import ModelLoadError
+
+__all__ = ["INDEX_NAME", "SINGLE_NAME", "WEIGHT_FILE", "download_model"]
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+SINGLE_NAME: Final = "model.safetensors"
+WEIGHT_FILE: Final = re.compile(r"[\w-][\w.-]*\.safetensors")
+"""Names of files of weights: plain ones, which cannot lead out of the model's directory."""
+_SMALL: Final = (
+    *("config.json", "generation_config.json", INDEX_NAME),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+)
+_REASONS: Final = {
+    "LocalEntryNotFoundError": "it is not in the cache, and the Hub cannot be reached or HF_HUB_OFFLINE is set",
+    "RepositoryNotFoundError": "there is none of that name, or it is private",
+    "GatedRepoError": "its owner grants access on the Hub's page of the model, and hf auth login tells who you are",
+}
+"""One line for each error of huggingface_hub, by name; their own texts have several."""
+_FOLDER: Final = re.compile(r"\w[\w-]*")
+
+
+def download_model(name: str, revision: str | None = None) -> Path:
+    """Return the directory of the Hub's snapshot of ``name``, downloaded where the local cache lacks something.
+
+    Without a network the cached snapshot is returned. Raises :class:`~chairlift.errors.ModelLoadError` when the Hub
+    and its cache have no model of that name.
+    """
+    from huggingface_hub import snapshot_download  # takes a while to import, and local directories don't need it
+
+    def fetch(files: list[str], of: str | None) -> Path:
+        try:
+            return Path(snapshot_download(name, revision=of, allow_patterns=files))
+        except Exception as error:  # unreachable, unknown, gated, disk full: for the caller all are "no such model"
+            reason = _REASONS.get(type(error).__name__) or (str(error).strip().splitlines() or [""])[0][:200]
+            raise ModelLoadError(
+                f"{name!r} is not a directory here, and the Hugging Face Hub did not give a model of that name "
+                f"({type(error).__name__}: {reason}); {mistaken_models.of_unknown_id(name)}check the spelling, the "
+                "network, and access to gated models, or download it elsewhere and give its directory"
+            ) from None
+
+    snapshot = fetch(list(_SMALL), revision)
+    commit = snapshot.name  # so that all files are of one commit, whatever is pushed meanwhile
+    pieces = _pieces(snapshot)
+    fetch([*(pieces or [SINGLE_NAME]), *_pooling_files(snapshot)], commit)
+    if any(not (snapshot / file).is_file() for file in pieces):  # an index that was left behind
+        fetch([SINGLE_NAME], commit)
+    if not (snapshot / "config.json").is_file() and name.lower().endswith("-gguf"):
+        hint = mistaken_models.of_unknown_id(name)
+        raise ModelLoadError(f"the Hub's model {name!r} has no config.json; {hint}or name another model")
+    return snapshot
+
+
+def _pieces(snapshot: Path) -> list[str]:
+    """Files that the index names; empty where there is none, or it is damaged, which loading will report."""
+    index = _read(snapshot / INDEX_NAME)
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    found = set(names.values()) if isinstance(names, dict) and all(type(x) is str for x in names.values()) else set()
+    return sorted(file for file in found if WEIGHT_FILE.fullmatch(file))
+
+
+def _pooling_files(snapshot: Path) -> Iterator[str]:
+    """The settings of the steps that sentence-transformers' ``modules.json`` names, which lie in folders."""
+    modules = _read(snapshot / "modules.json")
+    for module in modules if isinstance(modules, list) else []:
+        folder = module.get("path") if isinstance(module, dict) else None
+        if isinstance(folder, str) and _FOLDER.fullmatch(folder):
+            yield f"{folder}/config.json"
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None

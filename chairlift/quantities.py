@@ -1,0 +1,42 @@
+"""Amounts as people write them: ``4GB`` of memory, ``32k`` tokens. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Final
+
+from chairlift.errors import ConfigError
+
+__all__ = ["read_bytes", "read_count"]
+
+_SHAPE: Final = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)")
+_LETTERS: Final = "kmgt"
+
+
+def read_bytes(name: str, text: str) -> int:
+    """The bytes of ``4GB`` (powers of 1000), ``4GiB`` or ``4G`` (powers of 1024), or of a plain number.
+
+    Case does not matter. ``name`` is that of the setting. Raises ConfigError for anything else, and for a fraction of a
+    byte.
+    """
+    units = {"": 1, "b": 1}
+    for power, letter in enumerate(_LETTERS, 1):
+        units |= {f"{letter}b": 1000**power, f"{letter}ib": 1024**power, letter: 1024**power}
+    return _read(name, text, lambda unit: units.get(unit.lower()), "a number of bytes, or a size such as 512MB or 4GiB")
+
+
+def read_count(name: str, text: str) -> int:
+    """The number of ``32k`` (thousands), ``32K`` (of 1024, as in vLLM), or a plain one. Raises ConfigError."""
+    units = {"": 1} | {letter: 1000**power for power, letter in enumerate(_LETTERS, 1)}
+    units |= {letter.upper(): 1024**power for power, letter in enumerate(_LETTERS, 1)}
+    return _read(name, text, units.get, "a whole number, or one such as 32k (thousands) or 32K (of 1024)")
+
+
+def _read(name: str, text: str, unit_of: Callable[[str], int | None], allowed: str) -> int:
+    match = _SHAPE.fullmatch(text.strip().replace("_", "").replace(",", ""))
+    unit = unit_of(match[2]) if match is not None else None
+    if match is None or unit is None or (amount := Decimal(match[1]) * unit) != int(amount):
+        raise ConfigError(f"{name} must be {allowed}; got {text!r:.40}")
+    return int(amount)

@@ -1,0 +1,359 @@
+"""A trace through several replicas behind a door, on a virtual clock.
+
+Each replica is the real engine core with a clock of its own; the door is the one that serves
+(:mod:`chairlift.distributed.door`). Events are handled in the order of their times: a request arrives, a step ends, a
+replica fails, starts or is drained. So the simulation is exact to the token, for the times that the cost model gives to
+steps. Replicas may start late, die, and be updated one after another; the door may hear of events late.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from chairlift.config import EngineConfig
+from chairlift.distributed.door import Door
+from chairlift.distributed.routing import Pace, Replica, prefix_keys, router_from_name
+from chairlift.engine.clock import VirtualClock
+from chairlift.engine.core import CoreOutputs, EngineCore
+from chairlift.engine.input_processor import InputProcessor, PreparedRequest
+from chairlift.errors import ConfigError
+from chairlift.replay.clients import Clients, enter
+from chairlift.replay.machines import Deployment
+from chairlift.replay.replay import simulated_core
+from chairlift.replay.served import Collector, ServedTrace
+from chairlift.replay.traced_request import TracedRequest
+from chairlift.scheduler.cost_model import CostModel, StepFeatures
+from chairlift.scheduler.policies import policy_from_config
+
+__all__ = ["FleetPlan", "FleetReport", "replay_fleet"]
+
+_MOST_REPLICAS: Final = 16
+_TOKEN: Final = 1
+"""What the simulated executor answers with."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FleetPlan:
+    """A fleet and what happens to it. Times are in seconds from the start of the trace. Raises ConfigError."""
+
+    replicas: int
+    routing: str = "forecast"
+    door_delay: float = 0.0
+    """Seconds until the door hears of a token or an end."""
+    start_seconds: float = 0.0
+    """Seconds that a replica takes to start again after a failure or an update."""
+    failures: tuple[tuple[int, float], ...] = ()
+    """(replica, time) at which it dies, with its cache and its requests."""
+    resume: bool = False
+    """Whether a request whose replica dies goes on elsewhere from what was delivered. Otherwise it ends with an
+    error, unless nothing was delivered."""
+    rollout_at: float | None = None
+    """When replicas begin to be updated, one at a time: drained, then started again."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.replicas <= _MOST_REPLICAS:
+            raise ConfigError(f"replicas must be from 1 to {_MOST_REPLICAS}, got {self.replicas}")
+        for name in ("door_delay", "start_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be 0 or more seconds, got {getattr(self, name)}")
+        for index, when in self.failures:
+            if not 0 <= index < self.replicas or not 0 <= when < math.inf:
+                raise ConfigError(f"a failure is REPLICA@SECONDS with a replica below {self.replicas}: {index}@{when}")
+        router_from_name(self.routing)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FleetReport:
+    """What became of a trace behind a door."""
+
+    replicas: int
+    routing: str
+    served: ServedTrace
+    """All replicas together. ``utilisation`` is the mean of the replicas'."""
+    requests_by_replica: tuple[int, ...]
+    """Requests sent to each replica, those that came again after a failure included."""
+    broken: int
+    """Requests that ended with an error because their replica died."""
+    moved: int
+    """Requests that were sent again to another replica, without or with tokens."""
+    hit_rate: float
+    """Share of the prompts' tokens that came from prefix caches."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+class _Simulated:
+    """A replica: an engine core on a clock of its own, and what the door knows of it."""
+
+    def __init__(self, view: Replica, make: Callable[[VirtualClock], EngineCore], timings: dict[str, Any]) -> None:
+        self.view, self._make = view, make
+        self.life = 0
+        """Number of times that it died: events of an earlier life mean nothing."""
+        self.clock, self.idle = VirtualClock(), True
+        self.core = make(self.clock)
+        self.collector = Collector(None, self.core.scheduler.membership.held)
+        self.collector.timings = timings
+        self.num_sent = self.num_preemptions = 0
+        self.draining = False
+
+    def restart(self) -> None:
+        """A new core, with nothing in its cache."""
+        self.life += 1
+        self.num_preemptions += self.core.scheduler.num_preemptions
+        self.core.shutdown()
+        self.clock, self.idle = VirtualClock(), True
+        self.core = self._make(self.clock)
+        self.collector._last_step = 0
+
+
+class _Fleet:
+    """The events of one simulation."""
+
+    def __init__(
+        self,
+        plan: FleetPlan,
+        config: EngineConfig,
+        deployment: Deployment,
+        trace: Sequence[TracedRequest],
+        users: int | None,
+    ) -> None:
+        self.plan = plan
+        self.now = 0.0
+        self.timings: dict[str, Any] = {}
+        first, limits = simulated_core(deployment, config)
+        self._inputs = InputProcessor(limits, None, first.kv, seed=0)
+        pace = _pace(deployment.cost, config.scheduler.max_num_batched_tokens)
+        rows, tokens = config.scheduler.most_running, first.kv.capacity_tokens
+        cached = tokens if config.cache.enable_prefix_caching else 0
+
+        def make(clock: VirtualClock) -> EngineCore:
+            return simulated_core(deployment, config, clock)[0]
+
+        views = [Replica(i, pace, max_num_seqs=rows, cache_tokens=cached) for i in range(plan.replicas)]
+        self.replicas = [_Simulated(view, make, self.timings) for view in views]
+        whole = dataclasses.replace(config.scheduler, max_num_seqs=config.scheduler.max_num_seqs * plan.replicas)
+        self.door = Door(views, router_from_name(plan.routing), policy_from_config(whole))
+        self._keep_prefixes = bool(cached)
+        self._prepared: dict[str, PreparedRequest] = {}
+        """Requests that are not over, as they were sent or as they go on elsewhere."""
+        self._whole: dict[str, PreparedRequest] = {}
+        """The same, as they were sent."""
+        self.collector = Collector(None, self.replicas[0].core.scheduler.membership.held)
+        self.collector.timings = self.timings
+        self.clients = Clients(trace, 0.0, users)
+        self._trace = trace
+        self.refused = self.broken = self.moved = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), what))
+
+    def run(self) -> None:
+        """Handle events until there are none."""
+        for replica in self.replicas:
+            replica.view.accepting = True
+        for index, when in self.plan.failures:
+            self.at(when, lambda index=index: self._die(self.replicas[index]))  # type: ignore[misc]
+        if self.plan.rollout_at is not None:
+            self.at(self.plan.rollout_at, lambda: self._drain(0))
+        while True:
+            times = [self._events[0][0]] if self._events else []
+            times += [when for when in (self.clients.next_event(),) if when is not None]
+            if not times:
+                break
+            self.now = max(self.now, min(times))
+            while self._events and self._events[0][0] <= self.now:
+                heapq.heappop(self._events)[2]()
+            self._arrive()
+            self._leave()
+            self._send()
+
+    # -- clients ---------------------------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        while (sent := self.clients.send(self.now)) is not None:
+            if not enter(self._take, self._inputs, self._trace[sent[0]], *sent, self.collector):
+                self.refused += 1
+                self.clients.ended(sent[0], self.now)
+
+    def _take(self, prepared: PreparedRequest) -> None:
+        self._whole[prepared.request_id] = prepared
+        self._queue(prepared)
+
+    def _queue(self, prepared: PreparedRequest) -> None:
+        """Let a request wait at the door."""
+        self._prepared[prepared.request_id] = prepared
+        keys = prefix_keys(prepared.prompt_token_ids, prepared.cache_salt) if self._keep_prefixes else []
+        self.door.add(prepared.make_sequences()[0], keys, self.now)
+
+    def _leave(self) -> None:
+        for index in self.clients.leaving(self.now):
+            timing = self.timings.get(str(index))
+            if timing is None or timing.left >= 0:
+                continue
+            timing.cancelled = True
+            self.collector.over(timing, self.now)
+            view = self.door.replica_of(str(index))
+            if view is not None:
+                self.replicas[view.index].core.abort([str(index)])
+            self._over(str(index))
+
+    def _send(self) -> None:
+        for request, view in self.door.send(self.now):
+            replica = self.replicas[view.index]
+            replica.clock.wait_until(self.now)
+            replica.core.add(self._prepared[request.request_id])
+            replica.num_sent += 1
+            self._wake(replica)
+
+    def _over(self, name: str) -> None:
+        """A request is over for its client and for the door."""
+        del self._prepared[name], self._whole[name]
+        self.clients.ended(int(name), self.now)
+        tokens = self.timings[name].tokens
+        self._heard(lambda: self.door.ended(name, tokens))
+
+    def _heard(self, news: Callable[[], None]) -> None:
+        if self.plan.door_delay:
+            self.at(self.now + self.plan.door_delay, news)
+        else:
+            news()
+
+    # -- replicas --------------------------------------------------------------------------------------------------
+
+    def _wake(self, replica: _Simulated) -> None:
+        """Step a replica that was idle as soon as it can."""
+        if replica.idle and replica.core.has_work:
+            replica.idle, life = False, replica.life
+            self.at(max(self.now, replica.clock.now()), lambda: self._step(replica, life))
+
+    def _step(self, replica: _Simulated, life: int) -> None:
+        if life != replica.life:
+            return
+        replica.idle = True
+        replica.clock.wait_until(self.now)
+        if not replica.core.has_work:
+            return
+        outputs = replica.core.step()
+        if outputs is not None:
+            replica.collector.step(replica.core)
+            replica.idle = False
+            self.at(replica.clock.now(), lambda: self._landed(replica, life, outputs))
+        elif not replica.core.num_in_flight and (event := replica.core.next_event()) is not None:
+            replica.idle = False
+            self.at(event, lambda: self._step(replica, life))
+
+    def _landed(self, replica: _Simulated, life: int, outputs: CoreOutputs) -> None:
+        if life != replica.life:
+            return
+        begun = [name for name in outputs.sequence_ids if not self.timings[name].times]
+        replica.collector.take(outputs, self.now)
+        for name in begun:
+            self._heard(lambda name=name: self.door.begun(name))  # type: ignore[misc]
+        for ended in outputs.finished:
+            if ended.sequence_id in self._prepared:
+                self._over(ended.sequence_id)
+        replica.idle = True
+        self._wake(replica)
+        if replica.draining and not replica.core.has_work:
+            self._update(replica)
+
+    def _die(self, replica: _Simulated) -> None:
+        """All that it held is gone; it starts again."""
+        unstarted, started = self.door.lose(replica.view)
+        replica.restart()
+        for request in (*unstarted, *started):
+            name = request.request_id
+            if name not in self._prepared:  # it has ended, and the door was about to hear of it
+                continue
+            timing = self.timings[name]
+            if not timing.tokens or self.plan.resume:
+                self.moved += 1
+                self._queue(_rest_of(self._whole[name], timing.tokens))
+                continue
+            timing.error = f"replica {replica.view.index} died"
+            self.broken += 1
+            self.collector.over(timing, self.now)
+            self._over(name)
+        self.at(self.now + self.plan.start_seconds, lambda: self._accept(replica))
+
+    def _accept(self, replica: _Simulated) -> None:
+        replica.view.accepting = True
+
+    def _drain(self, index: int) -> None:
+        """Send no more to a replica, and update it when it is empty."""
+        replica = self.replicas[index]
+        replica.view.accepting, replica.draining = False, True
+        if replica.idle and not replica.core.has_work:
+            self._update(replica)
+
+    def _update(self, replica: _Simulated) -> None:
+        replica.draining = False
+        replica.restart()
+        replica.view.lost()
+        self.at(self.now + self.plan.start_seconds, lambda: self._updated(replica))
+
+    def _updated(self, replica: _Simulated) -> None:
+        replica.view.accepting = True
+        if replica.view.index + 1 < len(self.replicas):
+            self._drain(replica.view.index + 1)
+
+
+def _rest_of(prepared: PreparedRequest, delivered: int) -> PreparedRequest:
+    """The request that goes on behind the tokens that were delivered."""
+    if not delivered:
+        return prepared
+    left = prepared.max_tokens - delivered
+    return dataclasses.replace(
+        prepared,
+        prompt_token_ids=[*prepared.prompt_token_ids, *[_TOKEN] * delivered],
+        max_tokens=left,
+        params=dataclasses.replace(prepared.params, max_tokens=left),
+    )
+
+
+def _pace(cost: CostModel, step_tokens: int) -> Pace:
+    return Pace(cost.prefill_seconds, lambda rows: cost.step_seconds(StepFeatures(rows)) if rows else 0.0, step_tokens)
+
+
+def replay_fleet(
+    trace: Sequence[TracedRequest],
+    config: EngineConfig,
+    deployment: Deployment,
+    plan: FleetPlan,
+    *,
+    max_concurrency: int | None = None,
+) -> FleetReport:
+    """Simulate a trace on a fleet. The same arguments give the same report, bit for bit.
+
+    ``max_concurrency`` is as in :func:`~chairlift.replay.replay.serve_trace`. Raises ConfigError for settings that the
+    deployment has no room for.
+    """
+    fleet = _Fleet(plan, config, deployment, trace, max_concurrency)
+    fleet.run()
+    collectors = [replica.collector for replica in fleet.replicas]
+    total = fleet.collector
+    total.steps, total.rows = (sum(getattr(each, name) for each in collectors) for name in ("steps", "rows"))
+    preemptions = sum(each.num_preemptions + each.core.scheduler.num_preemptions for each in fleet.replicas)
+    served = total.served(fleet.refused, preemptions)
+    seconds = served.seconds * plan.replicas
+    served = dataclasses.replace(
+        served, utilisation=min(1.0, sum(each.busy for each in collectors) / seconds) if seconds else 0.0
+    )
+    return FleetReport(
+        replicas=plan.replicas,
+        routing=plan.routing,
+        served=served,
+        requests_by_replica=tuple(each.num_sent for each in fleet.replicas),
+        broken=fleet.broken,
+        moved=fleet.moved,
+        hit_rate=served.cached_tokens / served.prompt_tokens if served.prompt_tokens else 0.0,
+    )

@@ -1,0 +1,139 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: which adapters clients may ask for, while the server runs.
+
+Names and bodies are vLLM's. Whoever may do this decides what others are answered, and which directories of this machine
+are read: it takes the API key that is named ``admin``, and what is loaded lies below ``--lora-dir``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from chairlift.errors import ConfigError, ModelLoadError, RequestError
+from chairlift.server.auth import check_admin
+from chairlift.server.errors import ApiError
+from chairlift.server.limits import read_json
+from chairlift.server.protocol import AdapterName, parse, warning_headers
+from chairlift.server.state import ServerState
+from chairlift.server.streaming import json_response
+
+__all__ = ["AdapterReply", "LoadRequest", "UnloadRequest", "load_modules", "routes"]
+
+
+class LoadRequest(msgspec.Struct, kw_only=True):
+    """The body of /v1/load_lora_adapter."""
+
+    lora_name: AdapterName
+    """What requests give as their ``model``."""
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """A directory below ``--lora-dir``, where the server runs: by its place there, or whole."""
+    load_inplace: bool = False
+    """Replace the adapter of that name. Requests that have begun go on with the one before."""
+
+
+class UnloadRequest(msgspec.Struct, kw_only=True):
+    """The body of /v1/unload_lora_adapter."""
+
+    lora_name: AdapterName
+
+
+class _Module(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's form of an item of ``--lora-modules``."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+    """A name of the served model."""
+
+
+class AdapterReply(msgspec.Struct, kw_only=True):
+    """What was done."""
+
+    lora_name: str
+    loaded: bool
+
+
+def _place(state: ServerState, given: str) -> tuple[Path, str]:
+    """The directory that a body names, and the one it must lie in."""
+    if state.config.lora_dir is None:
+        message = "adapters are loaded from below --lora-dir, and the server was started without"
+        raise ApiError(400, message, code="not_enabled", param="lora_path")
+    try:
+        root = Path(state.config.lora_dir).resolve()
+        path = (root / given).resolve()
+        inside = path.is_relative_to(root)
+    except (OSError, RuntimeError, ValueError):
+        inside = False
+    if not inside:
+        message = "lora_path must lie below the server's --lora-dir, also when links are followed"
+        raise ApiError(400, message, code="invalid_value", param="lora_path")
+    return path, str(root)
+
+
+async def _load(request: Request) -> Response:
+    """Answers when the adapter can be asked for."""
+    state: ServerState = request.app.state.server
+    check_admin(request)
+    asked, ignored = parse(LoadRequest, await read_json(request))
+    if asked.lora_name in state.model_names:
+        message = f"{asked.lora_name!r} is a name of the model itself; choose another"
+        raise ApiError(400, message, code="invalid_value", param="lora_name")
+    path, root = _place(state, asked.lora_path)
+    try:
+        await state.engine.load_adapter(asked.lora_name, path, root=root, in_place=asked.load_inplace)
+    except (ConfigError, ModelLoadError, RequestError) as error:
+        raise ApiError(400, f"{error}; nothing was changed", code="invalid_value") from None
+    return json_response(AdapterReply(lora_name=asked.lora_name, loaded=True), warning_headers(ignored))
+
+
+async def _unload(request: Request) -> Response:
+    """Answers at once; requests that have begun go on."""
+    state: ServerState = request.app.state.server
+    check_admin(request)
+    asked, ignored = parse(UnloadRequest, await read_json(request))
+    if not state.engine.unload_adapter(asked.lora_name):
+        message = f"the adapter {asked.lora_name!r} is not loaded; GET /v1/models lists those that are"
+        raise ApiError(404, message, code="model_not_found", param="lora_name")
+    return json_response(AdapterReply(lora_name=asked.lora_name, loaded=False), warning_headers(ignored))
+
+
+def _named(state: ServerState, module: str) -> tuple[str, str]:
+    """Name and path of an item of ``--lora-modules``, which is ``name=path``, or vLLM's JSON object. ConfigError."""
+    name, _, path = module.partition("=")
+    if module.lstrip().startswith("{"):
+        try:
+            given = msgspec.json.decode(module, type=_Module)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"lora_modules: {module!r:.200} is not name and path in JSON ({error})") from None
+        name, path = given.name, given.path
+        if given.base_model_name not in (None, *state.model_names):
+            served = ", ".join(state.model_names)
+            raise ConfigError(f"lora_modules: base_model_name is {given.base_model_name!r:.100}, but here is {served}")
+    if not name or not path:
+        raise ConfigError(f'lora_modules must be name=path, or {{"name": ..., "path": ...}}, got {module!r:.200}')
+    return name, path
+
+
+async def load_modules(state: ServerState) -> None:
+    """Load the adapters of ``--lora-modules``. Raises ConfigError for one that cannot be."""
+    for module in state.config.lora_modules:
+        name, path = _named(state, module)
+        if name in state.model_names:
+            raise ConfigError(f"lora_modules: {name!r:.200} is a name of the model itself; choose another")
+        local = Path(path).expanduser()
+        try:
+            await state.engine.load_adapter(name, local.absolute() if local.exists() else path)
+        except (ModelLoadError, RequestError) as error:
+            raise ConfigError(f"lora_modules: {name!r:.200}: {error}") from None
+
+
+routes: Final = [
+    Route("/v1/load_lora_adapter", _load, methods=["POST"]),
+    Route("/v1/unload_lora_adapter", _unload, methods=["POST"]),
+]

@@ -1,0 +1,130 @@
+"""Losses on data that is not learnt from: an exact mean over tokens, and perplexity, for each source and for all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from chairlift.errors import ConfigError
+from chairlift.train.loss import StepLoss
+from chairlift.train.parallel import Ranks, sum_over_ranks
+from chairlift.train.stream import PackStream
+
+if TYPE_CHECKING:
+    from chairlift.train.layout import Pack
+    from chairlift.train.trainer import Trainer
+
+__all__ = ["Evaluation", "EvaluationResult", "SourceLoss"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SourceLoss:
+    """Loss on one source, or on all."""
+
+    loss: float
+    """Sum of weight * loss over all targets, divided by the sum of their weights, in nats."""
+    targets: int
+    """Number of targets."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is too large for a float."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Losses after one step."""
+
+    step: int
+    """Number of steps taken."""
+    sources: Mapping[str, SourceLoss]
+    total: SourceLoss
+    """Loss on all sources together: a mean over tokens, not over sources."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for a line of a log."""
+        rows = {"total": self.total, **self.sources}
+        plain = {
+            name: {"loss": row.loss, "perplexity": row.perplexity, "targets": row.targets} for name, row in rows.items()
+        }
+        return {"step": self.step, "total": plain.pop("total"), "sources": plain}
+
+
+class Evaluation:
+    """Evaluates a trainer's model on the same sequences each time.
+
+    Nothing of the training changes: neither weights nor random states. The mean does not depend on how sequences were
+    packed or dealt to ranks, but for rounding.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Callable[[], Any]],
+        *,
+        capacity: int,
+        overflow: Any = "error",
+        ranks: Ranks | None = None,
+    ) -> None:
+        """``sources`` open the data of each name from its beginning, as :class:`PackStream` takes it."""
+        self._sources, self._capacity, self._overflow = dict(sources), capacity, overflow
+        self._ranks = ranks or Ranks()
+
+    def check(self) -> None:
+        """Read all of the data once, before anything is computed.
+
+        Raises ConfigError for a record that cannot be used, and for a source without a target.
+        """
+        for name, open_source in self._sources.items():
+            stream = PackStream(open_source(), self._capacity, overflow=self._overflow)
+            if not math.fsum(float(pack.weights.sum(dtype="float64")) for pack in stream) > 0:
+                raise ConfigError(
+                    f"eval_files {name} has no target of a weight above 0; give records with something to learn"
+                )
+
+    def run(self, trainer: Trainer) -> EvaluationResult:
+        """Evaluate. Every rank must call it."""
+        sums = {name: self._sum(trainer, open_source()) for name, open_source in self._sources.items()}
+        flat = sum_over_ranks([value for row in sums.values() for value in row])
+        rows = {name: flat[3 * index : 3 * index + 3] for index, name in enumerate(sums)}
+        total = [math.fsum(column) for column in zip(*rows.values(), strict=True)]
+        return EvaluationResult(trainer.num_steps, {name: _loss(row) for name, row in rows.items()}, _loss(total))
+
+    def _sum(self, trainer: Trainer, source: Any) -> list[float]:
+        """Sum of weighted losses, sum of weights and number of targets of this rank's packs."""
+        stream = PackStream(
+            source, self._capacity, overflow=self._overflow, ranks=self._ranks.size, rank=self._ranks.rank
+        )
+        losses, weights, targets = [], [], 0
+        with _evaluating(trainer):
+            for pack in stream:
+                if not pack.filler and (count := int((pack.weights != 0).sum())):
+                    losses.append(_loss_of(trainer, pack))
+                    weights.append(float(pack.weights.sum(dtype="float64")))
+                    targets += count
+        return [math.fsum(losses), math.fsum(weights), targets]
+
+
+def _loss(row: list[float]) -> SourceLoss:
+    return SourceLoss(row[0] / row[1], int(row[2]))
+
+
+def _loss_of(trainer: Trainer, pack: Pack) -> float:
+    loss = StepLoss("token", gradients="sum")
+    with loss.step(1.0):
+        return float(trainer.pack_loss(pack, loss))
+
+
+@contextlib.contextmanager
+def _evaluating(trainer: Trainer) -> Iterator[None]:
+    trainer.model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        trainer.model.train()

@@ -1,0 +1,395 @@
+"""Files of records by position: JSON lines, JSON arrays, Parquet and Hugging Face datasets, compressed or not.
+
+Needs NumPy; pyarrow for Parquet and Arrow; zstandard for ``.zst`` (before Python 3.14).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import gzip
+import importlib
+import io
+import json
+import os
+import tempfile
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from chairlift.errors import ConfigError
+
+__all__ = [
+    "ArrayFile",
+    "ArrowFile",
+    "LineFile",
+    "RecordFile",
+    "TableFile",
+    "decompression_errors",
+    "expand",
+    "is_compressed",
+    "open_bytes",
+    "open_file",
+    "open_for",
+    "parse_line",
+]
+
+_CHUNK = 1 << 22
+_SAMPLE = 1 << 20
+"""Bytes at each end of an Arrow file that its fingerprint is of."""
+_COMPRESSED: Final = (".gz", ".zst")
+_LINES: Final = (".jsonl", ".ndjson", ".json")
+_TABLES: Final = (".parquet", ".pq")
+_NAMES: Final = "*.jsonl, *.json, *.ndjson (each may end in .gz or .zst), *.parquet and *.arrow"
+
+
+class RecordFile(Protocol):
+    """Records by position."""
+
+    path: Path
+    fingerprint: int
+    """Changes when the content does."""
+
+    def __len__(self) -> int: ...
+    def read(self, index: int) -> dict[str, Any] | None:
+        """The record; None for a blank line. Raises ConfigError for what is none."""
+        ...
+
+    def where(self, index: int) -> str:
+        """The record's place, for messages."""
+        ...
+
+
+def expand(files: Sequence[str | Path]) -> list[Path]:
+    """Paths of all files: a pattern such as ``data/*.jsonl`` is what it matches, a directory what it holds.
+
+    A directory is a dataset saved by Hugging Face's ``save_to_disk``, or holds files of records, directly or in its
+    ``data`` directory. Raises ConfigError for a pattern that matches nothing, and for a directory of several splits.
+    """
+    found: list[Path] = []
+    for file in map(str, files):
+        if Path(file).is_dir():
+            found += _in_directory(Path(file))
+        elif glob.has_magic(file) and not Path(file).exists():
+            matching = sorted(glob.glob(file, recursive=True))
+            if not matching:
+                raise ConfigError(f"no file matches {file}; check the pattern")
+            found += [Path(each) for each in matching if Path(each).is_file()]
+        else:
+            found.append(Path(file))
+    return found
+
+
+def _in_directory(folder: Path) -> list[Path]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
+        raise ConfigError(f"{folder} holds the splits {', '.join(splits)}; name one, such as {folder / splits[0]}")
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        try:
+            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            return [folder / Path(each["filename"]).name for each in state["_data_files"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{folder / 'state.json'} cannot be read ({error}); save the dataset again") from None
+    for place in (folder, folder / "data"):
+        files = sorted(path for path in place.glob("*") if path.is_file() and _kind_of(path))
+        files = [path for path in files if path.name not in ("dataset_info.json", "dataset_infos.json", "state.json")]
+        splits = sorted({path.name.split("-")[0] for path in files if "-of-" in path.name})
+        if len(splits) > 1:
+            raise ConfigError(
+                f"{place} holds the splits {', '.join(splits)}; name one by a pattern: {place / splits[0]}-*"
+            )
+        if files:
+            return files
+    raise ConfigError(f"{folder} holds no file of records ({_NAMES}); name the files or a pattern")
+
+
+def _kind_of(path: Path) -> str:
+    """``lines``, ``table`` or ``arrow``; empty for any other file."""
+    suffixes = path.suffixes
+    suffix = suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in _COMPRESSED else path.suffix
+    kinds = dict.fromkeys(_LINES, "lines") | dict.fromkeys(_TABLES, "table") | {".arrow": "arrow"}
+    kind = kinds.get(suffix, "")
+    return "" if kind != "lines" and is_compressed(path) else kind
+
+
+def open_file(path: Path, whole: bool = False) -> RecordFile:
+    """By its suffix. ``whole`` keeps all of a Parquet file in memory. Raises ConfigError for what cannot be read."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file; check the path")
+    kind = _kind_of(path)
+    if kind == "lines":
+        with contextlib.closing(open_bytes(path)) as file:
+            is_array = ".json" in path.suffixes and _first_byte(file) == b"["
+        return ArrayFile(path) if is_array else LineFile(path)
+    if kind == "table":
+        return TableFile(path, whole=whole)
+    if kind == "arrow":
+        return ArrowFile(path)
+    raise ConfigError(f"{path} has the suffix {path.suffix!r}; files that are read: {_NAMES}")
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether the file's name says that it is compressed."""
+    return path.suffix in _COMPRESSED
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """Open a file to read its bytes from the beginning, decompressed. Raises ConfigError without a library for that."""
+    if path.suffix == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    if path.suffix != ".zst":
+        return path.open("rb")
+    for name in ("compression.zstd", "zstandard"):
+        try:
+            library: Any = importlib.import_module(name)
+        except ImportError:
+            continue
+        opened = library.open(path, "rb")
+        return cast(BinaryIO, opened if name == "compression.zstd" else io.BufferedReader(opened, _CHUNK))
+    raise ConfigError(f"reading {path} needs zstandard; install it with: pip install 'chairlift[train]'")
+
+
+def decompression_errors() -> tuple[type[Exception], ...]:
+    """Errors of damaged compressed files."""
+    found: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
+    for name in ("compression.zstd", "zstandard"):
+        try:
+            found.append(importlib.import_module(name).ZstdError)
+        except ImportError:
+            continue
+    return tuple(found)
+
+
+def _first_byte(file: BinaryIO) -> bytes:
+    """The first byte that is no space."""
+    try:
+        while byte := file.read(1):
+            if not byte.isspace():
+                return byte
+    except decompression_errors():  # the file's reader says so, with what to do
+        pass
+    return b""
+
+
+class LineFile:
+    """JSON lines, found by an index of where lines begin: one pass over the file, 8 bytes per line.
+
+    A compressed file is read a second time, into a temporary file, when its first record is asked for.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError for an empty file."""
+        self.path = path
+        self.fingerprint = 0
+        ends: list[npt.NDArray[np.int64]] = []
+        size = 0
+        for chunk in _chunks(path):
+            self.fingerprint = zlib.crc32(chunk, self.fingerprint)
+            ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + size + 1)
+            size += len(chunk)
+        bounds = np.concatenate([[0], *ends, [size]]).astype(np.int64)
+        self._bounds = bounds[:-1] if len(bounds) > 1 and bounds[-1] == bounds[-2] else bounds
+        if size == 0:
+            raise ConfigError(f"{path} is empty; give a file with a JSON object on each line")
+
+    @functools.cached_property
+    def _file(self) -> BinaryIO:
+        if not is_compressed(self.path):
+            return open_for(self, self.path)
+        spool = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115  (closed together with its owner)
+        weakref.finalize(self, spool.close)
+        for chunk in _chunks(self.path):
+            spool.write(chunk)
+        spool.flush()
+        return spool
+
+    def __len__(self) -> int:
+        """Lines, blank ones included."""
+        return len(self._bounds) - 1
+
+    def read(self, index: int) -> dict[str, Any] | None:
+        start, end = self._bounds[index : index + 2].tolist()
+        line = os.pread(self._file.fileno(), end - start, start)  # a forked loader shares the place of seek and read
+        if len(line) < end - start:
+            raise ConfigError(
+                f"{self.where(index)}: the file was cut while it was read; put back what it had, and go on"
+            )
+        return parse_line(line, self.where(index)) if line.strip() else None
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, line {index + 1}"
+
+
+class TableFile:
+    """A Parquet file, decoded one row group at a time, or kept ``whole`` in memory for random order."""
+
+    def __init__(self, path: Path, *, whole: bool = False) -> None:
+        """Raises ConfigError without pyarrow, and for a file that is empty or not Parquet."""
+        pyarrow = _pyarrow(path)
+        parquet = importlib.import_module("pyarrow.parquet")
+        self.path = path
+        self._broken = pyarrow.ArrowException
+        try:
+            self._file = parquet.ParquetFile(path)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ConfigError(f"{path} cannot be read as Parquet: {error}") from None
+        metadata = self._file.metadata
+        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self._starts = np.cumsum([0, *sizes])
+        if not metadata.num_rows:
+            raise ConfigError(f"{path} has no rows; give a file with at least one")
+        # The footer holds the place and the statistics of every column chunk.
+        self.fingerprint = zlib.crc32(f"{path.stat().st_size} {metadata.to_dict()}".encode())
+        self._groups: dict[int, Any] = {}
+        self._whole = whole
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, index: int) -> dict[str, Any] | None:
+        group = int(np.searchsorted(self._starts, index, side="right")) - 1
+        if group not in self._groups:
+            if not self._whole:
+                self._groups.clear()
+            try:
+                self._groups[group] = self._file.read_row_group(group)
+            except (self._broken, OSError) as error:
+                raise ConfigError(f"{self.where(index)}: cannot be read, make the file again: {error}") from None
+        return _row(self._groups[group], index - int(self._starts[group]))
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, row {index + 1}"
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, decompressed, some at a time."""
+    try:
+        with contextlib.closing(open_bytes(path)) as file:
+            while chunk := file.read(_CHUNK):
+                yield chunk
+    except decompression_errors() as error:
+        raise _damaged(path, error) from None
+
+
+def open_for(owner: object, path: Path) -> BinaryIO:
+    """Open a file, decompressed, that is closed together with its owner."""
+    file = open_bytes(path)
+    weakref.finalize(owner, file.close)
+    return file
+
+
+class ArrayFile:
+    """A JSON file that is one array of records. It is kept in memory."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError for an empty array, and for what is no JSON."""
+        self.path = path
+        content = _read_all(path)
+        self.fingerprint = zlib.crc32(content)
+        try:
+            self._records = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} begins as a JSON array and is none: {error}; correct the file") from None
+        if not self._records:
+            raise ConfigError(f"{path} is an empty array; give a file with at least one record")
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read(self, index: int) -> dict[str, Any] | None:
+        record = self._records[index]
+        if not isinstance(record, dict):
+            raise ConfigError(f"{self.where(index)}: a record must be a JSON object, got {str(record)[:60]!r}")
+        return {name: value for name, value in record.items() if value is not None}
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, record {index + 1}"
+
+
+class ArrowFile:
+    """An Arrow file of a dataset that was saved by Hugging Face's ``save_to_disk``, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError without pyarrow, and for a file that is empty or not Arrow."""
+        pyarrow = _pyarrow(path)
+        self.path = path
+        try:
+            file = pyarrow.memory_map(str(path))
+            try:
+                self._table = pyarrow.ipc.open_stream(file).read_all()
+            except pyarrow.ArrowInvalid:
+                self._table = pyarrow.ipc.open_file(file).read_all()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ConfigError(f"{path} cannot be read as Arrow: {error}") from None
+        if not self._table.num_rows:
+            raise ConfigError(f"{path} has no rows; give a file with at least one")
+        size = path.stat().st_size
+        with path.open("rb") as raw:
+            ends = raw.read(_SAMPLE)
+            raw.seek(max(0, size - _SAMPLE))
+            ends += raw.read()
+        self.fingerprint = zlib.crc32(ends, size & 0xFFFFFFFF)
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def read(self, index: int) -> dict[str, Any] | None:
+        return _row(self._table, index)
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, row {index + 1}"
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        importlib.import_module("pyarrow.ipc")
+        return importlib.import_module("pyarrow")
+    except ImportError:
+        raise ConfigError(
+            f"reading {path} needs pyarrow; install it with: pip install 'chairlift[train]', "
+            "or convert the file to JSON lines"
+        ) from None
+
+
+def _row(table: Any, index: int) -> dict[str, Any]:
+    """A row without its nulls: a column has the fields of all rows, at every depth."""
+    found: dict[str, Any] = _without_nulls(table.slice(index, 1).to_pylist()[0])
+    return found
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list) and value and isinstance(value[0], (Mapping, list)):
+        return [_without_nulls(inner) for inner in value]
+    return value
+
+
+def _read_all(path: Path) -> bytes:
+    try:
+        with contextlib.closing(open_bytes(path)) as file:
+            return file.read()
+    except decompression_errors() as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{path} is damaged: it cannot be decompressed ({error}); copy it again")
+
+
+def parse_line(line: bytes, where: str) -> dict[str, Any]:
+    """The record of a line. Raises ConfigError, which names the place, for what is no JSON object."""
+    problem = "a record must be a JSON object, got"
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        record, problem = None, f"not JSON ({error}):"
+    if isinstance(record, dict):
+        return {name: value for name, value in record.items() if value is not None}  # as of a table: null is nothing
+    raise ConfigError(f"{where}: {problem} {line[:60]!r}; correct the line, or skip such records (on_error: skip)")

@@ -1,0 +1,169 @@
+"""Records as people have them, brought into a few forms: chats, prompts with completions, texts and token ids.
+
+Known are the forms of OpenAI's files for fine-tuning, of ShareGPT, of Alpaca and of TRL. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from chairlift.errors import ConfigError
+from chairlift.tokenizer.messages import REASONING_KEYS
+
+__all__ = ["MESSAGE_KEYS", "Chat", "chat_of"]
+
+MESSAGE_KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING_KEYS})
+"""Keys of a message that chat templates are given. Others reach a template only if it names them."""
+_ROLES: Final = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "function_call",
+}
+"""Speakers in ShareGPT's form -> roles."""
+_SETTINGS: Final = ("tools", "chat_template_kwargs")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation to learn from."""
+
+    messages: list[dict[str, Any]]
+    learnt: tuple[bool, ...]
+    """For each message whether it is learnt, where answers are."""
+    fields: frozenset[str]
+    """Fields of the record that were read."""
+    tools: list[dict[str, Any]] | None = None
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Variables for the chat template, such as ``enable_thinking``."""
+
+
+def chat_of(record: Mapping[str, Any]) -> Chat | None:
+    """The chat in a record; None for a record of another form.
+
+    - ``messages`` or ``conversations``: a list of messages with ``role`` and ``content`` (OpenAI, TRL), or ``from`` and
+      ``value`` (ShareGPT), with ``system`` beside it if there is one. ``weight: 0`` on an answer: it is not learnt.
+    - ``prompt`` and ``completion``, both lists of messages (TRL): the completion is learnt.
+    - ``instruction`` and ``output``, with ``input``, ``system`` and ``history`` if any (Alpaca).
+
+    ``tools`` (a list, or that as JSON text) and ``chat_template_kwargs`` may stand beside each. Raises ConfigError for
+    a record of one of these forms with something in it that cannot be read.
+    """
+    name = next((name for name in ("messages", "conversations", "conversation") if name in record), "")
+    if name:
+        raw = _listed(record[name], name)
+        messages = _with_system(record, [_message(message, f"{name}[{i}]") for i, message in enumerate(raw)])
+        return _made(record, messages, [_is_learnt(message) for message in messages], {name, "system"})
+    if isinstance(record.get("prompt"), list) or isinstance(record.get("completion"), list):
+        parts = [[_message(m, f"{name}[{i}]") for i, m in enumerate(_listed(record.get(name), name))] for name in _PAIR]
+        learnt = [False] * len(parts[0]) + [_is_learnt(message) for message in parts[1]]
+        return _made(record, [*parts[0], *parts[1]], learnt, {"prompt", "completion"})
+    if "instruction" in record and "output" in record:
+        return _alpaca(record)
+    return None
+
+
+_PAIR: Final = ("prompt", "completion")
+
+
+def _made(record: Mapping[str, Any], messages: list[dict[str, Any]], learnt: list[bool], fields: set[str]) -> Chat:
+    for message in messages:
+        message.pop("weight", None)
+    given = record.get("chat_template_kwargs", {})
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"chat_template_kwargs must be an object of variables, got {str(given)[:60]!r}")
+    read = frozenset({*fields, *_SETTINGS} & set(record))
+    return Chat(messages, tuple(learnt), read, _tools(record.get("tools")), dict(given))
+
+
+def _alpaca(record: Mapping[str, Any]) -> Chat:
+    texts = {name: record.get(name, "") for name in ("instruction", "input", "output", "system")}
+    if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
+        raise ConfigError(f"{wrong[0]} must be text, got {str(texts[wrong[0]])[:60]!r}")
+    messages = _with_system(record, [])
+    for index, turn in enumerate(_listed(record.get("history", []), "history")):
+        if not isinstance(turn, Sequence) or isinstance(turn, str) or len(turn) != 2:
+            raise ConfigError(f"history[{index}] must be [question, answer], got {str(turn)[:60]!r}")
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    asked = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text)
+    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]}]
+    fields = {"instruction", "input", "output", "system", "history"}
+    return _made(record, messages, [message["role"] == "assistant" for message in messages], fields)
+
+
+def _with_system(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages after the record's own system text, if it has one and they do not begin with one."""
+    text = record.get("system")
+    if not text or (messages and messages[0].get("role") == "system"):
+        return messages
+    if not isinstance(text, str):
+        raise ConfigError(f"system must be text, got {str(text)[:60]!r}")
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _message(given: Any, where: str) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where} must have role and content, or from and value; got {str(given)[:60]!r}")
+    message = dict(given)
+    if "from" in message and "value" in message and "role" not in message:
+        speaker, message["content"] = message.pop("from"), message.pop("value")
+        message["role"] = _ROLES.get(str(speaker).lower())
+        if message["role"] is None:
+            raise ConfigError(f"{where}.from must be one of {', '.join(sorted(_ROLES))}; got {str(speaker)[:60]!r}")
+        if message["role"] == "function_call":
+            calls = _json(message.pop("content"), f"{where}.value")
+            calls = calls if isinstance(calls, list) else [calls]
+            message |= {"role": "assistant", "tool_calls": [_wrapped(call, f"{where}.value") for call in calls]}
+    if message.get("function_call") and "tool_calls" not in message:  # OpenAI's first form of one call
+        message["tool_calls"] = [_wrapped(message["function_call"], f"{where}.function_call")]
+    message.pop("function_call", None)
+    if message.get("role") == "function":
+        message["role"] = "tool"
+    return message
+
+
+def _is_learnt(message: Mapping[str, Any]) -> bool:
+    weight = message.get("weight", 1)
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise ConfigError(f"the weight of a message is 0 or 1, got {str(weight)[:60]!r}")
+    return message.get("role") == "assistant" and bool(weight)
+
+
+def _tools(given: Any) -> list[dict[str, Any]] | None:
+    tools = _json(given, "tools") if isinstance(given, str) and given.strip() else given
+    if not tools:
+        return None
+    return [_wrapped(tool, "tools") for tool in _listed(tools, "tools")]
+
+
+def _wrapped(given: Any, where: str) -> dict[str, Any]:
+    """A function, or a call of one, in OpenAI's form."""
+    if not isinstance(given, Mapping) or not ("function" in given or "name" in given):
+        raise ConfigError(f'{where} must be {{"type": "function", "function": {{...}}}}, got {str(given)[:60]!r}')
+    return dict(given) if "function" in given else {"type": "function", "function": dict(given)}
+
+
+def _json(text: Any, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        raise ConfigError(f"{where} must be JSON text, got {str(text)[:60]!r}") from None
+
+
+def _listed(given: Any, name: str) -> Sequence[Any]:
+    if not isinstance(given, (list, tuple)):
+        raise ConfigError(f"{name} must be a list, got {str(given)[:60]!r}")
+    return given

@@ -1,0 +1,140 @@
+"""Settings of vLLM's that Chairlift does not have: accepted where they change nothing, translated, or refused by name.
+
+So that a script or a command line made for vLLM runs after its import or its first word is changed, and says at once
+what it asks for that is not there. Names that both have are in :mod:`chairlift.config`. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from chairlift.errors import ConfigError
+
+__all__ = ["NAMES", "SERVER_NAMES", "Name", "notes", "translate"]
+
+ONE_DEVICE: Final = "one model runs on one device; start a server per device and put a proxy before them"
+NO_ADAPTERS: Final = "adapters are not applied; merge them into the model (peft: merge_and_unload())"
+_CHECKPOINT_FORMATS: Final = (
+    *("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "bitsandbytes", "modelopt"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Name:
+    """A setting of vLLM's."""
+
+    kind: type
+    """bool, int, float or str."""
+    accepted: tuple[Any, ...] | None
+    """Values that change nothing here; None: all."""
+    why: str
+    """Why they change nothing, for a line when one is given."""
+    instead: str = ""
+    """What to do for another value."""
+
+
+NAMES: Final[dict[str, Name]] = {
+    "tensor_parallel_size": Name(int, (1,), "a model runs on one device", ONE_DEVICE),
+    "pipeline_parallel_size": Name(int, (1,), "a model runs on one device", ONE_DEVICE),
+    "data_parallel_size": Name(int, (1,), "a model runs on one device", ONE_DEVICE),
+    "distributed_executor_backend": Name(str, None, "a model runs on one device"),
+    "disable_custom_all_reduce": Name(bool, None, "a model runs on one device"),
+    "trust_remote_code": Name(bool, None, "code in a model's directory is never run, so there is nothing to trust"),
+    "enable_chunked_prefill": Name(
+        bool,
+        (True,),
+        "prompts are always computed in chunks",
+        "prompts are always computed in chunks; raise max_num_batched_tokens to max_model_len to make one of each",
+    ),
+    "disable_log_stats": Name(bool, None, "status lines are a matter of status_interval (0: none)"),
+    "disable_log_requests": Name(bool, None, "requests are logged with log_requests only"),
+    "tokenizer_mode": Name(
+        str, ("auto", "hf", "fast"), "tokenizer.json is read", "tokenizer.json is read; leave it out"
+    ),
+    "load_format": Name(
+        str,
+        ("auto", "safetensors", "gguf"),
+        "the files say what they are",
+        "only safetensors and GGUF files are read; leave it out",
+    ),
+    "enable_lora": Name(bool, (False,), "there are no adapters", NO_ADAPTERS),
+    "cpu_offload_gb": Name(
+        float, (0,), "weights are where they are computed with", "set device to cpu, or quantization"
+    ),
+    "max_seq_len_to_capture": Name(int, None, "which steps are recorded follows from cuda_graphs"),
+    "async_scheduling": Name(bool, None, "num_lookahead_steps says how far steps are scheduled ahead"),
+    "guided_decoding_backend": Name(str, None, "every grammar is compiled by llguidance"),
+    "max_logprobs": Name(int, tuple(range(21)), "a request may ask for up to 20", "20 are the most; leave it out"),
+    "download_dir": Name(str, (), "", "set HF_HOME to the directory of the Hub's cache"),
+    "enforce_eager": Name(bool, None, "cuda_graphs off is its name here"),
+    "swap_space": Name(float, None, "in GiB; swap_space_bytes is its name here"),
+    "num_gpu_blocks_override": Name(int, None, "num_kv_blocks is its name here"),
+    "task": Name(str, None, "runner is its name here"),
+}
+"""Settings of the engine."""
+SERVER_NAMES: Final[dict[str, Name]] = {
+    "enable_auto_tool_choice": Name(bool, (True,), "calls are always read", "set tool_call_parser to none"),
+    "uvicorn_log_level": Name(str, None, "connections are not logged; log_requests logs requests"),
+    "disable_frontend_multiprocessing": Name(bool, None, "the engine always has a process of its own"),
+    "root_path": Name(str, ("",), "there is none", "let the proxy take the prefix away"),
+    "lora_modules": Name(str, (), "", NO_ADAPTERS),
+}
+"""Settings of ``vllm serve`` besides."""
+_RUNNERS: Final = {
+    "auto": "auto",
+    "generate": "generate",
+    **dict.fromkeys(("embed", "embedding", "classify", "score", "reward"), "pooling"),
+}
+
+
+def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without vLLM's names. Raises ConfigError, naming what to use, for what is not there."""
+    found = {name: settings[name] for name in settings if name in NAMES or name in SERVER_NAMES}
+    kept = {name: value for name, value in settings.items() if name not in found}
+    for name, value in found.items():
+        if value is None:
+            continue
+        known = NAMES.get(name) or SERVER_NAMES[name]
+        _check(name, known, value)
+        for ours, ours_value in _ours(name, value).items():
+            if kept.get(ours, ours_value) != ours_value:
+                raise ConfigError(f"{name} is vLLM's name for {ours}, and both are given; leave one out")
+            kept[ours] = ours_value
+    if kept.get("quantization") in _CHECKPOINT_FORMATS:
+        raise ConfigError(
+            f"quantization is {kept['quantization']!r}, but the format of a quantised checkpoint is found in its files;"
+            " leave quantization out, or round a model as it is loaded: int8, int4 or fp8"
+        )
+    return kept
+
+
+def notes(settings: Mapping[str, Any]) -> list[str]:
+    """A line for each of vLLM's names that is given and accepted."""
+    known = NAMES | SERVER_NAMES
+    given = {name: value for name, value in settings.items() if name in known and value is not None}
+    return [f"{name} {value} is accepted: {known[name].why}" for name, value in given.items()]
+
+
+def _check(name: str, known: Name, value: Any) -> None:
+    fits = isinstance(value, (int, float) if known.kind is float else known.kind)
+    if not fits or (isinstance(value, bool) and known.kind is not bool):
+        raise ConfigError(f"{name} must be of type {known.kind.__name__}, got {value!r}")
+    if known.accepted is not None and value not in known.accepted:
+        raise ConfigError(f"{name} is {value!r}, which is not offered: {known.instead}")
+
+
+def _ours(name: str, value: Any) -> dict[str, Any]:
+    """What one of vLLM's settings is by our names."""
+    if name == "enforce_eager":
+        return {"cuda_graphs": "off"} if value else {}
+    if name == "swap_space":
+        return {"swap_space_bytes": int(value * 2**30)}
+    if name == "num_gpu_blocks_override":
+        return {"num_kv_blocks": value}
+    if name == "task":
+        if value not in _RUNNERS:
+            raise ConfigError(f"task is {value!r}, which is not offered; known: {', '.join(_RUNNERS)}")
+        return {"runner": _RUNNERS[value]}
+    return {}

@@ -1,0 +1,95 @@
+"""Scripted adapters: what they ask of an engine, without weights. Files are numbers, and a model hashes them in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from chairlift.config import LoRAConfig
+from chairlift.engine.adapters import Adapters
+from chairlift.errors import ModelLoadError
+from chairlift.lora_request import LoRARequest
+
+__all__ = ["AdapterFiles", "ScriptedAdapters", "content_tag", "request_for"]
+
+_TAG = 0x9E3779B97F4A7C15
+BROKEN = -1
+"""What stands in a file that cannot be read."""
+
+
+def content_tag(content: int) -> int:
+    """64 bits that stand for what an adapter does; 0 for none."""
+    return content * _TAG % 2**64
+
+
+class _Read(NamedTuple):
+    content: int
+
+    @property
+    def digest(self) -> str:
+        return str(self.content)
+
+
+class AdapterFiles:
+    """The disk, and the adapters beside a model that are read from there."""
+
+    def __init__(self) -> None:
+        self.contents: dict[str, int] = {}
+        """Path -> what stands there now: numbers above 0, each once."""
+        self.tags: dict[int, int] = {}
+        """Adapter in memory -> what it does to a row."""
+        self._writes = 0
+
+    def write(self, path: str, *, broken: bool = False) -> int:
+        """Another adapter stands at a path; returns what it is."""
+        self._writes += 1
+        self.contents[path] = BROKEN if broken else self._writes
+        return self.contents[path]
+
+    def read(self, path: Path, root: Path | None) -> _Read:
+        """See :class:`~chairlift.executor.executor.AdapterMemory`."""
+        content = self.contents[str(path)]
+        if content == BROKEN:
+            raise ModelLoadError("injected: the adapter cannot be read")
+        return _Read(content)
+
+    def put(self, adapter_id: int, adapter: _Read) -> None:
+        """The same."""
+        self.tags[adapter_id] = content_tag(adapter.content)
+
+    def drop(self, adapter_id: int) -> None:
+        """The same."""
+        del self.tags[adapter_id]
+
+
+class ScriptedAdapters(Adapters):
+    """Reads beside the loop on the clock of a simulation: :meth:`tick` once per step."""
+
+    def __init__(self, files: AdapterFiles, max_loras: int, max_cpu_loras: int, delay: int) -> None:
+        config = LoRAConfig(enable_lora=True, max_loras=max_loras, max_cpu_loras=max_cpu_loras)
+        super().__init__(files, config, self._later)
+        self._due: list[tuple[int, Callable[[], Any], Future[Any]]] = []
+        self._delay, self._tick = delay, 0
+
+    def tick(self) -> None:
+        """Read what is due."""
+        self._tick += 1
+        for due in [each for each in self._due if each[0] <= self._tick]:
+            self._due.remove(due)
+            _, work, future = due
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _later(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._due.append((self._tick + self._delay, work, future))
+        return future
+
+
+def request_for(number: int, path: str) -> LoRARequest:
+    """How a request of a world names its adapter."""
+    return LoRARequest(f"a{number}", number, path)

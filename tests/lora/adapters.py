@@ -1,0 +1,39 @@
+"""Random adapters, written by PEFT itself, and the logits it computes with them."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+
+from tests.models.tiny import hf_logits, hf_model
+
+__all__ = ["peft_logits", "random_adapter"]
+
+
+def random_adapter(model_dir: Path, target: Path, *, seed: int = 0, std: float = 0.15, **settings: Any) -> Path:
+    """Write an adapter for the model in a directory, with numbers of standard deviation ``std``; returns ``target``."""
+    given = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": "all-linear", **settings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(hf_model(model_dir), LoraConfig(**given))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+        model.save_pretrained(str(target))
+    return target
+
+
+def peft_logits(model_dir: Path, adapter: Path | None, sequences: list[list[int]]) -> list[Tensor]:
+    """Logits [n, vocab] of whole sequences, by transformers and PEFT in float32."""
+    base = hf_model(model_dir)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: Any = base if adapter is None else PeftModel.from_pretrained(base, str(adapter)).eval()
+    return [hf_logits(model, tokens) for tokens in sequences]

@@ -1,0 +1,308 @@
+"""Recurrent and hybrid families compute what transformers computes, however their work is cut, and mistakes show."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from chairlift import LLM, RequestOutput, SamplingParams
+from chairlift.cli.main import main
+from chairlift.errors import ConfigError, ModelLoadError
+from chairlift.kernels import recurrent
+from chairlift.kernels.cpu.library import supported_isas
+from chairlift.kernels.recurrent import Piece
+from chairlift.kernels.short_conv import ShortConv
+from chairlift.kernels.weights import PLAIN
+from chairlift.models.checkpoint import hf_state_dict
+from chairlift.models.hf_config import ModelConfig, parse_config
+from chairlift.models.loader import load_model
+from chairlift.models.model_files import read_config
+from tests.models.logprobs import check_logprobs
+from tests.models.paged import PagedRunner, packed_logits
+from tests.models.test_families import close, load, prompt
+from tests.models.tiny import RECURRENT_FAMILIES, hf_logits, hf_model, tiny_hf_model
+from tests.native import needs_kernels
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in RECURRENT_FAMILIES},
+    "lfm2-biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
+    "lfm2-convolutions-only": ("lfm2", {"layer_types": ["conv"] * 3, "num_hidden_layers": 3}),
+    "lfm2-attention-last": (
+        "lfm2",
+        {"layer_types": ["conv", "conv", "full_attention"], "num_hidden_layers": 3, "tie_word_embeddings": False},
+    ),
+}
+CALLING_OUT: tuple[str, ...] = ()
+"""Those of which PyTorch computes a part between the native kernels."""
+KERNELS = (*supported_isas()[-1:], "torch")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_greedy_answers_equal_transformers(variant: str, tmp_path: Path) -> None:
+    family, overrides = VARIANTS[variant]
+    model_dir = tiny_hf_model(tmp_path, family, **overrides)
+    theirs, ours = hf_model(model_dir), load(model_dir)
+    prompts = [prompt(40, 1), prompt(3, 2), prompt(61, 3)]
+    expected = [hf_logits(theirs, tokens) for tokens in prompts]
+    for logits, reference in zip(packed_logits(ours, prompts), expected, strict=True):
+        assert close(logits, reference)
+    for kernels in KERNELS:
+        notes = check_logprobs(model_dir, theirs, 1e-3, dtype="float32", kernels=kernels)
+        lacking = [note for note in notes if note.startswith("the kernels lack")]
+        assert bool(lacking) == (variant in CALLING_OUT and kernels != "torch"), notes
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_a_chunk_may_end_anywhere(family: str, tmp_path: Path) -> None:
+    """In company, over snapshots at each multiple of the span, token by token, and in two chunks at every border."""
+    ours = load(tiny_hf_model(tmp_path, family))
+    tokens, other = prompt(21, 3), prompt(30, 4)
+    (expected, beside) = packed_logits(ours, [tokens, other])
+    runner = PagedRunner(ours, 4, num_blocks=1024, state_span=8)
+    for border in range(1, len(tokens)):
+        first = runner.step([(f"o{border}", other[:9]), (f"a{border}", tokens[:border])])
+        second = runner.step([(f"a{border}", tokens[border:]), (f"o{border}", other[9:])])
+        assert close(torch.cat((first[1], second[0])), expected)
+        assert close(torch.cat((first[0], second[1])), beside)
+    single = [runner.step([("s", [token])])[0] for token in tokens]
+    assert close(torch.cat(single), expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_saved_is_what_was_loaded(variant: str, tmp_path: Path) -> None:
+    family, overrides = VARIANTS[variant]
+    model_dir = tiny_hf_model(tmp_path, family, **overrides)
+    saved, stored = hf_state_dict(load(model_dir, weight_format=PLAIN)), load_file(model_dir / "model.safetensors")
+    assert saved.keys() == stored.keys()
+    assert all(torch.equal(saved[name], stored[name]) for name in stored)
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_defaults_are_those_of_transformers(family: str) -> None:
+    whole = json.loads(AutoConfig.for_model(family).to_json_string(use_diff=False))
+    sizes = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    given = {key: whole[key] for key in sizes if key in whole}
+    assert parse_config(given) == parse_config({**whole, "dtype": None})
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_check_accepts_it(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = str(tiny_hf_model(tmp_path, family))
+    assert main(["check", where, "--num-kv-blocks", "60", "--skip-tokenizer-init"]) == 0
+    assert "greedy tokens alone and in a batch" in capsys.readouterr().out
+
+
+# -- the schedule changes no bit ---------------------------------------------------------------------------------------
+
+PROMPTS = [prompt(33, 1), prompt(33, 1)[:20] + prompt(9, 2), prompt(2, 3), prompt(17, 4)]
+PARAMS = SamplingParams(temperature=0.7, seed=3, max_tokens=40, ignore_eos=True, logprobs=0, n=2)
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "together": {},
+    "one token at a time": {"max_num_batched_tokens": 4, "max_num_seqs": 4},
+    "chunks of seven": {"max_num_batched_tokens": 7},
+    "without a prefix cache": {"enable_prefix_caching": False},
+    "few snapshots": {"state_snapshot_interval": 32},
+    "recompute": {"num_kv_blocks": 9, "preemption_mode": "recompute"},
+    "swap": {"num_kv_blocks": 9, "preemption_mode": "swap", "swap_space_bytes": 1 << 20},
+    "swap without snapshots": {
+        **{"num_kv_blocks": 9, "preemption_mode": "swap", "swap_space_bytes": 1 << 20},
+        "enable_prefix_caching": False,
+    },
+    "ahead": {"num_lookahead_steps": 2},
+    "a static batch": {"batching": "static", "preferred_batch_sizes": "2"},
+}
+
+
+def answers(outputs: list[RequestOutput]) -> list[Any]:
+    return [(answer.token_ids, answer.logprobs) for output in outputs for answer in output.outputs]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_answers_do_not_depend_on_the_schedule(family: str, kernels: str, tmp_path: Path) -> None:
+    """On native kernels not a bit of them does. The second time round the prompts are cached."""
+    model_dir = tiny_hf_model(tmp_path, family)
+    settings = {"kernels": kernels, "dtype": "float32", "skip_tokenizer_init": True, "threads": 1}
+    alone = LLM(model_dir, max_num_seqs=1, enable_prefix_caching=False, num_kv_blocks=60, **settings)
+    expected = answers([alone.generate([tokens], PARAMS)[0] for tokens in PROMPTS])
+    seen = dict.fromkeys(("preempted", "swapped", "cached"), 0)
+    for name, schedule in SCHEDULES.items():
+        llm = LLM(model_dir, **{"num_kv_blocks": 60, **settings, **schedule})
+        for _ in range(2):
+            outputs = llm.generate(PROMPTS, PARAMS)
+            found = answers(outputs)
+            assert [ids for ids, _ in found] == [ids for ids, _ in expected], name
+            if kernels != "torch":
+                assert found == expected, name
+            seen["cached"] += sum(output.num_cached_tokens for output in outputs)
+        seen["preempted"] += llm.engine.scheduler.num_preemptions
+        seen["swapped"] += llm.engine.scheduler.preemptor.num_swaps
+    assert all(seen.values()), seen
+
+
+# -- settings and memory -----------------------------------------------------------------------------------------------
+
+
+def test_how_many_run_follows_from_memory_and_is_said(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"kernels": "torch", "skip_tokenizer_init": True}
+    only = tiny_hf_model(tmp_path, "lfm2", **VARIANTS["lfm2-convolutions-only"][1])
+    state = 3 * 2 * 64 * 4  # layers, taps before the newest, channels, bytes
+    few = LLM(only, kv_cache_memory_bytes=20 * state, max_num_seqs=64, enable_prefix_caching=False, **settings)
+    assert "recurrent states: 1.5 KiB a request, so 19 requests may run at once" in few.info.memory_plan
+    assert "instead of max_num_seqs 64" in few.info.memory_plan and "no prefix cache" in few.info.memory_plan
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    few.generate([[5]] * 30, params)
+    assert max(record.features.num_decodes for record in few.engine.step_log) == 19
+    many = LLM(tiny_hf_model(tmp_path, "lfm2", seed=1), num_kv_blocks=33, state_snapshot_interval=64, **settings)
+    assert "9 snapshots for the prefix cache, one every 64 tokens" in many.info.memory_plan
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"speculative_config": {"method": "ngram"}}, "recurrent states, which a wrong draft would change"),
+        ({"state_snapshot_interval": 24}, "must be a multiple of block_size 16, got 24"),
+        ({"kv_cache_memory_bytes": 3000}, "keeps a recurrent state of 1,536 bytes"),
+        ({"model_impl": "transformers"}, "recurrent state"),
+        ({"kernels": "triton"}, "triton"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, ModelLoadError), match=words):
+        LLM(tiny_hf_model(tmp_path, "lfm2"), skip_tokenizer_init=True, **settings)
+
+
+def test_other_models_have_no_snapshots(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="state_snapshot_interval is 16, but this model keeps no recurrent states"):
+        LLM(tiny_hf_model(tmp_path, "llama"), skip_tokenizer_init=True, state_snapshot_interval=16)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"layer_types": ["conv", "mamba", "conv"]}, "layer_types must name full_attention or conv"),
+        ({"layer_types": ["conv"]}, "for each of 3 layers"),
+        ({"full_attn_idxs": 2}, "full_attn_idxs must be a list"),
+        ({"conv_L_cache": 1}, "conv_L_cache must be a whole number from 2"),
+        ({"block_ffn_dim_multiplier": 0}, "block_ffn_dim_multiplier must be a number above 0"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(config: dict[str, Any], words: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    with pytest.raises(ModelLoadError, match=words):
+        parse_config({"model_type": "lfm2", **sizes, "num_attention_heads": 8, **config})
+
+
+def test_the_first_checkpoints_name_sizes_otherwise() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "model_type": "lfm2"}
+    new = {
+        **sizes,
+        "intermediate_size": 96,
+        "tie_word_embeddings": False,
+        "layer_types": ["conv", "full_attention", "conv"],
+    }
+    old = {**sizes, "block_ff_dim": 96, "tie_embedding": False, "full_attn_idxs": [1]}
+    assert parse_config(old) == parse_config(new)
+    assert parse_config(new).intermediate_size == 256
+
+
+# -- each way of getting it wrong is noticed ---------------------------------------------------------------------------
+
+
+def other(**change: Any) -> Callable[[ModelConfig], ModelConfig]:
+    return lambda config: dataclasses.replace(config, **change)
+
+
+CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
+    ("lfm2", "no norms of heads before the rotation", other(qk_norm="rotated")),
+    ("lfm2", "no rotation", other(rope_layers=(False,) * 4)),
+    ("lfm2", "another eps", other(norm_eps=0.1)),
+]
+
+
+@pytest.mark.parametrize(("variant", "what", "spoil"), CONFIG_MISTAKES, ids=[what for _, what, _ in CONFIG_MISTAKES])
+def test_a_feature_that_is_left_out_is_noticed(
+    variant: str, what: str, spoil: Callable[[ModelConfig], ModelConfig], tmp_path: Path
+) -> None:
+    family, overrides = VARIANTS[variant]
+    model_dir = tiny_hf_model(tmp_path, family, **overrides)
+    expected = hf_logits(hf_model(model_dir), prompt(40))
+    model = load_model(model_dir, spoil(read_config(model_dir)), weight_format=PLAIN)
+    assert not close(packed_logits(model, [prompt(40)])[0], expected, 0.01), what
+
+
+Scan = Callable[[ShortConv, tuple[Any, ...], tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]
+
+
+def tail_lost(scan: Scan) -> Scan:
+    return lambda self, inputs, state: scan(self, inputs, tuple(torch.zeros_like(part) for part in state))
+
+
+def tail_late(scan: Scan) -> Scan:
+    """The state lacks the newest token."""
+
+    def wrong(self: ShortConv, inputs: tuple[Any, ...], state: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        out, (after,) = scan(self, inputs, state)
+        return out, (torch.cat((state[0][:, -1:], after[:, :-1]), dim=1),)
+
+    return wrong
+
+
+def no_gate_within(scan: Scan) -> Scan:
+    def wrong(self: ShortConv, inputs: tuple[Any, ...], state: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        _, c, x = inputs[0].chunk(3, dim=-1)
+        return scan(self, (torch.cat((torch.ones_like(x), c, x), dim=-1),), state)
+
+    return wrong
+
+
+def no_gate_behind(scan: Scan) -> Scan:
+    def wrong(self: ShortConv, inputs: tuple[Any, ...], state: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        b, _, x = inputs[0].chunk(3, dim=-1)
+        return scan(self, (torch.cat((b, torch.ones_like(x), x), dim=-1),), state)
+
+    return wrong
+
+
+def not_reset(pieces: list[Piece]) -> list[Piece]:
+    return [dataclasses.replace(piece, read=max(piece.read, 0)) for piece in pieces]
+
+
+def slot_of_a_neighbour(pieces: list[Piece]) -> list[Piece]:
+    return [dataclasses.replace(piece, write=pieces[i - 1].write) for i, piece in enumerate(pieces)]
+
+
+def read_of_a_neighbour(pieces: list[Piece]) -> list[Piece]:
+    return [
+        dataclasses.replace(piece, read=pieces[i - 1].read if min(piece.read, pieces[i - 1].read) >= 0 else piece.read)
+        for i, piece in enumerate(pieces)
+    ]
+
+
+SCAN_MISTAKES = {mistake.__name__: mistake for mistake in (tail_lost, tail_late, no_gate_within, no_gate_behind)}
+PIECE_MISTAKES = {mistake.__name__: mistake for mistake in (not_reset, slot_of_a_neighbour, read_of_a_neighbour)}
+
+
+@pytest.mark.parametrize("mistake", [*SCAN_MISTAKES, *PIECE_MISTAKES])
+def test_a_state_that_goes_wrong_is_noticed(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = tiny_hf_model(tmp_path, "lfm2")
+    theirs, tokens = hf_model(model_dir), [prompt(24, 5), prompt(24, 6)]
+    if mistake in SCAN_MISTAKES:
+        monkeypatch.setattr(ShortConv, "scan", SCAN_MISTAKES[mistake](ShortConv.scan))
+    else:
+        plan = recurrent.plan_pieces
+        monkeypatch.setattr("chairlift.models.context.plan_pieces", lambda *args: PIECE_MISTAKES[mistake](plan(*args)))
+    runner = PagedRunner(load(model_dir, weight_format=PLAIN), 8)
+    for part in (slice(0, 9), slice(9, 24)):
+        logits = runner.step([("a", tokens[0][part]), ("b", tokens[1][part])])
+    expected = [hf_logits(theirs, each)[9:] for each in tokens]
+    assert not all(close(found, truth, 0.01) for found, truth in zip(logits, expected, strict=True))

@@ -1,0 +1,227 @@
+"""Bugs of serving adapters, to be planted one at a time. Worlds with adapters must find every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from chairlift.engine.adapter_names import AdapterNames
+from chairlift.engine.adapters import AdapterLoad, Adapters
+from chairlift.executor.input_batch import InputBatch
+from chairlift.kv_cache.prefix_cache import PrefixCache
+from chairlift.request import Request
+from chairlift.scheduler.batch import Batch
+from chairlift.scheduler.output import NewRow, SchedulerOutput
+from chairlift.scheduler.prompt_budget import PromptBudget
+from chairlift.step_batch import StepBatch
+from tests.simulation.mutants import Patch
+
+ADAPTER_MUTANTS: dict[str, Callable[[Patch], None]] = {}
+
+
+def mutant(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    ADAPTER_MUTANTS[plant.__name__] = plant
+    return plant
+
+
+@mutant
+def adapter_lost_on_the_way_to_the_rows(patch: Patch) -> None:
+    join = InputBatch._join
+
+    def wrong(self: InputBatch, row: NewRow) -> None:
+        join(self, row)
+        self.adapters[row.slot] = 0
+
+    patch(InputBatch, "_join", wrong)
+
+
+@mutant
+def adapter_of_the_row_before_kept(patch: Patch) -> None:
+    join = InputBatch._join
+
+    def wrong(self: InputBatch, row: NewRow) -> None:
+        before = int(self.adapters[row.slot])
+        join(self, row)
+        self.adapters[row.slot] = row.adapter_id or before
+
+    patch(InputBatch, "_join", wrong)
+    patch(InputBatch, "_clear", _leaving(InputBatch._clear))
+
+
+def _leaving(clear: Callable[..., None]) -> Callable[..., None]:
+    def wrong(self: InputBatch, slot: int) -> None:
+        before = int(self.adapters[slot])
+        clear(self, slot)
+        self.adapters[slot] = before
+
+    return wrong
+
+
+@mutant
+def adapters_of_a_step_in_the_order_of_slots(patch: Patch) -> None:
+    flatten = InputBatch._flatten
+
+    def wrong(self: InputBatch, out: SchedulerOutput) -> StepBatch:
+        step = flatten(self, out)
+        if step.adapters is not None:
+            step.adapters = step.adapters[::-1].copy()
+        return step
+
+    patch(InputBatch, "_flatten", wrong)
+
+
+@mutant
+def only_chunks_have_adapters(patch: Patch) -> None:
+    """Decode rows lose theirs when nobody comes or goes."""
+    flatten = InputBatch._flatten
+
+    def wrong(self: InputBatch, out: SchedulerOutput) -> StepBatch:
+        step = flatten(self, out)
+        if not out.chunks:
+            step.adapters = None
+        return step
+
+    patch(InputBatch, "_flatten", wrong)
+
+
+@mutant
+def prefix_cache_does_not_know_adapters(patch: Patch) -> None:
+    for name in ("_root", "walk"):
+        patch(PrefixCache, name, _without_adapter(getattr(PrefixCache, name)))
+
+
+def _without_adapter(method: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: PrefixCache, request: Request, *args: Any, **options: Any) -> Any:
+        adapter, request.adapter_id = request.adapter_id, 0
+        try:
+            return method(self, request, *args, **options)
+        finally:
+            request.adapter_id = adapter
+
+    return wrong
+
+
+@mutant
+def adapters_known_by_name(patch: Patch) -> None:
+    """One that is loaded again under its name has the number it had, and shares the KV of the one before."""
+
+    def wrong(self: AdapterNames, name: str, path: str, root: str | None = None) -> AdapterLoad:
+        return AdapterLoad(int(name[1:]), name, path, root)
+
+    patch(AdapterNames, "next_load", wrong)
+    load_now = Adapters.load_now
+
+    def again(self: Adapters, load: AdapterLoad) -> None:
+        known = self._known.pop(load.adapter_id, None)
+        if known is not None and known.resident:
+            self._evict(known)
+        load_now(self, load)
+        if known is not None:
+            self._known[load.adapter_id].users, self._known[load.adapter_id].active = known.users, known.active
+            self._of = {
+                name: self._known[load.adapter_id] if each is known else each for name, each in self._of.items()
+            }
+
+    patch(Adapters, "load_now", again)
+
+
+@mutant
+def bound_of_a_step_not_asked(patch: Patch) -> None:
+    patch(Batch, "has_adapter_room", lambda self, request: True)
+
+
+@mutant
+def bound_of_a_step_one_too_high(patch: Patch) -> None:
+    room = Batch.has_adapter_room
+
+    def wrong(self: Batch, request: Request) -> bool:
+        self.max_loras += 1
+        try:
+            return room(self, request)
+        finally:
+            self.max_loras -= 1
+
+    patch(Batch, "has_adapter_room", wrong)
+
+
+@mutant
+def nobody_waits_too_long_for_an_adapter(patch: Patch) -> None:
+    patch(PromptBudget, "_door_closed", lambda self, step: False)
+
+
+@mutant
+def adapters_counted_once_per_vacated_row(patch: Patch) -> None:
+    vacate = Batch.vacate
+
+    def wrong(self: Batch, request: Request) -> None:
+        self.adapters[request.adapter_id] += 1
+        vacate(self, request)
+
+    patch(Batch, "vacate", wrong)
+
+
+@mutant
+def unloading_does_not_drain(patch: Patch) -> None:
+    def wrong(self: Adapters, adapter_id: int) -> None:
+        known = self._known.pop(adapter_id, None)
+        if known is not None and known.resident:
+            self._evict(known)
+
+    patch(Adapters, "unload", wrong)
+
+
+@mutant
+def adapters_evicted_while_in_use(patch: Patch) -> None:
+    room = Adapters._make_room
+
+    def wrong(self: Adapters, *, reading: bool = True) -> bool:
+        while not room(self, reading=reading):
+            self._evict(next(iter(self._resident.values())))
+        return True
+
+    patch(Adapters, "_make_room", wrong)
+
+
+@mutant
+def requests_do_not_wait_for_their_adapter(patch: Patch) -> None:
+    add = Adapters.add
+
+    def wrong(self: Adapters, requests: Sequence[Request], adapter_id: int) -> None:
+        add(self, requests, adapter_id)
+        for request in requests:
+            request.is_ready = True
+
+    patch(Adapters, "add", wrong)
+
+
+@mutant
+def changed_files_not_noticed(patch: Patch) -> None:
+    arrived = Adapters._arrived
+
+    def wrong(self: Adapters, known: Any, adapter: Any) -> None:
+        known.digest = ""
+        arrived(self, known, adapter)
+
+    patch(Adapters, "_arrived", wrong)
+
+
+@mutant
+def requests_that_left_still_count(patch: Patch) -> None:
+    patch(Adapters, "forget", lambda self, request: None)
+
+
+@mutant
+def who_waits_for_an_adapter_stays_in_line_when_it_leaves(patch: Patch) -> None:
+    forget = Adapters.forget
+
+    def wrong(self: Adapters, request: Request) -> None:
+        line = list(self._line)
+        forget(self, request)
+        self._line = line
+
+    patch(Adapters, "forget", wrong)
+
+
+@mutant
+def line_for_memory_is_never_served(patch: Patch) -> None:
+    patch(Adapters, "_advance", lambda self: [])

@@ -1,0 +1,167 @@
+"""Bugs of recurrent states, to be planted one at a time. The worlds that have states must find every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from chairlift.executor.input_batch import InputBatch
+from chairlift.kv_cache.block_tables import BlockTables
+from chairlift.kv_cache.cache_kind import CacheKind
+from chairlift.kv_cache.layout import CacheLayout
+from chairlift.kv_cache.manager import KVCacheManager
+from chairlift.kv_cache.state_kind import StateKind
+from chairlift.models.hashlm import HashLM
+from chairlift.request import Request
+from chairlift.scheduler.output import SchedulerOutput
+from chairlift.step_batch import StepBatch
+
+__all__ = ["STATE_MUTANTS"]
+
+Patch = Callable[[Any, str, Any], None]
+STATE_MUTANTS: dict[str, Callable[[Patch], None]] = {}
+
+
+def mutant(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    STATE_MUTANTS[plant.__name__] = plant
+    return plant
+
+
+@mutant
+def state_not_cleared_when_a_request_begins(patch: Patch) -> None:
+    """A request that begins reads what its block held before."""
+    original = HashLM._advance
+
+    def advance(self: HashLM, batch: StepBatch, group: int, row: int, layer: int, words: Any) -> Any:
+        start = int(batch.cu_seqlens[row])
+        if batch.positions[start]:
+            return original(self, batch, group, row, layer, words)
+        block, states = batch.slot_mapping[group][start], self._words[group]
+        batch.positions[start] = 1
+        kept, batch.block_tables[group][row, 0] = batch.block_tables[group][row, 0], block
+        try:
+            return original(self, batch, group, row, layer, words)
+        finally:
+            assert states is self._words[group]
+            batch.positions[start], batch.block_tables[group][row, 0] = 0, kept
+
+    patch(HashLM, "_advance", advance)
+
+
+@mutant
+def two_requests_use_one_state(patch: Patch) -> None:
+    """The block of a state is taken from the pool and given out again at once."""
+    original = BlockTables.occupy
+
+    def occupy(self: BlockTables, request: Request, *args: Any) -> None:
+        original(self, request, *args)
+        for kind, table in zip(self.layout.kinds, request.block_ids, strict=True):
+            if isinstance(kind, StateKind) and table:
+                table[-1] = max(table[-1] - 1, 1)
+
+    patch(BlockTables, "occupy", occupy)
+
+
+@mutant
+def state_not_saved_by_a_swap(patch: Patch) -> None:
+    original = HashLM.forward
+
+    def forward(self: HashLM, batch: StepBatch) -> list[int]:
+        batch.swap_out = [move for move in batch.swap_out if move[0] not in self._recurrent]
+        return original(self, batch)
+
+    patch(HashLM, "forward", forward)
+
+
+@mutant
+def state_not_restored_by_a_swap(patch: Patch) -> None:
+    original = HashLM.forward
+
+    def forward(self: HashLM, batch: StepBatch) -> list[int]:
+        batch.swap_in = [move for move in batch.swap_in if move[0] not in self._recurrent]
+        return original(self, batch)
+
+    patch(HashLM, "forward", forward)
+
+
+@mutant
+def state_ahead_of_the_saved_position(patch: Patch) -> None:
+    """A state that steps in flight have moved on is saved for fewer tokens."""
+    patch(StateKind, "continues_at", lambda self, position, num_computed: True)
+
+
+@mutant
+def fork_takes_the_state_where_it_stands(patch: Patch) -> None:
+    """Another answer to a prompt begins with the state of the first, which has gone further."""
+    original = KVCacheManager._find_shared
+
+    def find_shared(self: KVCacheManager, request: Request) -> Any:
+        unit, self.layout.share_unit = self.layout.share_unit, 1
+        try:
+            return original(self, request)
+        finally:
+            self.layout.share_unit = unit
+
+    patch(KVCacheManager, "_find_shared", find_shared)
+    patch(StateKind, "continues_at", lambda self, position, num_computed: True)
+
+
+@mutant
+def snapshot_of_a_later_position(patch: Patch) -> None:
+    """A prefix is shared with the snapshot of the next entry."""
+    original = CacheKind.last_block
+    patch(StateKind, "last_block", lambda self, entry, size: max(original(self, entry, size) - self.span // size, 0))
+
+
+@mutant
+def incomplete_entry_is_published(patch: Patch) -> None:
+    """The block of a state is offered to others before the last of its positions is computed."""
+    original = CacheKind.completed_by
+
+    def completed_by(self: StateKind, block: int, block_size: int) -> int | None:
+        return original(self, block, block_size) if self.span == block_size else (block * block_size) // self.span
+
+    patch(StateKind, "completed_by", completed_by)
+
+
+@mutant
+def state_of_the_newest_block_is_read(patch: Patch) -> None:
+    """A row that enters an entry reads it, and not the one before."""
+    patch(StateKind, "first_in_reach", lambda self, position: position // self.span)
+
+
+@mutant
+def new_entry_is_not_written_in_steady_decode(patch: Patch) -> None:
+    """Rows that only decode go on writing the entry they began with."""
+    original = InputBatch._advance
+
+    def advance(self: InputBatch, step: StepBatch, out: SchedulerOutput) -> StepBatch:
+        before = step.slot_mapping.copy()
+        step = original(self, step, out)
+        states = self._advances[:, 0] == 0
+        step.slot_mapping[states] = before[states]
+        return step
+
+    patch(InputBatch, "_advance", advance)
+
+
+@mutant
+def hit_ends_inside_an_entry(patch: Patch) -> None:
+    """A hit is as long as K and V say."""
+    original = KVCacheManager._has_all
+
+    def has_all(self: KVCacheManager, group: int, path: list[Any]) -> bool:
+        return isinstance(self.layout.kinds[group], StateKind) or original(self, group, path)
+
+    patch(KVCacheManager, "_has_all", has_all)
+
+
+@mutant
+def snapshot_released_before_it_is_read(patch: Patch) -> None:
+    original = CacheLayout.first_in_reach
+
+    def first(self: CacheLayout, group: int, position: int) -> int:
+        ahead = isinstance(self.kinds[group], StateKind)
+        return original(self, group, position + 1 if ahead else position)
+
+    patch(CacheLayout, "first_in_reach", first)

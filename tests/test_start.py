@@ -1,0 +1,101 @@
+"""``tools/start.py``: the first run of a source tree, with nothing but Python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import start
+
+TREE = {
+    "pyproject.toml": '[build-system]\nrequires = ["setuptools"]\n\n[project]\nname = "chairlift"\nversion = "0"\n'
+    '\n[tool.setuptools]\npackages = ["chairlift"]\n\n[project.optional-dependencies]\ntest = []\n',
+    "setup.py": "from setuptools import setup\n\nsetup()\n",
+    "csrc/kernels.cpp": "int answer() { return 42; }\n",
+    "chairlift/__init__.py": "",
+    "chairlift/__main__.py": "import sys\n\nprint(sys.prefix, sys.argv[1:])\n",
+    "chairlift/page.html": "<p>",
+}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small source tree with the real ``tools/start.py``."""
+    for name, text in TREE.items():
+        path = tmp_path / "tree" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "tree" / "tools").mkdir()
+    shutil.copy(start.__file__, tmp_path / "tree" / "tools")
+    return tmp_path / "tree"
+
+
+def run(tree: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(tree / "tools" / "start.py"), *words]
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CHAIRLIFT_VENV")}
+    return subprocess.run(command, cwd=tree.parent, env=kept | environment, capture_output=True, text=True)
+
+
+def test_without_a_command_it_says_what_it_is_for(tree: Path) -> None:
+    told, asked = run(tree), run(tree, "--help")
+    assert (told.returncode, asked.returncode) == (2, 0)
+    assert told.stdout == asked.stdout and "python3 tools/start.py test" in told.stdout
+    assert not (tree / ".venv").exists()
+
+
+def test_what_is_installed_again_after_which_change(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "ROOT", tree)
+    before = start.fingerprint(kernels=True)
+    assert start.fingerprint(kernels=True) == before
+    (tree / "chairlift" / "module.pyc").touch()
+    (tree / "chairlift" / "kernels.so").touch()
+    (tree / "README.md").touch()
+    assert start.fingerprint(kernels=True) == before  # outputs and documents are not installed
+    seen = {before, start.fingerprint(kernels=False)}
+    for name in ("pyproject.toml", "csrc/kernels.cpp", "chairlift/page.html", "chairlift/__main__.py"):
+        (tree / name).write_text(TREE[name] + "\n")
+        seen.add(start.fingerprint(kernels=True))
+    assert len(seen) == 6
+
+
+def test_half_an_environment_is_none(tmp_path: Path) -> None:
+    assert start.works(Path(sys.executable))
+    assert not start.works(tmp_path / "bin" / "python")
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    assert not start.works(broken)
+
+
+def test_where_pip_cannot_be_had_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no apt
+    assert start.pip_of_debian(tmp_path) is None
+    assert "apt install python3-venv" in start.NO_PIP
+
+
+@pytest.mark.nightly
+def test_the_first_call_installs_and_the_second_does_not(tree: Path) -> None:
+    first = run(tree, "generate", "Hi there")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == f"{tree / '.venv'} ['generate', 'Hi there']\n"
+    assert "making a virtual environment" in first.stderr and "installing Chairlift" in first.stderr
+    second = run(tree, "serve", CHAIRLIFT_VENV=str(tree / ".venv"))
+    assert (second.stdout, second.stderr) == (f"{tree / '.venv'} ['serve']\n", "")
+    (tree / "chairlift" / "__main__.py").write_text("print('changed')\n")
+    assert run(tree).returncode == 2
+    third = run(tree, "serve")
+    assert (third.stdout, third.returncode) == ("changed\n", 0) and "installing" in third.stderr
+
+
+@pytest.mark.nightly
+def test_an_installation_that_fails_says_so_and_is_tried_again(tree: Path) -> None:
+    (tree / "setup.py").write_text("raise SystemExit('no kernels today')\n")
+    for _ in range(2):
+        failed = run(tree, "generate")
+        assert failed.returncode == 2
+        assert "no kernels today" in failed.stderr and "installing failed" in failed.stderr.splitlines()[-1]

