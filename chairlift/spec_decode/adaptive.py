@@ -30,6 +30,8 @@ _FIRST_TRY = 4
 than the engine."""
 _MOST_COMPARED = 64
 """Most drafts of a step; on a CPU more never pay."""
+_SIZES_LOOKED_AT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, _MOST_COMPARED)
+"""Numbers of drafts at which :meth:`AdaptiveSpeculator._may_pay` looks."""
 _LEAST_GAIN = 1.02
 """Least gain that counts, because the estimates are noisy."""
 _MOST_KNOWN = 16
@@ -135,16 +137,19 @@ class AdaptiveSpeculator:
     def _may_pay(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float]
     ) -> bool:
-        """Whether any draft would pay if every row had drafts. It avoids the search for drafts in full batches."""
-        chances: list[float] = []
+        """Whether drafts would pay if all were as likely as the likeliest. It avoids the search for drafts in full
+        batches, where this is all that drafts cost."""
+        best, proposes = 0.0, self._proposer is not None
         for request, _ in rows:
             name = request.request_id
-            if request.prediction and not self.acceptance.is_tried(name, Source.PREDICTED):
-                return True
-            chances.append(max((self.acceptance.chance(name, each) for each in self._sources_of(request)), default=0.0))
-        chances.sort(reverse=True)
-        powers = (chance**at for chance in chances[:_MOST_COMPARED] for at in range(1, self._most + 1))
-        return best_number(step.num_decodes, sorted(powers, reverse=True)[:_MOST_COMPARED], seconds) > 0
+            if request.prediction or request.is_guided:
+                if request.prediction and not self.acceptance.is_tried(name, Source.PREDICTED):
+                    return True
+                best = max([best, *(self.acceptance.chance(name, each) for each in self._sources_of(request))])
+            elif proposes and (chance := self.acceptance.chance(name, Source.PROPOSED)) > best:
+                best = chance
+        rate = step.num_decodes / seconds(0) * _LEAST_GAIN
+        return any((step.num_decodes + best * number) / seconds(number) > rate for number in _SIZES_LOOKED_AT)
 
     def _depth(self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float]) -> int:
         """Most drafts that the proposer is to make of a row: where they cost time, as many as pay if all are used."""
