@@ -9,10 +9,20 @@ from typing import Final
 
 from chairlift.errors import ConfigError
 
-__all__ = ["read_bytes", "read_count"]
+__all__ = ["read_bytes", "read_count", "reader_of"]
 
 _SHAPE: Final = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)")
 _LETTERS: Final = "kmgt"
+_COUNTS: Final = ("max_model_len", "max_num_batched_tokens", "max_num_queued_tokens")
+
+
+def reader_of(name: str) -> Callable[[str], int] | None:
+    """A function that reads a text as the number of the setting ``name``; None for settings that are no such amounts.
+
+    It raises ConfigError.
+    """
+    read = read_bytes if name.endswith("_bytes") else read_count if name in _COUNTS else None
+    return None if read is None else lambda text: read(name, text)
 
 
 def read_bytes(name: str, text: str) -> int:

@@ -94,7 +94,7 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: settings[name] for name in settings if name in NAMES or name in SERVER_NAMES}
     kept = {name: value for name, value in settings.items() if name not in found}
     for name, value in found.items():
-        if value is None:
+        if value is None:  # nothing was asked for
             continue
         known = NAMES.get(name) or SERVER_NAMES[name]
         _check(name, known, value)

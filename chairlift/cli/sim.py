@@ -13,6 +13,7 @@ import chairlift
 from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
 from chairlift.config import BUNDLED_MODEL, EngineConfig, Flag, flat_fields
 from chairlift.errors import ConfigError
+from chairlift.quantities import reader_of
 from chairlift.writing import check_writable, replacing
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ def _configs(settings: dict[str, Any], compare: str | None) -> list[tuple[str, E
 
 
 def setting_value(flag: Flag, text: str) -> Any:
+    if (read := reader_of(flag.name)) is not None:
+        return read(text)
     try:
         return {"true": True, "false": False}[text.lower()] if flag.kind is bool else flag.kind(text)
     except (ValueError, KeyError):

@@ -19,7 +19,7 @@ ALLOWED: dict[str, list[str]] = {
     "outputs": [],
     "parent": [],
     "step_batch": [],
-    "config": ["errors", "rerankers", "service_class", "tool_calls.formats"],
+    "config": ["errors", "quantities", "rerankers", "service_class", "tool_calls.formats", "vllm_names"],
     "rerankers": [],
     "service_class": ["errors"],
     "structured_outputs": ["errors"],
