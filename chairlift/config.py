@@ -18,9 +18,11 @@ from collections.abc import Mapping
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from chairlift.errors import ConfigError
+from chairlift.quantities import reader_of
 from chairlift.rerankers import RERANKERS
 from chairlift.service_class import ServiceClass, parse_service_classes, parse_tenant_weights
 from chairlift.tool_calls.formats import NONE, REASONING_FORMATS, TOOL_FORMATS
+from chairlift.vllm_names import translate
 
 __all__ = [
     "BUNDLED_MODEL",
@@ -423,15 +425,20 @@ class EngineConfig:
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> EngineConfig:
         """Build from ``{"max_num_seqs": 64, ...}``. An unknown name raises ConfigError with the most similar known
-        name."""
+        name.
+
+        Amounts may be texts (``"4GB"``, ``"32k"``). Names that only vLLM has are translated, or refused with what to
+        use (:mod:`chairlift.vllm_names`).
+        """
         parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "lora": {}}
         owners = {flag.name: flag.part for flag in flat_fields()}
-        for name, value in settings.items():
+        for name, value in translate(settings).items():
             if name not in owners:
                 near = difflib.get_close_matches(str(name), list(owners), n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(owners)}"
                 raise ConfigError(f"unknown setting {name!r}; {hint}")
-            parts[owners[name]][name] = value
+            read = reader_of(name) if isinstance(value, str) else None
+            parts[owners[name]][name] = value if read is None else read(value)
         return cls(
             model=ModelConfig(**parts["model"]),
             cache=CacheConfig(**parts["cache"]),
@@ -455,7 +462,7 @@ class ServerConfig:
     port: int = 8000
     """TCP port; 0 takes a free one."""
     served_model_name: tuple[str, ...] = ()
-    """Name of the model for clients; may be repeated, and answers carry the first. None: the model's own name."""
+    """Names of the model for clients; answers carry the first. None: the model's own name."""
     api_key: tuple[str, ...] = ()
     """Key that clients must send as a bearer token; may be repeated. The command line is visible to other users: prefer
     a file."""

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from chairlift.config import EngineConfig
 from chairlift.engine.adapters import Adapters
@@ -58,7 +58,8 @@ class LLM:
         print(llm.generate("Hi", SamplingParams(max_tokens=32))[0].outputs[0].text)
 
     ``model`` is a directory or a Hugging Face Hub id; None is the small model that comes with the package. The fields
-    of :class:`~chairlift.config.EngineConfig` are keywords; unknown ones are refused by name.
+    of :class:`~chairlift.config.EngineConfig` are keywords (``max_num_seqs=64``); unknown ones are refused by name.
+    Settings that only vLLM has are accepted where they change nothing; otherwise the error names the counterpart.
 
     Raises ConfigError for a bad setting, ModelLoadError for a bad model.
     """
@@ -142,6 +143,37 @@ class LLM:
         with self._turn:
             call = pooled.calls.embed(one_or_more(prompts), truncate_prompt_tokens, dimensions, prompt_name)
             return pooled.run(call)
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling_task: str = "embed"
+    ) -> list[PoolingRequestOutput[Any]]:
+        """vLLM's name for :meth:`embed` and :meth:`classify`, by ``pooling_task``: ``"embed"`` or ``"classify"``.
+
+        Raises RequestError for other tasks, and for a model that generates texts.
+        """
+        if pooling_task not in ("embed", "classify"):
+            raise RequestError(
+                f"pooling_task is {pooling_task!r:.40}, and may be 'embed' or 'classify'; score() scores pairs"
+            )
+        if self._pooled is None:
+            raise RequestError(
+                "encode makes embeddings or classes, and this model generates texts; for token ids call"
+                " get_tokenizer().encode(text), for answers generate()"
+            )
+        return self.embed(prompts) if pooling_task == "embed" else self.classify(prompts)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, with ``encode`` and ``decode``. Raises RequestError where it was not loaded."""
+        if self.tokenizer is None:
+            raise RequestError("the tokenizer was not loaded; leave skip_tokenizer_init out")
+        return self.tokenizer
+
+    def beam_search(self, *_: Any, **__: Any) -> NoReturn:
+        """vLLM's beam search, which is not offered. Raises RequestError that names the counterpart."""
+        raise RequestError(
+            "there is no beam search; call generate with SamplingParams(n=4, logprobs=0), and keep the answer of the"
+            " highest cumulative_logprob"
+        )
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None

@@ -107,8 +107,8 @@ def _of_adapter(folder: Path) -> str | None:
         base = None
     of = f" of {base!r:.100}" if isinstance(base, str) and base else ""
     return (
-        f"{folder} is a LoRA adapter{of}, not a whole model, and adapters are not applied; merge it into its base model"
-        " (peft: merge_and_unload(), then save_pretrained()) and give the merged directory"
+        f"{folder} is a LoRA adapter{of}, not a whole model; serve its base model with --enable-lora --lora-modules"
+        f" NAME={folder}, or merge it (peft: merge_and_unload(), then save_pretrained()) and give the merged directory"
     )
 
 

@@ -9,10 +9,20 @@ from typing import Final
 
 from chairlift.errors import ConfigError
 
-__all__ = ["read_bytes", "read_count"]
+__all__ = ["read_bytes", "read_count", "reader_of"]
 
-_SHAPE: Final = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)")
+_SHAPE: Final = re.compile(r"((?:[0-9]{1,3}(?:[_,][0-9]{3}){1,5}|[0-9]{1,18})(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)")
 _LETTERS: Final = "kmgt"
+_COUNTS: Final = ("max_model_len", "max_num_batched_tokens", "max_num_queued_tokens")
+
+
+def reader_of(name: str) -> Callable[[str], int] | None:
+    """A function that reads a text as the number of the setting ``name``; None for settings that are no such amounts.
+
+    It raises ConfigError.
+    """
+    read = read_bytes if name.endswith("_bytes") else read_count if name in _COUNTS else None
+    return None if read is None else lambda text: read(name, text)
 
 
 def read_bytes(name: str, text: str) -> int:
@@ -35,8 +45,8 @@ def read_count(name: str, text: str) -> int:
 
 
 def _read(name: str, text: str, unit_of: Callable[[str], int | None], allowed: str) -> int:
-    match = _SHAPE.fullmatch(text.strip().replace("_", "").replace(",", ""))
+    match = _SHAPE.fullmatch(text.strip())
     unit = unit_of(match[2]) if match is not None else None
-    if match is None or unit is None or (amount := Decimal(match[1]) * unit) != int(amount):
+    if match is None or unit is None or (amount := Decimal(re.sub("[_,]", "", match[1])) * unit) != int(amount):
         raise ConfigError(f"{name} must be {allowed}; got {text!r:.40}")
     return int(amount)

@@ -15,7 +15,6 @@ from chairlift.errors import ConfigError
 __all__ = ["NAMES", "SERVER_NAMES", "Name", "notes", "translate"]
 
 ONE_DEVICE: Final = "one model runs on one device; start a server per device and put a proxy before them"
-NO_ADAPTERS: Final = "adapters are not applied; merge them into the model (peft: merge_and_unload())"
 _CHECKPOINT_FORMATS: Final = (
     *("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "bitsandbytes", "modelopt"),
 )
@@ -59,7 +58,6 @@ NAMES: Final[dict[str, Name]] = {
         "the files say what they are",
         "only safetensors and GGUF files are read; leave it out",
     ),
-    "enable_lora": Name(bool, (False,), "there are no adapters", NO_ADAPTERS),
     "cpu_offload_gb": Name(
         float, (0,), "weights are where they are computed with", "set device to cpu, or quantization"
     ),
@@ -79,7 +77,6 @@ SERVER_NAMES: Final[dict[str, Name]] = {
     "uvicorn_log_level": Name(str, None, "connections are not logged; log_requests logs requests"),
     "disable_frontend_multiprocessing": Name(bool, None, "the engine always has a process of its own"),
     "root_path": Name(str, ("",), "there is none", "let the proxy take the prefix away"),
-    "lora_modules": Name(str, (), "", NO_ADAPTERS),
 }
 """Settings of ``vllm serve`` besides."""
 _RUNNERS: Final = {
@@ -94,7 +91,7 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: settings[name] for name in settings if name in NAMES or name in SERVER_NAMES}
     kept = {name: value for name, value in settings.items() if name not in found}
     for name, value in found.items():
-        if value is None:
+        if value is None:  # nothing was asked for
             continue
         known = NAMES.get(name) or SERVER_NAMES[name]
         _check(name, known, value)

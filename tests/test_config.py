@@ -26,7 +26,7 @@ def test_defaults_are_legal_and_every_setting_is_documented() -> None:
     [
         ("max_num_sequences", "did you mean 'max_num_seqs'"),
         ("blocksize", "did you mean 'block_size'"),
-        ("enforce_eager", "known: model, "),
+        ("qqqqqqqq", "known: model, "),
         ("zzz", "known: model, "),
         (5, "known: model, "),
     ],

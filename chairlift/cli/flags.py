@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from chairlift.config import Flag, ServerConfig, flat_fields, server_fields
 from chairlift.errors import ConfigError
+from chairlift.quantities import reader_of
+from chairlift.vllm_names import NAMES, SERVER_NAMES, Name, notes, translate
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM
@@ -51,6 +53,12 @@ _SAMPLING_FLAGS: Final[tuple[tuple[str, type, str], ...]] = (
 )
 
 
+_SHORT: Final = {
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+}
+"""vLLM's short flags."""
 _JSON: Final = {
     "service_classes": '{"chat": {"priority": -5, "min_seqs": 8, "ttft_ms": 500}}',
     "tenant_weights": '{"alice": 2}',
@@ -71,6 +79,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Collection[str]
         if flag.name in leave_out:
             continue
         _add_flag(groups[flag.part], flag, _ENGINE)
+    _add_vllm_flags(parser, NAMES)
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +87,15 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     for flag in server_fields():
         _add_flag(group, flag, _SERVER)
+    _add_vllm_flags(parser, SERVER_NAMES)
+
+
+def _add_vllm_flags(parser: argparse.ArgumentParser, names: Mapping[str, Name]) -> None:
+    """Flags that only vLLM has; :mod:`chairlift.vllm_names` says what becomes of them. Help does not list them."""
+    for name, known in names.items():
+        options: dict[str, Any] = {"dest": _ENGINE + name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        options |= {"action": argparse.BooleanOptionalAction} if known.kind is bool else {"type": known.kind}
+        parser.add_argument(*([_SHORT[name]] if name in _SHORT else []), _spelled(name), **options)
 
 
 def _add_flag(group: argparse._ArgumentGroup, flag: Flag, prefix: str) -> None:
@@ -90,12 +108,29 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, prefix: str) -> None:
         options["action"] = argparse.BooleanOptionalAction
     elif flag.choices:
         options["choices"] = flag.choices
+    elif flag.name == "served_model_name":  # several in one flag, as vLLM's
+        options |= {"action": "append", "metavar": "NAME", "nargs": "+"}
     elif flag.kind is list:
         options |= {"action": "append", "metavar": "TEXT"}
     else:
-        options["type"] = flag.kind
+        options["type"] = _amount(flag.name) or flag.kind
         options["metavar"] = "JSON" if flag.name in _JSON else {int: "N", float: "X"}.get(flag.kind, "TEXT")
     group.add_argument(_spelled(flag.name), **options)
+
+
+def _amount(name: str) -> Callable[[str], int] | None:
+    """The reader of an amount, as argparse wants it; None for other settings."""
+    read = reader_of(name)
+    if read is None:
+        return None
+
+    def parse(text: str) -> int:
+        try:
+            return read(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name} ")) from None
+
+    return parse
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
@@ -124,7 +159,7 @@ def read_settings(args: argparse.Namespace, *, sampling: bool) -> tuple[dict[str
     names = {name for name, _, _ in _SAMPLING_FLAGS} if sampling else set()
     engine = {name: value for name, value in file.items() if name not in names} | _given(args, _ENGINE)
     asked = {name: value for name, value in file.items() if name in names} | _given(args, _SAMPLING)
-    return engine, {"temperature": 0.0} | asked if sampling else {}
+    return _translated(engine), {"temperature": 0.0} | asked if sampling else {}
 
 
 def read_server_settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
@@ -134,7 +169,15 @@ def read_server_settings(args: argparse.Namespace) -> tuple[dict[str, Any], Serv
     engine = {name: value for name, value in file.items() if name not in server} | _given(args, _ENGINE)
     asked = {name: value for name, value in file.items() if name in server} | _given(args, _SERVER)
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in asked.items()}
-    return engine, ServerConfig(**values)
+    return _translated(engine), ServerConfig(**values)
+
+
+def _translated(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without names that only vLLM has; a line on standard error tells what became of each."""
+    known = translate(engine)
+    for line in notes(engine):
+        print(f"chairlift: {line}", file=sys.stderr)
+    return known
 
 
 def _read_file(path: Path | None, more: Mapping[str, tuple[type, bool]]) -> dict[str, Any]:
@@ -148,6 +191,7 @@ def _read_file(path: Path | None, more: Mapping[str, tuple[type, bool]]) -> dict
     if not isinstance(content, dict):
         raise ConfigError(f"the config file {path} must hold names and values, got {type(content).__name__}")
     kinds: dict[str, tuple[type, bool]] = {flag.name: (flag.kind, flag.default is None) for flag in flat_fields()}
+    kinds |= {name: (known.kind, True) for name, known in (NAMES | SERVER_NAMES).items()}
     kinds |= more
     settings = {}
     for key, value in content.items():
@@ -179,6 +223,8 @@ def _spelled(name: str) -> str:
 
 def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
     given = {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
+    if given.get("served_model_name"):
+        given["served_model_name"] = [name for names in given["served_model_name"] for name in names]
     return {name: _json_text(name, value) if name in _JSON else value for name, value in given.items()}
 
 
@@ -225,6 +271,8 @@ def _checked(path: Path, name: str, value: Any, kind: type, optional: bool) -> A
         return [value]
     if kind is float and type(value) is int:
         return float(value)
+    if isinstance(value, str) and (read := reader_of(name)) is not None:
+        return read(value)
     if type(value) is not kind:
         raise ConfigError(f"{name} in {path} must be of type {kind.__name__}, got {str(value)[:40]!r}")
     return value

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any, Final
 
 from chairlift.cli.flags import add_engine_flags, add_server_flags, read_server_settings
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped; ``DESCRIPTION`` lists the exit codes."""
     engine, server = read_server_settings(args)
+    _check_names(args, engine)
     if None not in (args.model, args.model_flag) and args.model != args.model_flag:
         raise ConfigError(f"two models are given, {args.model!r} and {args.model_flag!r}; give one")
     if (model := args.model_flag if args.model is None else args.model) is not None:
@@ -65,6 +67,16 @@ def run(args: argparse.Namespace) -> int:
     configure_logging(server.log_format, verbose=args.verbose)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(server, config))
+
+
+def _check_names(args: argparse.Namespace, engine: Mapping[str, Any]) -> None:
+    """Raise ConfigError where the model may be among the words that --served-model-name took for names."""
+    names = next((each for each in getattr(args, "server_served_model_name", []) if len(each) > 1), None)
+    if names is not None and args.model is None and args.model_flag is None and "model" not in engine:
+        raise ConfigError(
+            f"--served-model-name takes every word after it for a name ({', '.join(names)}), and no model is given;"
+            " write the model first: chairlift serve MODEL --served-model-name NAME NAME"
+        )
 
 
 def _settings(config: EngineConfig, server: ServerConfig) -> str:

@@ -21,6 +21,7 @@ from chairlift.cli.sim_fleet import (
 )
 from chairlift.config import BUNDLED_MODEL, EngineConfig, Flag, flat_fields
 from chairlift.errors import ConfigError
+from chairlift.quantities import reader_of
 from chairlift.writing import check_writable, replacing
 
 if TYPE_CHECKING:
@@ -193,6 +194,8 @@ def _configs(settings: dict[str, Any], compare: str | None) -> list[tuple[str, E
 
 
 def setting_value(flag: Flag, text: str) -> Any:
+    if (read := reader_of(flag.name)) is not None:
+        return read(text)
     try:
         return {"true": True, "false": False}[text.lower()] if flag.kind is bool else flag.kind(text)
     except (ValueError, KeyError):

@@ -22,7 +22,7 @@ ALLOWED: dict[str, list[str]] = {
     "outputs": [],
     "parent": [],
     "step_batch": [],
-    "config": ["errors", "rerankers", "service_class", "tool_calls.formats"],
+    "config": ["errors", "quantities", "rerankers", "service_class", "tool_calls.formats", "vllm_names"],
     "rerankers": [],
     "lora_request": ["errors"],
     "service_class": ["errors"],
