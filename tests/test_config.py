@@ -10,6 +10,7 @@ import pytest
 
 from chairlift.config import EngineConfig, ServerConfig, flat_fields
 from chairlift.errors import ConfigError
+from chairlift.quantities import reader_of
 
 HUGE = 10**400
 
@@ -65,6 +66,8 @@ def test_ranges_at_their_edges(name: str, low: float, high: float) -> None:
 @pytest.mark.parametrize("name", [name for name, _, _ in RANGES])
 @pytest.mark.parametrize("value", [True, "1", [1], {}, float("nan"), float("inf"), b"1", object()])
 def test_numbers_are_numbers(name: str, value: Any) -> None:
+    if value == "1" and reader_of(name) is not None:
+        value = "one"  # amounts may be texts
     with pytest.raises(ConfigError, match=name):
         EngineConfig.from_flat({name: value})
 
