@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
-import re
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +25,7 @@ from chairlift.parent import kill_child
 from chairlift.server.auth import ADMIN, Caller
 from chairlift.server.errors import ApiError
 from chairlift.server.live_feed import LiveFeed
-from chairlift.server.pages import page_response
+from chairlift.server.pages import assemble, page_response
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import EventStream
 
@@ -43,7 +40,6 @@ _LOOK_SECONDS: Final = 1.0
 _BEAT_SECONDS: Final = 15.0
 _WORK_SECONDS: Final = 60.0
 _FIRST_SECONDS: Final = 3.0
-_PLACE: Final = re.compile(r"<(script|style) data-file=\"([a-z_.]+)\"></\1>")
 _NDJSON: Final = "application/x-ndjson"
 _ROOT: Final = str(Path(__file__).parents[2])
 _BOOT: Final = (
@@ -52,16 +48,9 @@ _BOOT: Final = (
 )
 
 
-@functools.cache
 def live_page() -> str:
-    """The HTML file with its style and scripts inside, so that it needs only one open path."""
-    folder = resources.files("chairlift.server").joinpath("static")
-    html = folder.joinpath("live.html").read_text(encoding="utf-8")
-
-    def fill(place: re.Match[str]) -> str:
-        return f"<{place[1]}>\n{folder.joinpath(place[2]).read_text(encoding='utf-8')}</{place[1]}>"
-
-    return _PLACE.sub(fill, html)
+    """The live view as one HTML document."""
+    return assemble("live.html")
 
 
 async def _show(request: Request) -> Response:

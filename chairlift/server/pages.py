@@ -1,9 +1,12 @@
-"""The page at ``/`` (a chat) and ``/docs`` (the contents of ``/openapi.json``): one static file without other
-resources.
+"""The page at ``/`` (a chat) and ``/docs`` (the contents of ``/openapi.json``): one document without other resources.
 
 It has no data of its own. With API keys, ``/`` stays open and the page asks for a key, which it keeps for the tab and
-sends with its requests. ``/docs`` needs the key like every other path, and ``/#api`` shows the same. Its one style and
-one script are allowed by their SHA-256, so that no text from a model or client can run in it.
+sends with its requests. ``/docs`` needs the key like every other path, and ``/#api`` shows the same. Its style and its
+scripts are allowed by their SHA-256. Text becomes markup only through DOMPurify, which the browser enforces (Trusted
+Types). So no text from a model or client can run in it.
+
+``static/vendor`` has libraries as their authors publish them, each with its licence: markdown-it 15.0.3 (the file
+``dist/browser/markdown-it.umd.min.js`` of its npm package) and DOMPurify 3.4.18 (``dist/purify.min.js``).
 """
 
 from __future__ import annotations
@@ -19,15 +22,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-__all__ = ["content_security_policy", "page", "page_response", "routes"]
+__all__ = ["assemble", "content_security_policy", "page", "page_response", "routes"]
 
+_PLACE: Final = re.compile(r"<(script|style) data-file=\"([a-z_./-]+)\"></\1>")
 _BLOCK: Final = re.compile(r"<(?P<tag>script|style)>(?P<content>.*?)</(?P=tag)>", re.DOTALL)
 
 
 @functools.cache
+def assemble(name: str) -> str:
+    """The HTML file ``name`` of ``static`` with its style and its scripts inside, so that all comes from one path."""
+    folder = resources.files("chairlift.server").joinpath("static")
+    html = folder.joinpath(name).read_text(encoding="utf-8")
+
+    def fill(place: re.Match[str]) -> str:
+        return f"<{place[1]}>\n{folder.joinpath(place[2]).read_text(encoding='utf-8')}</{place[1]}>"
+
+    return _PLACE.sub(fill, html)
+
+
 def page() -> str:
-    """The HTML file."""
-    return resources.files("chairlift.server").joinpath("static/page.html").read_text(encoding="utf-8")
+    """The chat page as one HTML document."""
+    return assemble("page.html")
 
 
 def content_security_policy(html: str) -> str:
@@ -45,6 +60,8 @@ def content_security_policy(html: str) -> str:
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "dompurify",
     }
     return "; ".join(f"{name} {value}" for name, value in rules.items())
 

@@ -5,7 +5,9 @@ The last message selects the answer:
 - ``fail STATUS CODE``: that status, with a Retry-After of 7 on 429 and 503;
 - ``break``: two pieces, then an error event; ``cut``: two pieces, then the connection ends;
 - ``endless``: pieces until the client leaves, which sets ``left``; ``silent``: the same without a piece;
-- ``say TEXT``: TEXT, a character at a time; anything else: ``N: `` and the message, N the number of messages.
+- ``script EVENTS``: a JSON list of events as they are, which a client has to take for an answer;
+- ``say TEXT``: TEXT, a character at a time (``say-at-once TEXT``: in one piece);
+- anything else: ``N: `` and the message, N the number of messages.
 """
 
 from __future__ import annotations
@@ -135,6 +137,13 @@ class FakeServer:
         if message.startswith("fail "):
             _, status, code = message.split()
             return _error(int(status), code, f"scripted {code}")
+        if not body.get("stream"):
+            choice = {"index": 0, "message": {"role": "assistant", "content": message}, "finish_reason": "stop"}
+            head = {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"]}
+            return JSONResponse({**head, "choices": [choice], "usage": _usage(1)})
+        if message.startswith("script "):
+            lines = [f"data: {json.dumps(each)}\n\n" for each in json.loads(message.removeprefix("script "))]
+            return Response("".join([*lines, "data: [DONE]\n\n"]), media_type="text/event-stream")
         return StreamingResponse(self._stream(message, len(body["messages"])), media_type="text/event-stream")
 
     async def _stream(self, message: str, count: int) -> AsyncIterator[str]:
@@ -150,7 +159,8 @@ class FakeServer:
             finally:
                 self.left.set()
         text = message.removeprefix("say ") if message.startswith("say ") else f"{count}: {message}"
-        for index, piece in enumerate(text if message not in ("break", "cut") else "ab"):
+        pieces = [message.removeprefix("say-at-once ")] if message.startswith("say-at-once ") else text
+        for index, piece in enumerate(pieces if message not in ("break", "cut") else "ab"):
             yield _event({"content": piece}, index + 1)
         if message == "break":
             yield f"data: {json.dumps({'error': {'message': 'the engine died', 'code': 'engine_unavailable'}})}\n\n"
@@ -162,7 +172,7 @@ class FakeServer:
 
 def _count(messages: list[dict[str, str]]) -> int:
     """One token per word, and one per message."""
-    return sum(1 + len(message["content"].split()) for message in messages)
+    return sum(1 + len((message["content"] or "").split()) for message in messages)
 
 
 def _usage(tokens: int) -> dict[str, int]:

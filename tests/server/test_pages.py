@@ -8,18 +8,25 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from chairlift.metrics.stats import CAUSES
 from chairlift.server import pages
 from tests.server.chromium import Chromium, find_chromium, open_chromium
 from tests.server.openai_fake import FakeServer, serve_fake
 
 HTML = pages.page()
-SCRIPT = re.findall("<script>(.*?)</script>", HTML, re.DOTALL)[0]
+STATIC = Path(pages.__file__).parent / "static"
+SCRIPT = "".join((STATIC / f"page{name}.js").read_text() for name in ("_show", "_code", "_api", ""))
+BORROWED = [path.read_text() for path in sorted((STATIC / "vendor").glob("*.js"))]
+OWN = HTML.replace(BORROWED[0], "").replace(BORROWED[1], "")
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +45,11 @@ def test_headers_allow_the_page_and_nothing_else(client: TestClient, path: str) 
         contents = re.findall(f"<{tag}[^>]*>(.*?)</{tag}>", HTML, re.DOTALL)
         digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
         assert policy.pop(f"{tag}-src") == " ".join(f"'sha256-{digest}'" for digest in digests)
-        assert len(contents) == 1
+        assert len(contents) == {"script": 6, "style": 1}[tag]
     assert policy.pop("connect-src") == "'self'"
     assert policy.pop("img-src") == "data:"
+    assert policy.pop("require-trusted-types-for") == "'script'"
+    assert policy.pop("trusted-types") == "dompurify"
     assert set(policy) == {"default-src", "base-uri", "form-action", "frame-ancestors"}
     assert set(policy.values()) == {"'none'"}
     assert answer.headers["x-content-type-options"] == "nosniff"
@@ -64,12 +73,13 @@ def test_the_policy_follows_the_content() -> None:
 
 
 def test_the_page_asks_for_nothing_from_elsewhere() -> None:
-    without_the_namespace = HTML.replace("http://www.w3.org/2000/svg", "")
+    without_the_namespace = OWN.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(
-        r"https?://|//[a-z]+\.|url\(|@import|<link(?! rel=\"icon\" href=\"data:)|<iframe", without_the_namespace
+        r"https?://|//[a-z]+\.|\burl\(|@import|<link(?! rel=\"icon\" href=\"data:)|<iframe", without_the_namespace
     )
-    assert not re.search(r"\s(src|on[a-z]+|style)=", re.sub("<script>.*</script>", "", HTML, flags=re.DOTALL))
-    assert re.findall(r"<(?:script|style)\b[^>]*>", HTML) == ["<style>", "<script>"]
+    assert not re.search(r"\s(src|on[a-z]+|style)=", re.sub("<script>.*</script>", "", OWN, flags=re.DOTALL))
+    assert re.findall(r"<(?:script|style)\b[^>]*>", HTML) == ["<style>", *["<script>"] * 6]
+    assert not re.search("<!--", OWN)
 
 
 def test_text_can_only_become_text() -> None:
@@ -94,7 +104,8 @@ def test_every_field_has_a_label_and_the_page_fits_a_phone() -> None:
 
 
 def test_the_page_stays_small() -> None:
-    assert len(HTML.splitlines()) < 400
+    assert len(OWN.splitlines()) < 1000
+    assert len(HTML) < 200_000
     assert max(map(len, SCRIPT.splitlines())) < 180
 
 
@@ -179,7 +190,7 @@ class Page:
 
     def text(self, selector: str) -> list[str]:
         shown = f"[...document.querySelectorAll({json.dumps(selector)})].filter((n) => n.checkVisibility())"
-        texts: list[str] = self.browser.value(f"{shown}.map((n) => n.textContent)")
+        texts: list[str] = self.browser.value(f"{shown}.map((n) => n.textContent.trim())")
         return texts
 
     def fill(self, selector: str, text: str) -> None:
@@ -219,7 +230,7 @@ def test_a_conversation(page: Page, fake: FakeServer) -> None:
 @needs_chromium
 def test_settings_reach_the_server(page: Page, fake: FakeServer) -> None:
     page.say("before")
-    page.browser.click("summary")
+    page.browser.click("#settings summary")
     page.fill("#system", "Be kind.")
     page.fill("#temperature", "0.7")
     page.fill("#tokens", "33")
@@ -258,11 +269,16 @@ def test_markup_in_answers_stays_text(page: Page) -> None:
 @needs_chromium
 def test_the_policy_holds_in_the_browser(page: Page) -> None:
     page.browser.value("window.refused = new Promise((next) => addEventListener('securitypolicyviolation', next)); 0")
-    page.browser.value("document.body.insertAdjacentHTML('beforeend', '<img src=data:, onerror=\"document.title=1\">')")
+    for attempt in (
+        "document.body.insertAdjacentHTML('beforeend', '<img src=data:, onerror=\"document.title=1\">')",
+        "document.body.append(Object.assign(document.createElement('script'), { textContent: 'document.title = 2' }))",
+        "new DOMParser().parseFromString('<p>', 'text/html')",
+        "trustedTypes.createPolicy('other', {})",
+    ):
+        tried = f"(() => {{ try {{ {attempt}; return 'done'; }} catch (error) {{ return error.name; }} }})()"
+        assert page.browser.value(tried) == "TypeError", attempt
     page.browser.value("refused.then(() => true)")
-    page.browser.value(
-        "document.body.append(Object.assign(document.createElement('script'), { textContent: 'document.title = 2' }))"
-    )
+    page.browser.value("Object.assign(document.createElement('a'), { href: 'javascript:document.title = 4' }).click()")
     assert page.browser.value("fetch('http://127.0.0.2:9/').then(() => 'sent', (error) => error.name)") == "TypeError"
     assert page.browser.value("document.title") == "Chairlift"
     assert any("Content Security Policy" in problem for problem in page.browser.problems)
@@ -394,8 +410,10 @@ def test_the_api_is_described(page: Page, fake: FakeServer, path: str) -> None:
 def test_everything_is_on_the_screen(page: Page, fake: FakeServer, width: int, height: int, dark: bool) -> None:
     page.browser.resize(width, height, phone=width < 600, dark=dark)
     page.say("say " + "unbreakable" * 40)
-    page.browser.click("summary")
-    controls = "[...document.querySelectorAll('button, input, textarea')].filter((n) => n.checkVisibility())"
+    page.browser.click("#settings summary")
+    controls = (
+        "[...document.querySelectorAll('footer :is(button, input, textarea)')].filter((n) => n.checkVisibility())"
+    )
     outside = "((r) => r.left < 0 || r.right > innerWidth || r.top < 0 || r.bottom > innerHeight)"
     assert page.browser.value(f"{controls}.length") == 6
     assert page.browser.value(f"{controls}.filter((n) => {outside}(n.getBoundingClientRect())).map((n) => n.id)") == []
@@ -406,3 +424,300 @@ def test_everything_is_on_the_screen(page: Page, fake: FakeServer, width: int, h
         page.browser.open(fake.url + path)
     background = page.browser.value("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) == dark
+
+
+# Answers: Markdown, reasoning, calls, trees, figures
+
+
+def _event(delta: dict[str, Any], finish: str | None = None, **more: Any) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish, **more.pop("choice", {})}
+    return {"choices": [choice], **more}
+
+
+def _script(*events: dict[str, Any]) -> str:
+    return "script " + json.dumps(events)
+
+
+def _call(name: str, arguments: str, index: int = 0) -> list[dict[str, Any]]:
+    head = {"index": index, "id": f"call0000{index}", "type": "function", "function": {"name": name, "arguments": ""}}
+    return [
+        _event({"tool_calls": [head]}),
+        _event({"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}),
+    ]
+
+
+@needs_chromium
+def test_markdown_becomes_nodes_of_a_short_list(page: Page) -> None:
+    fence = "```python\nx = 1 < 2\n```"
+    page.say(
+        f"say-at-once # Title\n\n*a* **b** `c` <https://d.example>\n\n{fence}\n\n|a|b|\n|:-|-:|\n|1|2|\n\n- one\n- two"
+    )
+    shown = page.browser.value("[...document.querySelectorAll('.answer *')].map((n) => n.tagName.toLowerCase())")
+    assert {"h1", "em", "strong", "code", "a", "pre", "table", "th", "td", "ul", "li"} <= set(shown)
+    assert page.text(".codehead span") == ["python"]
+    assert page.text(".answer pre") == ["x = 1 < 2"]
+    assert page.browser.value("document.querySelectorAll('.answer td')[1].align") == "right"
+    link = page.browser.value("(({ href, target, rel }) => [href, target, rel])(document.querySelector('.answer a'))")
+    assert link == ["https://d.example/", "_blank", "noopener noreferrer nofollow"]
+
+
+ATTACKS = [
+    "<script>document.title = 1</script>",
+    "<img src=x onerror='document.title=2'>",
+    "[a](javascript:document.title=3)",
+    "[a](JaVaScRiPt&colon;document.title=4) [b](data:text/html,<script>document.title=5</script>)",
+    "<javascript:document.title=6> [c](vbscript:x)",
+    "![x](http://127.0.0.2:9/x.png)",
+    '<a href="javascript:document.title=7">b</a><svg/onload=document.title=8><iframe srcdoc="<p>">',
+    '<style>*{display:none}</style><form action="//127.0.0.2"><input name=attributes></form>',
+    "```<img/src/onerror=document.title=9>\ncode\n```",
+    "<math><mtext><table><mglyph><style><!--</style><img title='--&gt;&lt;img src=1 onerror=document.title=10&gt;'>",
+    '|<b onclick="document.title=11">|x|\n|-|-|\n|[q](https://e.example "\\" onclick=document.title=12")|y|',
+]
+
+
+@needs_chromium
+def test_nothing_in_an_answer_runs_or_asks(page: Page, fake: FakeServer) -> None:
+    page.browser.value(
+        "window.refused = []; addEventListener('securitypolicyviolation', (e) => refused.push(e.type)); 0"
+    )
+    bad = (
+        "[...document.querySelectorAll("
+        "'#chat article :is(script, style, img, iframe, svg, math, form, input, object)')].length"
+        " + [...document.querySelectorAll('#chat article *')].filter((n) => [...n.attributes].some((a) =>"
+        " /^on|^style$|^id$|^name$/.test(a.name) || /^(javascript|data|vbscript)/i.test(a.value))).length"
+    )
+    for attack in ATTACKS:
+        page.say(f"say-at-once {attack}")
+        page.say(_script(_event({"reasoning_content": attack}), _event({"content": attack}), *_call(attack, attack)))
+    links = page.browser.value("[...document.querySelectorAll('article a[href]')].map((a) => a.protocol)")
+    assert set(links) == {"http:", "https:"}
+    assert page.browser.value(bad) == 0
+    assert page.browser.value("[document.title, refused.length]") == ["Chairlift", 0]
+    page.browser.value("sessionStorage.setItem('kept', 1); location.reload()")
+    page.browser.wait_for("document.querySelectorAll('article').length === 22 && document.readyState === 'complete'")
+    assert page.browser.value(bad) == 0
+    assert page.browser.value("document.title") == "Chairlift"
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    "text",
+    [
+        "word *emphasis* `code` " * 4500,
+        "```\n" + "a line of code\n" * 7000,
+        "- an item\n" * 10000,
+        "[" * 100_000,
+        "> " * 50_000,
+        "*a **b " * 15_000,
+        '{"a": [' + "1," * 50_000 + "1]}",
+    ],
+    ids=["words", "code", "list", "brackets", "quotes", "stars", "json"],
+)
+def test_long_answers_are_shown_in_time(page: Page, fake: FakeServer, text: str) -> None:
+    fake.room = 1_000_000
+    events = [_event({"content": text[at : at + 5000]}) for at in range(0, len(text), 5000)]
+    page.fill("#text", _script(*events, {"choices": [], "usage": {"completion_tokens": 25_000}}))
+    begun = page.browser.value("performance.now()")
+    page.browser.press("Enter")
+    page.browser.wait_for("document.querySelector('.figures')?.textContent.includes('25000 tokens')")
+    page.browser.wait_for("document.querySelector('#stop').hidden")
+    assert page.browser.value("performance.now()") - begun < 30_000
+    assert len(page.text(".answer")[0]) > 1000
+
+
+@needs_chromium
+def test_text_that_comes_in_pieces_ends_as_text_that_comes_at_once(page: Page) -> None:
+    text = (
+        "# A\n\ntext [x] and\r\nmore\n\n1. one\n\n   two\n2. three\n\n"
+        "```js\na\n\nb\n```\n> q\n\n|a|\n|-|\n|b|\n\nend\n===\n\n"
+        "[x]: https://e.example\n"
+    )
+    page.say(_script(*(_event({"content": piece}) for piece in text)))
+    page.say(_script(_event({"content": text})))
+    first, second = page.browser.value("[...document.querySelectorAll('.answer')].map((n) => n.innerHTML)")
+    assert first == second
+    assert 'href="https://e.example"' in first
+
+
+@needs_chromium
+def test_reasoning_is_folded_and_goes_back_to_the_server(page: Page, fake: FakeServer) -> None:
+    usage = {"completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 6}}
+    thoughts = [_event({"reasoning_content": "first "}), _event({"reasoning": "then"}), _event({"content": "so"})]
+    page.say(_script(*thoughts, {"choices": [], "usage": usage}))
+    assert page.text(".thoughts > summary") == ["Reasoning"]
+    assert not page.browser.value("document.querySelector('.thoughts').open")
+    assert page.browser.value("document.querySelector('.thought').textContent.trim()") == "first then"
+    assert page.text(".answer") == ["so"]
+    assert page.text(".figures")[0].endswith("9 tokens, 6 of them reasoning")
+    page.say("more")
+    assert fake.bodies[1]["messages"][1]["reasoning_content"] == "first then"
+
+
+@needs_chromium
+def test_calls_are_shown_and_their_results_sent(page: Page, fake: FakeServer) -> None:
+    page.browser.click("#settings summary")
+    page.browser.click("#settings details summary")
+    page.fill("#functions", "[{")
+    page.say("Hello")
+    assert page.text("#problem")[0].startswith("The tools in the settings cannot be read as JSON: ")
+    assert page.browser.value("document.querySelector('#text').value") == "Hello"
+    page.fill("#functions", json.dumps([{"name": "weather", "parameters": {"type": "object"}}]))
+    page.browser.value("Object.assign(document.querySelector('#effort'), { value: 'low' }); 0")
+    exact = '{"place": "Ulm", "id": 12345678901234567890}'
+    broken = {"tool_call_errors": ["the third was broken"]}
+    calls = [*_call("weather", exact), *_call("odd", "no JSON", 1)]
+    page.say(_script(*calls, _event({}, "tool_calls", choice=broken)))
+    assert fake.bodies[0]["tools"][0]["function"]["name"] == "weather"
+    assert fake.bodies[0]["reasoning_effort"] == "low"
+    assert page.text(".call > summary") == ["calls weather", "calls odd"]
+    assert page.text(".call .leaf") == ['place: "Ulm"', "id: 12345678901234567890"]
+    assert page.text(".call > .plain") == ["no JSON"]
+    assert "Not a call: the third was broken" in page.text("article .hint")
+    page.fill(".results textarea", '{"sky": ["rain"]}')
+    page.browser.click(".results button")
+    page.browser.wait_for("document.querySelectorAll('article').length === 2 && document.querySelector('#stop').hidden")
+    sent = fake.bodies[1]["messages"]
+    assert [each["role"] for each in sent] == ["user", "assistant", "tool", "tool"]
+    assert sent[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": exact}
+    assert sent[1]["content"] is None
+    assert sent[2] == {"role": "tool", "tool_call_id": "call00000", "content": '{"sky": ["rain"]}'}
+    assert page.text("form.results") == []
+
+
+@needs_chromium
+def test_json_is_a_tree_that_opens_piece_by_piece(page: Page) -> None:
+    value = {"deep": {"er": {"est": [None, True, "<b>"]}}, "many": list(range(250)), "number": 1}
+    text = json.dumps(value).replace('"number": 1', '"number": 1.50')
+    page.say(f"say-at-once {text}")
+    assert page.text(".answer > .json > details > summary") == ["{3}"]
+    assert page.text(".answer .leaf") == ["number: 1.50"]
+    page.browser.value(
+        "[...document.querySelectorAll('.tree')].find((n) => n.textContent.startsWith('many')).open = true"
+    )
+    page.browser.wait_for("document.querySelectorAll('.answer .leaf').length === 101")
+    page.browser.value("[...document.querySelectorAll('.tree button')].at(-1).click()")
+    assert len(page.text(".answer .leaf")) == 201
+    page.browser.click(".json > button")
+    assert page.text(".answer .plain") == [text]
+    assert page.text(".answer .tree") == []
+
+
+@needs_chromium
+def test_why_it_was_slow(page: Page) -> None:
+    timing = {
+        "queue_ms": 1.0,
+        "causes_ms": {"decode": 300.0, "waiting_slots": 2100.5, "host": 0.01},
+        "preempted_by": [],
+    }
+    page.say(_script(_event({"content": "late"}), _event({}, "stop", timing=timing)))
+    assert page.text(".why > summary") == ["Where the time went: 88 % all rows of the batch were taken"]
+    page.browser.click(".why summary")
+    assert page.text(".why td") == [
+        "all rows of the batch were taken",
+        "2.10 s",
+        "",
+        "writing its answer",
+        "300.0 ms",
+        "",
+    ]
+
+
+def test_every_cause_has_words() -> None:
+    causes = re.search(r"^const CAUSES = \{(.*?)^\};", SCRIPT, re.S | re.M)
+    assert causes is not None
+    assert set(re.findall(r"^  (\w+):", causes[1], re.M)) == set(CAUSES)
+
+
+@needs_chromium
+def test_a_reload_keeps_conversation_and_settings(page: Page, fake: FakeServer) -> None:
+    reload = "window.old = true; location.reload()"
+    page.browser.click("#settings summary")
+    page.fill("#system", "Be kind.")
+    page.say("say-at-once **bold**")
+    page.say(_script(*_call("f", "{}")))
+    page.browser.value(reload)
+    page.browser.wait_for("!window.old && document.querySelectorAll('article').length === 2")
+    assert page.text(".answer strong") == ["bold"]
+    assert len(page.text(".figures")) == 2
+    assert page.text("form.results label") == ["Result of f"]
+    page.browser.wait_for("document.getElementById('corner').textContent")
+    page.say("endless", wait=False)
+    page.browser.wait_for("[...document.querySelectorAll('.answer')].at(-1).textContent.length > 20")
+    page.browser.value(reload)
+    page.browser.wait_for("!window.old && document.querySelectorAll('article').length === 3")
+    assert page.text(".figures")[-1] == "the page was left before the answer ended"
+    assert page.text(".answer")[-1].startswith("on on")
+    fake.started.clear()
+    page.say("silent", wait=False)
+    assert fake.started.wait(60)
+    page.browser.value(reload)
+    page.browser.wait_for("!window.old && document.querySelector('#text').value === 'silent'")
+    page.say("after")
+    contents = [each["content"] for each in fake.bodies[-1]["messages"]]
+    assert contents[0] == "Be kind." and contents[2] == "**bold**" and contents[-1] == "after"
+    page.browser.click("#reset")
+    page.browser.value(reload)
+    page.browser.wait_for("!window.old && document.querySelector('#hello')?.checkVisibility()")
+    assert page.text("article, .mine") == []
+
+
+@needs_chromium
+def test_what_is_kept_may_be_broken_or_too_long(page: Page) -> None:
+    page.browser.value("sessionStorage.setItem('x', 'x'.repeat(5 * 2 ** 20 - 2000)); 0")
+    page.say("say-at-once " + "y" * 3000)
+    assert page.text("#unkept") != []
+    page.browser.value("sessionStorage.removeItem('x'); 0")
+    page.say("again")
+    assert page.text("#unkept") == []
+    page.browser.value("left = true; sessionStorage.setItem('conversation', '{'); window.old = true; location.reload()")
+    page.browser.wait_for("!window.old && document.querySelector('#hello').checkVisibility()")
+    assert page.text("#problem") == []
+
+
+@needs_chromium
+def test_again_asks_the_same_once_more(page: Page, fake: FakeServer) -> None:
+    page.say("one")
+    page.say("two")
+    page.browser.click("article:last-of-type .again")
+    page.browser.wait_for("document.querySelectorAll('article .again').length === 2")
+    page.browser.wait_for("document.querySelector('#stop').hidden")
+    assert fake.bodies[2] == fake.bodies[1]
+    assert page.text(".mine") == ["one", "two"]
+    page.browser.click("article .again")
+    page.browser.wait_for("document.querySelectorAll('article .again').length === 1")
+    assert page.text(".mine") == ["one"]
+    assert fake.bodies[3] == fake.bodies[0]
+
+
+@pytest.mark.nightly
+@needs_chromium
+def test_copy_and_code(page: Page, fake: FakeServer) -> None:
+    permissions = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+    page.browser.call("Browser.grantPermissions", origin=fake.url, permissions=permissions)
+    asked = 'say-at-once it\'s "quoted" \\n 😀 **bold**'
+    page.say(asked)
+    page.browser.click(".bar button")
+    page.browser.wait_for("document.querySelector('.bar button').textContent === 'Copied'")
+    assert page.browser.value("navigator.clipboard.readText()") == asked.removeprefix("say-at-once ")
+    page.browser.click(".bar button:nth-child(2)")
+    programs = {}
+    for index in (1, 2, 3):
+        page.browser.click(f".tabs button:nth-child({index})")
+        programs[index] = page.text(".programs pre")[0]
+    commands = {1: ["sh", "-c", programs[1]], 2: [sys.executable, "-c", programs[2]], 3: ["node", "-e", programs[3]]}
+    for index, command in commands.items():
+        if shutil.which("curl" if index == 1 else command[0]) is None:
+            continue
+        if index == 3:
+            command[2] = f"(async () => {{ {programs[3]} }})()"
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert "bold" in done.stdout, done.stderr
+        assert fake.bodies[-1] == {
+            "model": "tiny",
+            "messages": fake.bodies[0]["messages"],
+            "max_tokens": 512,
+            "temperature": 0,
+        }
+    page.browser.click(".bar button:nth-child(2)")
+    assert page.text(".programs") == []

@@ -6,12 +6,14 @@ const asked = new URLSearchParams(location.search);
 const CAUSES = {  // docs/why-slow.md says more
   front_door: "checks, tokenizing, the way to the engine", waiting_step: "the step under way when it came", waiting_slots: "all rows were taken",
   waiting_blocks: "the KV cache was full", waiting_tokens: "the step's token budget went to others", waiting_reservation: "rows kept for another class",
-  waiting_batch: "its batch had not begun, or not ended", waiting_grammar: "its grammar was compiled", waiting_adapter: "its adapter was not among those of the steps",
+  waiting_batch: "its batch had not begun, or not ended", waiting_grammar: "its grammar was compiled",
+  waiting_adapter: "its adapter was not among those of the steps",
   preempted: "it gave way to others", prefill: "its own prompt", decode: "its own answer",
   stretched: "others' work in its steps", host: "between two steps", delivery: "on the way back",
   waiting: "before its first step", "first token": "from its first step to its first token", writing: "from its first token on, pauses included",
 };
-const WAITS_FOR = { slots: "a row", blocks: "KV memory", tokens: "the token budget", reservation: "a reserved row", batch: "their batch", grammar: "their grammar", adapter: "their adapter" };
+const WAITS_FOR = { slots: "a row", blocks: "KV memory", tokens: "the token budget", reservation: "a reserved row", batch: "their batch",
+  grammar: "their grammar", adapter: "their adapter" };
 const model = new Model(), line = new Timeline($("timeline"), model);
 const view = { mode: "steps", left: 0, right: 400, chosen: undefined };
 let span = Math.max(120, Math.min(400, innerWidth / 3));
