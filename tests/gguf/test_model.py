@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from chairlift.models.layers.linear import Matrix
 from chairlift.models.loader import load_model, resolve_model_dir
 from chairlift.models.model_files import read_config
 from tests.gguf.make import real_gguf, to_gguf
-from tests.models.tiny import tiny_hf_model
+from tests.models.paged import packed_logits
+from tests.models.test_families import close, prompt
+from tests.models.tiny import hf_logits, hf_model, tiny_hf_model
 from tests.native import needs_kernels
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -37,6 +40,60 @@ def test_float32_weights_equal_those_of_the_directory(tmp_path: Path, family: st
     found, wanted = read_config(path), read_config(model_dir)
     assert found.layer_windows == wanted.layer_windows and found.eos_token_ids == wanted.eos_token_ids
     assert (found.dtype, found.head_dim, found.rope.theta) == ("float32", wanted.head_dim, wanted.rope.theta)
+
+
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+_LONGROPE |= {"short_factor": [1.0, 1.25, 1.5, 1.75], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+_GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+}
+_GEMMA2 = {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 4.0}
+FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", _GEMMA2),
+    "gemma2-27b": ("gemma2", {**_GEMMA2, "num_hidden_layers": 46, "query_pre_attn_scalar": 16}),
+    "gemma3": (
+        "gemma3_text",
+        {"layer_types": None, "num_hidden_layers": 6, "query_pre_attn_scalar": 32, "rope_parameters": _GEMMA3_ROPES},
+    ),
+    "phi3": ("phi3", {"sliding_window": 9, "tie_word_embeddings": False}),
+    "phi3-longrope": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 8}),
+}
+
+
+@pytest.mark.parametrize("variant", FURTHER)
+def test_what_the_file_does_not_say_is_known_of_its_architecture(tmp_path: Path, variant: str) -> None:
+    """Norms that were stored with 1 added, which layers have windows, what scores are divided by, rotations."""
+    family, overrides = FURTHER[variant]
+    model_dir = tiny_hf_model(tmp_path, family, **overrides)
+    path = to_gguf(model_dir, tmp_path / "model.gguf")
+    found, wanted = read_config(path), read_config(model_dir)
+    assert found.norm_eps == pytest.approx(wanted.norm_eps, rel=1e-6)  # the file has float32
+    same = {"generation_unapplied": found.generation_unapplied, "norm_eps": found.norm_eps}
+    assert found == dataclasses.replace(wanted, **same)
+    ours, theirs = parameters(path), parameters(model_dir)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=2e-7)
+    model = load_model(path, found.for_length(40), "float32")
+    tokens = prompt(40)
+    assert close(packed_logits(model, [tokens])[0], hf_logits(hf_model(model_dir), tokens))
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["gemma2", "phi3-longrope"])
+def test_answers_of_quantised_gemma_and_phi_equal_those_of_their_weights(tmp_path: Path, family: str) -> None:
+    name, overrides = FURTHER[family]
+    path = to_gguf(tiny_hf_model(tmp_path, name, **overrides), tmp_path / "model.gguf", "Q8_0")
+    settings: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "num_kv_blocks": 64}
+    prompts = [[5, 9, 100, 3], list(range(2, 40))]
+    answers = []
+    for more in ({"quantization": "none", "kernels": "torch"}, {"quantization": "none"}):
+        outputs = LLM(str(path), **settings, **more).generate(prompts, GREEDY)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+    assert LLM(str(path), **settings).info.quantization == "int8"
 
 
 @needs_kernels
@@ -107,7 +164,10 @@ def test_frequency_divisors_of_llama_3(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported: llama, qwen2, qwen3"),
+        (
+            {"general.architecture": "mamba"},
+            "architecture 'mamba' is not supported; supported: llama, qwen2, qwen3, gemma",
+        ),
         ({"llama.expert_count": 8}, "llama.expert_count says that the model has experts"),
         ({"llama.rope.dimension_count": 8}, "is 8 of 16 dimensions"),
         ({"llama.rope.scaling.type": "longrope"}, "'longrope' is not supported"),

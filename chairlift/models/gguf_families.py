@@ -1,0 +1,125 @@
+"""What GGUF files of each architecture hold: names of tensors, and what the metadata leaves to the program.
+
+Values that llama.cpp has in its code and not in the file are those of its ``src/llama-model.cpp``. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+__all__ = ["GGUF_FAMILIES", "ROPE_FACTORS", "GGUFFamily", "Metadata"]
+
+ROPE_FACTORS: Final = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+"""Tensors, not keys: what LongRoPE divides each rotary frequency by, in long and in short texts (Phi-3)."""
+
+
+class Metadata(Protocol):
+    """Numbers of a file's architecture by the rest of their key."""
+
+    def number(self, name: str, default: float | None = None) -> Any:
+        """A number; None where it is missing and there is no default."""
+
+    def need(self, name: str) -> Any:
+        """A number that must be there."""
+
+    def has(self, tensor: str) -> bool:
+        """Whether the file has a tensor."""
+
+    def row(self, tensor: str) -> list[float]:
+        """The numbers of a tensor that has one dimension."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFFamily:
+    """All that is particular to one ``general.architecture``."""
+
+    model_type: str
+    read: Callable[[Metadata, Mapping[str, Any]], Mapping[str, Any]] = lambda metadata, raw: {}
+    """(metadata, what ``config.json`` says by now) -> keys of it that only this architecture has."""
+    layer_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Tensors of a layer -> their names in Hugging Face's directories, where those differ from Llama's."""
+    pairs: bool = False
+    """Whether rows of q and k that are rotated together are neighbours, though halves are rotated."""
+    norm_offset: float = 0.0
+    """What was added to the weights of norms."""
+    windows: bool = False
+    """Whether it is known which layers the file's ``sliding_window`` is for."""
+    partial_rotary: bool = False
+    """Whether a part of a head may be rotated."""
+    long_rope: bool = False
+    """Whether :data:`ROPE_FACTORS` are read."""
+
+
+def _llama(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
+    window = metadata.number("attention.sliding_window", 0)
+    biased = {"attention_bias": metadata.has("blk.0.attn_q.bias")}
+    return biased | ({"model_type": "mistral", "sliding_window": window} if window else {})
+
+
+def _gemma(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {"head_dim": metadata.need("attention.key_length")}
+
+
+def _scored(metadata: Metadata, raw: Mapping[str, Any], largest: int) -> dict[str, Any]:
+    """The file does not say what scores are divided by: in the 27B models, which have so many layers, it is not the
+    width of a head."""
+    found = _gemma(metadata, raw)
+    by_hidden = raw["num_hidden_layers"] == largest
+    scalar = raw["hidden_size"] // raw["num_attention_heads"] if by_hidden else found["head_dim"]
+    return found | {"query_pre_attn_scalar": scalar, "sliding_window": metadata.need("attention.sliding_window")}
+
+
+def _gemma2(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
+    caps = {key: metadata.number(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+    return _scored(metadata, raw, 46) | {key: value for key, value in caps.items() if value is not None}
+
+
+def _gemma3(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
+    found = _scored(metadata, raw, 62)
+    found["rope_local_base_freq"] = metadata.number("rope.freq_base_swa", 10_000.0)
+    if cap := metadata.number("final_logit_softcapping"):
+        found["final_logit_softcapping"] = cap  # which the family refuses
+    return found
+
+
+def _phi3(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
+    head_dim = raw["hidden_size"] // raw["num_attention_heads"]
+    original = metadata.number("rope.scaling.original_context_length", raw["max_position_embeddings"])
+    found = {
+        "sliding_window": metadata.number("attention.sliding_window", 0) or None,
+        "partial_rotary_factor": metadata.number("rope.dimension_count", head_dim) / head_dim,
+        "original_max_position_embeddings": original,
+    }
+    if any(map(metadata.has, ROPE_FACTORS.values())):
+        factors: dict[str, Any] = {key: metadata.row(name) for key, name in ROPE_FACTORS.items()}
+        attention = metadata.number("rope.scaling.attn_factor")
+        factors |= {} if attention is None else {"attention_factor": attention}
+        found["rope_scaling"] = {"rope_type": "longrope", **factors}
+    return found
+
+
+_AROUND: Final = {  # norms before and behind attention and MLP
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+GGUF_FAMILIES: Final[Mapping[str, GGUFFamily]] = {
+    "llama": GGUFFamily(model_type="llama", read=_llama, pairs=True, windows=True),
+    "qwen2": GGUFFamily(model_type="qwen2"),
+    "qwen3": GGUFFamily(model_type="qwen3"),
+    "gemma": GGUFFamily(model_type="gemma", read=_gemma, norm_offset=1.0),
+    "gemma2": GGUFFamily(model_type="gemma2", read=_gemma2, norm_offset=1.0, layer_names=_AROUND, windows=True),
+    "gemma3": GGUFFamily(model_type="gemma3_text", read=_gemma3, norm_offset=1.0, layer_names=_AROUND, windows=True),
+    "phi3": GGUFFamily(
+        model_type="phi3",
+        read=_phi3,
+        layer_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        windows=True,
+        partial_rotary=True,
+        long_rope=True,
+    ),
+}
+"""By ``general.architecture``."""
