@@ -148,6 +148,8 @@ ALLOWED: dict[str, list[str]] = {
     ],
     "workbench": [],
     "cli": [
+        "quantities",
+        "vllm_names",
         *PLAIN,
         *BRAIN,
         "",
