@@ -23,6 +23,7 @@ from chairlift.kernels.cpu.library import supported_isas
 from chairlift.models.layers.decoder import DecoderLayer
 from tests.equivalence.cases import Job, longest, run
 from tests.kernels.cpu.models import FAMILIES, VOCAB, tiny_model
+from tests.models.tiny import RECURRENT_FAMILIES
 from tests.native import needs_kernels
 from tests.sweep import sweep
 
@@ -40,6 +41,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
 }
 """Family, and what differs from the tiny model of that name."""
+WITHOUT_STATES = [name for name, (family, _) in MODELS.items() if family not in RECURRENT_FAMILIES]
+"""Models that can take drafts."""
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0},
