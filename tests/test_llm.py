@@ -122,7 +122,9 @@ def test_a_length_that_no_memory_holds_is_refused(model_dir: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_a_cache_that_no_memory_holds_is_refused(model_dir: Path, kernels: str) -> None:
-    with pytest.raises(ConfigError, match=r"no memory for .* bytes of KV cache \(num_kv_blocks, .*; lower one"):
+    with pytest.raises(
+        ConfigError, match=r"the KV cache would have .* bytes \(kv_cache_memory_bytes, num_kv_blocks\) .*; lower it"
+    ):
         make(model_dir, num_kv_blocks=2**31, block_size=256, kernels=kernels)
 
 

@@ -156,7 +156,7 @@ def missing(tensors: dict[str, Tensor]) -> None:
 
 
 def surplus(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.3.mlp.up_proj.weight"] = torch.zeros(96, 64)
+    tensors["model.layers.1.mlp.more_proj.weight"] = torch.zeros(96, 64)
 
 
 def not_a_number(tensors: dict[str, Tensor]) -> None:
@@ -183,7 +183,7 @@ def too_large(tensors: dict[str, Tensor]) -> None:
         ),
         (quantized, r"model\.layers\.1\.self_attn\.q_proj\.bias is stored as (I8|torch\.int8)"),
         (missing, r"1 missing \(model\.norm\.weight\)"),
-        (surplus, r"1 unexpected \(model\.layers\.3\.mlp\.up_proj\.weight\)"),
+        (surplus, r"1 unexpected \(model\.layers\.1\.mlp\.more_proj\.weight\)"),
     ],
 )
 @pytest.mark.parametrize("from_file", [False, True])

@@ -82,7 +82,7 @@ def _check_names(args: argparse.Namespace, engine: Mapping[str, Any]) -> None:
 def _settings(config: EngineConfig, server: ServerConfig) -> str:
     """Everything as ``name: value`` lines, which ``--config`` reads; secrets are left out."""
     values: dict[str, Any] = {}
-    for part in (config.model, config.cache, config.scheduler, server):
+    for part in (config.model, config.cache, config.scheduler, config.lora, server):
         values |= dataclasses.asdict(part)
     lines = []
     for name, value in values.items():

@@ -110,6 +110,8 @@ _MOST_COMPARED: Final = 16
 _MOST_APART: Final = 2
 _ALIKE: Final = 0.88
 """When a name that nobody knows is a misspelling of one that is known, and not a hint of another server's."""
+_OTHERS: Final = frozenset(("speed",))
+"""Fields of other servers that look like misspellings of known ones."""
 
 _END: Final = r"$(?!\n)"
 """End of a pattern. ``$`` alone also matches before a final newline."""
@@ -497,6 +499,8 @@ def unknown_inside(place: str, given: Any, struct_type: type[msgspec.Struct]) ->
 
 def _meant(name: str, known: Iterable[str]) -> str | None:
     """The field that a name is a misspelling of. Longer and shorter ones are not compared: that takes a while."""
+    if name in _OTHERS:
+        return None
     near = [each for each in known if abs(len(each) - len(name)) <= _MOST_APART]
     found = difflib.get_close_matches(name, near, n=1, cutoff=_ALIKE)
     return found[0] if found else None

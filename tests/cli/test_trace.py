@@ -157,7 +157,7 @@ def test_sharegpt_with_a_tokenizer(chairlift: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        ((), "the following arguments are required: NAME"),
+        ((), "no command is given (for example: chairlift trace show)"),
         (("show",), "the following arguments are required: FILE"),
         (("show", "/nowhere.jsonl"), "cannot read the trace /nowhere.jsonl: No such file"),
         (("show", "TRACE", "--colums", "x"), "unknown flag '--colums'; did you mean --columns?"),

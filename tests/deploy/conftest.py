@@ -18,10 +18,12 @@ from tests.server.harness import INFO, Client, StateOnlyEngine, make_state, run,
 def exposed() -> dict[str, Exposed]:
     """Every series of ``GET /metrics`` by name, and ``up``, which Prometheus makes itself."""
     engine = StateOnlyEngine()
-    engine.info = dataclasses.replace(INFO, block_bytes=4096)
+    drafts = {"speculative_method": "ngram", "num_speculative_tokens": 8}
+    engine.info = dataclasses.replace(INFO, block_bytes=4096, **drafts)
     engine.engine_pid = os.getpid()
     engine.stats.last_token_time = 0.0
     engine.stats.engine.floor_share = 0.5  # as with the native kernels
+    engine.stats.engine.max_loras = 4
     body = ""
 
     async def scrape() -> None:

@@ -399,9 +399,18 @@ def test_a_mask_decides(mixed: bool, model_dir: Path, device: torch.device) -> N
     positions = ints(0, 1) if mixed else ints(0, 0)
     tokens = np.zeros((4, 8), dtype=np.int32)
     batch = StepBatch(
-        ints(5, 6), positions, ends, lengths, tables[None, :, None], places[None], slots, tokens, [row] * len(slots),
-        np.arange(len(slots), dtype=np.int32), ends[1:] - 1,
-    )  # fmt: skip
+        token_ids=ints(5, 6),
+        positions=positions,
+        cu_seqlens=ends,
+        seq_lens=lengths,
+        block_tables=tables[None, :, None],
+        slot_mapping=places[None],
+        slots=slots,
+        tokens=tokens,
+        sampling=[row] * len(slots),
+        sample_rows=np.arange(len(slots), dtype=np.int32),
+        sample_tokens=ends[1:] - 1,
+    )
     handle = runner.forward(batch)
     free = runner.sample(handle, batch, None).result().token_ids
     others = [token for token in range(128) if token != free[0]]

@@ -34,7 +34,15 @@ from chairlift.models.loader import (
 from chairlift.models.model_files import read_config
 from chairlift.models.random_weights import random_model, write_random_model
 from tests.models.paged import packed_logits
-from tests.models.tiny import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, hf_logits, hf_model, tiny_hf_model
+from tests.models.tiny import (
+    EXPERT_FAMILIES,
+    FAMILIES,
+    MORE_FAMILIES,
+    RECURRENT_FAMILIES,
+    hf_logits,
+    hf_model,
+    tiny_hf_model,
+)
 from tests.native import needs_kernels
 from tests.tiers import one_in
 
@@ -497,4 +505,5 @@ def test_names_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_family_is_compared_with_transformers() -> None:
-    assert sorted(registry.FAMILIES) == sorted([*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES])
+    compared = [*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES, *RECURRENT_FAMILIES]
+    assert sorted(registry.FAMILIES) == sorted(compared)
