@@ -309,7 +309,7 @@ def _drafts(names: _Names, stats: RequestStats) -> Iterator[Metric]:
     engine = stats.engine
     yield names.counter("spec_decode_num_drafts", "Rows of steps that had drafts.", engine.num_verified_rows)
     yield names.counter("spec_decode_num_draft_tokens", "Tokens drafted, and verified.", engine.num_draft_tokens)
-    text = "Of those, the ones that were right."
+    text = "Drafted tokens that were right."
     yield names.counter("spec_decode_num_accepted_tokens", text, engine.num_accepted_tokens)
     text = "Accepted drafts by their place in the row."
     places = {(str(place),): count for place, count in enumerate(engine.accepted_at)}

@@ -23,6 +23,8 @@ __all__ = ["Drafts", "Guide", "Speculator"]
 class Speculator(Protocol):
     """Proposes drafts, and decides how many of them a step computes."""
 
+    most: int
+    """Most drafts of a row in one step."""
     only_known: bool
     """Whether only requests have drafts that bring a text that they expect, or follow a grammar."""
 
@@ -71,7 +73,7 @@ class Drafts:
         """None: requests that follow a grammar have no drafts."""
         self.num_drafts = self.num_accepted = self.num_verified = 0
         """Drafts that were computed, drafts that were right, and rows that were verified."""
-        self.accepted_at: list[int] = []
+        self.accepted_at = [0] * speculator.most
         """Number of accepted drafts at each place in a row's drafts."""
         self.predicted: list[Request] = []
         """Requests that expect a text and had drafts verified, since the caller emptied the list."""
@@ -109,7 +111,7 @@ class Drafts:
             return
         features = StepFeatures.of(num_decodes, self._batch.num_computed_tokens, chunks)
         for request, drafts in self.speculator.choose(rows, features, budget):
-            kept = tuple(drafts[: self._num_fitting(request, min(len(drafts), budget))])
+            kept = tuple(drafts[: self._num_fitting(request, min(len(drafts), self.speculator.most, budget))])
             if self._batch.membership.held:  # the executor goes on behind the last right draft, and so must the row
                 kept = _before_a_stop(kept, request.stop_token_ids)
             if request.is_guided and self.guide is not None:
@@ -188,7 +190,6 @@ class Drafts:
         self.num_verified += 1
         self.num_drafts += len(drafts)
         self.num_accepted += accepted
-        self.accepted_at += [0] * (accepted - len(self.accepted_at))
         for at in range(accepted):
             self.accepted_at[at] += 1
         self.speculator.verified(request, drafts, accepted)

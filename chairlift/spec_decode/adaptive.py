@@ -97,7 +97,7 @@ class AdaptiveSpeculator:
         proposer: Proposer | None = None,
         guide: Guide | None = None,
     ) -> None:
-        self._seconds, self._most, self._proposer, self._guide = step_seconds, most, proposer, guide
+        self._seconds, self.most, self._proposer, self._guide = step_seconds, most, proposer, guide
         self.acceptance = Acceptance()
         self._texts: dict[str, PredictedText] = {}
         self._sources: dict[str, Source] = {}
@@ -119,7 +119,7 @@ class AdaptiveSpeculator:
         if not probes and not self._may_pay(rows, step, seconds):
             return []
         depth = max(int(probes), self._depth(rows, step, seconds))
-        drafted = self._propose([(request, min(most, self._most)) for request, most in rows], depth)
+        drafted = self._propose([(request, min(most, self.most)) for request, most in rows], depth)
         order = sorted(self._ranked(drafted), reverse=True)[: min(budget, _MOST_COMPARED)]
         number = best_number(step.num_decodes, [chance for chance, _ in order], seconds)
         if probes and order:
@@ -155,11 +155,11 @@ class AdaptiveSpeculator:
         """Most drafts that the proposer is to make of a row: where they cost time, as many as pay if all are used."""
         price = 0.0 if self._proposer is None else self._proposer.seconds(len(rows))
         if not price:
-            return self._most
+            return self.most
         chances = [self.acceptance.chance(request.request_id, Source.PROPOSED) for request, _ in rows]
         depth, tokens = 0, float(step.num_decodes)
         rate = tokens / seconds(0) * _LEAST_GAIN
-        for number in range(1, self._most + 1):
+        for number in range(1, self.most + 1):
             tokens += sum(chance**number for chance in chances)
             found = tokens / (seconds(number * len(rows)) + number * price)
             if found > rate:

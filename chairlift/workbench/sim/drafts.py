@@ -34,6 +34,7 @@ class ScriptedDrafts:
         self._seed, self._answer_of = seed, answer_of
         self._vocab_size, self._eos = vocab_size, eos
         self.num_forgotten = 0
+        self.most = 128
         self.only_known = False
         """See :class:`~chairlift.scheduler.drafts.Speculator`."""
 
