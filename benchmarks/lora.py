@@ -1,4 +1,4 @@
-"""What adapters cost: steps with none, one and many of them in turns, and one engine against one for each adapter.
+"""Cost of adapters: steps with none, one and many of them in turns, and one engine against one for each adapter.
 
     python benchmarks/make_random_model.py /tmp/q05
     python benchmarks/lora.py steps --model /tmp/q05 --rounds 10 --json benchmarks/results/lora-steps.json

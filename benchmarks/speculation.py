@@ -1,4 +1,4 @@
-"""What drafts gain, and what they cost where they are useless. Runs with and without take turns in one process.
+"""Gain of drafts, and their cost where they are useless. Runs with and without take turns in one process.
 
     python benchmarks/speculation.py scripted MODEL [--rows 1 4 16] [--acceptance 0.8] [--fixed 1 2 4 8]
     python benchmarks/speculation.py useless MODEL [--rows 64] [--rounds 10]
@@ -56,7 +56,7 @@ class Scripted:
         self._rng = random.Random(0)
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
-        """What comes next, with mistakes."""
+        """The next tokens of the answer, with mistakes."""
         found = []
         for request, most in rows:
             answer = self._answers.get(tuple(request.token_ids[: request.num_prompt_tokens]), ())

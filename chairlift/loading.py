@@ -153,7 +153,7 @@ class LoadedExecutor:
         )
 
     def _speculation(self, config: EngineConfig) -> dict[str, Any]:
-        """What :class:`EngineInfo` says about drafts."""
+        """Fields of :class:`EngineInfo` about drafts."""
         has_states = any(group.state_span is not None for group in self.executor.cache_groups)
         verifies = config.scheduler.takes_drafts(self.executor.num_lookahead_steps, has_states)
         asked = config.scheduler.speculation if verifies else None

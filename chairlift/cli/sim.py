@@ -15,7 +15,6 @@ from chairlift.cli.sim_fleet import (
     add_fleet_flags,
     check_flags,
     fleet_lines,
-    fleet_record,
     promised_trace,
     simulate_fleets,
 )
@@ -140,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         lines, results = _simulate(args, configs, trace, deployment, users)
     else:
         reports = simulate_fleets(args, trace, configs[0][1], deployment, users)
-        lines, results = fleet_lines(reports, args.target, args.price), fleet_record(reports)
+        lines, results = fleet_lines(reports, args.target, args.price), [report.to_dict() for report in reports]
     print(f"{traffic}\n{deployment.model} on {deployment.machine} ({deployment.validity})\n")
     print("\n".join(lines))
     if args.json is not None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from chairlift.replay.machines import Deployment
     from chairlift.workbench.workload.trace import TracedRequest
 
-__all__ = ["add_fleet_flags", "check_flags", "fleet_lines", "fleet_record", "promised_trace", "simulate_fleets"]
+__all__ = ["add_fleet_flags", "check_flags", "fleet_lines", "promised_trace", "simulate_fleets"]
 
 _ONLY_FLEET: Final = ("routing", "target", "start_seconds", "door_delay_ms", "fail", "resume", "rollout", "price")
 _PROMISES: Final = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "deadline_ms"}
@@ -153,8 +153,3 @@ def fleet_lines(reports: Sequence[FleetReport], target: float | None, price: flo
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def fleet_record(reports: Sequence[FleetReport]) -> list[dict[str, Any]]:
-    """The reports, ready for JSON."""
-    return [report.to_dict() for report in reports]

@@ -31,7 +31,6 @@ class Door:
 
     def __init__(self, replicas: Sequence[Replica], router: Router, policy: Policy) -> None:
         self.replicas = list(replicas)
-        self.num_sent = 0
         self._router, self._policy = router, policy
         self._waiting = WaitingQueue(policy, _LOOK_AHEAD, _MAX_TIMES_PASSED)
         self._keys: dict[str, Sequence[int]] = {}
@@ -78,7 +77,6 @@ class Door:
             if not idle:
                 break
             sent.append(self._send_to(request, self._choose(request, idle), now))
-        self.num_sent += len(sent)
         return sent
 
     def _choose(self, request: Request, replicas: Sequence[Replica]) -> Replica:

@@ -1,4 +1,4 @@
-"""Which replica of a fleet serves a request.
+"""Routers choose the replica of a fleet that serves a request.
 
 A router sees what the door knows of each replica (:class:`Replica`), and returns one of those that are open. Round
 robin and the better of two random choices (Mitzenmacher, 2001) are the baselines. ``least`` looks at work in flight.

@@ -138,7 +138,7 @@ class AsyncEngine:
         self._grammars: GrammarChecker | None = None
         self._streams: dict[str, OutputStream] = {}
         self.adapters = AdapterNames()
-        """Those that requests may name."""
+        """Adapters that requests may name."""
         self._loads: dict[int, tuple[str, asyncio.Future[AdapterState]]] = {}
         """Adapters that are being loaded: their names, and who waits."""
         self._pooled = PooledRequests(self.intake, self.stats)

@@ -260,7 +260,7 @@ class EngineCore(EngineClient):
         self._begin_books()
 
     def _begin_books(self) -> None:
-        """What the core writes down about its steps."""
+        """Initialise the records of the core's steps."""
         self._joined: list[tuple[str, int, float]] = []
         self._progress: list[Progress] = []
         self._flights: deque[_Flight] = deque()

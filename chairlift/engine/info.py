@@ -125,7 +125,7 @@ class EngineInfo:
     """CUDA graphs of decode steps and their memory, in words; empty where there are none."""
 
     speculative_method: str | None = None
-    """Who drafts tokens for every request; None: nobody does."""
+    """Method of the drafts for all requests, such as ngram; None without speculative decoding."""
     num_speculative_tokens: int = 0
     """Most drafts of a row in one step, where somebody does."""
     takes_predictions: bool = False

@@ -57,7 +57,7 @@ class Executor(Protocol):
 
 
 class AdapterMemory(Protocol):
-    """What some executors and model runners have besides, as ``adapters``: low-rank adapters beside the model."""
+    """Low-rank adapters beside the model: the attribute ``adapters`` of executors and model runners that serve some."""
 
     def read(self, path: Path, root: Path | None) -> Any:
         """The adapter in a directory, ready for :meth:`put`, with a ``digest`` of all that was read. Any thread may

@@ -53,7 +53,7 @@ class TorchModelRunner:
         self._swap_space = make_swap_space(self._kv_caches, plan)
         self._sampler = Sampler()
         self.adapters: TorchAdapters | None = None
-        """What adds adapters; None where the model is served without."""
+        """The low-rank products of adapters; None where the model is served without."""
         if lora is not None and isinstance(model, CausalLM):
             self.adapters = TorchAdapters(model, dtype, device, max_rank=lora.max_lora_rank)
 

@@ -1,4 +1,4 @@
-"""What the table entries of a cache group hold. A kind of cache is a value; the manager never asks which one it has."""
+"""Kinds of cache: the contents of a cache group's table entries. The manager treats all kinds alike."""
 
 from __future__ import annotations
 

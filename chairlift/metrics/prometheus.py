@@ -221,7 +221,7 @@ def _gauges(
         yield names.constants("cache_config_info", "The KV cache.", shape)
         if info.speculative_method is not None:
             drafts = {"method": info.speculative_method, "num_speculative_tokens": str(info.num_speculative_tokens)}
-            yield names.constants("speculative_config_info", "Who drafts tokens.", drafts)
+            yield names.constants("speculative_config_info", "Method of speculative decoding.", drafts)
 
 
 def _counters(names: _Names, stats: RequestStats) -> Iterator[CounterMetricFamily]:

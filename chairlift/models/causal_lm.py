@@ -151,7 +151,7 @@ class CausalLM(nn.Module):
         return logits if self.config.logit_cap is None else ops.soft_cap(logits, self.config.logit_cap)
 
     def kv_cache_spec(self) -> list[LayerCache | LayerState]:
-        """What each layer stores: K and V per token, or a state per request."""
+        """Contents of each layer's cache: K and V per token, or a state per request."""
         heads, size = self.config.num_key_value_heads, self.config.head_dim
         mixers: list[Any] = [layer.mixer for layer in self.model.layers]
         layers = zip(mixers, self.config.layer_windows, strict=True)

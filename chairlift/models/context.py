@@ -45,7 +45,7 @@ class LayerCache:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerState:
-    """What one recurrent layer keeps per request, however long it is."""
+    """State of one recurrent layer: its size per request does not depend on the length."""
 
     parts: tuple[StatePart, ...]
 

@@ -1,4 +1,4 @@
-"""What GGUF files of each architecture hold: names of tensors, and what the metadata leaves to the program.
+"""Properties of GGUF files by architecture: names of tensors, and values that the metadata leaves to the program.
 
 Values that llama.cpp has in its code and not in the file are those of its ``src/llama-model.cpp``. Needs no torch.
 """
@@ -43,7 +43,7 @@ class GGUFFamily:
     pairs: bool = False
     """Whether rows of q and k that are rotated together are neighbours, though halves are rotated."""
     norm_offset: float = 0.0
-    """What was added to the weights of norms."""
+    """Number that was added to the weights of norms."""
     windows: bool = False
     """Whether it is known which layers the file's ``sliding_window`` is for."""
     partial_rotary: bool = False

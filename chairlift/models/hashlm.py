@@ -64,7 +64,7 @@ class HashLM:
         self._host_words = [make(HASHLM_POSITION_BYTES * count).view(np.uint64).reshape(2, count) for count in counts]
         self._powers = np.array([pow(_BASE, i + 1, 1 << 64) for i in range(max_model_len + 1)], dtype=np.uint64)
         self.adapter_tags: Mapping[int, int] = {}
-        """What each adapter in memory does to the rows that have it: 64 bits."""
+        """Number of an adapter in memory -> 64 bits that change the rows that have it."""
         self._offsets = np.arange(block_size, dtype=np.int64)
 
     def forward(self, batch: StepBatch) -> list[int]:
@@ -140,7 +140,7 @@ class HashLM:
         return np.array(behind, dtype=np.uint64)
 
     def _seen(self, batch: StepBatch, row: int, length: int) -> int:
-        """What the last of the row's first ``length`` tokens attends to."""
+        """Hash of everything that the last of the row's first ``length`` tokens attends to."""
         words = [self._attend(batch, group, row, 1, length - 1, length)[0] for group, _, _ in self._positional(batch)]
         return (sum(int(word) for word in words) + self._states[row, length]) & _MASK
 

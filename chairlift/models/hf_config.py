@@ -139,7 +139,7 @@ class ModelConfig:
     sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """Sampling parameters in ``generation_config.json``, by the names of SamplingParams, unchecked."""
     generation_unapplied: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
-    """What else it says that would change answers, and that nobody here applies."""
+    """Other settings of ``generation_config.json`` that would change answers and are not applied."""
     unused_code: str | None = None
     """The class that ``auto_map`` names. It is never run: the family's own implementation takes its place."""
 

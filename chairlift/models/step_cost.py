@@ -133,7 +133,7 @@ class ModelCost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Mixing:
-    """What attention, or what stands in its place, costs in one layer."""
+    """Cost of attention, or of the mixer in its place, in one layer."""
 
     params: int
     tail_params: int

@@ -110,7 +110,7 @@ class _Simulated:
         self.core.shutdown()
         self.clock, self.idle = VirtualClock(), True
         self.core = self._make(self.clock)
-        self.collector._last_step = 0
+        self.collector.begin_again()
 
 
 class _Fleet:

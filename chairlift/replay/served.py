@@ -176,6 +176,10 @@ class Collector:
         if self.watch is not None:
             self.watch(timing)
 
+    def begin_again(self) -> None:
+        """The next steps are those of a new core, which numbers them from the beginning."""
+        self._last_step = 0
+
     def step(self, core: EngineCore) -> None:
         record = core.step_log[-1] if len(core.step_log) else None
         if record is None or record.step == self._last_step:  # it only has requests that came too late

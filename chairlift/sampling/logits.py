@@ -114,7 +114,7 @@ def apply_top_p(logits: Tensor, rows: Tensor, top_p: Tensor) -> None:
 
 
 def _nucleus(probs: Tensor, token_ids: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the sorted ids are in the nucleus, and whether their probability reaches ``top_p``."""
+    """Mask of the sorted ids in the nucleus, and whether their probability reaches ``top_p``."""
     ranked = probs.gather(-1, token_ids).to(torch.float64)
     total = ranked.cumsum(dim=-1)
     return total - ranked < top_p.unsqueeze(-1), total[..., -1] >= top_p

@@ -91,7 +91,7 @@ class Batch:
 
     @property
     def unready_for(self) -> str:
-        """What the first request waits for that is not ready: ``grammar`` or ``adapter``; empty where all are."""
+        """Missing part of the first request that is not ready: ``grammar`` or ``adapter``; empty without one."""
         return next(iter(self.unready.values())).waits_for or "grammar" if self.unready else ""
 
     @property

@@ -30,7 +30,7 @@ class NewRow:
     sampling: Any
     """The executor's own description of how this row samples. The scheduler does not read it."""
     adapter_id: int = 0
-    """Which adapter its tokens are computed with; 0: none."""
+    """Number of the adapter that its tokens are computed with; 0: none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -285,7 +285,7 @@ def _pooling_banner(state: ServerState, info: EngineInfo, pooling: PoolingInfo, 
 
 
 def _drafts(info: EngineInfo) -> str:
-    """Who drafts tokens, in words."""
+    """Method and number of drafts, in words."""
     return f"{info.speculative_method}, up to {info.num_speculative_tokens} tokens of a request in a step"
 
 

@@ -55,7 +55,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     kv_cache_dtype: str | None = None
     """int8: K and V have 8 bits; null: they are in the dtype."""
     speculative_method: str | None = None
-    """Who drafts tokens (docs/speculation.md); null: nobody does, but for requests with a prediction."""
+    """Method of speculative decoding (docs/speculation.md); null: only requests with a prediction have drafts."""
     deterministic: bool | None = None
     determinism: str | None = None
     """Guarantee about equal answers, in words."""

@@ -86,8 +86,8 @@ class AdaptiveSpeculator:
     Args:
         step_seconds: Time of a step by its features, as learnt so far.
         most: Most drafts of a row in one step.
-        proposer: Who drafts for all other requests. None: they have no drafts.
-        guide: Who knows what grammars force. None: nobody.
+        proposer: Source of drafts for all other requests. None: they have no drafts.
+        guide: Knows the tokens that grammars force. None: no grammars.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class AdaptiveSpeculator:
         return found
 
     def _expected(self, request: Request, most: int) -> Sequence[int]:
-        """What comes next in the text that the request expects."""
+        """Next tokens in the text that the request expects."""
         text = self._texts.get(request.request_id)
         if text is None:
             text = self._texts[request.request_id] = PredictedText(request.prediction)

@@ -71,7 +71,7 @@ class NgramProposer:
         return len(self._indexes)
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
-        """What followed the last tokens of each row before."""
+        """Tokens that followed an earlier occurrence of each row's last tokens."""
         return [self._index(request).propose(request.token_ids, most) for request, most in rows]
 
     def seconds(self, num_rows: int) -> float:

@@ -497,7 +497,7 @@ def serve(prepare: Prepare, too_much: str) -> None:
     """Main function of a worker. Its first argument is the parent's process id. ``too_much`` is the error for a request
     that takes too much memory."""
     die_with_parent(int(sys.argv[1]))
-    # Whoever stops the server may signal its whole group; the server still needs its workers while it drains.
+    # A stop of the server may signal its whole group; the server still needs its workers while it drains.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")

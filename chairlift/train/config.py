@@ -199,7 +199,7 @@ class PackingSettings:
     overflow: Literal["error", "split", "truncate", "drop", "own_pack"] = "error"
     """Treatment of a sequence that is longer than a pack."""
     step: str = "packs:8"
-    """What one optimiser step consists of, over all ranks: ``tokens:1M``, ``sequences:256`` or ``packs:8``."""
+    """Size of one optimiser step, over all ranks: ``tokens:1M``, ``sequences:256`` or ``packs:8``."""
     window: int = 128
     """Number of packs among which packs of equal cost are dealt to the ranks. A multiple of the number of ranks."""
     balance: bool = False
@@ -234,7 +234,7 @@ class TrainerConfig:
     max_grad_norm: float | None = 1.0
     """Gradients longer than this are scaled down to it; null never scales them."""
     reduce: Literal["token", "sequence", "sqrt", "weights"] = "token"
-    """What every target weighs; see :class:`~chairlift.train.loss.StepLoss`."""
+    """Weighting of the targets; see :class:`~chairlift.train.loss.StepLoss`."""
     label_smoothing: float = 0.0
     """Share of the target's probability that is spread over the whole vocabulary (Szegedy et al., 2016)."""
     dropout: float = 0.0

@@ -138,7 +138,7 @@ typedef struct {
   int32_t reserved;
 } cl_kv_layer;
 
-// What an adapter adds to one product (LoRA; Hu et al., 2021): (x @ a.T) @ b.T, before everything else that is done with the
+// Addition of an adapter to one product (LoRA; Hu et al., 2021): (x @ a.T) @ b.T, before everything else that is done with the
 // product's result. Both are packed panels in the program's dtype. The first product is rounded to that dtype.
 typedef struct {
   const void* a;          // [rank, k]; null: this adapter leaves the product alone

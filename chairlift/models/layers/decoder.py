@@ -50,7 +50,7 @@ class DecoderLayer(nn.Module):
         return x + self._scaled(_normed(self.mlp_out_norm, inner))
 
     def _mixed(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
-        """What attention, or the mixer in its place, makes of ``x``."""
+        """Result of attention, or of the mixer in its place, for ``x``."""
         out: Tensor
         if self.mixer is not None:
             out = self.mixer(x, ctx)

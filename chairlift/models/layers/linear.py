@@ -44,7 +44,7 @@ class Matrix(nn.Module):
 
 
 class Adapted(Protocol):
-    """What adapters make of a layer's result."""
+    """A layer's result after adapters."""
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """``out`` [T, out], the layer's result for ``x`` [T, in], with what is added to rows that have an adapter."""
@@ -55,7 +55,7 @@ class Linear(Matrix):
     """``x[T, in] -> x @ weight.T + bias``, [T, out]; for ``interleaved`` see :class:`MatrixShape`."""
 
     adapted: Adapted | None = None
-    """What adapters add in plain torch; None where the model is served without, or step programs add it."""
+    """Low-rank products of adapters in plain torch; None without adapters, or where step programs add them."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, interleaved: bool = False) -> None:
         super().__init__(MatrixShape(out_features, in_features, interleaved), bias=bias)
