@@ -27,6 +27,10 @@ class BlockTables:
         self.layout, self.block_size = layout, layout.block_size
         self.pools = [BlockPool(group.num_blocks) for group in layout.groups]
         self.reservations = Reservations(layout, self.pools)
+        # What every new block asks of its kind, looked up once.
+        self._spans = [kind.span for kind in layout.kinds]
+        self._counts = [int(kind.stores_positions) for kind in layout.kinds]
+        self._releasing = [group for group, kind in enumerate(layout.kinds) if kind.releases]
         self._evicted = evicted
         self.held_blocks = 0
         """Number of table entries of all requests in groups of K and V. A shared block counts once per table."""
@@ -95,9 +99,8 @@ class BlockTables:
         ``in_flight`` is the last step that was scheduled before this one. Returns the new blocks, or None if a pool is
         short; no block is taken then.
         """
-        for group, kind in enumerate(self.layout.kinds):
-            if kind.releases:
-                self._leave_behind(group, request, in_flight)
+        for group in self._releasing:
+            self._leave_behind(group, request, in_flight)
         if not self.has_room(request, num_tokens):
             return None
         grown = []
@@ -115,7 +118,7 @@ class BlockTables:
         return grown
 
     def _num_wanted(self, group: int, request: Request, num_tokens: int) -> int:
-        return max(0, self.layout.kinds[group].num_entries(num_tokens) - len(request.block_ids[group]))
+        return max(0, -(-num_tokens // self._spans[group]) - len(request.block_ids[group]))
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
         """Whether there are blocks for the request's first ``num_tokens`` positions now."""
@@ -208,7 +211,7 @@ class BlockTables:
         )
 
     def _hold(self, group: int, count: int) -> None:
-        self.held_blocks += count * self.layout.kinds[group].stores_positions
+        self.held_blocks += count * self._counts[group]
 
     def take(self, group: int, count: int) -> list[int]:
         """Take ``count`` blocks from the pool, which must have them."""

@@ -53,7 +53,9 @@ class PrefixCache:
         kinds: Sequence[CacheKind] | None = None,
     ) -> None:
         self.block_size = block_size
-        self._kinds = [CacheKind(block_size)] * len(pools) if kinds is None else kinds
+        kinds = [CacheKind(block_size)] * len(pools) if kinds is None else kinds
+        # A kind whose entries are blocks need not be asked which entry a block completes.
+        self._kinds = [None if kind.span == block_size else kind for kind in kinds]
         self._host_pool = host_pool
         if host_pool is not None:
             host_pool.lost = self.lost_copy
@@ -191,7 +193,7 @@ class PrefixCache:
 
     def _attach(self, node: PrefixNode, request: Request, index: int) -> None:
         for group, (pool, kind) in enumerate(zip(self._pools, self._kinds, strict=True)):
-            entry = kind.completed_by(index, self.block_size)
+            entry = index if kind is None else kind.completed_by(index, self.block_size)
             block = NULL_BLOCK if entry is None else request.block_ids[group][entry]
             if node.blocks[group] is None and block != NULL_BLOCK and pool.nodes[block] is None:
                 node.blocks[group] = block

@@ -565,8 +565,8 @@ def test_tables_in_parquet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (gzip.compress(b"x" * 9000)[:30], "is damaged: it cannot be decompressed"),
-        (gzip.compress(b"{}\n") + b"rest", "is damaged|has no 'timestamp'"),
+        (gzip.compress(b"x" * 9000, mtime=0)[:30], "is damaged: it cannot be decompressed"),
+        (gzip.compress(b"{}\n", mtime=0) + b"rest", "is damaged|has no 'timestamp'"),
         (b"PAR1 and no more", "is damaged"),
         (
             json_lines([{"prompt": "x", "output_tokens": 0}]).encode(),
@@ -574,8 +574,10 @@ def test_tables_in_parquet(tmp_path: Path) -> None:
         ),
         (json_lines([{"prompt": "x"}, {"prompt": 3}]).encode(), "line 2 of .* has no text in 'prompt'"),
         (json_lines([{"messages": [{"role": "user"}]}]).encode(), "lacks 'role' or 'content'"),
-        (gzip.compress(b"\n\xff\n"), "line 2 of .* is not text in UTF-8|first line"),
+        (gzip.compress(b"\n\xff\n", mtime=0), "line 2 of .* is not text in UTF-8|first line"),
     ],
+    # The names of tests must be the same in every process; compressed bytes name the time they were made at.
+    ids=["cut", "rest", "parquet", "no tokens", "no text", "no role", "not UTF-8"],
 )
 def test_damaged_data_sets(tmp_path: Path, data: bytes, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
