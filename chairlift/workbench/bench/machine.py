@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import textwrap
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,12 +57,16 @@ class Machine:
     """Share of all processors' time that other programs used while this process waited."""
 
 
+_WIDTH = 76
+"""Columns of a line of facts beside its label."""
+
+
 def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
     """Lines of a report about a :class:`Machine`, given as plain data: label -> text."""
     return {
         "processor": f"{machine['cpu']}, {machine['processors']} in use",
         "system": str(machine["system"]),
-        "instruction sets": ", ".join(machine["flags"]) or "unknown",
+        "instruction sets": textwrap.fill(", ".join(machine["flags"]), _WIDTH) or "unknown",
         "L3 cache": f"{machine['l3_bytes'] >> 20:,} MiB",
         "busy before the start": f"{machine['busy']:.0%}",
     }
