@@ -40,7 +40,8 @@ _KERNELS: Final = """Time the compiled CPU kernels, and say how near they come t
 The limits are measured first: how fast memory can be read, and how fast the product instructions run. The floor
 of a kernel is the longer of the two times it takes to read its weights (or K and V) and to compute with them, at the
 limits measured just before and after it: those of a virtual machine change from one second to the next.
-Everything it reads comes from memory that no cache holds. Attention is timed over blocks in shuffled order, as a
+Everything it reads comes from memory that no cache holds. Of a layer of experts the weights of those count that its
+tokens choose. Attention is timed over blocks in shuffled order, as a
 paged cache has them, and in order. Run it on an otherwise idle machine.
 
 With --device cuda the Triton kernels are timed instead, in CUDA graphs, against what a copy within the GPU's memory
@@ -55,6 +56,8 @@ _print: Final = functools.partial(print, sep="\n", flush=True)
 _CODES: Final = {"int8": (8, 32), "int4": (4, 32), "int4-g128": (4, 128)}
 """Bits and group of weights by the values of ``--dtype``."""
 _DEFAULT_SHAPES: Final = "qwen2.5-0.5b,smollm-135m"
+_DEFAULT_EXPERTS: Final = "8of32:1024x512"
+"""A layer of Granite 3 1B-A400M; measured on the CPU."""
 _QUICK: Final[dict[str, Any]] = {
     "shapes": "smollm-135m",
     "rows": (1, 16, 256),
@@ -123,8 +126,9 @@ def _add_kernel_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shapes",
         metavar="LIST",
-        help="models (qwen2.5-0.5b, smollm-135m, qwen3-0.6b, llama-3.2-1b) and products KxN, inputs x outputs "
-        f"(default: {_DEFAULT_SHAPES})",
+        help="models (qwen2.5-0.5b, smollm-135m, qwen3-0.6b, llama-3.2-1b, granite-3-1b-a400m, olmoe-1b-7b, "
+        "qwen3-30b-a3b), products KxN, inputs x outputs, and on the CPU layers of experts CofE:KxI, C of E experts per "
+        f"token, inputs x inner columns (default: {_DEFAULT_SHAPES} and on the CPU {_DEFAULT_EXPERTS})",
     )
     for name, most, text in (
         ("rows", 65_536, "tokens of a product (default: 1,4,16,32,64,256,1024)"),
@@ -190,10 +194,18 @@ def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettin
 
     names = ("shapes", "rows", "contexts", "batches")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    asked = {"shapes": _DEFAULT_SHAPES} | (_QUICK if args.quick else {}) | given
+    asked = {"shapes": _DEFAULT_SHAPES} | (_QUICK if args.quick else {})
+    if args.device == "cpu":
+        asked["shapes"] += f",{_DEFAULT_EXPERTS}"
+    asked |= given
     kind = None if args.dtype not in _CODES else GroupKind(*_CODES[args.dtype])
     dtype = torch.bfloat16 if kind else torch.float8_e4m3fn if args.dtype == "fp8" else getattr(torch, args.dtype)
     shapes = Shapes.parse(asked["shapes"])
+    if args.device != "cpu" and shapes.experts:
+        name = shapes.experts[0].name
+        raise ConfigError(
+            f"{name}: there are no GPU kernels for experts to measure (PyTorch computes them); leave it out"
+        )
     if args.dtype == "fp8" and (odd := [each for each in shapes.products if each.k % 16 or each.n % 16]):
         raise ConfigError(f"{odd[0].k}x{odd[0].n}: the sizes of products in fp8 must be multiples of 16; give others")
     return KernelSettings(

@@ -12,7 +12,18 @@ from chairlift.kernels.cpu.library import supported_isas
 from tests.cli.conftest import Run
 from tests.native import needs_kernels
 
-SMALL = ("--shapes", "64x100,smollm-135m", "--rows", "1,3", "--contexts", "20", "--batches", "2", "--threads", "1")
+SMALL = (
+    "--shapes",
+    "64x100,2of8:64x32,smollm-135m",
+    "--rows",
+    "1,3",
+    "--contexts",
+    "20",
+    "--batches",
+    "2",
+    "--threads",
+    "1",
+)
 
 
 @needs_kernels
@@ -21,7 +32,7 @@ def test_kernels_as_tables_and_as_json(chairlift: Run, tmp_path: Path) -> None:
     code, out, err = chairlift("bench", "kernels", "--quick", *SMALL, "--json", path)
     assert (code, err) == (0, [])
     assert max(map(len, out)) <= 100
-    for title in ("Products", "Attention, decode", "Attention, prefill", "Output head", "limits at the end"):
+    for title in ("Products", "Experts", "Attention, decode", "Attention, prefill", "Output head", "limits at the end"):
         assert sum(line.startswith(title) for line in out) == 1
     record = json.loads(path.read_text())
     keys = {"chairlift", "benchmark", "machine", "settings", "limits", "limits_after", "results"}
@@ -32,7 +43,7 @@ def test_kernels_as_tables_and_as_json(chairlift: Run, tmp_path: Path) -> None:
     assert settings["rows"] == [1, 3]
     assert {peak["isa"] for peak in record["limits"]["product_operations"]} == set(supported_isas())
     kinds = [each["kind"] for each in record["results"]]
-    assert kinds == ["product"] * 2 * 5 + ["decode", "prefill"] + ["head"] * 2
+    assert kinds == ["product"] * 2 * 5 + ["experts"] * 2 + ["decode", "prefill"] + ["head"] * 2
     for each in record["results"]:
         for timing in each["timings"].values():
             assert 0 < timing["best"] <= timing["median"] <= timing["worst"]
@@ -134,6 +145,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(chairlift: Run, argv: list[str]
             ["--dtype", "fp8", "--shapes", "40x64"],
             "40x64: the sizes of products in fp8 must be multiples of 16; give others",
         ),
+        (["--shapes", "9of8:32x32"], "unknown shape '9of8:32x32'; give qwen2.5-0.5b"),
         *([] if "amx" in supported_isas() else [(["--kernels", "amx"], "this processor runs avx2")]),
     ],
 )
@@ -143,6 +155,13 @@ def test_what_cannot_be_measured_is_refused(chairlift: Run, tmp_path: Path, flag
     assert (code, out) == (2, [])
     assert complaint in err[0]
     assert not path.exists()
+
+
+def test_experts_are_not_measured_on_a_gpu(chairlift: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.cli.bench._path", lambda *given: "gpu")
+    code, out, err = chairlift("bench", "kernels", "--device", "cuda", "--shapes", "2of8:32x32")
+    assert (code, out) == (2, [])
+    assert "2of8:32x32: there are no GPU kernels for experts to measure (PyTorch computes them); leave it out" in err[0]
 
 
 def test_a_gpu_without_fp8_is_refused(chairlift: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ __all__ = ["doubts", "kernel_table", "limits_record", "limits_table"]
 
 _TITLES: Final = {
     "product": "Products: [rows, k] x [k, n]",
+    "experts": "Experts: routing and products of the chosen ones",
     "decode": "Attention, decode: one query per sequence",
     "prefill": "Attention, prefill: whole prompts",
     "head": "Output head: product and choice of the token",
@@ -65,6 +66,8 @@ def kernel_table(measurements: Sequence[Measurement]) -> Table:
         case "product":
             headers, cells = ["shape", "k", "n", "rows", *_PRODUCT], _product_cells
             headers += [] if "all" in measurements[0].timings else ["streaming costs"]
+        case "experts":
+            headers, cells = ["shape", "rows", "touched", *_PRODUCT], _expert_cells
         case "head":
             headers, cells = ["shape", "n", "rows", *_PRODUCT, "drawn us", "drawing costs"], _head_cells
         case _:
@@ -81,6 +84,11 @@ _PRODUCT: Final = ("us", "GB/s", "TFLOP/s", "of floor")
 def _product_cells(each: Measurement) -> list[str]:
     labels = [str(each.labels["shape"]), *(f"{each.labels[name]:,}" for name in ("k", "n", "rows"))]
     return [*labels, *_rates(each), *([] if "all" in each.timings else [_signed(each.extra_cost)])]
+
+
+def _expert_cells(each: Measurement) -> list[str]:
+    names = each.labels
+    return [str(names["shape"]), f"{names['rows']:,}", f"{names['touched']} of {names['experts']}", *_rates(each)]
 
 
 def _head_cells(each: Measurement) -> list[str]:

@@ -1,6 +1,7 @@
 """``bench kernels``: the compiled kernels relative to this machine's limits, or the Triton kernels relative to a GPU's.
 
-Cases are products, attention over the paged cache, and the output head with the choice of the token. Every case is
+Cases are products, layers of experts, attention over the paged cache, and the output head with the choice of the
+token. Every case is
 timed several times, in turns with all others of its kind, so that a slow minute of the machine affects all of them. The
 median counts.
 """
@@ -17,15 +18,15 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import torch
 
-from chairlift.errors import ConfigError
+from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.kv_tensors import available_memory
 from chairlift.kernels.cpu.library import Pool
 from chairlift.kernels.grouped import GroupKind
 from chairlift.kernels.roof import GPU, Roof
 from chairlift.workbench.bench.limits import Limits, LimitsNow, beyond_cache
 from chairlift.workbench.bench.machine import Machine
-from chairlift.workbench.bench.programs import Kernels, Prepare, kv_bytes, weight_bytes
-from chairlift.workbench.bench.shapes import ModelShape, Shapes
+from chairlift.workbench.bench.programs import ExpertTokens, Kernels, Prepare, expert_bytes, kv_bytes, weight_bytes
+from chairlift.workbench.bench.shapes import ExpertLayer, ModelShape, Shapes
 
 if TYPE_CHECKING:
     from chairlift.workbench.bench.device_programs import DeviceKernels
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KernelSettings", "Measurement", "Timing", "measure_kernels"]
 
-Kind = Literal["product", "decode", "prefill", "head"]
+Kind = Literal["product", "experts", "decode", "prefill", "head"]
 
 _MOST_HEAD_ROWS: Final = 256
 """An output head has a row per sequence, so prompts don't add to it."""
@@ -64,7 +65,7 @@ class KernelSettings:
     """Seconds that a run would take at the speed of the limits: one operation, or several up to this time."""
     device: str = "cpu"
     kind: GroupKind | None = None
-    """Format of weights in codes; then only products and output heads are measured. None: weights in ``dtype``."""
+    """Format of weights in codes; then products, experts and output heads are measured. None: weights in ``dtype``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,14 +86,14 @@ class Measurement:
     kind: Kind
     labels: dict[str, int | str]
     nbytes: int
-    """Bytes of weights, or of K and V, that one operation reads."""
+    """Bytes of weights, or of K and V, that one operation reads. Of experts only those that its tokens choose."""
     operations: int
     """Additions and multiplications of one operation."""
     count: int
     """Operations per run."""
     timings: dict[str, Timing]
-    """``all`` for products, on a GPU ``streamed`` (few rows) and ``library`` (cuBLAS); ``paged`` and ``in order`` for
-    attention, ``greedy`` and ``drawn`` for output heads."""
+    """``all`` for products and experts, on a GPU ``streamed`` (few rows) and ``library`` (cuBLAS); ``paged`` and
+    ``in order`` for attention, ``greedy`` and ``drawn`` for output heads."""
     extra_cost: float | None
     """Additional time as a fraction (median over rounds): of paged attention over attention in order, of sampling over
     the arg max, or of the product that streams its weight over cuBLAS. None for other products."""
@@ -128,7 +129,7 @@ def measure_kernels(
     products_of = torch.int8 if settings.kind else settings.dtype
     roof = limits.roof(settings.isa, products_of, settings.threads)
     device = torch.device(settings.device)
-    kinds = [list(_products(settings))]
+    kinds = [list(_products(settings)), list(_experts(settings))]
     if settings.kind is not None:
         kinds += [list(_heads(settings))]
     elif settings.dtype != torch.float8_e4m3fn:
@@ -170,6 +171,26 @@ def _products(settings: KernelSettings) -> Iterator[_Case]:
         nbytes = k * n * itemsize if settings.kind is None else weight_bytes(n, k, settings.dtype, settings.kind)
         taken = nbytes if settings.isa == GPU else weight_bytes(n, k, settings.dtype, settings.kind)
         yield _Case("product", labels, nbytes, 2 * rows * k * n, taken, variants)
+
+
+def _experts(settings: KernelSettings) -> Iterator[_Case]:
+    dtype, kind = settings.dtype, settings.kind
+    for layer, rows in itertools.product(settings.shapes.experts, settings.rows):
+        tokens = ExpertTokens(layer, rows, dtype)
+
+        def variants(
+            kernels: AnyKernels, count: int, layer: ExpertLayer = layer, tokens: ExpertTokens = tokens
+        ) -> dict[str, Prepare]:
+            if not isinstance(kernels, Kernels):
+                raise InvariantError("a GPU has no kernels for experts")
+            return kernels.experts(layer, tokens, count)
+
+        labels: dict[str, int | str] = {"shape": layer.name, "experts": layer.num_experts, "chosen": layer.chosen}
+        labels |= {"k": layer.k, "inner": layer.inner, "rows": rows, "touched": tokens.touched}
+        taken = sum(expert_bytes(layer, dtype, kind))
+        numbers = 3 * layer.k * layer.inner
+        each = numbers * dtype.itemsize if kind is None else taken // layer.num_experts
+        yield _Case("experts", labels, tokens.touched * each, 2 * rows * layer.chosen * numbers, taken, variants)
 
 
 def _decodes(settings: KernelSettings) -> Iterator[_Case]:

@@ -22,11 +22,16 @@ from chairlift.kernels.cpu.lowering import OpKind
 from chairlift.kernels.cpu.packed_codes import code_format, packed_code_bytes
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, packed_bytes
 from chairlift.kernels.cpu.program import SPARE_ROWS
+from chairlift.kernels.experts import route
 from chairlift.kernels.grouped import GroupKind
+from chairlift.kernels.routing import SCORINGS, Routing
 from chairlift.step_batch import StepBatch
-from chairlift.workbench.bench.shapes import ModelShape
+from chairlift.workbench.bench.shapes import ExpertLayer, ModelShape
 
-__all__ = ["BLOCK_SIZE", "WEIGHT_STD", "Kernels", "Prepare", "kv_bytes", "weight_bytes"]
+__all__ = [
+    *("BLOCK_SIZE", "WEIGHT_STD", "ExpertTokens", "Kernels", "Prepare"),
+    *("expert_bytes", "kv_bytes", "weight_bytes"),
+]
 
 BLOCK_SIZE: Final = 16
 """Tokens of a KV block: the engine's default."""
@@ -37,11 +42,37 @@ Prepare = Callable[[], Callable[[], object]]
 _PAGE: Final = 4096
 _PATTERN: Final = 1 << 20
 WEIGHT_STD: Final = 0.05
+_ROUTERS: Final = 8
+"""Layers of experts that number their experts differently."""
 
 
-def weight_bytes(n: int, k: int, dtype: torch.dtype, kind: GroupKind | None) -> int:
-    """Bytes of a packed weight [n, k]."""
-    return packed_bytes(n, k, dtype) if kind is None else packed_code_bytes(n, k, kind)
+def weight_bytes(
+    n: int, k: int, dtype: torch.dtype, kind: GroupKind | None, *, interleaved: bool = False, stack: int = 1
+) -> int:
+    """Bytes of a packed weight [n, k]; see :class:`~chairlift.kernels.cpu.packing.PackedMatrix` for the last two."""
+    if kind is None:
+        return packed_bytes(n, k, dtype, interleaved=interleaved, stack=stack)
+    return packed_code_bytes(n, k, kind, interleaved=interleaved, stack=stack)
+
+
+def expert_bytes(layer: ExpertLayer, dtype: torch.dtype, kind: GroupKind | None) -> tuple[int, int]:
+    """Bytes of the packed weights of all experts: gate and up, and down."""
+    number = layer.num_experts
+    gate_up = weight_bytes(2 * number * layer.inner, layer.k, dtype, kind, interleaved=True, stack=number)
+    return gate_up, weight_bytes(number * layer.k, layer.inner, dtype, kind, stack=number)
+
+
+class ExpertTokens:
+    """``rows`` random tokens of a layer of experts, the weight of its router, and the experts that they choose."""
+
+    def __init__(self, layer: ExpertLayer, rows: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.routing = Routing(num_experts=layer.num_experts, top_k=layer.chosen, normalise=True)
+        self.x = torch.randn(rows, layer.k, generator=generator).to(dtype)
+        self.router = torch.randn(layer.num_experts, layer.k, generator=generator).to(dtype)
+        chosen = route(self.x.float() @ self.router.float().T, self.routing)[1]
+        self.touched = len(set(chosen.flatten().tolist()))
+        """Number of distinct experts that the tokens choose."""
 
 
 def kv_bytes(model: ModelShape, batch: int, context: int, dtype: torch.dtype) -> int:
@@ -157,6 +188,46 @@ class Kernels:
             return run
 
         return prepare
+
+    def experts(self, layer: ExpertLayer, tokens: ExpertTokens, count: int) -> dict[str, Prepare]:
+        """``count`` layers of experts, each with weights of its own.
+
+        Neighbouring layers number their experts differently, so that a layer does not read the places in memory that
+        those of the layer before it had.
+        """
+        rows, number = len(tokens.x), layer.num_experts
+        x, out = self._buffer(rows, layer.k), self._buffer(rows, layer.k)
+        x[:rows, : layer.k] = tokens.x
+        gate_up, down = expert_bytes(layer, self._dtype, self._kind)
+        routers = []
+        for turn in range(min(number, _ROUTERS)):
+            padded = torch.zeros(number, -(-layer.k // PANEL) * PANEL, dtype=self._dtype)
+            padded[:, : layer.k] = tokens.router.roll(turn * max(1, number // _ROUTERS), 0)
+            routers.append(padded)
+        batch, code = _Batch([rows], [rows]), self._format
+        sizes = {"num_experts": number, "top_k": layer.chosen, "inner": layer.inner, "groups": 1, "kept_groups": 1}
+        sizes |= {"scoring": SCORINGS.index(tokens.routing.scoring), "normalise": tokens.routing.normalise}
+        sizes |= {f"down_{name}": value for name, value in code.items()}
+        fields = {"kind": OpKind.EXPERTS, "in_": 0, "out": 1, "aux": -1, "rotary": -1, "k": layer.k}
+        fields["n"] = 2 * -(-layer.inner // PANEL) * PANEL
+        scratch: list[lib.Memory] = []
+
+        def prepare() -> Callable[[], None]:
+            ops, structs = [], []
+            for turn in range(count):
+                weight = self._take(gate_up + down)
+                router = routers[turn % len(routers)].data_ptr()
+                structs.append(lib.Experts(**sizes, scale=1.0, router=router, down=weight + gate_up))
+                ops.append(lib.Op(**fields, **code, weight=weight, experts=ctypes.pointer(structs[-1])))
+            if not scratch:
+                scratch.append(lib.Memory(self._library.cl_expert_bytes(ops[0], NATIVE_DTYPES[self._dtype], rows)))
+            for each in structs:
+                each.scratch = scratch[0].address
+            run = self._program(ops, [x, out], [], batch)
+            run.kept += [structs, routers, scratch]
+            return run
+
+        return {"all": prepare}
 
     def _program(
         self, ops: Sequence[lib.Op], buffers: Sequence[Tensor], layers: Sequence[lib.KVLayer], batch: _Batch

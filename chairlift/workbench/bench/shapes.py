@@ -1,4 +1,4 @@
-"""Shapes for measuring kernels: those of known models, or any product by its size."""
+"""Shapes for measuring kernels: those of known models, or any product or layer of experts by its size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from chairlift.errors import ConfigError
 
-__all__ = ["MODEL_SHAPES", "ModelShape", "Product", "Shapes"]
+__all__ = ["MODEL_SHAPES", "ExpertLayer", "ModelShape", "Product", "Shapes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,23 +21,47 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """A layer of gated experts of ``k`` inputs and outputs and ``inner`` columns between. A token passes ``chosen``."""
+
+    name: str
+    num_experts: int
+    chosen: int
+    k: int
+    inner: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a decoder, by Hugging Face's names in short."""
 
     name: str
     hidden: int
     intermediate: int
+    """Width of the MLP, or of one expert."""
     heads: int
     kv_heads: int
     head_dim: int
     vocab_size: int
+    num_experts: int = 0
+    """0: an MLP for all tokens."""
+    chosen: int = 0
+    """Experts per token."""
+
+    def experts(self) -> list[ExpertLayer]:
+        """The experts of a layer, if there are any."""
+        if not self.num_experts:
+            return []
+        return [ExpertLayer(f"{self.name} experts", self.num_experts, self.chosen, self.hidden, self.intermediate)]
 
     def products(self) -> list[Product]:
-        """The four fused products of a layer."""
+        """The fused products of a layer: four, or two beside experts."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = [Product(f"{self.name} qkv", self.hidden, q + 2 * kv), Product(f"{self.name} o", q, self.hidden)]
+        if self.num_experts:
+            return attention
         return [
-            Product(f"{self.name} qkv", self.hidden, q + 2 * kv),
-            Product(f"{self.name} o", q, self.hidden),
+            *attention,
             Product(f"{self.name} gate_up", self.hidden, 2 * self.intermediate),
             Product(f"{self.name} down", self.intermediate, self.hidden),
         ]
@@ -50,38 +74,51 @@ MODEL_SHAPES: Final = {
         ModelShape("smollm-135m", 576, 1536, 9, 3, 64, 49_152),
         ModelShape("qwen3-0.6b", 1024, 3072, 16, 8, 128, 151_936),
         ModelShape("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128_256),
+        ModelShape("granite-3-1b-a400m", 1024, 512, 16, 8, 64, 49_155, num_experts=32, chosen=8),
+        ModelShape("olmoe-1b-7b", 2048, 1024, 16, 16, 128, 50_304, num_experts=64, chosen=8),
+        ModelShape("qwen3-30b-a3b", 2048, 768, 32, 4, 128, 151_936, num_experts=128, chosen=8),
     )
 }
 """Models by the name that ``--shapes`` takes."""
 
 _MOST: Final = 1 << 20
+_MOST_EXPERTS: Final = 4096
+"""Most experts that the kernels route to."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shapes:
-    """Shapes to measure: products, and models for their attention and output heads."""
+    """Shapes to measure: products, models for their attention and output heads, and layers of experts."""
 
     products: tuple[Product, ...]
     models: tuple[ModelShape, ...]
+    experts: tuple[ExpertLayer, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Shapes:
-        """Names of :data:`MODEL_SHAPES` and products ``KxN`` (inputs x outputs), separated by commas.
+        """Names of :data:`MODEL_SHAPES`, products ``KxN`` (inputs x outputs) and layers of experts ``CofE:KxI`` (C of E
+        experts per token, each with K inputs and I inner columns), separated by commas.
 
         Raises ConfigError for anything else.
         """
         products: list[Product] = []
         models: list[ModelShape] = []
+        experts: list[ExpertLayer] = []
         for item in text.split(","):
             name = item.strip().lower()
-            size = re.fullmatch(r"(\d{1,7})x(\d{1,7})", name)
+            size = re.fullmatch(r"(?:(\d{1,4})of(\d{1,4}):)?(\d{1,7})x(\d{1,7})", name)
+            chosen, number, k, n = (int(each or 0) for each in size.groups()) if size else (0, 0, 0, 0)
             if name in MODEL_SHAPES:
                 models.append(MODEL_SHAPES[name])
                 products += models[-1].products()
-            elif size and 1 <= (k := int(size[1])) <= _MOST and 1 <= (n := int(size[2])) <= _MOST:
+                experts += models[-1].experts()
+            elif size and size[1] is None and 1 <= k <= _MOST and 1 <= n <= _MOST:
                 products.append(Product(name, k, n))
+            elif size and 1 <= chosen <= number <= _MOST_EXPERTS and 1 <= k <= _MOST and 1 <= n <= _MOST:
+                experts.append(ExpertLayer(name, number, chosen, k, n))
             else:
                 raise ConfigError(
-                    f"unknown shape {item.strip()!r}; give {', '.join(MODEL_SHAPES)}, or inputs x outputs like 896x1152"
+                    f"unknown shape {item.strip()!r}; give {', '.join(MODEL_SHAPES)}, or inputs x outputs like "
+                    "896x1152, or experts like 8of32:1024x512 (8 of 32 per token, inputs x inner columns)"
                 )
-        return cls(tuple(dict.fromkeys(products)), tuple(dict.fromkeys(models)))
+        return cls(tuple(dict.fromkeys(products)), tuple(dict.fromkeys(models)), tuple(dict.fromkeys(experts)))

@@ -8,20 +8,22 @@ import torch
 
 from chairlift.errors import ConfigError
 from chairlift.kernels.cpu.library import Pool, supported_isas
+from chairlift.kernels.ops import experts as ops_experts
 from chairlift.kernels.roof import Roof
 from chairlift.workbench.bench.kernel_report import kernel_table
 from chairlift.workbench.bench.kernels import KernelSettings, Measurement, measure_kernels
 from chairlift.workbench.bench.limits import Limits, LimitsNow, Peak, Rate
 from chairlift.workbench.bench.machine import Machine, describe_machine
-from chairlift.workbench.bench.programs import BLOCK_SIZE, Kernels, kv_bytes
+from chairlift.workbench.bench.programs import BLOCK_SIZE, ExpertTokens, Kernels, expert_bytes, kv_bytes
 from chairlift.workbench.bench.report import text
-from chairlift.workbench.bench.shapes import ModelShape, Product, Shapes
+from chairlift.workbench.bench.shapes import ExpertLayer, ModelShape, Product, Shapes
 from tests.native import needs_kernels
 
 pytestmark = needs_kernels
 
 TINY = ModelShape("tiny", hidden=48, intermediate=80, heads=4, kv_heads=2, head_dim=32, vocab_size=500)
-SHAPES = Shapes((Product("odd", 50, 70),), (TINY,))
+EXPERTS = ExpertLayer("few", num_experts=6, chosen=2, k=50, inner=40)
+SHAPES = Shapes((Product("odd", 50, 70),), (TINY,), (EXPERTS,))
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -46,11 +48,17 @@ def measured(request: pytest.FixtureRequest, machine: Machine) -> tuple[int, lis
 
 
 def test_bytes_and_operations_by_hand(measured: tuple[int, list[list[Measurement]]]) -> None:
-    itemsize, (products, decodes, prefills, heads) = measured
+    itemsize, (products, experts, decodes, prefills, heads) = measured
     assert [(each.labels["rows"], each.nbytes, each.operations) for each in products] == [
         (1, 50 * 70 * itemsize, 2 * 50 * 70),
         (5, 50 * 70 * itemsize, 2 * 50 * 70 * 5),
     ]
+    # Gate, up and down of the experts that some token chose; two experts for each token.
+    assert [each.labels["rows"] for each in experts] == [1, 5]
+    assert experts[0].labels["touched"] == 2 < experts[1].labels["touched"] <= 6
+    for each in experts:
+        assert each.nbytes == each.labels["touched"] * 3 * 50 * 40 * itemsize
+        assert each.operations == 2 * each.labels["rows"] * 2 * 3 * 50 * 40
     # K and V of 2 heads of 32, for 2 sequences; 4 query heads, each a product with K and one with V.
     assert [(each.labels["context"], each.nbytes, each.operations) for each in decodes] == [
         (16, 2 * 2 * 32 * itemsize * 2 * 16, 2 * 2 * 4 * 32 * 2 * 16),
@@ -69,22 +77,22 @@ def test_bytes_and_operations_by_hand(measured: tuple[int, list[list[Measurement
 
 def test_times_and_shares(measured: tuple[int, list[list[Measurement]]]) -> None:
     _, kinds = measured
-    assert [each.kind for kind in kinds for each in kind[:1]] == ["product", "decode", "prefill", "head"]
+    assert [each.kind for kind in kinds for each in kind[:1]] == ["product", "experts", "decode", "prefill", "head"]
     for each in (each for kind in kinds for each in kind):
         assert 1 <= each.count <= 512
         floor = max(each.nbytes / 1e10, each.operations / 1e11)
         for timing in each.timings.values():
             assert 0 < timing.best <= timing.median <= timing.worst
             assert timing.share == pytest.approx(floor / timing.median)
-        assert (each.extra_cost is None) == (each.kind == "product")
+        assert (each.extra_cost is None) == (each.kind in ("product", "experts"))
     names = [list(kind[0].timings) for kind in kinds]
-    assert names == [["all"], ["paged", "in order"], ["paged", "in order"], ["greedy", "drawn"]]
+    assert names == [["all"], ["all"], ["paged", "in order"], ["paged", "in order"], ["greedy", "drawn"]]
 
 
 def test_shares_are_of_the_limits_around_each_run(machine: Machine) -> None:
     """Memory gets slower and slower: before the first run, then after each; floors are the means of two."""
     bandwidths = iter([4e10, 3e10, *(2e10, 1e10) * 100])
-    shapes = dataclasses.replace(SHAPES, models=())
+    shapes = dataclasses.replace(SHAPES, models=(), experts=())
     once = settings(shapes=shapes, rows=(1,), repeats=1)
     [[product], *_] = list(measure_kernels(once, machine, limits(), lambda: Roof(next(bandwidths), 1e20)))
     floor = (product.nbytes / 3e10 + product.nbytes / 2e10) / 2  # the first round, before which it is 4e10, warms up
@@ -136,6 +144,31 @@ def test_a_timed_product_is_the_product(isa: str, dtype: torch.dtype) -> None:
     expected = x[:rows, :k].double() @ weight.double().T
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(y[:rows, :n].double(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("isa", supported_isas() or ["none"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_timed_experts_are_the_experts(isa: str, dtype: torch.dtype) -> None:
+    layer = ExpertLayer("few", num_experts=6, chosen=2, k=64, inner=96)
+    number, k, inner, pair = layer.num_experts, layer.k, layer.inner, 4 // dtype.itemsize
+    tokens = ExpertTokens(layer, 5, dtype)
+    kernels = Kernels(Pool(1), isa, dtype, region_bytes=1 << 20)
+    run = kernels.experts(layer, tokens, count=2)["all"]()
+    run()
+    ops, (_, out) = run.kept[0][0], run.kept[1]  # type: ignore[attr-defined]
+    last = ops[1]
+    sizes = expert_bytes(layer, dtype, None)
+    parts = [
+        kernels._region.part(address - kernels._region.address, size)
+        for address, size in zip((last.weight, last.experts.contents.down), sizes, strict=True)
+    ]
+    gate_up = parts[0].tensor(dtype, (number, inner // 32, 2, k // pair, 32, pair))
+    gate_up = gate_up.permute(0, 2, 1, 4, 3, 5).reshape(-1, k)  # panels of gate and up alternate
+    down = parts[1].tensor(dtype, (number, k // 32, inner // pair, 32, pair)).transpose(2, 3).reshape(-1, inner)
+    router = tokens.router.roll(1, 0)  # the second layer numbers its experts in another way
+    expected = ops_experts(tokens.x, None, gate_up, down, router, tokens.routing)
+    assert expected.float().abs().max() > 0.001
+    torch.testing.assert_close(out[:5, :k].float(), expected.float(), rtol=2e-2, atol=1e-3 * pair)
 
 
 def test_every_operation_reads_other_memory_until_all_of_it_was_read() -> None:
