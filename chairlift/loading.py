@@ -224,7 +224,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         caching=config.cache.enable_prefix_caching,
         snapshot_interval=config.cache.state_snapshot_interval,
     )
-    check_fits(plan, device)
+    check_fits(plan, device, memory)
     executor = _make_executor(model, plan, config, dtype, device, kernels, max_model_len, drafting)
     return LoadedExecutor(
         executor=executor,

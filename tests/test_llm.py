@@ -128,6 +128,13 @@ def test_a_cache_that_no_memory_holds_is_refused(model_dir: Path, kernels: str) 
         make(model_dir, num_kv_blocks=2**31, block_size=256, kernels=kernels)
 
 
+def test_more_memory_than_the_machine_has_is_refused_though_the_cache_would_need_less(model_dir: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_memory_bytes is 900,000,000,000,000, but this machine, .* has .*;"
+    ):
+        make(model_dir, kv_cache_memory_bytes=9 * 10**14)
+
+
 def test_max_model_len_is_at_most_the_models(model_dir: Path) -> None:
     assert make(model_dir, max_model_len=512).max_model_len == 512
     with pytest.raises(ConfigError, match="max_model_len is 513, but the model was made for 512"):

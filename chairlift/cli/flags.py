@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = [
     "load_llm",
     "read_server_settings",
     "read_settings",
+    "shorten_help",
     "whole_number",
 ]
 
@@ -59,6 +61,8 @@ _SHORT: Final = {
     "data_parallel_size": "-dp",
 }
 """vLLM's short flags."""
+_FURTHER_SENTENCES: Final = re.compile(r"(?<=\.) (?!\(default).*?(?= \(default: [^)]*\)$|$)")
+"""What follows the first sentence of a help text, up to its default."""
 _JSON: Final = {
     "service_classes": '{"chat": {"priority": -5, "min_seqs": 8, "ttft_ms": 500}}',
     "tenant_weights": '{"alice": 2}',
@@ -147,6 +151,33 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
         else:
             options |= {"type": kind, "metavar": "N" if kind is int else "X"}
         group.add_argument(_spelled(name), **options)
+
+
+def shorten_help(parser: argparse.ArgumentParser, everyday: Collection[str]) -> None:
+    """Let ``--help`` list the ``everyday`` flags with a sentence each, and ``--help-all`` all flags with all sentences.
+
+    Call it when the parser has all its flags. Raises KeyError for a flag that the parser lacks.
+    """
+    flags = {flag: action for action in parser._actions for flag in action.option_strings}
+    shown = {flags[flag] for flag in everyday} | {flags["--help"]}
+    full = {action: action.help for action in flags.values()}
+    usage = f"{parser.prog} [MODEL] [FLAG ...]"
+
+    class HelpAll(argparse.Action):
+        """Prints the help with all flags, and ends."""
+
+        def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+            parser.usage = None
+            for action, text in full.items():
+                action.help = text
+            parser.print_help()
+            parser.exit()
+
+    for action, text in full.items():
+        action.help = _FURTHER_SENTENCES.sub("", text or "") if action in shown else argparse.SUPPRESS
+    parser.usage = usage
+    hidden = sum(text != argparse.SUPPRESS for action, text in full.items() if action not in shown)
+    parser.add_argument("--help-all", action=HelpAll, nargs=0, help=f"list the other {hidden} flags, and say more")
 
 
 def read_settings(args: argparse.Namespace, *, sampling: bool) -> tuple[dict[str, Any], dict[str, Any]]:

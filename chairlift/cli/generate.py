@@ -113,6 +113,7 @@ def _read_jobs(args: argparse.Namespace) -> list[_Job]:
         jobs = [_parse_line(index, number, line) for index, (number, line) in enumerate(_lines(args.prompts_file))]
         source = f"the prompts file {args.prompts_file}"
     elif args.prompts and args.prompts != ["-"]:
+        _refuse_model_paths(args.prompts)
         return [_text_job(i, f"prompt {i + 1}", prompt) for i, prompt in enumerate(args.prompts)]
     elif sys.stdin.isatty() and not args.prompts:
         raise ConfigError('no prompt; give one (chairlift generate "Hi"), a --prompts-file, or lines on standard input')
@@ -122,6 +123,19 @@ def _read_jobs(args: argparse.Namespace) -> list[_Job]:
     if not jobs:
         raise ConfigError(f"{source} holds no prompts; write one per line")
     return jobs
+
+
+def _refuse_model_paths(prompts: Sequence[str]) -> None:
+    """Raise ConfigError for a prompt that is the path of a model here: a GGUF file or a directory with config.json."""
+    for prompt in prompts:
+        path, kind = Path(prompt), ""
+        with contextlib.suppress(OSError, ValueError):  # most prompts are no paths: too long, or with a NUL
+            if path.suffix == ".gguf" and path.is_file():
+                kind = "a GGUF file"
+            elif path.is_dir() and (path / "config.json").is_file():
+                kind = "a model directory"
+        if kind:
+            raise ConfigError(f"{prompt} is given as a prompt, but is {kind}; give it as --model {prompt}")
 
 
 def _read_schema(path: Path) -> str:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from chairlift.cli.flags import add_engine_flags, add_server_flags, read_server_settings
+from chairlift.cli.flags import add_engine_flags, add_server_flags, read_server_settings, shorten_help
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.errors import ConfigError
 
@@ -32,6 +32,13 @@ exit codes:
   3  the engine died, and --no-restart was given (or starting it again did not help)"""
 
 _SECRET: Final = ("api_key",)
+_EVERYDAY: Final = (
+    *("--dry-run", "--host", "--port", "--served-model-name", "--api-key-file", "--insecure", "--chat-template"),
+    *("--lora-modules", "--log-requests", "--batch-dir", "--config", "--dtype", "--quantization", "--device"),
+    *("--threads", "--max-model-len", "--kv-cache-memory-bytes", "--gpu-memory-utilization", "--max-num-seqs"),
+    *("--max-num-batched-tokens", "--scheduling-policy", "--speculative-config", "--enable-lora"),
+)
+"""Flags that ``--help`` lists; ``--help-all`` lists every flag."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the settings that would be used, and exit")
     add_server_flags(parser)
     add_engine_flags(parser, leave_out={"model"})
+    shorten_help(parser, _EVERYDAY)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -112,8 +112,11 @@ def available_memory(device: torch.device) -> int:
     return (total if limit is None else min(total or limit, limit)) or 4 << 30
 
 
-def check_fits(plan: KVPlan, device: torch.device) -> None:
+def check_fits(plan: KVPlan, device: torch.device, asked: int | None = None) -> None:
     """Raise ConfigError for a KV cache, or a swap space in memory, that is larger than the machine's memory.
+
+    ``asked`` is ``kv_cache_memory_bytes`` as it was given, which the plan may not use up: a number that the machine
+    does not have is a mistake all the same.
 
     Pages of a CPU's memory are taken as they are touched, so that nothing else would fail before the system ends the
     process. A GPU says so by itself.
@@ -121,6 +124,11 @@ def check_fits(plan: KVPlan, device: torch.device) -> None:
     if device.type != "cpu":
         return
     most = available_memory(device)
+    if asked is not None and asked > most:
+        raise ConfigError(
+            f"kv_cache_memory_bytes is {asked:,}, but this machine, or this process's control group, has {most:,} bytes"
+            " of memory; lower it, or leave it out"
+        )
     host = plan.host_bytes if plan.swap_directory is None else 0
     if plan.total_bytes + host <= most:
         return

@@ -174,6 +174,9 @@ def load_medusa(folder: Path, vocab_size: int, hidden_size: int, dtype: torch.dt
 def _sizes(folder: Path) -> tuple[int, int]:
     """Heads, and blocks of each."""
     path = folder / "config.json"
+    if not path.is_file():
+        found = "is a file" if folder.is_file() else "has no config.json"
+        raise ModelLoadError(f"{folder} {found}; give the directory of the Medusa heads, with config.json and weights")
     try:
         config = json.loads(path.read_text())
         sizes = [config["medusa_num_heads"], config["medusa_num_layers"]]

@@ -19,6 +19,7 @@ from torch import Tensor
 from chairlift.errors import ModelLoadError
 from chairlift.lora.settings import CONFIG_NAME, AdapterSettings, read_settings
 from chairlift.lora.sites import Sites, layer_of
+from chairlift.mistaken_models import check_content
 from chairlift.models.checkpoint import CheckpointPart
 
 __all__ = ["WEIGHTS_NAME", "Adapter", "LowRank", "adapter_files", "read_adapter"]
@@ -132,6 +133,7 @@ def read_adapter(path: Path, sites: Sites, *, max_rank: int, root: Path | None =
     except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
         if isinstance(error, ModelLoadError):
             raise
+        check_content(weights)
         raise ModelLoadError(f"{weights} is damaged or incomplete ({error}); save the adapter again") from None
 
 

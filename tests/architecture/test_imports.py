@@ -55,7 +55,7 @@ ALLOWED: dict[str, list[str]] = {
         "sampling.row",
         "step_batch",
     ],
-    "lora": ["errors", "models", "kernels"],
+    "lora": ["errors", "mistaken_models", "models", "kernels"],
     "executor": [
         "errors",
         "config",

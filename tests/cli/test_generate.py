@@ -229,6 +229,16 @@ def test_unusable_input(chairlift: Run, tmp_path: Path, monkeypatch: pytest.Monk
         assert words in err[0]
 
 
+def test_a_model_given_as_a_prompt_is_told(chairlift: Run, model_dir: Path, tmp_path: Path) -> None:
+    told = "is given as a prompt, but is a model directory; give it as --model"
+    assert chairlift("generate", model_dir, "Hi") == (2, [], [f"chairlift: error: {model_dir} {told} {model_dir}"])
+    weights = tmp_path / "w.gguf"
+    weights.write_bytes(b"GGUF")
+    assert "is a GGUF file; give it as --model" in chairlift("generate", "Hi", weights)[2][0]
+    weights.unlink()  # a name of nothing is a prompt, also a very long one
+    assert chairlift("generate", str(weights), "x" * 300, "--model", model_dir, "--max-tokens", "1")[0] == 0
+
+
 def test_an_unwritable_output_is_refused_before_the_model_loads(chairlift: Run, tmp_path: Path) -> None:
     for output in (tmp_path, tmp_path / "no" / "such" / "folder.jsonl"):
         code, out, err = chairlift("generate", "Hi", "--output", output, "--model", "/no/such/model")

@@ -19,11 +19,29 @@ def settings(*arguments: str) -> ServerConfig:
 
 
 def test_every_setting_of_the_server_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help-all"]) == 0
+    text = capsys.readouterr().out
+    for flag in (*server_fields(), *flat_fields()):
+        assert flag.name == "model" or f"\n  --{flag.name.replace('_', '-')}" in text
+    assert "--no-restart" in text
+    assert "Steps are then not" in text  # the end of a long text
+
+
+def test_help_fits_two_screens_and_names_the_everyday_flags(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["serve", "--help"]) == 0
     text = capsys.readouterr().out
-    for flag in server_fields():
-        assert f"--{flag.name.replace('_', '-')}" in text
-    assert "--no-restart" in text
+    assert len(text.splitlines()) <= 100
+    for flag in (*serve._EVERYDAY, "--help-all"):
+        assert f"\n  {flag}" in text
+    assert "--stall-timeout" not in text and "--tensor-parallel-size" not in text
+    assert "Address to listen on. (default: 127.0.0.1)" in text
+
+
+def test_a_hidden_flag_works_as_ever() -> None:
+    assert settings("--stall-timeout", "5").stall_timeout == 5.0
 
 
 def test_the_exit_codes_are_told_with_the_command() -> None:

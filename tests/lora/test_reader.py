@@ -172,6 +172,12 @@ def test_a_damaged_file_is_refused(adapter: Path, sites: Sites) -> None:
         read(adapter, sites)
 
 
+def test_a_git_lfs_pointer_is_named(adapter: Path, sites: Sites) -> None:
+    (adapter / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    with pytest.raises(ModelLoadError, match=r"adapter_model\.safetensors is a Git-LFS pointer"):
+        read(adapter, sites)
+
+
 def test_pickles_are_never_opened(adapter: Path, sites: Sites) -> None:
     (adapter / WEIGHTS_NAME).rename(adapter / "adapter_model.bin")
     with pytest.raises(ModelLoadError, match="unpickling"):

@@ -192,6 +192,8 @@ def test_files_that_are_not_heads_are_refused(change: Any, message: str, tmp_pat
 
 def test_pickled_heads_and_other_kernels_are_refused(models: Models, tmp_path: Path) -> None:
     heads = write_heads(tmp_path / "heads", hidden_size(models.model_dir("llama")))
+    with pytest.raises(ModelLoadError, match="is a file; give the directory of the Medusa heads"):
+        load_medusa(Path(__file__), VOCAB, 64, torch.float32)
     with pytest.raises(ConfigError, match="medusa runs on the native CPU kernels, and torch runs this model"):
         models.llm("llama", "torch", "float32", num_kv_blocks=20, speculative_config=asked_of(heads))
     (heads / "medusa_lm_head.safetensors").rename(heads / "medusa_lm_head.pt")
