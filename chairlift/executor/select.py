@@ -67,7 +67,7 @@ def why_not_native(
         )
     if block_size % 16:
         return f"they need block_size to be a multiple of 16, and it is {block_size}; leave it out"
-    if isinstance(network, EncoderConfig):  # an encoder's attention runs in PyTorch
+    if isinstance(network, EncoderConfig) or not network.attends:  # an encoder's attention runs in PyTorch
         return ""
     if network.head_dim % 16 or not 16 <= network.head_dim <= 256:
         return f"they need a head size that is a multiple of 16 from 16 to 256, and this model's is {network.head_dim}"

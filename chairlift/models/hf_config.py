@@ -189,6 +189,13 @@ class ModelConfig:
     mixers: tuple[MixerConfig | None, ...] = ()
     """Per layer, what it has in place of attention; None where it attends. Empty: all layers attend."""
 
+    mlp_layers: tuple[bool, ...] = ()
+    """Per layer, whether an MLP or experts follow. Empty: in all layers."""
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether this layer has an MLP or experts."""
+        return not self.mlp_layers or self.mlp_layers[layer]
+
     def mixer(self, layer: int) -> MixerConfig | None:
         """The recurrent mixer that this layer has in place of attention, if any."""
         return self.mixers[layer] if self.mixers else None
@@ -197,6 +204,11 @@ class ModelConfig:
     def recurrent(self) -> bool:
         """Whether some layer keeps a recurrent state."""
         return any(mixer is not None for mixer in self.mixers)
+
+    @property
+    def attends(self) -> bool:
+        """Whether some layer attends."""
+        return any(self.mixer(layer) is None for layer in range(self.num_hidden_layers))
 
     @property
     def gated(self) -> bool:

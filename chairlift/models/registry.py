@@ -24,6 +24,7 @@ from chairlift.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from chairlift.models.internlm3 import INTERNLM3
 from chairlift.models.lfm2 import LFM2
 from chairlift.models.llama import LLAMA
+from chairlift.models.mamba2 import MAMBA2
 from chairlift.models.ministral import MINISTRAL
 from chairlift.models.ministral3 import MINISTRAL3
 from chairlift.models.mistral import MISTRAL
@@ -69,6 +70,7 @@ FAMILIES: dict[str, Family] = {
         INTERNLM3,
         LFM2,
         LLAMA,
+        MAMBA2,
         MINISTRAL,
         MINISTRAL3,
         MISTRAL,

@@ -79,8 +79,9 @@ class ModelCost:
         head_params = (hidden + network.head_bias) * network.vocab_size
         mixing = [_mixing(network, number) for number in layers]
         blocks = [_mlp_params(network, number) for number in layers]
-        whole = sum(each.params for each in mixing) + sum(blocks) + norms * norm * len(layers)
-        tail = mixing[-1].tail_params + blocks[-1] + norms * norm
+        own = [(norms if network.has_mlp(number) else norms - 1) * norm for number in layers]
+        whole = sum(each.params for each in mixing) + sum(blocks) + sum(own)
+        tail = mixing[-1].tail_params + blocks[-1] + own[-1]
         tail += norm if network.block == "post" else 0  # the final norm in place of that before attention, if any
         saved = tail_saved = head_saved = 0
         # Where a checkpoint mixes kinds, the first is the kind of most weights.
@@ -169,6 +170,8 @@ def _state_bytes(network: ModelConfig, layer: int, dtype: torch.dtype) -> int:
 
 def _mlp_params(network: ModelConfig, layer: int) -> int:
     """Weights that every token passes between attention and the next layer, without norms."""
+    if not network.has_mlp(layer):
+        return 0
     hidden, inner, products = network.hidden_size, network.intermediate_size, 3 if network.gated else 2
     if (found := network.experts) is None or not network.has_experts(layer):
         return products * hidden * inner + ((products - 1) * inner + hidden) * network.mlp_bias
@@ -178,6 +181,8 @@ def _mlp_params(network: ModelConfig, layer: int) -> int:
 
 def _mlp_shapes(network: ModelConfig, layer: int) -> list[MatrixShape]:
     """Shapes of the products with these weights, which a format can make smaller."""
+    if not network.has_mlp(layer):
+        return []
     hidden, inner, products = network.hidden_size, network.intermediate_size, 3 if network.gated else 2
     if network.experts is not None and network.has_experts(layer):
         inner = network.experts.shared_size

@@ -18,6 +18,7 @@ from chairlift.cli.main import main
 from chairlift.errors import ConfigError, ModelLoadError
 from chairlift.kernels import recurrent
 from chairlift.kernels.cpu.library import supported_isas
+from chairlift.kernels.mamba2 import Mamba2
 from chairlift.kernels.recurrent import Piece
 from chairlift.kernels.short_conv import ShortConv
 from chairlift.kernels.weights import PLAIN
@@ -39,9 +40,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2",
         {"layer_types": ["conv", "conv", "full_attention"], "num_hidden_layers": 3, "tie_word_embeddings": False},
     ),
+    "mamba2-biases": (
+        "mamba2",
+        {"use_bias": True, "conv_kernel": 3, "n_groups": 1, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-3},
+    ),
+    "mamba2-no-biases": ("mamba2", {"use_conv_bias": False, "time_step_limit": (0.3, 0.9)}),
 }
-CALLING_OUT: tuple[str, ...] = ()
+CALLING_OUT: tuple[str, ...] = ("mamba2", "mamba2-biases", "mamba2-no-biases")
 """Those of which PyTorch computes a part between the native kernels."""
+WITHOUT_KV = ("mamba2",)
+"""Families that never attend."""
 KERNELS = (*supported_isas()[-1:], "torch")
 
 
@@ -141,12 +149,14 @@ def test_answers_do_not_depend_on_the_schedule(family: str, kernels: str, tmp_pa
             outputs = llm.generate(PROMPTS, PARAMS)
             found = answers(outputs)
             assert [ids for ids, _ in found] == [ids for ids, _ in expected], name
-            if kernels != "torch":
+            if kernels != "torch" and family not in CALLING_OUT:
                 assert found == expected, name
             seen["cached"] += sum(output.num_cached_tokens for output in outputs)
         seen["preempted"] += llm.engine.scheduler.num_preemptions
         seen["swapped"] += llm.engine.scheduler.preemptor.num_swaps
-    assert all(seen.values()), seen
+    assert seen.pop("cached")
+    # Without K and V, requests run as far as their states fit, and none is preempted for another.
+    assert all(seen.values()) or family in WITHOUT_KV, seen
 
 
 # -- settings and memory -----------------------------------------------------------------------------------------------
@@ -240,21 +250,68 @@ def test_a_feature_that_is_left_out_is_noticed(
     assert not close(packed_logits(model, [prompt(40)])[0], expected, 0.01), what
 
 
-Scan = Callable[[ShortConv, tuple[Any, ...], tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]
+Scan = Callable[[Any, tuple[Any, ...], tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]
 
 
 def tail_lost(scan: Scan) -> Scan:
-    return lambda self, inputs, state: scan(self, inputs, tuple(torch.zeros_like(part) for part in state))
+    return lambda self, inputs, state: scan(self, inputs, (torch.zeros_like(state[0]), *state[1:]))
 
 
 def tail_late(scan: Scan) -> Scan:
     """The state lacks the newest token."""
 
-    def wrong(self: ShortConv, inputs: tuple[Any, ...], state: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        out, (after,) = scan(self, inputs, state)
-        return out, (torch.cat((state[0][:, -1:], after[:, :-1]), dim=1),)
+    def wrong(self: Any, inputs: tuple[Any, ...], state: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        out, (after, *others) = scan(self, inputs, state)
+        return out, (torch.cat((state[0][:, -1:], after[:, :-1]), dim=1), *others)
 
     return wrong
+
+
+def scan_state_lost(scan: Scan) -> Scan:
+    return lambda self, inputs, state: scan(self, inputs, (state[0], torch.zeros_like(state[1])))
+
+
+def scan_state_late(scan: Scan) -> Scan:
+    """The state is that before the newest tokens."""
+
+    def wrong(self: Any, inputs: tuple[Any, ...], state: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        out, (tail, _) = scan(self, inputs, state)
+        return out, (tail, state[1])
+
+    return wrong
+
+
+def scan_state_in_16_bits(scan: Scan) -> Scan:
+    def wrong(self: Any, inputs: tuple[Any, ...], state: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        out, (tail, after) = scan(self, inputs, state)
+        return out, (tail, after.bfloat16().float())
+
+    return wrong
+
+
+def decay_in_16_bits(scan: Scan) -> Scan:
+    return lambda self, inputs, state: scan(
+        dataclasses.replace(self, a_log=self.a_log.float().exp().bfloat16().float().log()), inputs, state
+    )
+
+
+def no_time_limit(scan: Scan) -> Scan:
+    shape = {"time_limit": (0.0, float("inf"))}
+    return lambda self, inputs, state: scan(
+        dataclasses.replace(self, shape=dataclasses.replace(self.shape, **shape)), inputs, state
+    )
+
+
+def norm_over_all_groups(scan: Scan) -> Scan:
+    return lambda self, inputs, state: scan(
+        dataclasses.replace(self, shape=dataclasses.replace(self.shape, norm_groups=1)), inputs, state
+    )
+
+
+def norm_before_the_gate(scan: Scan) -> Scan:
+    return lambda self, inputs, state: scan(
+        dataclasses.replace(self, shape=dataclasses.replace(self.shape, norm_first=True)), inputs, state
+    )
 
 
 def no_gate_within(scan: Scan) -> Scan:
@@ -288,16 +345,35 @@ def read_of_a_neighbour(pieces: list[Piece]) -> list[Piece]:
     ]
 
 
-SCAN_MISTAKES = {mistake.__name__: mistake for mistake in (tail_lost, tail_late, no_gate_within, no_gate_behind)}
+CELLS: dict[str, tuple[type, tuple[Callable[[Scan], Scan], ...]]] = {
+    "lfm2": (ShortConv, (tail_lost, tail_late, no_gate_within, no_gate_behind)),
+    "mamba2": (
+        Mamba2,
+        (
+            *(tail_lost, tail_late, scan_state_lost, scan_state_late, scan_state_in_16_bits, decay_in_16_bits),
+            *(no_time_limit, norm_over_all_groups, norm_before_the_gate),
+        ),
+    ),
+}
+"""Family -> its cell, and mistakes in it."""
 PIECE_MISTAKES = {mistake.__name__: mistake for mistake in (not_reset, slot_of_a_neighbour, read_of_a_neighbour)}
+MISTAKES = [
+    (family, mistake)
+    for family, (_, mistakes) in CELLS.items()
+    for mistake in (*(each.__name__ for each in mistakes), *PIECE_MISTAKES)
+]
 
 
-@pytest.mark.parametrize("mistake", [*SCAN_MISTAKES, *PIECE_MISTAKES])
-def test_a_state_that_goes_wrong_is_noticed(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_dir = tiny_hf_model(tmp_path, "lfm2")
+@pytest.mark.parametrize(("family", "mistake"), MISTAKES)
+def test_a_state_that_goes_wrong_is_noticed(
+    family: str, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir = tiny_hf_model(tmp_path, family, **({} if family == "lfm2" else {"time_step_limit": (0.0, 1.0)}))
     theirs, tokens = hf_model(model_dir), [prompt(24, 5), prompt(24, 6)]
-    if mistake in SCAN_MISTAKES:
-        monkeypatch.setattr(ShortConv, "scan", SCAN_MISTAKES[mistake](ShortConv.scan))
+    cell, mistakes = CELLS[family]
+    planted = {each.__name__: each for each in mistakes}
+    if mistake in planted:
+        monkeypatch.setattr(cell, "scan", planted[mistake](cell.scan))  # type: ignore[attr-defined]
     else:
         plan = recurrent.plan_pieces
         monkeypatch.setattr("chairlift.models.context.plan_pieces", lambda *args: PIECE_MISTAKES[mistake](plan(*args)))
@@ -305,4 +381,5 @@ def test_a_state_that_goes_wrong_is_noticed(mistake: str, tmp_path: Path, monkey
     for part in (slice(0, 9), slice(9, 24)):
         logits = runner.step([("a", tokens[0][part]), ("b", tokens[1][part])])
     expected = [hf_logits(theirs, each)[9:] for each in tokens]
-    assert not all(close(found, truth, 0.01) for found, truth in zip(logits, expected, strict=True))
+    tolerance = 3e-4 if mistake.endswith("16_bits") else 0.01
+    assert not all(close(found, truth, tolerance) for found, truth in zip(logits, expected, strict=True))

@@ -116,6 +116,14 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv", "conv"],
         "num_hidden_layers": 4,
     },
+    "mamba2": {
+        "chunk_size": 8,
+        "expand": 2,
+        "head_dim": 16,
+        "n_groups": 2,
+        "num_heads": 8,
+        "state_size": 24,
+    },
 }
 """Families with recurrent layers, which test_recurrent_families.py compares with transformers."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from chairlift.kernels import ops
@@ -31,8 +33,9 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = make_norm(config) if before else None
         self.mixer = make_mixer(config, layer)
         self.self_attn = Attention(config, layer) if self.mixer is None else None
-        self.post_attention_layernorm = make_norm(config) if before and config.block != "parallel" else None
-        self.mlp = MixtureOfExperts(config) if config.has_experts(layer) else MLP(config)
+        second = before and config.block != "parallel" and config.has_mlp(layer)
+        self.post_attention_layernorm = make_norm(config) if second else None
+        self.mlp: Any = _make_mlp(config, layer)
         self.attention_out_norm = make_norm(config) if after else None
         self.mlp_out_norm = make_norm(config) if after else None
 
@@ -46,6 +49,8 @@ class DecoderLayer(nn.Module):
             second = self.post_attention_layernorm
             return x + attended + self._scaled(self.mlp(normed if second is None else second(x)))
         x = x + attended
+        if self.mlp is None:
+            return x
         inner: Tensor = self.mlp(_normed(self.post_attention_layernorm, x))
         return x + self._scaled(_normed(self.mlp_out_norm, inner))
 
@@ -60,6 +65,12 @@ class DecoderLayer(nn.Module):
 
     def _scaled(self, branch: Tensor) -> Tensor:
         return branch if self.residual_scale == 1.0 else ops.scale(branch, self.residual_scale)
+
+
+def _make_mlp(config: ModelConfig, layer: int) -> MLP | MixtureOfExperts | None:
+    if not config.has_mlp(layer):
+        return None
+    return MixtureOfExperts(config) if config.has_experts(layer) else MLP(config)
 
 
 def _normed(norm: RMSNorm | LayerNorm | None, x: Tensor) -> Tensor:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from chairlift.kernels.mamba2 import Mamba2, Mamba2Shape
 from chairlift.kernels.short_conv import ShortConv
 from chairlift.models.context import AttentionContext, LayerState
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.linear import Linear
-from chairlift.models.mixers import ShortConvConfig
+from chairlift.models.mixers import Mamba2Config, ShortConvConfig
 
-__all__ = ["Mixer", "ShortConvMixer", "make_mixer"]
+__all__ = ["Mamba2Mixer", "Mixer", "ShortConvMixer", "make_mixer"]
 
 
 class _Taps(nn.Module):
@@ -51,13 +52,64 @@ class ShortConvMixer(nn.Module):
         return ShortConv(self.conv.weight, self.conv.bias, gated=True)
 
 
-Mixer = ShortConvMixer
+class _GateNorm(nn.Module):
+    """Weight [I] of the gated norm of a Mamba-2 layer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class Mamba2Mixer(nn.Module):
+    """[T, D] -> [T, D]: a product, the cell :class:`~chairlift.kernels.mamba2.Mamba2`, and another product."""
+
+    float32_parameters = ("A_log", "D", "dt_bias")
+    """Parameters that stay in float32 whatever the model's dtype is: decays in 16 bits drift over long texts."""
+
+    def __init__(self, config: ModelConfig, mixer: Mamba2Config, layer: int) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.layer = layer
+        self.shape = Mamba2Shape(
+            heads=mixer.heads,
+            head_dim=mixer.head_dim,
+            state_size=mixer.state_size,
+            groups=mixer.groups,
+            time_limit=mixer.time_limit,
+            norm_groups=mixer.norm_groups,
+            norm_eps=config.norm_eps,
+            norm_first=mixer.norm_first,
+        )
+        self.in_proj = Linear(hidden, self.shape.columns, bias=mixer.bias)
+        self.conv = _Taps(self.shape.channels, mixer.taps, bias=mixer.conv_bias)
+        self.A_log = nn.Parameter(torch.arange(1, mixer.heads + 1).float().log())
+        self.D = nn.Parameter(torch.ones(mixer.heads))
+        # softplus of these are time steps from 0.001 to 0.1, evenly spaced on a logarithmic scale
+        self.dt_bias = nn.Parameter(torch.logspace(-3, -1, mixer.heads).expm1().log())
+        self.norm = _GateNorm(mixer.inner) if mixer.norm else None
+        self.out_proj = Linear(mixer.inner, hidden, bias=mixer.bias)
+
+    @property
+    def state(self) -> LayerState:
+        """Shape of the layer's state per request."""
+        return LayerState(self._cell().parts)
+
+    def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
+        out: Tensor = self.out_proj(ctx.recur(self.layer, self._cell(), self.in_proj(x)))
+        return out
+
+    def _cell(self) -> Mamba2:
+        norm = None if self.norm is None else self.norm.weight
+        conv = ShortConv(self.conv.weight, self.conv.bias, silu=True)
+        return Mamba2(self.shape, conv, self.A_log, self.dt_bias, self.D, norm)
+
+
+Mixer = ShortConvMixer | Mamba2Mixer
 
 
 def make_mixer(config: ModelConfig, layer: int) -> Mixer | None:
     """The recurrent layer in place of attention that ``config`` names; None where a layer has attention."""
     mixer = config.mixer(layer)
-    return None if mixer is None else _MIXERS[type(mixer)](config, mixer, layer)
-
-
-_MIXERS = {ShortConvConfig: ShortConvMixer}
+    if isinstance(mixer, Mamba2Config):
+        return Mamba2Mixer(config, mixer, layer)
+    return None if mixer is None else ShortConvMixer(config, mixer, layer)

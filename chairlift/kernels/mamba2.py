@@ -1,0 +1,130 @@
+"""Mamba-2 (Dao and Gu, 2024) as a recurrent cell: a short convolution, a scan over states, and a gated norm."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from chairlift.kernels.recurrent import StatePart
+from chairlift.kernels.short_conv import ShortConv
+
+__all__ = ["BLOCK", "Mamba2", "Mamba2Shape"]
+
+BLOCK = 64
+"""Tokens that the plain scan multiplies at a time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Shape:
+    """Sizes of a layer, and its numbers that are not weights. I is ``heads * head_dim``."""
+
+    heads: int
+    head_dim: int
+    state_size: int
+    groups: int = 1
+    """Groups of heads that share B and C."""
+    time_limit: tuple[float, float] = (0.0, float("inf"))
+    """(least, most) of a time step. It holds for every token, in transformers only where several are computed."""
+    norm_groups: int = 1
+    """Groups of channels with a root mean square of their own in the gated norm."""
+    norm_eps: float = 1e-5
+    norm_first: bool = False
+    """Whether the norm comes before the gate."""
+
+    @property
+    def inner(self) -> int:
+        """I, the width of x, of the gate and of the result."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """I + 2 G N, the width of the convolution: x, B and C."""
+        return self.inner + 2 * self.groups * self.state_size
+
+    @property
+    def columns(self) -> int:
+        """Width of the input: gate, x, B, C, and a time step per head."""
+        return self.inner + self.channels + self.heads
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Mamba2:
+    """Input [T, gate (I) | x (I), B (G N), C (G N) | dt (H)] -> [T, I].
+
+    x, B and C pass a convolution with silu. Then, in float32, for each head with its state S [N, P]: d = softplus(dt +
+    dt_bias), limited; S = exp(-d exp(A_log)) S + B (d x)'; y = S' C + D x. The result is y silu(gate), through a norm
+    if there is one. The state is float32 whatever the model's dtype is.
+    """
+
+    shape: Mamba2Shape
+    conv: ShortConv
+    a_log: Tensor
+    """[H]."""
+    dt_bias: Tensor
+    """[H]."""
+    skip: Tensor
+    """[H]: D."""
+    norm: Tensor | None
+    """Weight [I] of the gated norm; None: there is only the gate."""
+
+    @property
+    def parts(self) -> tuple[StatePart, ...]:
+        """The tail of the convolution, and S per head."""
+        shape = self.shape
+        return (*self.conv.parts, StatePart((shape.heads, shape.state_size, shape.head_dim), torch.float32))
+
+    def width(self, *widths: int) -> int:
+        if widths != (self.shape.columns,):
+            raise ValueError(f"the Mamba-2 layer takes rows of {self.shape.columns}, got rows of {list(widths)}")
+        return self.shape.inner
+
+    def scan(self, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        shape, (given,), (tail, kept) = self.shape, inputs, state
+        gate, mixed, steps = torch.split(given, [shape.inner, shape.channels, shape.heads], dim=-1)
+        mixed, (tail,) = self.conv.scan((mixed,), (tail,))
+        lead, wide = mixed.shape[:2], shape.groups * shape.state_size
+        x, b, c = torch.split(mixed.float(), [shape.inner, wide, wide], dim=-1)
+        x = x.view(*lead, shape.groups, -1, shape.head_dim)
+        b, c = (each.view(*lead, shape.groups, shape.state_size) for each in (b, c))
+        times = torch.nn.functional.softplus(steps.float() + self.dt_bias.float()).clamp(*shape.time_limit)
+        times = times.view(*lead, shape.groups, -1)
+        rates = -self.a_log.float().exp().view(shape.groups, -1)
+        kept = kept.view(len(kept), shape.groups, -1, shape.state_size, shape.head_dim)
+        outputs = []
+        for at in range(0, lead[1], BLOCK):
+            some = slice(at, at + BLOCK)
+            y, kept = _block(x[:, some], b[:, some], c[:, some], times[:, some], rates, kept)
+            outputs.append(y)
+        y = torch.cat(outputs, dim=1) + self.skip.float().view(shape.groups, -1, 1) * x
+        y = self._gated(y.reshape(*lead, shape.inner), gate.float()).to(given.dtype)
+        return y, (tail, kept.reshape(len(kept), shape.heads, shape.state_size, shape.head_dim))
+
+    def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Gate and norm, in float32."""
+        gate = torch.nn.functional.silu(gate)
+        if self.norm is None:
+            return y * gate
+        y = y if self.shape.norm_first else y * gate
+        grouped = y.view(*y.shape[:-1], self.shape.norm_groups, -1)
+        grouped = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
+        y = grouped.flatten(-2) * self.norm.float()
+        return y * gate if self.shape.norm_first else y
+
+
+def _block(x: Tensor, b: Tensor, c: Tensor, times: Tensor, rates: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Several tokens as products of matrices, in float32: x [B, n, G, R, P] for R heads in each of G groups, b and c
+    [B, n, G, N], times [B, n, G, R], rates [G, R] and state [B, G, R, N, P] -> y like x, and the state after them."""
+    count = x.shape[1]
+    decays = (times * rates).cumsum(1).movedim(1, -1)  # [B, G, R, n]: logarithms
+    between = decays.unsqueeze(-1) - decays.unsqueeze(-2)
+    later = torch.ones(count, count, dtype=torch.bool, device=x.device).triu(1)
+    mixing = between.masked_fill(later, float("-inf")).exp()
+    mixing = mixing * torch.einsum("blgn,bsgn->bgls", c, b).unsqueeze(2)
+    scaled = x * times.unsqueeze(-1)
+    y = torch.einsum("bgrls,bsgrp->blgrp", mixing, scaled)
+    y = y + torch.einsum("blgn,bgrnp->blgrp", c, state) * decays.exp().movedim(-1, 1).unsqueeze(-1)
+    left = (decays[..., -1:] - decays).exp().movedim(-1, 1).unsqueeze(-1)
+    added = torch.einsum("bsgn,bsgrp->bgrnp", b, scaled * left)
+    return y, state * decays[..., -1].exp()[..., None, None] + added
