@@ -52,6 +52,10 @@ class Metrics:
         found = [value for has, value in self._samples.get(name, ()) if wanted <= has.items()]
         return sum(found) if found else None
 
+    def most(self, name: str) -> float | None:
+        """The largest of the samples; None when there are none."""
+        return max((value for _, value in self._samples.get(name, ())), default=None)
+
     def buckets(self, name: str) -> dict[float, float]:
         """A histogram: inclusive upper bound -> how many observations are not above it."""
         counts: dict[float, float] = {}
@@ -168,15 +172,18 @@ def _gauges(now: Snapshot, before: Snapshot | None) -> list[Line]:
         _rates(now, before),
         _latencies(now, before, "TTFT", "time_to_first_token_seconds"),
         _latencies(now, before, "ITL", "inter_token_latency_seconds"),
-        _floor(metrics.value("floor_share")),
+        _machine(metrics.value("floor_share"), metrics.most("expert_imbalance")),
     ]
     padded = [[*line, (" " * max(2, 46 - len(text_of(line))), "")] for line in left]
     return [[*line, (more, "")] for line, more in zip(padded, right, strict=True)]
 
 
-def _floor(share: float | None) -> str:
-    """Share of the machine's limits that steps reach; empty if the server does not report it."""
-    return "" if share is None else f"machine   {share:.0%} of its floor"
+def _machine(share: float | None, imbalance: float | None) -> str:
+    """Share of the machine's limits that steps reach, and the load of the busiest expert over the mean of its layer;
+    empty if the server reports neither."""
+    found = [] if share is None else [f"{share:.0%} of its floor"]
+    found += [] if imbalance is None else [f"busiest expert {imbalance:.1f}x the mean"]
+    return f"machine   {', '.join(found)}" if found else ""
 
 
 def _judge(rate: float | None) -> tuple[str, str]:

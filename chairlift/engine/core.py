@@ -19,6 +19,7 @@ from chairlift.engine.causes import CauseLedger, DecodeSeconds
 from chairlift.engine.clock import Clock, SystemClock
 from chairlift.engine.estimates import estimator_from
 from chairlift.engine.events import Events
+from chairlift.engine.expert_load import ExpertLoad
 from chairlift.engine.floor_share import FloorShare
 from chairlift.engine.grammars import Grammars, HeldPlace
 from chairlift.engine.info import check_update
@@ -257,6 +258,9 @@ class EngineCore(EngineClient):
         self.weight_version = 0
         asked = config.num_lookahead_steps
         self.num_lookahead_steps = executor.num_lookahead_steps if asked is None else asked
+        counts = getattr(executor, "expert_counts", None)
+        self.expert_load = None if counts is None else ExpertLoad(counts)
+        """Tokens per expert of the last steps; None where nothing counts them."""
         self._begin_books()
 
     def _begin_books(self) -> None:
@@ -416,6 +420,8 @@ class EngineCore(EngineClient):
     def stats(self) -> EngineStats:
         """Statistics after the newest step. The shares of requests and tenants are at most a second old."""
         self._note_shares()
+        if self.expert_load is not None:
+            self.expert_load.read(self.clock.now())
         scheduler, counts = self.scheduler, self.kv.counts()
         rate = scheduler.preemption_rate
         stats = dataclasses.replace(
@@ -445,6 +451,7 @@ class EngineCore(EngineClient):
             watermark=scheduler.batch.watermark,
             num_governor_decisions=0 if self.governor is None else self.governor.num_decisions,
             floor_share=None if self.floor is None else self.floor.share,
+            expert_imbalance=[] if self.expert_load is None else self.expert_load.imbalance,
         )
         return stats
 

@@ -60,6 +60,8 @@ class StepRecorder:
         """For each step in flight, the changes before it."""
         self._decodes: tuple[tuple[str, int], ...] = ()
         self._status: tuple[Any, ...] = ()
+        self._load = 0
+        """Number of the newest reading of the experts' load in the lines."""
         self._held: set[str] = set()
         self._leaving: dict[str, int] = {}
         """Requests that ended under steps in flight, with the newest of these steps. Later lines still mention them."""
@@ -204,6 +206,9 @@ class StepRecorder:
         status = (record.num_waiting, record.held_up_by, blocks.free, blocks.used, blocks.cached)
         if status != self._status:
             line["state"] = self._status = status
+        load = self._core.expert_load
+        if load is not None and load.number != self._load:
+            line["experts"], self._load = load.loads(), load.number
         return line
 
     def _place(self, name: str, chunk: Chunk) -> tuple[int, int, int, int]:

@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
 from chairlift.executor.executor import AdapterMemory, LiveWeights, OnProgress, PendingTokens, WeightSource
@@ -90,6 +93,9 @@ class LocalExecutor:
         """A small model or heads that draft; see ``speculative_config``."""
         self.adapters: AdapterMemory | None = getattr(runner, "adapters", None)
         """Adapters beside the model; None where none are served."""
+        self.expert_counts: npt.NDArray[np.int64] | None = getattr(runner, "expert_counts", None)
+        """[layers of experts, E] tokens that each expert has computed so far, an array that steps add to; None where
+        nothing counts them."""
         self._runner = runner
         spans = [group.state_span for group in runner.cache_groups]
         self._input = InputBatch(num_slots, max_model_len, block_size, len(spans), spans)

@@ -78,6 +78,8 @@ class NativeModelRunner:
         self.program = StepProgram(recorder, hidden, layers, pool, **how)
         self.calls = self.program.plan.calls
         """Names of the operations that plain torch computes."""
+        self.expert_counts = self.program.expert_counts
+        """Tokens per layer and expert so far; see :class:`~chairlift.kernels.cpu.program.StepProgram`."""
         body = len(recorder.nodes)
         model.compute_logits(hidden)
         head = recorder.nodes[body:]

@@ -264,6 +264,10 @@ def _ours(
     if engine.floor_share is not None:
         text = "Least time this machine could take for the last steps, over the time they took; 0 while nothing runs."
         yield names.gauge("floor_share", text, 0.0 if idle or not up else engine.floor_share)
+    if engine.expert_imbalance:
+        text = "Tokens of a layer's busiest expert over the mean of its experts, lately; 1 when all have as many."
+        layers = {str(number): each for number, each in enumerate(engine.expert_imbalance)}
+        yield names.gauge_by("expert_imbalance", text, "layer", layers)
     text = "Tokens computed past a stop string or a cancellation, and thrown away."
     yield names.counter("overrun_tokens", text, stats.overrun_tokens)
     yield names.counter("engine_restarts", "Times the engine died and was started again.", stats.num_restarts)

@@ -126,6 +126,9 @@ class EngineStats:
     floor_share: float | None = None
     """Least possible time of the last steps on this machine divided by their time; None if the limits were not
     measured."""
+    expert_imbalance: list[float] = dataclasses.field(default_factory=list)
+    """Per layer of experts, tokens of its busiest expert divided by the mean, lately, as read at most a second ago;
+    empty where experts are not counted."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

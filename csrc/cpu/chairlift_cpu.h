@@ -93,6 +93,7 @@ typedef struct {
   const float* router_bias;           // [E]: added to the router's products; or null
   const float* down_bias;             // per expert, padded to whole panels; or null
   void* scratch;                      // cl_expert_bytes
+  int64_t* load;                      // [E]: the number of tokens of each expert is added; or null
 } cl_experts;
 
 typedef struct {

@@ -138,6 +138,7 @@ static void group_rows(const cl_experts& experts, const ExpertScratch& s, int to
   int parts = 0, most = 0;
   for (int e = 0; e < experts.num_experts; e++) {
     const int count = begin[e + 1];
+    if (experts.load) experts.load[e] += count;
     most = count > most ? count : most;
     begin[e + 1] += begin[e];
     if (count == 0) continue;

@@ -93,6 +93,14 @@ def test_the_share_of_the_machines_floor_is_shown_where_it_is_known() -> None:
     assert "floor" not in shown(view(at(0.0, 1), None, width=100, height=24))
 
 
+def test_the_busiest_expert_of_all_layers_is_shown_for_models_with_experts() -> None:
+    layers = "".join(f'chairlift:expert_imbalance{{layer="{n}"}} {load}\n' for n, load in enumerate((1.2, 2.75, 1.9)))
+    known = Metrics(measured(1) + 'chairlift:floor_share{model_name="tiny",engine="0"} 0.784\n' + layers)
+    text = shown(view(Snapshot(0.0, "http://here", metrics=known), None, width=110, height=24))
+    assert "machine   78% of its floor, busiest expert 2.8x the mean" in text
+    assert "expert" not in shown(view(at(0.0, 1), None, width=100, height=24))
+
+
 def test_what_is_wrong_is_said_whole_in_a_narrow_window() -> None:
     wrong = "no server answers at http://here (Connection refused); start one with: chairlift serve"
     lines = view(Snapshot(0.0, "http://here", state=wrong), None, width=40, height=24)

@@ -186,6 +186,14 @@ def test_the_share_of_the_machines_floor() -> None:
     assert value(samples(stats, now=11.0, up=False), "chairlift:floor_share") == 0
 
 
+def test_the_load_of_experts_is_there_for_models_that_have_some() -> None:
+    stats = busy()
+    assert not [name for name, _ in samples(stats) if name == "chairlift:expert_imbalance"]
+    stats.engine.expert_imbalance = [1.25, 3.0]
+    found = samples(stats)
+    assert [value(found, "chairlift:expert_imbalance", layer=layer) for layer in ("0", "1")] == [1.25, 3.0]
+
+
 def test_adapters_are_named_where_they_are_served() -> None:
     stats = busy()
     assert not [name for name, _ in samples(stats) if "lora" in name]

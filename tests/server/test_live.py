@@ -79,6 +79,33 @@ def test_the_axis_has_numbers_also_when_there_are_few_steps(count: int, numbers:
     assert all(44 <= x <= 984 for _, x in ticks)
 
 
+_EXPERTS = """
+const model = new Model();
+const sizes = { run: "1", after: 0, max_num_seqs: 1, pools: [4] };
+model.take({ key: { ...sizes, requests: [], on: [], state: [0, "", 3, 0, 0], cached: [[]] } });
+for (let step = 1; step <= 5; step++) {
+  model.take({ step, t: [step, step + 1], ...(step % 2 ? {} : { experts: [[step, 0]] }) });
+}
+const squares = [];
+const ctx = { setTransform() {}, clearRect() {}, fillRect(x, y) { squares.push([x, y, this.globalAlpha]); } };
+const canvas = { clientWidth: 52, style: {}, getContext: () => ctx };
+globalThis.devicePixelRatio = 1;
+const drawn = drawExperts(canvas, [[1, 0], [0.5, 1.5]], { seat: "grey", accent: "blue", bad: "red" });
+const known = [0, 1, 3, 9].map((i) => model.loadsAt(i) ?? null);
+console.log(JSON.stringify([known, squares, drawn.at(30, 30), drawn.at(200, 7) ?? null]));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node on the PATH to run the page's script")
+def test_the_page_shows_the_load_of_experts_as_it_was() -> None:
+    script = (STATIC / "live_model.js").read_text() + (STATIC / "live_draw.js").read_text() + _EXPERTS
+    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    known, squares, pointed, outside = json.loads(done.stdout)
+    assert known == [None, [[2, 0]], [[4, 0]], [[4, 0]]]
+    assert [square[2] for square in squares[1::2]] == [0.5, 0, 0.25, 0.75]
+    assert (pointed, outside) == ({"layer": 1, "expert": 1, "load": 1.5}, None)
+
+
 def test_text_can_only_become_text() -> None:
     for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "srcdoc"):
         assert not any(name in script for script in SCRIPTS)

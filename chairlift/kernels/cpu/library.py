@@ -89,6 +89,7 @@ class Experts(ctypes.Structure):
         ("router_bias", c_void_p),
         ("down_bias", c_void_p),
         ("scratch", c_void_p),
+        ("load", c_void_p),
     ]
 
 

@@ -94,7 +94,7 @@ class StepProgram:
             capacity=capacity,
             codes=self._codes(capacity),
         )
-        self._share_scratch()
+        self._expert_counts = self._expert_memory()
         if adapters is not None:
             adapters.point(self._program)
         self._output = self._buffers[self.plan.buffer_of[output]][:, : output.width]
@@ -256,8 +256,14 @@ class StepProgram:
             down_bias=None if down.bias is None else down.bias.data_ptr(),
         )
 
-    def _share_scratch(self) -> None:
-        """Allocate scratch memory for layers of experts. They run one at a time, so they share it."""
+    @property
+    def expert_counts(self) -> npt.NDArray[np.int64] | None:
+        """Tokens that each expert has computed so far, [layers of experts, E], an array that the kernels add to; None
+        without experts."""
+        return self._expert_counts
+
+    def _expert_memory(self) -> npt.NDArray[np.int64] | None:
+        """Allocate scratch memory for layers of experts, which run one at a time and share it, and their counts."""
         ops = [op for op in self._ops if op.kind == OpKind.EXPERTS]
         sizes = [self._library.cl_expert_bytes(op, self._program.dtype, self._max_tokens) for op in ops]
         if sizes:
@@ -265,6 +271,13 @@ class StepProgram:
             self._kept.append(memory)
             for op in ops:
                 op.experts.contents.scratch = memory.address
+        layers = [op.experts.contents for op in self._ops if op.kind == OpKind.EXPERTS]
+        if not layers:
+            return None
+        counts = np.zeros((len(layers), max(each.num_experts for each in layers)), dtype=np.int64)
+        for layer, row in zip(layers, counts, strict=True):
+            layer.load = row.ctypes.data
+        return counts
 
     def _keep_padded(self, weight: Tensor) -> int:
         """Address of a weight [n, k] in the program's dtype, with rows padded with zeros like activations."""

@@ -20,7 +20,7 @@ let span = Math.max(120, Math.min(400, innerWidth / 3));
 let held = null;  // the right edge while somebody looks at the past
 let moment = null;  // the step that gauges and blocks show, where it is not the one at the right edge
 let live = true, source = "", heard = 0, followText = "";
-let dirty = true, colours = null, shownMap = null, beat = 0;
+let dirty = true, colours = null, shownMap = null, shownExperts = null, beat = 0;
 let second = null, playing = null;  // the other timeline of a comparison
 
 function make(tag, text = "", kind = "") {
@@ -286,6 +286,18 @@ function blockMap() {
   $("blocks").setAttribute("aria-label", `KV blocks: ${shownMap.owners.reduce((sum, owners) => sum + owners.size, 0)} in use, ${shared} shared`);
 }
 
+function expertMap() {
+  const loads = model.loadsAt(live && held === null ? Infinity : shownStep());
+  $("expertbox").hidden = !loads;
+  if (!loads) { shownExperts = null; return; }
+  shownExperts = drawExperts($("experts"), loads, colours);
+  const most = loads.map((row) => Math.max(...row)), worst = most.indexOf(Math.max(...most)), idle = loads.flat().filter((load) => load === 0).length;
+  const text = `A row is a layer, a square an expert; the stronger, the more tokens in the last 10 s or so. Busiest: ${most[worst].toFixed(1)} × the mean of its layer`
+    + ` (layer ${worst}, expert ${loads[worst].indexOf(most[worst])}). Idle: ${idle} of ${loads.flat().length}. Red: more than twice the mean.`;
+  $("expertnote").textContent = text;
+  $("experts").setAttribute("aria-label", `Load of experts: the busiest has ${most[worst].toFixed(1)} times the mean of its layer, ${idle} are idle`);
+}
+
 function draw(time) {
   requestAnimationFrame(draw);
   if (playing) play(time);
@@ -304,6 +316,7 @@ function draw(time) {
     gauges(live && held === null ? undefined : shownStep());
     $("empty").hidden = model.count > 0 || source !== "" || !model.about;
     blockMap();
+    expertMap();
     detail();
   } else dirty = true;
 }
@@ -363,6 +376,11 @@ $("blocks").addEventListener("pointermove", (event) => {
   tip(event, found ? `block ${found.block}` : "", make("span", owners ?? (found?.cached ? "kept for the next prompt that begins alike" : "free")));
 });
 $("blocks").addEventListener("pointerleave", (event) => tip(event, ""));
+$("experts").addEventListener("pointermove", (event) => {
+  const found = shownExperts?.at(event.offsetX, event.offsetY);
+  tip(event, found ? `layer ${found.layer}, expert ${found.expert}` : "", make("span", found ? `${found.load.toFixed(2)} × the mean` : ""));
+});
+$("experts").addEventListener("pointerleave", (event) => tip(event, ""));
 $("blocks").addEventListener("click", (event) => choose(shownMap?.at(event.offsetX, event.offsetY)?.owners[0]));
 
 const KEYS = {

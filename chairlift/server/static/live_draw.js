@@ -317,3 +317,24 @@ function drawBlocks(canvas, pools, memory, chosen, colours) {
     return undefined;
   } };
 }
+
+// A square per layer (down) and expert (across): the stronger, the more tokens; the mean of a layer has half the strength.
+function drawExperts(canvas, loads, colours) {
+  const columns = Math.max(...loads.map((row) => row.length)), inside = Math.max(100, canvas.clientWidth - 12);
+  const size = Math.max(2, Math.min(20, Math.floor(inside / columns)));
+  const [ctx] = prepare(canvas, loads.length * size + 12);
+  loads.forEach((row, layer) => row.forEach((load, expert) => {
+    const x = 6 + expert * size, y = 6 + layer * size, s = Math.max(1, size - 1);
+    ctx.globalAlpha = 1;
+    ctx.fillStyle = colours.seat;
+    ctx.fillRect(x, y, s, s);
+    ctx.globalAlpha = Math.min(1, load / 2);
+    ctx.fillStyle = load > 2 ? colours.bad : colours.accent;
+    ctx.fillRect(x, y, s, s);
+  }));
+  ctx.globalAlpha = 1;
+  return { at: (px, py) => {
+    const layer = Math.floor((py - 6) / size), expert = Math.floor((px - 6) / size), load = loads[layer]?.[expert];
+    return load === undefined ? undefined : { layer, expert, load };
+  } };
+}

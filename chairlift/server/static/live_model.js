@@ -1,7 +1,7 @@
 "use strict";
 // What the lines of a step stream say, kept for the last `most` steps. Knows nothing of the page.
 
-const MOST_STEPS = 24000, CHECKPOINT_STEPS = 256, RATE_SECONDS = 60;
+const MOST_STEPS = 24000, CHECKPOINT_STEPS = 256, RATE_SECONDS = 60, MOST_LOADS = 120;
 
 class Model {
   constructor() {
@@ -26,6 +26,7 @@ class Model {
     this.cached = (about?.pools ?? []).map(() => new Set());
     this.state = [0, "", 0, 0, 0];
     this.finished = [];  // {t, preempted}
+    this.experts = [];  // {i, loads}: tokens of each expert over the mean, a list per layer, as known after step i
     this.names = new Map();
   }
 
@@ -175,6 +176,8 @@ class Model {
     }
     for (const [list, value] of [[this.numbers, line.step], [this.starts, start], [this.ends, end], [this.rows, rows],
       [this.tokens, tokens], [this.states, this.state]]) list.push(value);
+    if (line.experts) this.experts.push({ i, loads: line.experts });
+    if (this.experts.length > MOST_LOADS) this.experts.splice(0, this.experts.length - MOST_LOADS);
     const often = this.about.pools.some((blocks) => blocks > 20000) ? 8 * CHECKPOINT_STEPS : CHECKPOINT_STEPS;
     if (!this.past && i % often === 0) this.checkpoint(i);
     if (this.numbers.length > this.most) this.forget(this.first + Math.ceil(this.most / 6));
@@ -193,6 +196,8 @@ class Model {
     if (last && last.n === n && last.phase === phase && last.b === i - 1) last.b = i;
     else runs.push({ n, phase, a: i, b: i });
   }
+
+  loadsAt(i) { return this.experts.findLast((each) => each.i <= i)?.loads; }
 
   checkpoint(i) {
     const tables = new Map();

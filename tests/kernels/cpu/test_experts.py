@@ -13,6 +13,7 @@ from chairlift.kernels import ops
 from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.lowering import OpKind
 from chairlift.kernels.cpu.program import StepProgram
+from chairlift.kernels.experts import route
 from chairlift.kernels.grouped import GroupKind
 from chairlift.kernels.recording import Recorder
 from chairlift.kernels.weights import NATIVE, MatrixShape, Native
@@ -170,3 +171,18 @@ def test_a_stack_is_its_weights_one_after_the_other(interleaved: bool) -> None:
     assert torch.equal(whole, torch.cat(parts))
     with pytest.raises(ValueError, match="150 outputs make no stack of 4"):
         NATIVE.empty([MatrixShape(150, 40, stack=4)], torch.float32, torch.device("cpu"))
+
+
+def test_it_counts_the_tokens_of_each_expert() -> None:
+    """Over steps, and over the blocks in which the tokens of one step are routed."""
+    rng = random.Random(5)
+    layer = random_layer(rng, torch.float32, num_experts=7, top_k=2, shared=False, scoring="softmax")
+    x, _ = layer.rows(rng, 700)
+    program = Program(layer, x, None, isa=lib.supported_isas()[-1])
+    counts, expected = program.program.expert_counts, torch.zeros(7, dtype=torch.int64)
+    assert counts is not None
+    for rows in ([*range(700)], [3], [5, 5, 9]):
+        program(rows)
+        chosen = route(x[rows] @ layer.router.T, layer.routing)[1]
+        expected += chosen.flatten().bincount(minlength=7)
+        assert counts.tolist() == [expected.tolist()]
