@@ -1,53 +1,87 @@
-"""Writes the table of models that run through transformers, or are refused, into ``docs/models.md``.
+"""Writes the tables of models into ``docs/models.md``: native families, and those that run through transformers or not.
 
 ::
 
     python tools/model_table.py
 
-The table is between two comments. It is made from the registry and ``chairlift/models/fallback/families.py``. A test
-compares it with the page.
+Each table is between two comments. They are made from the registry, the published configs of
+``tests/models/published.py``, and ``chairlift/models/fallback/families.py``. A test compares them with the page.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from chairlift.models.fallback.families import ALLOWED, REASONS, REFUSED
 from chairlift.models.registry import FAMILIES
+from tests.models.published import PUBLISHED
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
-_BEGIN, _END = "<!-- made by tools/model_table.py -->", "<!-- end -->"
+_END = "<!-- end -->"
+_NATIVE = (
+    "`model_type`",
+    "runs",
+    "models",
+    "differences from Llama",
+    "between the kernels",
+    "configs tested",
+)
 
 
-def _names(model_types: set[str]) -> str:
+def _names(model_types: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(model_types))
 
 
-def table() -> str:
-    """The table in Markdown: a row for native families, one for the allow-list, and one for each reason to refuse."""
-    both = ALLOWED & FAMILIES.keys()
-    rows = [
-        ("natively, or through transformers if asked", _names(both)),
-        *((("natively only", _names(FAMILIES.keys() - both)),) if FAMILIES.keys() - both else ()),
-        ("through transformers", _names(ALLOWED - both)),
-    ]
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    ruled = [f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines]
+    return "\n".join(ruled).replace("| --- ", "|---").replace("|--- |", "|---|")
+
+
+def native_table() -> str:
+    """A row for each native family: implementation, features, and the published configs that tests compare.
+
+    Raises ValueError for a family without texts.
+    """
+    rows = []
+    for name, family in sorted(FAMILIES.items()):
+        runs = "native; transformers if asked" if name in ALLOWED else "native"
+        if not family.models or not (family.differences or name == "llama"):
+            raise ValueError(f"the Family of {name} has no text for models or differences, which {PAGE.name} shows")
+        tested = "; ".join(PUBLISHED.get(name, ()))
+        rows.append((f"`{name}`", runs, family.models, family.differences, family.called_out, tested))
+    return _table(_NATIVE, rows)
+
+
+def other_table() -> str:
+    """A row for the rest of the allow-list, and one for each reason to refuse."""
+    rows = [("through transformers", _names(ALLOWED - FAMILIES.keys()))]
     for reason, text in REASONS.items():
         refused = {name for name, why in REFUSED.items() if why == reason} - FAMILIES.keys()
         rows.append((f"no: {text}", _names(refused)))
-    return "\n".join(("| runs | `model_type` |", "|---|---|", *(f"| {how} | {names} |" for how, names in rows)))
+    return _table(("runs", "`model_type`"), rows)
 
 
-def with_table(page: str) -> str:
-    """The page with the present table. Raises ValueError where its comments are missing."""
-    before, begin, rest = page.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE} lacks {_BEGIN} or {_END}")
-    return f"{before}{_BEGIN}\n\n{table()}\n\n{_END}{after}"
+TABLES = {
+    "<!-- native families, made by tools/model_table.py -->": native_table,
+    "<!-- other families, made by tools/model_table.py -->": other_table,
+}
+
+
+def with_tables(page: str) -> str:
+    """The page with the present tables. Raises ValueError where their comments are missing."""
+    for begin, make in TABLES.items():
+        before, found, rest = page.partition(begin)
+        _, end, after = rest.partition(_END)
+        if not found or not end:
+            raise ValueError(f"{PAGE} lacks {begin} or {_END}")
+        page = f"{before}{begin}\n\n{make()}\n\n{_END}{after}"
+    return page
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text()))
+    PAGE.write_text(with_tables(PAGE.read_text()))

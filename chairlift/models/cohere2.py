@@ -29,6 +29,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 COHERE2 = Family(
     model_type="cohere2",
     architecture="Cohere2ForCausalLM",
+    models="Command R7B, Command A",
+    differences="attention and MLP side by side; LayerNorm; factor for logits",
     read=_read,
     defaults={
         "eos_token_id": 255001,

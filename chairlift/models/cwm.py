@@ -19,6 +19,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 CWM = Family(
     model_type="cwm",
     architecture="CwmForCausalLM",
+    models="Code World Model",
+    differences="windows in three of four layers",
     read=_read,
     defaults={
         "eos_token_id": [128001, 128008, 128009],

@@ -18,6 +18,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 ERNIE4_5 = Family(
     model_type="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
+    models="ERNIE 4.5 (dense)",
+    differences="neighbours rotated together",
     read=_read,
     defaults={
         "eos_token_id": 2,

@@ -26,6 +26,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 EXAONE4 = Family(
     model_type="exaone4",
     architecture="Exaone4ForCausalLM",
+    models="EXAONE 4",
+    differences="norms behind the branches; only window layers rotate",
     read=_read,
     defaults={
         "eos_token_id": 2,

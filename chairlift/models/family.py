@@ -152,6 +152,12 @@ class Family:
     """(``config.json``, number of layers) -> fields of ModelConfig that differ between families."""
     defaults: Mapping[str, Any]
     """Defaults of transformers for keys that ``config.json`` leaves out."""
+    models: str = ""
+    """Names of published models, for ``docs/models.md``."""
+    differences: str = ""
+    """What is not as in Llama, for ``docs/models.md``."""
+    called_out: str = ""
+    """Operations that have no native kernel, so that PyTorch computes them, for ``docs/models.md``."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Llama's names of keys -> the family's, where they differ."""
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"silu": "swiglu", "swish": "swiglu"})

@@ -28,6 +28,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 GEMMA = Family(
     model_type="gemma",
     architecture="GemmaForCausalLM",
+    models="Gemma",
+    differences="norms times 1 + weight, GELU in the gate, a factor for embeddings",
     read=_read,
     defaults={
         "eos_token_id": 1,

@@ -34,6 +34,8 @@ def _cap(fields: Fields, key: str) -> float | None:
 GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
+    models="Gemma 2",
+    differences="as `gemma`; norms around branches; caps of scores and logits; windows in every other layer",
     read=_read,
     defaults={
         "attn_logit_softcapping": 50.0,

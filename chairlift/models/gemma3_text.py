@@ -27,6 +27,8 @@ _LAYER = "model.layers.*"
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    models="Gemma 3 (text)",
+    differences="as `gemma`; norms around branches and of heads; windows in five of six layers",
     read=_read,
     defaults={
         "eos_token_id": 1,

@@ -19,6 +19,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 GLM = Family(
     model_type="glm",
     architecture="GlmForCausalLM",
+    models="GLM-4-9B of 2024",
+    differences="half a head rotated; biases",
     read=_read,
     defaults={
         "eos_token_id": [151329, 151336, 151338],

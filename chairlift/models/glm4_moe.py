@@ -39,6 +39,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
+    models="GLM-4.5, GLM-4.5-Air",
+    differences="experts in groups, chosen with a correction; one for all tokens; half a head rotated",
     read=_read,
     defaults={
         "first_k_dense_replace": 1,

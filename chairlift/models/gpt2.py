@@ -29,6 +29,8 @@ _LAYER, _THEIRS = "model.layers.*", "transformer.h.*"
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
+    models="GPT-2, Cerebras-GPT",
+    differences="learned positions, LayerNorm, GELU",
     read=_read,
     defaults={
         "activation_function": "gelu_new",

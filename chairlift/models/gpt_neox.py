@@ -26,6 +26,8 @@ _LAYER, _THEIRS = "model.layers.*", "gpt_neox.layers.*"
 GPT_NEOX = Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
+    models="GPT-NeoX, Pythia",
+    differences="as `phi`; q, k and v head by head on disk",
     read=_read,
     defaults={
         "eos_token_id": 2,

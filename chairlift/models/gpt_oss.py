@@ -44,6 +44,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
+    models="gpt-oss-20b, gpt-oss-120b",
+    differences="experts with biases and clamped gates; sinks; windows in every other layer; MXFP4",
     read=_read,
     defaults={
         "head_dim": 64,

@@ -24,5 +24,11 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 _FACTORS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 GRANITE = Family(
-    model_type="granite", architecture="GraniteForCausalLM", read=_read, defaults=LLAMA.defaults, own_keys=_FACTORS
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    models="Granite 3",
+    differences="factors for embeddings, branches, scores, logits",
+    read=_read,
+    defaults=LLAMA.defaults,
+    own_keys=_FACTORS,
 )

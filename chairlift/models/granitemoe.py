@@ -21,6 +21,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 GRANITEMOE = Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
+    models="Granite 3 MoE",
+    differences="experts; factors as in `granite`",
     read=_read,
     defaults={**GRANITE.defaults, "intermediate_size": 11008, "num_experts": 8, "num_experts_per_tok": 2},
     own_keys=(*EXPERT_KEYS, *GRANITE.own_keys),

@@ -20,6 +20,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 HELIUM = Family(
     model_type="helium",
     architecture="HeliumForCausalLM",
+    models="Helium 1",
+    differences="neighbours rotated together",
     read=_read,
     defaults={
         "eos_token_id": 2,

@@ -22,6 +22,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 INTERNLM3 = Family(
     model_type="internlm3",
     architecture="LlamaForCausalLM",
+    models="InternLM 3",
+    differences="biases",
     read=_read,
     defaults={
         "eos_token_id": 2,

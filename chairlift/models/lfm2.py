@@ -60,6 +60,8 @@ def _inner(fields: Fields) -> int:
 LFM2 = Family(
     model_type="lfm2",
     architecture="Lfm2ForCausalLM",
+    models="LFM2",
+    differences="short convolutions in most layers; norms of heads",
     read=_read,
     keys={"rms_norm_eps": "norm_eps"},
     defaults={

@@ -22,6 +22,7 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
+    models="Llama 1 to 3.2, SmolLM2, Yi, DeepSeek Coder",
     read=_read,
     defaults={"eos_token_id": 2, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
 )

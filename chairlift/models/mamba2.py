@@ -93,6 +93,9 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 MAMBA2 = Family(
     model_type="mamba2",
     architecture="Mamba2ForCausalLM",
+    models="Mamba-2, Codestral Mamba",
+    differences="recurrent layers only, without K and V",
+    called_out="recurrent layers",
     read=_read,
     keys={"num_attention_heads": "num_heads", "rms_norm_eps": "layer_norm_epsilon"},
     defaults={

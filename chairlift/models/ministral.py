@@ -15,4 +15,11 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
     return {"layer_windows": layer_windows(fields, layers, window, 0)}
 
 
-MINISTRAL = Family(model_type="ministral", architecture="MinistralForCausalLM", read=_read, defaults=MISTRAL.defaults)
+MINISTRAL = Family(
+    model_type="ministral",
+    architecture="MinistralForCausalLM",
+    models="Ministral 8B",
+    differences="windows in some layers",
+    read=_read,
+    defaults=MISTRAL.defaults,
+)

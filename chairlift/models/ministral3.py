@@ -34,6 +34,9 @@ _ROPE = {
 MINISTRAL3 = Family(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
+    models="Ministral 3",
+    differences="queries grow with the position",
+    called_out="scale of queries",
     read=_read,
     defaults={
         **MISTRAL.defaults,

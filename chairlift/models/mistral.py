@@ -20,6 +20,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
+    models="Mistral 7B, Nemo, Small 3",
+    differences="windows in all layers where the config says so",
     read=_read,
     defaults={
         "eos_token_id": 2,

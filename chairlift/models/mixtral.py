@@ -20,6 +20,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
+    models="Mixtral 8x7B, 8x22B",
+    differences="experts in all layers",
     read=_read,
     defaults={
         "eos_token_id": 2,

@@ -30,6 +30,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
+    models="OLMo 2",
+    differences="norms behind the branches, and over all heads",
     read=_read,
     defaults={"eos_token_id": 50279, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     tensors={**SPLIT_NAMES, **POST_NORMS},

@@ -19,6 +19,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 OLMO3 = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
+    models="OLMo 3",
+    differences="as `olmo2`; windows in three of four layers",
     read=_read,
     defaults={**OLMO2.defaults, "rope_theta": 5e5, "sliding_window": 4096},
     tensors=OLMO2.tensors,

@@ -30,6 +30,9 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
+    models="OLMoE",
+    differences="experts; norms over all heads; q, k and v may be clipped",
+    called_out="clip",
     read=_read,
     defaults={
         "eos_token_id": 50279,

@@ -33,6 +33,8 @@ _LAYER, _THEIRS = "model.layers.*", "model.decoder.layers.*"
 OPT = Family(
     model_type="opt",
     architecture="OPTForCausalLM",
+    models="OPT, Galactica",
+    differences="learned positions, LayerNorm, relu or GELU; norms behind the sums (350M)",
     read=_read,
     defaults={
         "activation_function": "relu",

@@ -23,6 +23,8 @@ _LAYER = "model.layers.*"
 PHI = Family(
     model_type="phi",
     architecture="PhiForCausalLM",
+    models="Phi-1, Phi-1.5, Phi-2",
+    differences="as `stablelm`, side by side, GELU, biases",
     read=_read,
     defaults={
         "eos_token_id": 2,

@@ -16,6 +16,9 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
+    models="Phi-3, Phi-3.5, Phi-4",
+    differences="LongRoPE; a part of a head may be rotated",
+    called_out="rotation, where both meet (Phi-4-mini)",
     read=_read,
     defaults={
         "eos_token_id": 32000,

@@ -33,4 +33,11 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
     return {"qkv_bias": True, "layer_windows": qwen2_windows(fields, layers)}
 
 
-QWEN2 = Family(model_type="qwen2", architecture="Qwen2ForCausalLM", read=_read, defaults=QWEN2_DEFAULTS)
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    models="Qwen2, Qwen2.5, DeepSeek R1 distilled to Qwen",
+    differences="biases of q, k and v",
+    read=_read,
+    defaults=QWEN2_DEFAULTS,
+)

@@ -45,6 +45,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
+    models="Qwen1.5-MoE, Qwen2-57B-A14B",
+    differences="experts; a gated expert for all tokens",
     read=_read,
     defaults={
         **QWEN2_DEFAULTS,

@@ -16,5 +16,10 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 
 
 QWEN3 = Family(
-    model_type="qwen3", architecture="Qwen3ForCausalLM", read=_read, defaults={**QWEN2_DEFAULTS, "head_dim": 128}
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    models="Qwen3",
+    differences="norms of heads",
+    read=_read,
+    defaults={**QWEN2_DEFAULTS, "head_dim": 128},
 )

@@ -40,6 +40,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
+    models="Qwen3-30B-A3B, Qwen3-235B-A22B",
+    differences="experts; norms of heads",
     read=_read,
     defaults={
         **QWEN2_DEFAULTS,

@@ -21,6 +21,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 SEED_OSS = Family(
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
+    models="Seed-OSS",
+    differences="biases",
     read=_read,
     defaults={
         "eos_token_id": 2,

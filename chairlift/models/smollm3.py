@@ -31,6 +31,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
+    models="SmolLM3",
+    differences="every fourth layer without rotation",
     read=_read,
     defaults={
         "eos_token_id": 128001,

@@ -22,6 +22,8 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 STABLELM = Family(
     model_type="stablelm",
     architecture="StableLmForCausalLM",
+    models="StableLM",
+    differences="LayerNorm; a part of a head rotated; branches may be side by side",
     read=_read,
     defaults={
         "eos_token_id": 0,

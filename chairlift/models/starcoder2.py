@@ -23,6 +23,8 @@ _MLP = "model.layers.*.mlp"
 STARCODER2 = Family(
     model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
+    models="StarCoder2",
+    differences="LayerNorm, GELU, biases",
     read=_read,
     defaults={
         "eos_token_id": 50256,

@@ -402,4 +402,7 @@ def test_native_comes_first() -> None:
 
 def test_the_page_is_up_to_date() -> None:
     page = model_table.PAGE.read_text()
-    assert model_table.with_table(page) == page, "run tools/model_table.py"
+    assert model_table.with_tables(page) == page, "run tools/model_table.py"
+    assert all(page.count(f"| `{name}` |") == 1 for name in FAMILIES)
+    with pytest.raises(ValueError, match="lacks <!-- native families"):
+        model_table.with_tables(page.replace("<!-- native families", ""))
