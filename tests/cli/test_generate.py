@@ -235,8 +235,10 @@ def test_a_model_given_as_a_prompt_is_told(chairlift: Run, model_dir: Path, tmp_
     weights = tmp_path / "w.gguf"
     weights.write_bytes(b"GGUF")
     assert "is a GGUF file; give it as --model" in chairlift("generate", "Hi", weights)[2][0]
-    weights.unlink()  # a name of nothing is a prompt, also a very long one
-    assert chairlift("generate", str(weights), "x" * 300, "--model", model_dir, "--max-tokens", "1")[0] == 0
+    weights.unlink()  # a name of nothing is a prompt, also one that is too long for a file, and here for the model
+    code, out, err = chairlift("generate", "w.gguf", "x" * 300, "--model", model_dir, "--max-tokens", "1")
+    assert (code, out[0], len(err)) == (1, "> w.gguf", 1)
+    assert err[0].startswith("chairlift: error: prompt 2: ") and "shorten the prompt" in err[0]
 
 
 def test_an_unwritable_output_is_refused_before_the_model_loads(chairlift: Run, tmp_path: Path) -> None:
