@@ -26,6 +26,7 @@ from chairlift.vllm_names import translate
 
 __all__ = [
     "BUNDLED_MODEL",
+    "CPU_CACHE_SHARE",
     "ONE_STATE",
     "CacheConfig",
     "CacheGroup",
@@ -42,6 +43,8 @@ __all__ = [
 
 ONE_STATE: Final = 1 << 30
 """Span of a block of recurrent states that is never complete: a request has one block for as long as it runs."""
+CPU_CACHE_SHARE: Final = 0.4
+"""Default share of the memory that the KV cache takes on a CPU."""
 BUNDLED_MODEL = "bundled"
 """Name of the small model that comes with the package."""
 
@@ -61,6 +64,7 @@ _CHOICES = {
     "preemption_mode": ("auto", "recompute", "swap", "none"),
     "prefill_mode": ("mixed", "prefill_first", "decode_first", "separate", "auto"),
     "metrics_prefix": ("chairlift", "vllm"),
+    "routing": ("rr", "p2c", "least", "prefix", "forecast"),
     "log_format": ("text", "json"),
     "tool_call_parser": ("auto", *TOOL_FORMATS, NONE),
     "reasoning_parser": ("auto", *REASONING_FORMATS, NONE),
@@ -87,6 +91,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "governor_ttft_ms": (0.001, 10**9),
     "governor_tpot_ms": (0.001, 10**9),
     "port": (0, 65535),
+    "replicas": (1, 64),
     "max_num_queued_reqs": (0, 2**31),
     "max_num_queued_tokens": (0, 2**40),
     "queue_timeout": (0.001, 10**6),
@@ -461,6 +466,13 @@ class ServerConfig:
     """Address to listen on. An address beyond loopback needs an API key, or insecure."""
     port: int = 8000
     """TCP port; 0 takes a free one."""
+    replicas: int = 1
+    """Engine processes on this machine that share the requests. They divide its processors, and by default the memory
+    for KV; each holds the weights."""
+    routing: str = "forecast"
+    """Choice of a replica for a request: forecast (earliest first token), prefix (longest beginning in its cache),
+    least (least work), p2c (better of two random ones) or rr (in turn). With the last two requests do not wait for a
+    replica that has room."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model for clients; answers carry the first. None: the model's own name."""
     api_key: tuple[str, ...] = ()
@@ -484,9 +496,9 @@ class ServerConfig:
     lora_dir: str | None = None
     """Directory from which the key named admin may load adapters while the server runs. None: no directory."""
     max_num_queued_reqs: int | None = None
-    """Most waiting requests; further ones are answered 429. None: 4 x max_num_seqs, at least 64."""
+    """Most waiting requests; further ones are answered 429. None: 4 x max_num_seqs x replicas, at least 64."""
     max_num_queued_tokens: int | None = None
-    """Most prompt tokens of waiting requests. None: 32 x max_num_batched_tokens."""
+    """Most prompt tokens of waiting requests. None: 32 x max_num_batched_tokens x replicas."""
     queue_timeout: float | None = None
     """Seconds that a request may wait for its first step, unless it has a queue_timeout of its own. None: no limit."""
     request_timeout: float = 600.0

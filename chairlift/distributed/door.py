@@ -7,7 +7,7 @@ than two steps' prompts. The door runs on events and on the clock of its caller;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from chairlift.distributed.routing import PREFIX_BLOCK, Replica, Router
@@ -100,6 +100,10 @@ class Door:
             if request in self._waiting:
                 self._waiting.remove(request)
                 self._waiting.add(request)
+
+    def line(self, now: float) -> Iterator[Request]:
+        """Requests that wait at the door, in the order of the policy."""
+        return self._waiting.line(now)
 
     def replica_of(self, request_id: str) -> Replica | None:
         """Where a request was sent; None while it waits, and for an unknown one."""

@@ -20,6 +20,7 @@ from chairlift.errors import ConfigError
 __all__ = [
     "PREFIX_BLOCK",
     "ROUTINGS",
+    "MeasuredPace",
     "Pace",
     "PrefixIndex",
     "Replica",
@@ -33,6 +34,9 @@ PREFIX_BLOCK: Final = 128
 _OVER_MEAN: Final = 1.25
 _MORE_REQUESTS: Final = 2
 """A replica gets no request for its cache if it has more requests than the mean times the first, plus the second."""
+_FADING: Final = 0.99
+_LONGEST_STEP: Final = 60.0
+"""Seconds. A longer silence is no step: the replica was stopped."""
 
 
 def prefix_keys(token_ids: Sequence[int], salt: object = "") -> list[int]:
@@ -89,6 +93,42 @@ class Pace:
     """Most tokens in a step."""
 
 
+class MeasuredPace:
+    """Speed of replicas from the durations of their steps: ``seconds = fixed + per_token * tokens``, by least squares.
+
+    Each step counts 1 % less than the step after it.
+    """
+
+    def __init__(self) -> None:
+        self._fixed, self._per_token = 0.01, 1e-4  # before the first step; only comparisons of replicas matter then
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def stepped(self, num_tokens: int, seconds: float) -> None:
+        """Take a step with this many tokens."""
+        if num_tokens <= 0 or not 0 < seconds < _LONGEST_STEP:
+            return
+        sums = (1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
+        old = (self._weight, self._x, self._y, self._xx, self._xy)
+        self._weight, self._x, self._y, self._xx, self._xy = (
+            _FADING * before + new for before, new in zip(old, sums, strict=True)
+        )
+        x, y = self._x / self._weight, self._y / self._weight
+        spread = self._xx / self._weight - x * x
+        if spread > 1e-3 * max(1.0, x * x):
+            self._per_token = min(y / x, max(0.0, (self._xy / self._weight - x * y) / spread))
+        else:  # steps alike do not tell the two parts from each other
+            self._per_token = min(self._per_token, y / x)
+        self._fixed = max(0.0, y - self._per_token * x)
+
+    def pace(self, step_tokens: int) -> Pace:
+        """The newest estimate as a pace, which follows later steps."""
+        return Pace(
+            lambda tokens: -(-tokens // step_tokens) * self._fixed + tokens * self._per_token,
+            lambda rows: rows * self._per_token,  # the fixed part is in the prompt's steps
+            step_tokens,
+        )
+
+
 class Replica:
     """State of one replica as the door knows it, from the events that have arrived."""
 
@@ -121,6 +161,11 @@ class Replica:
     def has_room(self) -> bool:
         """Whether a request that waits at the door may be sent now."""
         return self._unstarted_tokens < self._most_unstarted and self.num_requests < self._most_requests
+
+    def opened(self, cache_tokens: int) -> None:
+        """Accept requests: a process has started, with an empty prefix cache of this size."""
+        self.accepting = True
+        self.prefixes = PrefixIndex(max(1, cache_tokens // PREFIX_BLOCK))
 
     def first_token_seconds(self, uncached: int) -> float:
         """Predicted seconds to the first token of a prompt with ``uncached`` tokens to compute."""

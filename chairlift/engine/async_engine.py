@@ -32,7 +32,7 @@ from chairlift.engine.output_stream import OutputStream
 from chairlift.engine.pooled_requests import PooledRequests
 from chairlift.engine.pooling_core import PooledText
 from chairlift.engine.pooling_inputs import PoolingInputs
-from chairlift.engine.process_client import ProcessClient
+from chairlift.engine.process_client import ProcessClient, RemoteCore
 from chairlift.errors import (
     ChairliftError,
     ConfigError,
@@ -46,7 +46,7 @@ from chairlift.errors import (
 )
 from chairlift.grammar.checker import GrammarChecker
 from chairlift.lora_request import LoRARequest
-from chairlift.metrics.stats import RequestStats
+from chairlift.metrics.stats import ReplicaStats, RequestStats
 from chairlift.outputs import FinishReason, OutputKind
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.prompt_share import PromptShare
@@ -60,6 +60,8 @@ _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 Progress = Callable[[str, float], None]
+Connect = Callable[["AsyncEngine"], RemoteCore]
+"""Makes the core of an engine, which sends its events there."""
 ReadTokenizer = Callable[[EngineConfig, str], Tokenizer]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
@@ -79,7 +81,10 @@ class EngineState(enum.StrEnum):
 
 
 class AsyncEngine:
-    """One engine process and its requests. One event loop owns it; use :meth:`start`."""
+    """One engine process and its requests. One event loop owns it; use :meth:`start`.
+
+    ``connect`` makes another core instead, such as a fleet of processes behind a door.
+    """
 
     def __init__(
         self,
@@ -94,8 +99,10 @@ class AsyncEngine:
         queue_timeout: float | None = None,
         request_timeout: float | None = None,
         health_timeout: float = 30.0,
+        connect: Connect | None = None,
     ) -> None:
         self.config, scheduler = config, config.scheduler
+        self._connect = connect or (lambda events: ProcessClient(config.to_flat(), events))
         open_to_all = config.scheduler.batching == "continuous"
         self._prompt_share = PromptShare(config.scheduler.policy_share if open_to_all else 1.0)
         self.service_classes = scheduler.promises
@@ -131,7 +138,7 @@ class AsyncEngine:
 
     def _begin_empty(self) -> None:
         """No engine runs yet, and no request has come."""
-        self._client: ProcessClient | None = None
+        self._client: RemoteCore | None = None
         self._inputs: InputProcessor | None = None
         self._outputs: OutputProcessor | None = None
         self._encoder: Encoder | None = None
@@ -174,6 +181,10 @@ class AsyncEngine:
     def engine_pid(self) -> int | None:
         """Process id of the engine."""
         return None if self._client is None else self._client.pid
+
+    def replicas(self) -> list[ReplicaStats]:
+        """State of each replica; empty for an engine that is one process."""
+        return [] if self._client is None else self._client.shown()
 
     def check_health(self) -> str:
         """Reason why requests make no progress; empty when they do, or when there are none."""
@@ -522,6 +533,16 @@ class AsyncEngine:
 
     # -- the engine's process --------------------------------------------------------------------------------------
 
+    def delivered(self, request_id: str) -> list[list[int]]:
+        """Tokens of each answer of an unfinished request, as far as they have come; empty for an unknown request."""
+        return [] if self._outputs is None else self._outputs.delivered(request_id)
+
+    def on_lost(self, request_ids: Sequence[str], why: str) -> None:
+        """End requests that died with one of several engines; the others go on."""
+        self.stats.num_lost += len(request_ids)
+        for request_id in request_ids:
+            self._fail(request_id, EngineDeadError(f"the replica died with the request in it: {why}", taken=True))
+
     def on_progress(self, label: str, share: float) -> None:
         if self._on_progress is not None and self.state is not EngineState.READY:
             self._on_progress(label, share)
@@ -640,7 +661,7 @@ class AsyncEngine:
         pause = _FIRST_PAUSE
         while True:
             started, loaded = time.monotonic(), False
-            self._client = client = ProcessClient(self.config.to_flat(), self)
+            self._client = client = self._connect(self)
             try:
                 await self._prepare(await client.start())
                 loaded = True

@@ -67,6 +67,9 @@ class PreparedRequest:
     service: Service = NO_PROMISE
     adapter_id: int = 0
     """The number of its adapter; 0: none."""
+    answer_token_ids: list[int] = dataclasses.field(default_factory=list)
+    """Tokens of the only answer that another engine has delivered. The answer continues behind them: its next token has
+    the same position, seed and penalties as in an engine that computed all of it."""
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -113,6 +116,7 @@ class PreparedRequest:
                     prediction=expected,
                 )
             )
+        sequences[0].token_ids += self.answer_token_ids
         return sequences
 
 

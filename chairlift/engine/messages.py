@@ -103,6 +103,7 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
     priority: int
     service: Service
     adapter_id: int = 0
+    answer_token_ids: list[int] = []
 
     @classmethod
     def of(cls, request: PreparedRequest) -> Add:

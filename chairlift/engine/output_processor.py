@@ -322,6 +322,11 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._states)
 
+    def delivered(self, request_id: str) -> list[list[int]]:
+        """Tokens of each answer of an unfinished request, as far as they have come; empty for an unknown request."""
+        state = self._states.get(request_id)
+        return [] if state is None else [list(answer.token_ids) for answer in state.answers]
+
     def ids(self) -> list[str]:
         """Requests that have not ended."""
         return list(self._states)

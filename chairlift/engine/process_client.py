@@ -44,9 +44,10 @@ from chairlift.engine.messages import (
 )
 from chairlift.engine.pooling_core import PooledText
 from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
+from chairlift.metrics.stats import ReplicaStats
 from chairlift.parent import kill_child
 
-__all__ = ["EngineEvents", "ProcessClient"]
+__all__ = ["EngineEvents", "ProcessClient", "RemoteCore"]
 
 _log = logging.getLogger(__name__)
 _ROOT: Final = str(Path(__file__).parents[2])
@@ -74,19 +75,52 @@ class EngineEvents(Protocol):
     def on_adapter(self, state: AdapterState) -> None: ...
 
 
-class ProcessClient(EngineClient):
+class RemoteCore(EngineClient, Protocol):
+    """A core outside this process, or several of them that act as one. Its events go to an :class:`EngineEvents`."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def silent_since(self) -> float | None: ...
+
+    def shown(self) -> list[ReplicaStats]: ...
+
+    async def start(self) -> EngineInfo: ...
+
+    def pool(self, text: PooledText) -> None: ...
+
+    def watch(self, wanted: bool) -> None: ...
+
+    def load_adapter(self, load: AdapterLoad) -> None: ...
+
+    def unload_adapter(self, adapter_id: int) -> None: ...
+
+    async def update_weights(self, source: str, version: int, in_flight: str) -> EngineInfo: ...
+
+    def kill(self) -> None: ...
+
+    async def died(self) -> str: ...
+
+    async def close(self) -> None: ...
+
+
+class ProcessClient(RemoteCore):
     """One engine process, from start to end; an :class:`~chairlift.engine.core.EngineClient`.
 
     The two processes use a pair of sockets. One end is the process's standard input, so no other process can open it,
-    and a full or read-only disk does no harm.
+    and a full or read-only disk does no harm. With ``processors`` the process runs on these processors only; otherwise
+    on those of this process.
     """
 
-    def __init__(self, settings: Mapping[str, Any], events: EngineEvents) -> None:
+    silent_since: float | None = None
+
+    def __init__(self, settings: Mapping[str, Any], events: EngineEvents, processors: Sequence[int] = ()) -> None:
         self.silent_since: float | None = None
         """Since when the engine has sent nothing, although it owes an answer; None while it owes none. Callers that
         stop waiting do not change it."""
         self._settings = dict(settings)
-        self._events = events
+        self._events, self._processors = events, ",".join(map(str, processors))
         self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
@@ -96,6 +130,10 @@ class ProcessClient(EngineClient):
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
+
+    def shown(self) -> list[ReplicaStats]:
+        """State of the replicas: none, because this is one engine."""
+        return []
 
     async def start(self) -> EngineInfo:
         """Start the process and load the model.
@@ -107,7 +145,7 @@ class ProcessClient(EngineClient):
             loop = asyncio.get_running_loop()
             self._transport, _ = await loop.create_unix_connection(lambda: _Stream(self), sock=ours)
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-c", _BOOT, _ROOT, str(os.getpid())),
+                *(sys.executable, "-P", "-c", _BOOT, _ROOT, str(os.getpid()), self._processors),
                 stdin=theirs.fileno(),
                 # Ctrl-C signals the whole group of the terminal; the engine obeys only the server
                 start_new_session=True,
@@ -152,6 +190,11 @@ class ProcessClient(EngineClient):
         self._updates.append(updated)  # only after sending: a message that cannot be sent gets no answer
         info: EngineInfo = await self._outcome(updated)
         return info
+
+    def kill(self) -> None:
+        """Kill the process. :meth:`died` then tells of its death."""
+        if self._process is not None and self._process.returncode is None:
+            kill_child(self._process.pid)
 
     async def died(self) -> str:
         """Wait for the end of the process. Returns how it ended, in words."""
@@ -269,8 +312,14 @@ class _Stream(asyncio.Protocol):
         self._client.lost()
 
 
-# The package's folder is last in the path, so that no file in it or in the working directory replaces a library.
-_BOOT: Final = "import sys; sys.path.append(sys.argv[1]); from chairlift.engine_process import main; main()"
+# The processors are set first, because libraries count them when they are imported. The package's folder is last in the
+# path, so that no file in it or in the working directory replaces a library.
+_BOOT: Final = """import os, sys
+if sys.argv[3]:
+    os.sched_setaffinity(0, map(int, sys.argv[3].split(",")))
+sys.path.append(sys.argv[1])
+from chairlift.engine_process import main
+main()"""
 
 
 def _describe_exit(code: int | None) -> str:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from chairlift.config import CacheGroup
+from chairlift.config import CPU_CACHE_SHARE, CacheGroup
 from chairlift.errors import ConfigError
 from chairlift.executor.host_memory import host_memory
 from chairlift.executor.state_plan import StatePlan, plan_states
-from chairlift.kernels.control_group import memory_limit
+from chairlift.kernels.control_group import total_memory
 from chairlift.models.context import LayerCache, LayerState
 
 __all__ = [
@@ -30,7 +29,7 @@ __all__ = [
     "plan_kv_cache",
 ]
 
-DEFAULT_SHARE = 0.4
+DEFAULT_SHARE = CPU_CACHE_SHARE
 """Default share of the available memory that the KV cache takes on a CPU."""
 
 
@@ -104,12 +103,7 @@ def available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    total = 0
-    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
-        if line.startswith("MemTotal:"):
-            total = int(line.split()[1]) * 1024
-    limit = memory_limit()
-    return (total if limit is None else min(total or limit, limit)) or 4 << 30
+    return total_memory()
 
 
 def check_fits(plan: KVPlan, device: torch.device, asked: int | None = None) -> None:

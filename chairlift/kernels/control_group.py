@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-__all__ = ["memory_limit", "processor_limit"]
+__all__ = ["memory_limit", "processor_limit", "total_memory"]
 
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
+_MEMINFO: Final = Path("/proc/meminfo")
 _QUOTAS: Final = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 """Files with quota and period: one file in version 2, two in version 1."""
 _MEMORY: Final = ("memory.max", "memory.limit_in_bytes")
@@ -38,6 +39,17 @@ def memory_limit() -> int | None:
             with contextlib.suppress(OSError, ValueError):  # another version, or no limit ("max")
                 limits.append(int((folder / name).read_text()))
     return min(limits, default=None)
+
+
+def total_memory() -> int:
+    """Bytes of memory that this process may use: all of the machine's, or the limit of its control groups. 4 GiB where
+    neither is known."""
+    total = 0
+    for line in _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else []:
+        if line.startswith("MemTotal:"):
+            total = int(line.split()[1]) * 1024
+    limit = memory_limit()
+    return (total if limit is None else min(total or limit, limit)) or 4 << 30
 
 
 def _folders(controller: str) -> Iterator[Path]:

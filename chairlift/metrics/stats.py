@@ -15,7 +15,9 @@ __all__ = [
     "EngineStats",
     "FinishedRequest",
     "Histogram",
+    "ReplicaStats",
     "RequestStats",
+    "merge_stats",
 ]
 
 DEADLINE_KINDS = ("ttft", "tpot", "deadline")
@@ -130,6 +132,55 @@ class EngineStats:
     """Per layer of experts, tokens of its busiest expert divided by the mean, lately, as read at most a second ago;
     empty where experts are not counted."""
 
+    def only_counters(self) -> EngineStats:
+        """The counters without the state, for an engine that has ended."""
+        kept = EngineStats(**{name: getattr(self, name) for name in _COUNTERS})
+        kept.accepted_at = list(self.accepted_at)
+        return kept
+
+
+def merge_stats(all_: Sequence[EngineStats]) -> EngineStats:
+    """State of several engines as one: counters, requests, blocks and limits are sums.
+
+    ``step_tokens`` is 0, because no step belongs to all of them.
+    """
+    total = EngineStats(**{name: sum(getattr(each, name) for each in all_) for name in _SUMMED})
+    total.preemption_rate = max((each.preemption_rate for each in all_), default=0.0)
+    total.tenant_gap = max((each.tenant_gap for each in all_), default=0.0)
+    total.watermark = max((each.watermark for each in all_), default=0.0)
+    total.max_loras = max((each.max_loras for each in all_), default=0)
+    total.floor_share = min((each.floor_share for each in all_ if each.floor_share is not None), default=None)
+    for each in all_:
+        total.accepted_at = [
+            sum(two) for two in itertools.zip_longest(total.accepted_at, each.accepted_at, fillvalue=0)
+        ]
+        for name, rows in each.rows_by_class.items():
+            total.rows_by_class[name] = total.rows_by_class.get(name, 0) + rows
+    for field in ("running_adapters", "waiting_adapters"):
+        setattr(total, field, list(dict.fromkeys(name for each in all_ for name in getattr(each, field))))
+    return total
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStats:
+    """One replica of a fleet as the door sees it."""
+
+    index: int
+    pid: int | None
+    """Its process; None while there is none."""
+    state: str
+    """``loading``, ``ready``, ``draining`` or ``down``."""
+    unstarted: int
+    """Requests sent there that have no token yet, and the next ones those that have."""
+    started: int
+    unstarted_tokens: int
+    """Prompt tokens it has yet to compute, without those that the door expects in its prefix cache."""
+    kv_cache_usage: float
+    """Share of its KV cache that requests hold, 0 to 1."""
+    sent: int
+    """Requests sent to it since the server started."""
+    restarts: int
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class FinishedRequest:
@@ -231,8 +282,7 @@ class RequestStats:
         """Reset the state after the engine's death, which lost ``num_requests``. A new process counts from 0."""
         self.num_lost += num_requests
         self._base = self.engine
-        self.engine = EngineStats(**{name: getattr(self._base, name) for name in _COUNTERS})
-        self.engine.accepted_at = list(self._base.accepted_at)
+        self.engine = self._base.only_counters()
 
     def prompt_computed(self, num_tokens: int, num_cached: int) -> None:
         """Count the prompt of a request with its first token, so that rates are smooth."""
@@ -285,4 +335,8 @@ _COUNTERS = tuple(
     field.name
     for field in dataclasses.fields(EngineStats)
     if field.name.startswith(("num_", "prefix_")) and field.name not in ("num_running", "num_waiting")
+)
+_SUMMED = (
+    *_COUNTERS,
+    *("num_running", "num_waiting", "used_blocks", "cached_blocks", "free_blocks", "running_limit", "token_budget"),
 )

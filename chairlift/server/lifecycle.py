@@ -19,6 +19,8 @@ from typing import Any, Final
 from starlette.types import ASGIApp
 
 from chairlift.config import EngineConfig, ServerConfig
+from chairlift.distributed.fleet import Fleet
+from chairlift.distributed.local import local_replicas
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.info import EngineInfo, PoolingInfo, describe_impl
 from chairlift.errors import ConfigError, EngineDeadError, TemplateError, TemplateFailedError
@@ -103,18 +105,44 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
             raise ConfigError(
                 f"{config.chat_template}: {error}; correct the file, or leave out --chat-template for the model's own"
             ) from None
+    scheduler, count = engine_config.scheduler, config.replicas
+    most, most_tokens = config.max_num_queued_reqs, config.max_num_queued_tokens
+    connect = None
+    if count > 1:
+        most = max(64, 4 * scheduler.max_num_seqs * count) if most is None else most
+        most_tokens = 32 * scheduler.max_num_batched_tokens * count if most_tokens is None else most_tokens
+        connect = _behind_a_door(engine_config, config)
     return AsyncEngine.start(
         engine_config,
         read_tokenizer=read_tokenizer,
         on_progress=on_progress,
         restart=config.restart,
         chat_template=template,
-        max_queued_requests=config.max_num_queued_reqs,
-        max_queued_tokens=config.max_num_queued_tokens,
+        max_queued_requests=most,
+        max_queued_tokens=most_tokens,
         queue_timeout=config.queue_timeout,
         request_timeout=config.request_timeout,
         health_timeout=config.health_timeout,
+        connect=connect,
     )
+
+
+def _behind_a_door(engine_config: EngineConfig, config: ServerConfig) -> Callable[[AsyncEngine], Fleet]:
+    """Makes the replicas of an engine. Raises ConfigError for what replicas cannot serve."""
+    connect = local_replicas(engine_config, config.replicas)
+
+    def start(engine: AsyncEngine) -> Fleet:
+        return Fleet(
+            engine_config,
+            engine,
+            connect,
+            replicas=config.replicas,
+            routing=config.routing,
+            restart=config.restart,
+            health_timeout=config.health_timeout,
+        )
+
+    return start
 
 
 async def serve(

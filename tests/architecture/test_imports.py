@@ -104,10 +104,15 @@ ALLOWED: dict[str, list[str]] = {
     "engine_process": ["errors", "config", "engine", "grammar", "loading", "parent", "pooled_loading", "tokenizer"],
     "server": [
         *PLAIN,
-        *("version", "batches", "engine", "loading", "metrics", "parent", "replay", "tokenizer", "tool_calls"),
+        *("version", "batches", "distributed", "engine", "loading", "metrics", "parent", "replay"),
+        *("tokenizer", "tool_calls"),
     ],
     "writing": ["errors"],
     "distributed": ["errors", "request", "scheduler"],
+    "distributed.fleet": [
+        *("errors", "config", "distributed", "engine", "metrics.stats", "outputs", "scheduler", "service_class"),
+    ],
+    "distributed.local": ["errors", "config", "distributed", "engine.process_client", "kernels.control_group"],
     "replay": [
         *PLAIN,
         "distributed",

@@ -9,7 +9,16 @@ import pytest
 
 from chairlift.config import EngineConfig
 from chairlift.distributed.door import Door
-from chairlift.distributed.routing import PREFIX_BLOCK, ROUTINGS, Pace, Replica, prefix_keys, router_from_name
+from chairlift.distributed.door_forecast import DoorForecast
+from chairlift.distributed.routing import (
+    PREFIX_BLOCK,
+    ROUTINGS,
+    MeasuredPace,
+    Pace,
+    Replica,
+    prefix_keys,
+    router_from_name,
+)
 from chairlift.errors import ConfigError
 from chairlift.request import Request, Service
 from chairlift.scheduler.policies import policy_from_config
@@ -168,6 +177,46 @@ def test_keys_say_how_much_is_equal() -> None:
     assert index.matched(keys) == 5 and index.matched(other) == 3
     index.add([hash(("new", i)) for i in range(62)])  # room for 64
     assert index.matched(keys) == 2, "ends are dropped before beginnings"
+
+
+def test_forecasts_follow_the_rate_of_the_whole_fleet() -> None:
+    forecast, door = DoorForecast({"default": 0, "later": 5}), fleet(2)
+    for number in range(24):
+        door.add(prompt(f"{number}", 512, priority=5 if number % 2 else 0, tenant=f"{number % 3}"), [], 0.0)
+    first = [name for name, _ in names(door.send(0.0))]
+    assert forecast.make(door, 0.0) is None, "no rate is known"
+    for number in range(4):
+        forecast.started(0.5 * (number + 1))
+        door.ended(first[number], 1)
+    made = forecast.make(door, 2.0)
+    assert made is not None and made.seconds_per_start == pytest.approx(0.5)
+    waits = [round(start - 2.0, 6) for start in made.starts.values()]
+    assert waits == [0.5 * place for place in range(1, 21)] and made.newcomers["later"] == pytest.approx(2.0 + 0.5 * 21)
+    assert 2.0 < made.newcomers["default"] < made.newcomers["later"]
+    assert made.strangers["later"] == pytest.approx(2.0 + 0.5 * (3 + 1)) and made.tenant in "012"
+    assert forecast.make(door, 2.4) is None, "not more often than every half second"
+    assert forecast.make(door, 30.0) is None, "nothing started for long"
+    for number in range(24):
+        door.ended(f"{number}", 1)
+    empty = forecast.make(door, 31.0)
+    assert empty is not None and empty.newcomers == {"default": 31.0, "later": 31.0}
+    assert forecast.make(door, 31.0) is None
+
+
+def test_the_speed_of_replicas_is_measured() -> None:
+    measured = MeasuredPace()
+    pace = measured.pace(512)
+    for number in range(300):
+        tokens = 1 + number * 37 % 512
+        measured.stepped(tokens, 0.004 + tokens * 2e-5)
+        measured.stepped(tokens, 1000.0)  # a pause
+    assert pace.prefill_seconds(512) == pytest.approx(0.004 + 512 * 2e-5, rel=0.01)
+    assert pace.prefill_seconds(1024) == pytest.approx(2 * (0.004 + 512 * 2e-5), rel=0.01)
+    assert pace.decode_seconds(100) == pytest.approx(100 * 2e-5, rel=0.01)
+    alike = MeasuredPace()
+    for _ in range(50):
+        alike.stepped(8, 0.002)
+    assert alike.pace(512).prefill_seconds(8) == pytest.approx(0.002)
 
 
 def test_unknown_routing() -> None:

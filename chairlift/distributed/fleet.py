@@ -1,0 +1,558 @@
+"""Several engine processes behind one front end, as one :class:`~chairlift.engine.process_client.RemoteCore`.
+
+The front end (:class:`~chairlift.engine.async_engine.AsyncEngine`) checks, tokenizes and admits a request once. Here it
+waits at the :class:`~chairlift.distributed.door.Door` until a replica has room. When a replica dies, its requests move:
+those without a token start again elsewhere, and the others continue behind their delivered tokens, where the answer is
+bound to have the same bits. The rest end with an error. The replica is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Protocol
+
+from chairlift.config import EngineConfig
+from chairlift.distributed.door import Door
+from chairlift.distributed.door_forecast import DoorForecast
+from chairlift.distributed.routing import MeasuredPace, Replica, prefix_keys, router_from_name
+from chairlift.engine.adapters import AdapterLoad, AdapterState
+from chairlift.engine.core import CoreOutputs, FinishedSequence
+from chairlift.engine.info import EngineInfo
+from chairlift.engine.input_processor import PreparedRequest
+from chairlift.engine.messages import PassBegun, Pooled, Refused, Step
+from chairlift.engine.pooling_core import PooledText
+from chairlift.engine.process_client import EngineEvents, RemoteCore
+from chairlift.errors import ConfigError, EngineDeadError, RequestError
+from chairlift.metrics.stats import EngineStats, ReplicaStats, merge_stats
+from chairlift.outputs import FinishReason
+from chairlift.scheduler.policies import policy_from_config
+from chairlift.service_class import DEFAULT_CLASS
+
+__all__ = ["ConnectReplica", "Fleet", "FleetEvents"]
+
+_log = logging.getLogger(__name__)
+
+_FIRST_PAUSE: Final = 0.2
+_LONGEST_PAUSE: Final = 30.0
+_SETTLED_SECONDS: Final = 60.0
+"""A replica that ran this long restarts without the long pauses that earlier crashes had caused."""
+_MOST_ROWS: Final = 1 << 16
+
+
+class FleetEvents(EngineEvents, Protocol):
+    """Receiver of the fleet's messages."""
+
+    def delivered(self, request_id: str) -> list[list[int]]: ...
+
+    def on_lost(self, request_ids: Sequence[str], why: str) -> None: ...
+
+
+ConnectReplica = Callable[[int, EngineEvents], RemoteCore]
+"""Makes the core of the replica with this index, which sends its events there."""
+Sleep = Callable[[float], Awaitable[None]]
+
+
+@dataclasses.dataclass(slots=True)
+class _Job:
+    """A request that has not ended."""
+
+    prepared: PreparedRequest
+    key: str
+    """Id of its first answer, under which the door knows it."""
+    left: set[str]
+    """Answers that have not ended."""
+    member: _Member | None = None
+    """Where it was sent; None while it waits at the door."""
+
+
+class _Member:
+    """One replica: what the door knows of it, and its present process. It receives the events of that process."""
+
+    def __init__(self, fleet: Fleet, view: Replica) -> None:
+        self.view = view
+        self._fleet = fleet
+        self.core: RemoteCore | None = None
+        self.info: EngineInfo | None = None
+        self.alive = self.draining = False
+        """``alive``: the process has loaded its model and has not died."""
+        self.stats = EngineStats()
+        self.num_sent = self.num_restarts = 0
+        self.busy_since: float | None = None
+        """Time of its newest step, or of the first request since it was idle; None while it is idle."""
+        self.quiet, self.opened = asyncio.Event(), asyncio.Event()
+        """It holds no request; it is alive and accepts requests."""
+
+    @property
+    def num_requests(self) -> int:
+        return self.view.num_requests
+
+    @property
+    def state(self) -> str:
+        if not self.alive:
+            return "loading" if self.core is not None else "down"
+        return "draining" if self.draining else "ready"
+
+    def shown(self) -> ReplicaStats:
+        stats, view = self.stats, self.view
+        blocks = stats.used_blocks + stats.cached_blocks + stats.free_blocks
+        return ReplicaStats(
+            index=view.index,
+            pid=None if self.core is None else self.core.pid,
+            state=self.state,
+            unstarted=len(view.unstarted),
+            started=len(view.started),
+            unstarted_tokens=view.unstarted_tokens,
+            kv_cache_usage=stats.used_blocks / blocks if blocks else 0.0,
+            sent=self.num_sent,
+            restarts=self.num_restarts,
+        )
+
+    # Messages of the process.
+
+    def on_progress(self, label: str, share: float) -> None:
+        if not self.view.index:  # the replicas load the same model at the same time
+            self._fleet.events.on_progress(label, share)
+
+    def on_step(self, step: Step) -> None:
+        self._fleet.stepped(self, step)
+
+    def on_refused(self, refused: Refused) -> None:
+        self._fleet.refused(refused)
+
+    def on_pooled(self, message: PassBegun | Pooled) -> None:
+        raise EngineDeadError("a fleet serves models that generate")
+
+    def on_watched(self, lines: bytes) -> None:
+        if not self.view.index:  # the live view draws the steps of one engine
+            self._fleet.events.on_watched(lines)
+
+    def on_updated(self, info: EngineInfo) -> None:
+        self.info = info
+
+    def on_adapter(self, state: AdapterState) -> None:
+        self._fleet.adapter_loaded(self, state)
+
+
+class Fleet(RemoteCore):
+    """``replicas`` cores that act as one. ``routing`` chooses among them.
+
+    ``connect`` makes the core of a replica, each time it starts. A replica that is silent for ``health_timeout``
+    seconds with work in it is killed while another one is alive. Without ``restart`` a dead one stays away. When the
+    last one dies, the fleet has died: :meth:`died` returns. ``now`` is the clock of requests' arrivals.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        events: FleetEvents,
+        connect: ConnectReplica,
+        *,
+        replicas: int,
+        routing: str = "forecast",
+        restart: bool = True,
+        health_timeout: float = 30.0,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self.config, self.events = config, events
+        self._connect, self._restart, self._health_timeout = connect, restart, health_timeout
+        self._now, self._sleep = now, sleep
+        self._pace, scheduler = MeasuredPace(), config.scheduler
+        pace = self._pace.pace(scheduler.max_num_batched_tokens)
+        self._members = [
+            _Member(self, Replica(index, pace, max_num_seqs=scheduler.most_running, cache_tokens=0))
+            for index in range(replicas)
+        ]
+        rows = min(_MOST_ROWS, scheduler.max_num_seqs * replicas)
+        policy = policy_from_config(dataclasses.replace(scheduler, max_num_seqs=rows))
+        self.door = Door([member.view for member in self._members], router_from_name(routing), policy)
+        classes = scheduler.promises
+        priorities = {name: each.priority for name, each in (classes or {}).items()}
+        self._forecast = DoorForecast(priorities or {DEFAULT_CLASS: 0})
+        self._jobs: dict[str, _Job] = {}
+        """Unfinished requests by the id under which the door knows them."""
+        self._answers: dict[str, _Job] = {}
+        """The same by the ids of answers that have not ended."""
+        self._gone = EngineStats()
+        """Counters of processes that have died."""
+        self._loads: dict[int, AdapterLoad] = {}
+        self._loading: dict[int, tuple[set[int], str]] = {}
+        """Adapters that are being read: the replicas that have not answered, and the first error."""
+        self._watched = self._alike = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._rolling = asyncio.Lock()
+
+    # -- a core ----------------------------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int | None:
+        """Process of the first replica that has one."""
+        pids = (member.core.pid for member in self._members if member.core is not None)
+        return next((pid for pid in pids if pid is not None), None)
+
+    @property
+    def silent_since(self) -> float | None:
+        """Since when every replica that owes an answer has sent nothing; None if none owes one, or another is idle."""
+        silent = [member.core.silent_since for member in self._members if member.alive and member.core is not None]
+        known = [since for since in silent if since is not None]
+        return max(known) if known and len(known) == len(silent) else None
+
+    def shown(self) -> list[ReplicaStats]:
+        """State of each replica."""
+        return [member.shown() for member in self._members]
+
+    async def start(self) -> EngineInfo:
+        """Start all replicas. Returns facts about them as one. Raises as
+        :meth:`~chairlift.engine.process_client.ProcessClient.start`, if one of them cannot load."""
+        outcomes = await asyncio.gather(*(self._load(each) for each in self._members), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        infos = [member.info for member in self._members if member.info is not None]
+        first = infos[0]
+        if first.pooling is not None:
+            raise ConfigError("replicas serve models that generate; start a server for each replica of this one")
+        self._alike = first.deterministic and len({info.fingerprint for info in infos}) == 1
+        if not self._alike and len(infos) > 1:
+            _log.warning("answers cannot continue on another replica: their bits depend on the batch or the process")
+        for member in self._members:
+            self._open(member)
+            self._tasks.append(asyncio.create_task(self._keep(member), name=f"keeper of replica {member.view.index}"))
+        self._tasks.append(asyncio.create_task(self._watch_silence(), name="watch over replicas"))
+        return dataclasses.replace(
+            first,
+            pool_tokens=sum(info.pool_tokens for info in infos),
+            num_blocks=sum(info.num_blocks for info in infos),
+            max_num_seqs=sum(info.max_num_seqs for info in infos),
+            threads=sum(info.threads for info in infos),
+        )
+
+    def add(self, request: PreparedRequest) -> None:
+        job = _Job(request, request.sequence_ids[0], set(request.sequence_ids))
+        for name in request.sequence_ids:
+            self._answers[name] = job
+        self._jobs[job.key] = job
+        self._queue(job)
+        error = self._send().get(job.key)
+        if error is not None:
+            raise error
+
+    def pool(self, text: PooledText) -> None:
+        raise RequestError("a fleet serves models that generate")
+
+    def abort(self, sequence_ids: Sequence[str]) -> None:
+        self._leave(sequence_ids, lambda core, names: core.abort(names))
+
+    def stop(self, sequence_ids: Sequence[str]) -> None:
+        self._leave(sequence_ids, lambda core, names: core.stop(names))
+
+    def watch(self, wanted: bool) -> None:
+        """Start or stop reports of the steps of the first replica."""
+        self._watched = wanted
+        core = self._members[0].core
+        if core is not None and self._members[0].alive:
+            core.watch(wanted)
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        """Have every replica read an adapter. ``on_adapter`` is told once, when all have answered."""
+        self._loads[load.adapter_id] = load
+        self._loading[load.adapter_id] = {member.view.index for member in self._members if member.alive}, ""
+        for core in self._cores():
+            core.load_adapter(load)
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        self._loads.pop(adapter_id, None)
+        for core in self._cores():
+            core.unload_adapter(adapter_id)
+
+    async def update_weights(self, source: str, version: int, in_flight: str) -> EngineInfo:
+        raise ConfigError(
+            "weights are replaced in one engine only, and this server has several replicas; write the new weights to"
+            " the model's directory and restart the replicas one after another"
+        )
+
+    def kill(self) -> None:
+        for core in self._cores():
+            core.kill()
+
+    async def died(self) -> str:
+        """Wait until no replica is alive. Returns how the last one ended, in words."""
+        why = await asyncio.shield(self._end)
+        await self.close()
+        return why
+
+    async def close(self) -> None:
+        """End all processes."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        cores = [member.core for member in self._members if member.core is not None]
+        await asyncio.gather(*(core.close() for core in cores), return_exceptions=True)
+
+    async def roll(self, patience: float) -> None:
+        """Restart all replicas, one after another. Each finishes its requests first, within ``patience`` seconds; then
+        those that are left move. Raises ConfigError unless two replicas are alive."""
+        async with self._rolling:
+            for member in self._members:
+                if sum(each.alive for each in self._members) < 2:
+                    raise ConfigError("a rolling restart needs two replicas that are alive; restart the server instead")
+                if not member.alive or member.core is None:
+                    continue
+                _log.info("replica %d is drained and restarted", member.view.index)
+                member.draining, member.view.accepting = True, False
+                member.opened.clear()
+                if member.num_requests:
+                    member.quiet.clear()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(member.quiet.wait(), patience)
+                member.core.kill()
+                await member.opened.wait()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def _queue(self, job: _Job) -> None:
+        """Let a request wait at the door."""
+        prepared = job.prepared
+        known = [*prepared.prompt_token_ids, *prepared.answer_token_ids]
+        salt = (prepared.cache_salt, prepared.adapter_id)
+        keys = prefix_keys(known, salt) if self.config.cache.enable_prefix_caching else []
+        job.member = None
+        self.door.add(prepared.make_sequences()[0], keys, self._now())
+
+    def _send(self) -> dict[str, RequestError]:
+        """Send the requests that replicas have room for. Returns those that could not be sent, by id."""
+        failed: dict[str, RequestError] = {}
+        for request, view in self.door.send(self._now()):
+            member, job = self._members[view.index], self._jobs[request.request_id]
+            if member.core is None:
+                continue
+            if member.busy_since is None:
+                member.busy_since = self._now()
+            try:
+                member.core.add(job.prepared)
+            except RequestError as error:  # the message cannot be written
+                failed[job.key] = error
+                self._forget(job)
+                continue
+            job.member = member
+            member.num_sent += 1
+            missing = [name for name in job.prepared.sequence_ids if name not in job.left]
+            if missing:
+                member.core.abort(missing)
+        return failed
+
+    def _leave(self, sequence_ids: Sequence[str], tell: Callable[[RemoteCore, list[str]], object]) -> None:
+        told: dict[int, list[str]] = {}
+        for name in sequence_ids:
+            job = self._answers.get(name)
+            if job is not None and job.member is not None:
+                told.setdefault(job.member.view.index, []).append(name)
+            self._ended(name)
+        for index, names in told.items():
+            core = self._members[index].core
+            if core is not None:
+                tell(core, names)
+        self._send()
+
+    def _ended(self, name: str) -> None:
+        """An answer has ended. Unknown ones are ignored."""
+        job = self._answers.pop(name, None)
+        if job is None:
+            return
+        job.left.discard(name)
+        if name == job.key and job.member is not None:
+            self.door.begun(name)  # its prompt is computed
+        if not job.left:
+            self._forget(job)
+
+    def _forget(self, job: _Job) -> None:
+        """A request has ended."""
+        del self._jobs[job.key]
+        for name in job.left:
+            del self._answers[name]
+        answers = self.events.delivered(job.prepared.request_id)
+        self.door.ended(job.key, sum(map(len, answers)))
+        if job.member is not None and not job.member.num_requests:
+            job.member.quiet.set()
+
+    def stepped(self, member: _Member, step: Step) -> None:
+        """Take the results of a replica's step."""
+        if not member.alive:
+            return
+        outputs, now, view = step.outputs, self._now(), member.view
+        if view.unstarted:
+            fresh = view.unstarted.keys() & set(outputs.sequence_ids)
+            for name in [each for each in view.unstarted if each in fresh]:
+                self.door.begun(name)
+                self._forecast.started(now)
+        if member.busy_since is not None:
+            self._pace.stepped(step.stats.step_tokens, now - member.busy_since)
+        member.stats = step.stats
+        for ended in outputs.finished:
+            self._ended(ended.sequence_id)
+        member.busy_since = now if member.num_requests else None
+        self._tell(outputs, step.stats.step_tokens)
+        self._send()
+
+    def _tell(self, outputs: CoreOutputs, num_tokens: int = 0) -> None:
+        """Hand results on, with the state of the whole fleet."""
+        stats = merge_stats([self._gone, *(each.stats for each in self._members)])
+        stats.step_tokens = num_tokens
+        self.events.on_step(Step(outputs, stats, self._forecast.make(self.door, self._now())))
+
+    def refused(self, refused: Refused) -> None:
+        job = self._answers.get(refused.request_id) or self._answers.get(f"{refused.request_id}#0")
+        if job is not None:
+            self._forget(job)
+        self.events.on_refused(refused)
+        self._send()
+
+    # -- replicas --------------------------------------------------------------------------------------------------
+
+    def _cores(self) -> list[RemoteCore]:
+        return [member.core for member in self._members if member.alive and member.core is not None]
+
+    async def _load(self, member: _Member) -> None:
+        """Start the process of a replica."""
+        member.core = self._connect(member.view.index, member)
+        try:
+            member.info = await member.core.start()
+        except BaseException:
+            core, member.core = member.core, None
+            await core.close()
+            raise
+
+    def _open(self, member: _Member) -> None:
+        """Send requests to a replica that has loaded."""
+        info, core = member.info, member.core
+        if info is None or core is None:
+            return
+        member.alive, member.draining, member.busy_since = True, False, None
+        cached = info.pool_tokens if self.config.cache.enable_prefix_caching else 0
+        member.view.opened(cached)
+        scheduler = self.config.scheduler  # what the process tells with its first step
+        member.stats = EngineStats(
+            free_blocks=info.num_blocks,
+            running_limit=scheduler.most_running,
+            token_budget=scheduler.max_num_batched_tokens,
+        )
+        for load in self._loads.values():
+            core.load_adapter(load)
+        if self._watched and not member.view.index:
+            core.watch(True)
+        member.opened.set()
+        self._report_failed(self._send())
+
+    def _report_failed(self, failed: dict[str, RequestError]) -> None:
+        for name, error in failed.items():
+            self.events.on_refused(Refused(name.partition("#")[0], False, str(error)))
+
+    async def _keep(self, member: _Member) -> None:
+        """Notice the death of a replica, and start it again."""
+        pause = _FIRST_PAUSE
+        while member.core is not None:
+            began = self._now()
+            why = await member.core.died()
+            asked = member.draining
+            self._lose(member, why)
+            if self._end.done() or not (self._restart or asked):
+                return
+            if self._now() - began > _SETTLED_SECONDS or asked:
+                pause = _FIRST_PAUSE
+            while not member.alive:
+                if not asked:
+                    _log.error("replica %d: %s; starting it again in %.1f s", member.view.index, why, pause)
+                    await self._sleep(pause)
+                    pause = min(_LONGEST_PAUSE, 2 * pause)
+                try:
+                    await self._load(member)
+                except Exception as error:
+                    why, asked = str(error) or type(error).__name__, False
+                    continue
+                member.num_restarts += 1
+                self._open(member)
+
+    def _lose(self, member: _Member, why: str) -> None:
+        """Move the requests of a dead replica, and end those that cannot move."""
+        member.alive, member.core, member.info = False, None, None
+        member.opened.clear()
+        self._gone = merge_stats([self._gone, member.stats.only_counters()])
+        member.stats = EngineStats()
+        unstarted, started = self.door.lose(member.view)
+        member.quiet.set()
+        for adapter_id in list(self._loading):
+            self.adapter_loaded(member, AdapterState(adapter_id))
+        if not any(each.alive for each in self._members):
+            self._end.set_result(why)  # the front end fails all requests
+            return
+        lost, ended = list[_Job](), list[FinishedSequence]()
+        for request in (*unstarted, *started):
+            job = self._jobs[request.request_id]
+            if (end := self._move(job)) is not None:
+                ended.append(end)
+            elif job.member is not None:
+                lost.append(job)
+        moved = len(unstarted) + len(started) - len(lost)
+        level = logging.INFO if member.draining else logging.ERROR
+        _log.log(level, "replica %d is gone: %s; %d requests move, %d end", member.view.index, why, moved, len(lost))
+        for job in lost:
+            self._forget(job)
+        self.events.on_lost([job.prepared.request_id for job in lost], why)
+        for each in ended:
+            self._ended(each.sequence_id)
+        self._tell(CoreOutputs(finished=ended))
+        self._report_failed(self._send())
+
+    def _move(self, job: _Job) -> FinishedSequence | None:
+        """Let a request of a dead replica wait at the door again, if it can go on elsewhere; otherwise leave it as it
+        is. Returns its end where all of its tokens were delivered."""
+        prepared = job.prepared
+        answers = self.events.delivered(prepared.request_id)
+        if any(answers) or job.left != set(prepared.sequence_ids):
+            params = prepared.params
+            followed = params.structured_outputs is not None or params.thinking is not None
+            if not self._alike or params.n > 1 or followed:
+                return None
+            (known,) = answers
+            if known[-1] in prepared.stop_token_ids:
+                return FinishedSequence(job.key, FinishReason.STOP, stop_reason=known[-1])
+            if len(known) >= prepared.max_tokens:
+                return FinishedSequence(job.key, FinishReason.LENGTH)
+            job.prepared = dataclasses.replace(prepared, answer_token_ids=known)
+        self._queue(job)
+        return None
+
+    def adapter_loaded(self, member: _Member, state: AdapterState) -> None:
+        """A replica has read an adapter, could not, or has died over it."""
+        waiting = self._loading.get(state.adapter_id)
+        if waiting is None:
+            if member.alive:
+                self.events.on_adapter(state)  # it was read again by a replica that was restarted
+            return
+        waiting[0].discard(member.view.index)
+        error = waiting[1] or (state.error or "")
+        self._loading[state.adapter_id] = waiting[0], error
+        if waiting[0]:
+            return
+        del self._loading[state.adapter_id]
+        if error:
+            self.unload_adapter(state.adapter_id)
+        self.events.on_adapter(dataclasses.replace(state, error=error))
+
+    async def _watch_silence(self) -> None:
+        """Kill a replica that does not finish its steps, so that its requests can move."""
+        while True:
+            await self._sleep(min(1.0, self._health_timeout / 4))
+            alive = [member for member in self._members if member.alive and member.core is not None]
+            for member in alive if len(alive) > 1 else []:
+                since = None if member.core is None else member.core.silent_since
+                if member.core is not None and since is not None and self._now() - since > self._health_timeout:
+                    _log.error("replica %d has not finished a step; it is killed", member.view.index)
+                    member.core.kill()

@@ -1,0 +1,66 @@
+"""Replicas on this machine: engine processes, each on processors and memory of its own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from chairlift.config import CPU_CACHE_SHARE, EngineConfig
+from chairlift.distributed.fleet import ConnectReplica
+from chairlift.engine.process_client import EngineEvents, ProcessClient
+from chairlift.errors import ConfigError
+from chairlift.kernels.control_group import processor_limit, total_memory
+
+__all__ = ["local_replicas", "processors_by_replica"]
+
+_TOPOLOGY: Final = "/sys/devices/system/cpu/cpu{}/topology/{}"
+
+
+def local_replicas(config: EngineConfig, count: int) -> ConnectReplica:
+    """Makes the processes of ``count`` replicas. They share the processors of this process, and the memory that one
+    engine would take for its KV cache. Raises ConfigError for a model on a GPU."""
+    if config.model.device != "cpu":
+        raise ConfigError(
+            f"replicas are processes on the processors of this machine, and device is {config.model.device!r}; start a"
+            " server for each GPU, with CUDA_VISIBLE_DEVICES"
+        )
+    settings, cache = config.to_flat(), config.cache
+    if cache.kv_cache_memory_bytes is None and cache.num_kv_blocks is None:
+        settings["kv_cache_memory_bytes"] = int(total_memory() * CPU_CACHE_SHARE) // count
+    places = processors_by_replica(_processors(), count)
+
+    def connect(index: int, events: EngineEvents) -> ProcessClient:
+        return ProcessClient(settings, events, places[index])
+
+    return connect
+
+
+def processors_by_replica(processors: Sequence[tuple[Any, ...]], count: int) -> list[list[int]]:
+    """Processors of each of ``count`` replicas. ``processors`` are tuples that end with the processor's number; those
+    that begin alike share a core or a socket and stay together. With fewer processors than replicas nothing is set."""
+    if len(processors) < count:
+        return [[] for _ in range(count)]
+    ordered = [each[-1] for each in sorted(processors)]
+    bounds = [len(ordered) * place // count for place in range(count + 1)]
+    return [ordered[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+
+def _processors() -> list[tuple[int, int, int]]:
+    """(socket, core, number) of the processors that this process may use, as many as its control groups allow."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []  # without affinity the system places the processes
+    found = sorted(
+        (_topology(each, "physical_package_id"), _topology(each, "core_id"), each) for each in os.sched_getaffinity(0)
+    )
+    limit = processor_limit()
+    return found if limit is None else found[: max(1, round(limit))]
+
+
+def _topology(processor: int, what: str) -> int:
+    try:
+        return int(Path(_TOPOLOGY.format(processor, what)).read_text())
+    except (OSError, ValueError):  # not told, in some containers
+        return 0

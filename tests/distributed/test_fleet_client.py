@@ -1,0 +1,275 @@
+"""Replicas behind one front end: answers are those of a request alone, whatever dies or is restarted meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from chairlift.engine.async_engine import AsyncEngine, EngineState
+from chairlift.errors import ConfigError, EngineDeadError, RequestError
+from chairlift.outputs import OutputKind, RequestOutput
+from chairlift.sampling_params import SamplingParams
+from tests.distributed.replicas import FleetInProcess, fleet_of
+from tests.e2e.oracle import expected_hashlm
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(test(), 120)
+
+    asyncio.run(bounded())
+
+
+async def collect(engine: AsyncEngine, prompt: Any, params: SamplingParams) -> list[RequestOutput]:
+    return [output async for output in await engine.submit(prompt, params)]
+
+
+def tokens(outputs: list[RequestOutput], index: int = 0) -> list[int]:
+    return [token for each in outputs for one in each.outputs if one.index == index for token in one.token_ids]
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def quiet(world: FleetInProcess) -> None:
+    """Until every replica has ended what was aborted."""
+    while any(each.core.has_work for each in world.cores.values() if not each.dead.is_set()):
+        await asyncio.sleep(0)
+    assert not world.engine.num_requests and not world.engine.num_queued and not len(world.fleet.door)
+    for shown in world.fleet.shown():
+        assert (shown.unstarted, shown.started, shown.unstarted_tokens) == (0, 0, 0)
+
+
+def drawn(number: int, rng: random.Random) -> tuple[list[int], SamplingParams]:
+    """A request of any kind."""
+    length = rng.choice((3, 20, 300))
+    prompt = [rng.randrange(1, 250) for _ in range(length)]
+    params = SamplingParams(
+        n=rng.choice((1, 1, 1, 2)),
+        seed=number,
+        max_tokens=rng.choice((1, 7, 40)),
+        temperature=rng.choice((0.0, 1.0)),
+        frequency_penalty=rng.choice((0.0, 0.5)),
+        ignore_eos=rng.random() < 0.5,
+        stop=["a"] if rng.random() < 0.2 else None,
+    )
+    return prompt, params
+
+
+async def mixed(world: FleetInProcess, count: int, seed: int, trouble: Callable[[], Awaitable[None]]) -> list[str]:
+    """Send ``count`` requests while ``trouble`` happens. Returns how each ended; answers are checked here."""
+    rng = random.Random(seed)
+    gate = asyncio.Semaphore(60)
+
+    async def one(number: int) -> str:
+        async with gate:
+            prompt, params = drawn(number, rng)
+            leaves = rng.random() < 0.05
+            await turns(rng.randrange(10))
+            try:
+                stream = await world.engine.submit(prompt, params)
+                outputs = []
+                async for output in stream:
+                    outputs.append(output)
+                    if leaves:
+                        stream.abort()
+                        return "left"
+            except EngineDeadError as error:
+                return "told" if "the replica died with the request in it" in str(error) else f"{error}"
+            for index in range(params.n):
+                expected = expected_hashlm(prompt, params, index)
+                assert tokens(outputs, index) == expected.token_ids, (number, params)
+                text = "".join(o.text for output in outputs for o in output.outputs if o.index == index)
+                assert text == expected.text
+            return "answered"
+
+    task = asyncio.create_task(trouble())
+    ends = await asyncio.gather(*(one(number) for number in range(count)))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await quiet(world)
+    return list(ends)
+
+
+@pytest.mark.parametrize(
+    ("count", "seed"), [(300, 1), *(pytest.param(2000, seed, marks=pytest.mark.nightly) for seed in range(3))]
+)
+def test_every_request_is_answered_right_or_told(count: int, seed: int) -> None:
+    """Kills, rolling restarts and stopped replicas at random points. Only an answer in several parts cannot move."""
+
+    async def test() -> None:
+        rng = random.Random(-seed)
+        async with fleet_of(3, health_timeout=5.0) as world:
+
+            async def trouble() -> None:
+                while True:
+                    await turns(rng.randrange(20, 60))
+                    alive = [each for each in world.cores.values() if not each.dead.is_set()]
+                    if len(alive) < 2:
+                        continue
+                    what, core = rng.choice(("kill", "kill", "roll", "stop")), rng.choice(alive)
+                    if what == "kill":
+                        core.kill()
+                    elif what == "roll":
+                        await world.fleet.roll(0.001)
+                    else:  # it does nothing more, until the watch finds it silent
+                        core.stuck, core.silent_since = True, -1e9
+
+            ends = await mixed(world, count, seed, trouble)
+            assert set(ends) == {"answered", "told", "left"} and ends.count("answered") > 0.7 * count
+            assert sum(each.restarts for each in world.fleet.shown()) > 5
+
+    run(test)
+
+
+def test_streams_of_a_dead_replica_go_on_behind_their_tokens() -> None:
+    async def test() -> None:
+        async with fleet_of(2) as world:
+            params = SamplingParams(max_tokens=200, ignore_eos=True, seed=5, frequency_penalty=0.7, logprobs=1)
+            prompt = list(b"a long answer")
+            jobs = [asyncio.create_task(collect(world.engine, prompt, params)) for _ in range(6)]
+            while min((len(known[0]) for known in delivered(world)), default=0) < 20 or len(delivered(world)) < 6:
+                await asyncio.sleep(0)
+            first = world.cores[0]
+            first.kill()
+            answers = await asyncio.gather(*jobs)
+            expected = expected_hashlm(prompt, params).token_ids
+            assert [tokens(answer) for answer in answers] == [expected] * 6
+            moved = [each for each in world.cores[1].seen if each.answer_token_ids]
+            assert len(moved) == 3 and all(len(each.answer_token_ids) >= 20 for each in moved)
+            for answer in answers:  # one entry per token, in one piece
+                rows = [row for part in answer for row in part.outputs[0].logprobs or ()]
+                assert len(rows) == 200
+            while world.cores[0] is first:
+                await asyncio.sleep(0)
+            assert world.engine.state is EngineState.READY and world.engine.stats.num_lost == 0
+            assert world.fleet.shown()[0].restarts == 1 and 0.2 in world.slept
+
+    def delivered(world: FleetInProcess) -> list[list[list[int]]]:
+        return [world.engine.delivered(each.request_id) for each in world.engine.requests()]
+
+    run(test)
+
+
+def test_what_cannot_move_ends_with_an_error_and_the_others_go_on() -> None:
+    async def test() -> None:
+        async with fleet_of(2, {"max_num_seqs": 4}) as world:
+            params = SamplingParams(n=2, max_tokens=100, ignore_eos=True, seed=5)
+            jobs = [asyncio.create_task(collect(world.engine, [1 + i, 2], params)) for i in range(4)]
+            while world.engine.stats.generation_tokens < 40:
+                await asyncio.sleep(0)
+            world.cores[1].kill()
+            ends = await asyncio.gather(*jobs, return_exceptions=True)
+            failed = [end for end in ends if isinstance(end, EngineDeadError)]
+            assert len(failed) == 2 and all(end.taken for end in failed)
+            for number, end in enumerate(ends):
+                if not isinstance(end, BaseException):
+                    for index in range(2):
+                        assert tokens(end, index) == expected_hashlm([1 + number, 2], params, index).token_ids
+            assert world.engine.stats.num_lost == 2 and world.engine.stats.finished["error"] == 2
+            await quiet(world)
+
+    run(test)
+
+
+def test_with_the_last_replica_the_engine_dies_and_comes_back() -> None:
+    async def test() -> None:
+        async with fleet_of(2) as world:
+            params = SamplingParams(max_tokens=3000, ignore_eos=True, seed=1)
+            jobs = [asyncio.create_task(collect(world.engine, [3], params)) for _ in range(4)]
+            while world.engine.stats.generation_tokens < 10:
+                await asyncio.sleep(0)
+            world.cores[0].kill()
+            world.cores[1].kill()
+            ends = await asyncio.gather(*jobs, return_exceptions=True)
+            assert all(isinstance(end, EngineDeadError) for end in ends)
+            while world.engine.state is not EngineState.READY:
+                await asyncio.sleep(0.01)
+            short = SamplingParams(max_tokens=5, seed=1)
+            assert tokens(await collect(world.engine, [3], short)) == expected_hashlm([3], short).token_ids
+
+    run(test)
+
+
+def test_requests_wait_at_the_door_and_counters_survive_a_death() -> None:
+    async def test() -> None:
+        async with fleet_of(2, {"max_num_seqs": 2}) as world:
+            params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
+            jobs = [asyncio.create_task(collect(world.engine, [7, i], params)) for i in range(1, 41)]
+            await turns(8)
+            assert len(world.fleet.door) == 40 - 2 * 3, "two rows and one more each"
+            assert world.engine.num_queued >= 36
+            while world.engine.stats.generation_tokens < 300:
+                await asyncio.sleep(0)
+            steps = world.engine.stats.engine.num_steps
+            assert steps > 100 and world.engine.stats.engine.running_limit == 4
+            world.cores[0].kill()
+            await turns(3)
+            assert world.engine.stats.engine.num_steps >= steps
+            await asyncio.gather(*jobs)
+            assert world.engine.expected_wait() == 0.0
+            sent = [each.sent for each in world.fleet.shown()]
+            assert sum(sent) >= 40 and min(sent) > 8
+            await quiet(world)
+
+    run(test)
+
+
+def test_a_rolling_restart_breaks_nobody() -> None:
+    async def test() -> None:
+        async with fleet_of(2) as world:
+            before = dict(world.cores)
+            params = SamplingParams(n=2, max_tokens=60, ignore_eos=True, seed=1)
+            jobs = [asyncio.create_task(collect(world.engine, [9, i], params)) for i in range(1, 30)]
+            await turns(20)
+            await world.fleet.roll(60.0)
+            for number, answer in enumerate(await asyncio.gather(*jobs), start=1):
+                assert tokens(answer, 1) == expected_hashlm([9, number], params, 1).token_ids
+            assert all(world.cores[index] is not before[index] for index in (0, 1))
+            assert world.engine.stats.num_lost == 0 and 0.2 not in world.slept, "no pause between the two"
+
+    run(test)
+
+
+def test_a_fleet_of_one_is_not_rolled_and_weights_stay() -> None:
+    async def test() -> None:
+        async with fleet_of(1) as world:
+            with pytest.raises(ConfigError, match="needs two replicas that are alive"):
+                await world.fleet.roll(1.0)
+            with pytest.raises(ConfigError, match="this server has several replicas"):
+                await world.engine.update_weights("somewhere", 1)
+            assert tokens(await collect(world.engine, [3], SamplingParams(max_tokens=4, seed=1)))
+
+    run(test)
+
+
+def test_an_answer_that_a_core_refuses_leaves_nothing() -> None:
+    async def test() -> None:
+        async with fleet_of(2, {"num_kv_blocks": 10}) as world:
+            with pytest.raises(RequestError):
+                await collect(world.engine, [1] * 200, SamplingParams(max_tokens=100, seed=1))
+            good = SamplingParams(max_tokens=4, seed=1)
+            assert tokens(await collect(world.engine, [3], good)) == expected_hashlm([3], good).token_ids
+            await quiet(world)
+
+    run(test)
+
+
+def test_final_outputs_are_whole_after_a_move() -> None:
+    async def test() -> None:
+        async with fleet_of(2) as world:
+            params = SamplingParams(max_tokens=80, ignore_eos=True, seed=2)
+            stream = await world.engine.submit([5, 6], params, kind=OutputKind.FINAL)
+            while world.engine.stats.generation_tokens < 10:
+                await asyncio.sleep(0)
+            next(each for each in world.cores.values() if each.seen).kill()
+            (output,) = [each async for each in stream]
+            assert output.outputs[0].token_ids == expected_hashlm([5, 6], params).token_ids
+
+    run(test)

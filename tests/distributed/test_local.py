@@ -1,0 +1,78 @@
+"""Replicas as processes of this machine: their processors, their memory, and the death of one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from chairlift.config import EngineConfig, ServerConfig
+from chairlift.distributed.local import local_replicas, processors_by_replica
+from chairlift.errors import ConfigError
+from chairlift.outputs import OutputKind
+from chairlift.sampling_params import SamplingParams
+from chairlift.server.lifecycle import start_engine
+from tests.e2e.oracle import expected_hashlm
+
+
+def test_cores_and_sockets_stay_together() -> None:
+    two_sockets = [(number // 2 % 2, number // 4, number) for number in range(16)]
+    assert processors_by_replica(two_sockets, 2) == [
+        [number for number in range(16) if number // 2 % 2 == socket] for socket in range(2)
+    ]
+    hyperthreads = [(0, number % 4, number) for number in range(8)]
+    assert processors_by_replica(hyperthreads, 4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    uneven = processors_by_replica([(0, number, number) for number in range(7)], 3)
+    assert sorted(map(len, uneven)) == [2, 2, 3] and sorted(number for each in uneven for number in each) == list(
+        range(7)
+    )
+    assert processors_by_replica([(0, 0, 0)], 2) == [[], []], "too few to divide"
+
+
+def test_a_model_on_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device is 'cuda'; start a server for each GPU"):
+        local_replicas(EngineConfig.from_flat({"device": "cuda"}), 2)
+
+
+def test_a_replica_that_is_killed_takes_no_stream_with_it() -> None:
+    """Two real processes: one is killed in the middle of all streams, and a third takes its place."""
+
+    async def test() -> None:
+        config = EngineConfig.from_flat({"model": "hashlm:2ms", "max_num_seqs": 4, "num_kv_blocks": 500})
+        engine = start_engine(config, ServerConfig(replicas=2), lambda label, share: None)
+        try:
+            await engine.wait_ready()
+            assert engine.info is not None and engine.info.max_num_seqs == 8 and engine.intake.max_requests == 64
+            before = engine.replicas()
+            pids = [each.pid for each in before if each.pid is not None]
+            if len(os.sched_getaffinity(0)) > 1:
+                assert not os.sched_getaffinity(pids[0]) & os.sched_getaffinity(pids[1])
+            params = SamplingParams(max_tokens=150, ignore_eos=True, seed=3)
+            streams = [await engine.submit([7, i], params, kind=OutputKind.FINAL) for i in range(1, 13)]
+            await until(lambda: engine.stats.generation_tokens > 100)
+            os.kill(pids[1], signal.SIGKILL)
+            for number, stream in enumerate(streams, start=1):
+                (output,) = [each async for each in stream]
+                assert output.outputs[0].token_ids == expected_hashlm([7, number], params).token_ids
+            await until(lambda: engine.replicas()[1].state == "ready")
+            assert engine.replicas()[1].pid not in pids and engine.replicas()[1].restarts == 1
+            assert engine.stats.num_lost == 0
+        finally:
+            await engine.shutdown()
+
+    bounded(test)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def bounded(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(test(), 60)
+
+    asyncio.run(limited())
