@@ -35,7 +35,7 @@ from chairlift.server.pooling import (
 from chairlift.server.promises import TTFT_HEADER
 from chairlift.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from chairlift.server.queue import QueueReply
-from chairlift.server.responses_types import DeletedResponse, ResponsesRequest
+from chairlift.server.responses_types import DeletedResponse, InputItemList, ResponsesRequest
 from chairlift.server.responses_types import Response as ModelResponse
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
@@ -104,7 +104,7 @@ _TYPES: Final = (
     *(EmbeddingRequest, EmbeddingReply, ClassifyRequest, ClassifyReply, ScoreRequest, ScoreReply),
     *(RerankRequest, RerankReply),
     *(FileObject, FileList, FileDeleted, BatchRequest, BatchObject, BatchList),
-    *(ResponsesRequest, ModelResponse, DeletedResponse),
+    *(ResponsesRequest, ModelResponse, DeletedResponse, InputItemList),
     *(MessagesRequest, MessageReply, CountTokensRequest, TokenCount, MessagesError),
     *(QueueReply, RequestsReply, TrafficRecord, WeightsRequest, WeightsReply),
 )
@@ -169,7 +169,15 @@ def _responses_paths() -> dict[str, Any]:
     )
     deleted = _get("Forget it", DeletedResponse, (404,), [_RESPONSE_PARAMETER])["get"]
     kept = _get("A response that was kept", ModelResponse, (404,), [_RESPONSE_PARAMETER])
-    return {"/v1/responses": created, "/v1/responses/{response_id}": {**kept, "delete": deleted}}
+    pages = (_query("after", "List what comes behind this id", {"type": "string"}), _PAGE_PARAMETER, _ORDER_PARAMETER)
+    listed = _get("The items before its answer", InputItemList, (404,), [_RESPONSE_PARAMETER, *pages])
+    cancel = _operation("Refused: only background responses can be cancelled", _ref(ModelResponse), (404,))
+    return {
+        "/v1/responses": created,
+        "/v1/responses/{response_id}": {**kept, "delete": deleted},
+        "/v1/responses/{response_id}/input_items": listed,
+        "/v1/responses/{response_id}/cancel": {"post": {**cancel, "parameters": [_RESPONSE_PARAMETER]}},
+    }
 
 
 def _messages_paths() -> dict[str, Any]:
@@ -206,6 +214,7 @@ _RECORDING_PARAMETERS: Final = (
     _query("recording", "Go on with this one, which was broken off less than a minute ago", {"type": "string"}),
 )
 _PAGE_PARAMETER: Final = _query("limit", "Most to list", {"type": "integer", "minimum": 1, "maximum": 100})
+_ORDER_PARAMETER: Final = _query("order", "asc: the oldest first", {"enum": ["asc", "desc"], "default": "desc"})
 _UPLOAD_SCHEMA: Final = {
     "type": "object",
     "required": ["purpose", "file"],
@@ -286,7 +295,7 @@ def _files_and_batches() -> dict[str, dict[str, Any]]:
     files, batches = _path_parameter("file_id"), _path_parameter("batch_id")
     pages = (_query("after", "List what comes behind this id", {"type": "string"}), _PAGE_PARAMETER)
     sorts = (
-        _query("order", "asc: the oldest first", {"enum": ["asc", "desc"], "default": "desc"}),
+        _ORDER_PARAMETER,
         _query("purpose", "List only files with this one", {"type": "string"}),
     )
     upload = _operation("Upload a file of requests for a batch", _ref(FileObject), _WITH_BODY)

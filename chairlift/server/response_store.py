@@ -20,6 +20,8 @@ class StoredResponse:
     """JSON of the response, as GET returns it."""
     items: bytes
     """JSON list of all items of the conversation, including the answer's."""
+    num_input: int = 0
+    """Number of items before the answer's."""
 
     @property
     def num_bytes(self) -> int:

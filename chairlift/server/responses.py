@@ -1,4 +1,4 @@
-"""POST /v1/responses, and GET and DELETE /v1/responses/{id}: OpenAI's Responses API, translated to chats.
+"""OpenAI's Responses API, translated to chats: POST /v1/responses, and the paths of one response.
 
 A request becomes a chat, and the content, reasoning and calls of the answer become items. A response is stored only if
 ``store`` is true; then it is in memory for ``previous_response_id``, within limits, and only for the API key that made
@@ -21,15 +21,17 @@ from chairlift.outputs import RequestOutput
 from chairlift.server.auth import Caller
 from chairlift.server.chat_run import ChatRun, begin_chat
 from chairlift.server.errors import ApiError
+from chairlift.server.files import page_of
 from chairlift.server.limits import read_json
 from chairlift.server.protocol import parse, unknown_inside, warning_headers
 from chairlift.server.response_store import StoredResponse
 from chairlift.server.responses_events import ResponseBuilder, Told
-from chairlift.server.responses_input import input_items, names, to_chat
+from chairlift.server.responses_input import input_items, listed_items, names, to_chat
 from chairlift.server.responses_types import (
     REFUSED,
     DeletedResponse,
     FunctionCall,
+    InputItemList,
     OutputMessage,
     ReasoningOptions,
     Response,
@@ -38,6 +40,7 @@ from chairlift.server.responses_types import (
 )
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import Meter, StreamWriter, beside, collect, in_pieces, json_response, start_stream
+from chairlift.server.translation import wrong
 
 __all__ = ["routes"]
 
@@ -133,7 +136,7 @@ def _keeper(request: Request, asked: ResponsesRequest, earlier: _Items) -> _Keep
 
     def keep(response: Response, body: bytes) -> None:
         items = [*before, *map(_item, response.output)]
-        state.responses.put(holder, response.id, StoredResponse(body, _encode(items)), *limits)
+        state.responses.put(holder, response.id, StoredResponse(body, _encode(items), len(before)), *limits)
 
     return keep
 
@@ -222,8 +225,42 @@ async def _delete_response(request: Request) -> HttpResponse:
     return json_response(DeletedResponse(id=response_id))
 
 
+async def _list_input_items(request: Request) -> HttpResponse:
+    """List the items before a stored response's answer, those of earlier responses included."""
+    after, limit = page_of(request, 20, 100)
+    order = request.query_params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        wrong("order", "must be asc or desc", order)
+    response_id = request.path_params["response_id"]
+    stored = _stored(request, response_id, "response_id")
+    items = listed_items(response_id, msgspec.json.decode(stored.items)[: stored.num_input])
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            wrong("after", "must be the id of an item of this response", after)
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return json_response(InputItemList(data=page, first_id=first, last_id=last, has_more=len(items) > limit))
+
+
+async def _cancel_response(request: Request) -> HttpResponse:
+    """Refuse to cancel: only responses with ``background`` can be cancelled, and these are not served."""
+    response_id = request.path_params["response_id"]
+    _stored(request, response_id, "response_id")
+    message = (
+        f"the response {response_id!r:.80} has ended: only background responses can be cancelled, and this server makes"
+        " none; close the connection to cancel a response while it is made"
+    )
+    raise ApiError(400, message, code="unsupported_operation", param="response_id")
+
+
 routes: Final = [
     Route("/v1/responses", create_response, methods=["POST"]),
     Route("/v1/responses/{response_id}", _get_response, methods=["GET"]),
     Route("/v1/responses/{response_id}", _delete_response, methods=["DELETE"]),
+    Route("/v1/responses/{response_id}/input_items", _list_input_items, methods=["GET"]),
+    Route("/v1/responses/{response_id}/cancel", _cancel_response, methods=["POST"]),
 ]

@@ -15,7 +15,7 @@ from chairlift.server.protocol import ChatRequest
 from chairlift.server.responses_types import INCLUDABLE, ResponsesRequest
 from chairlift.server.translation import MAX_MESSAGES, Names, texts_of, wrong
 
-__all__ = ["input_items", "names", "to_chat"]
+__all__ = ["input_items", "listed_items", "names", "to_chat"]
 
 _FIELDS: Final = {
     r"(tools\[[0-9]+\])\.function": r"\1",
@@ -36,6 +36,14 @@ _SAME: Final = (
     *("deadline_ms", "parallel_tool_calls", "user", "stop", "chat_template_kwargs", "top_logprobs"),
 )
 """Fields with the same meaning in a chat."""
+_LISTED: Final = {
+    "message": ("role",),
+    "reasoning": ("content",),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+"""Fields of stored items that replies show as they came, by the item's type."""
+_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
 def names() -> Names:
@@ -48,6 +56,35 @@ def input_items(asked: ResponsesRequest) -> list[Mapping[str, Any]]:
     if isinstance(asked.input, str):
         return [{"type": "message", "role": "user", "content": asked.input}]
     return list(asked.input)
+
+
+def listed_items(response_id: str, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The stored items of a response in the form of replies, each with an id that is the same in every call."""
+    listed = []
+    for index, item in enumerate(items):
+        kind = item.get("type") or "message"
+        shown: dict[str, Any] = {
+            "type": kind,
+            "id": f"{_PREFIXES[kind]}_{response_id.removeprefix('resp_')}{index:04x}",
+        }
+        shown |= {name: item[name] for name in _LISTED[kind] if name in item}
+        if kind == "message":
+            written = "output_text" if item.get("role") == "assistant" else "input_text"
+            content = item.get("content")
+            parts = [{"type": written, "text": content}] if isinstance(content, str) else content or []
+            shown["content"] = [_part(part, written) for part in parts]
+        if kind == "reasoning":
+            shown["summary"] = item.get("summary") or []
+        listed.append({**shown, "status": "completed"})
+    return listed
+
+
+def _part(part: Mapping[str, Any], written: str) -> dict[str, Any]:
+    """A part of a message in the form of replies, where ``written`` is the type of the role's texts."""
+    kind = written if part.get("type") in (None, "text") else part["type"]
+    return (
+        {"annotations": [], "logprobs": [], **part, "type": kind} if kind == "output_text" else {**part, "type": kind}
+    )
 
 
 def to_chat(asked: ResponsesRequest, earlier: Sequence[Mapping[str, Any]], told: Names) -> ChatRequest:

@@ -28,6 +28,7 @@ __all__ = [
     "REFUSED",
     "DeletedResponse",
     "FunctionCall",
+    "InputItemList",
     "OutputMessage",
     "OutputText",
     "ReasoningItem",
@@ -272,3 +273,13 @@ class DeletedResponse(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     deleted: bool = True
+
+
+class InputItemList(msgspec.Struct, kw_only=True):
+    """A page of the items before a response's answer."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

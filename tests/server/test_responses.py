@@ -408,12 +408,62 @@ def test_a_stored_response_is_gone_on_with_and_deleted(client: openai.OpenAI, en
         client.responses.retrieve(second.id, stream=True)
 
 
+def test_the_items_before_a_stored_answer_are_listed_in_pages(client: openai.OpenAI, engine: FakeEngine) -> None:
+    asked: list[Any] = [{"role": "user", "content": "Hi"}, {"type": "message", "role": "assistant", "content": "Yes?"}]
+    first = create(client, input=[*asked, {"role": "user", "content": "Rain?"}], tools=TOOLS, store=True)
+    outputs: list[Any] = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "Rain."} for item in first.output[2:]
+    ]
+    says(engine, "It rains.")
+    second = create(client, previous_response_id=first.id, input=outputs, store=True)
+    of_first: list[Any] = list(client.responses.input_items.list(first.id, order="asc"))
+    assert [(item.role, item.content[0].type, item.content[0].text) for item in of_first] == [
+        ("user", "input_text", "Hi"),
+        ("assistant", "output_text", "Yes?"),
+        ("user", "input_text", "Rain?"),
+    ]
+    whole: list[Any] = list(client.responses.input_items.list(second.id, order="asc"))
+    assert [item.type for item in whole] == [
+        *["message"] * 3,
+        *("reasoning", "message", "function_call", "function_call"),
+        *["function_call_output"] * 2,
+    ]
+    assert [item.call_id for item in whole[5:7]] == [item.call_id for item in first.output[2:]]
+    assert len({item.id for item in whole}) == len(whole) == 9
+    pages = list(client.responses.input_items.list(second.id, limit=2))
+    assert [item.to_dict() for item in pages] == [item.to_dict() for item in reversed(whole)]
+    page: Any = client.responses.input_items.list(second.id, limit=8)
+    assert (page.has_more, page.first_id, page.last_id) == (True, whole[-1].id, whole[1].id)
+    with pytest.raises(openai.BadRequestError, match="after must be the id of an item"):
+        client.responses.input_items.list(second.id, after="msg_unknown")
+    with pytest.raises(openai.BadRequestError, match="order must be asc or desc"):
+        client.responses.input_items.list(second.id, order="up")  # type: ignore[arg-type]
+    with pytest.raises(openai.NotFoundError, match="store true"):
+        client.responses.input_items.list("resp_unknown")
+
+
+def test_a_response_that_has_ended_cannot_be_cancelled(client: openai.OpenAI, http: TestClient) -> None:
+    kept = create(client, store=True)
+    with pytest.raises(openai.BadRequestError, match="only background responses can be cancelled") as refusal:
+        client.responses.cancel(kept.id)
+    assert refusal.value.param == "response_id"
+    with pytest.raises(openai.NotFoundError, match="store true"):
+        client.responses.cancel("resp_unknown")
+    error = refused(http, background=True)
+    assert error["param"] == "background" and "while the client waits" in error["message"]
+
+
 def test_a_key_sees_its_own_responses_only(engine: FakeEngine) -> None:
     with TestClient(make_app(make_state(engine, api_key=KEYS)), base_url="http://localhost") as http:
         one, other = official(http, KEYS[0]), official(http, KEYS[1])
         kept = create(one, store=True)
         assert one.responses.retrieve(kept.id).id == kept.id
-        for call_it in (other.responses.retrieve, other.responses.delete):
+        for call_it in (
+            other.responses.retrieve,
+            other.responses.delete,
+            other.responses.cancel,
+            other.responses.input_items.list,
+        ):
             with pytest.raises(openai.NotFoundError):
                 call_it(kept.id)
         with pytest.raises(openai.NotFoundError):
