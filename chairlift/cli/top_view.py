@@ -52,6 +52,10 @@ class Metrics:
         found = [value for has, value in self._samples.get(name, ()) if wanted <= has.items()]
         return sum(found) if found else None
 
+    def values_of(self, name: str, label: str) -> list[str]:
+        """The values of a label, in the order of the samples."""
+        return list(dict.fromkeys(labels[label] for labels, _ in self._samples.get(name, ()) if label in labels))
+
     def most(self, name: str) -> float | None:
         """The largest of the samples; None when there are none."""
         return max((value for _, value in self._samples.get(name, ())), default=None)
@@ -106,7 +110,7 @@ def view(
 ) -> list[Line]:
     """The screen: at most ``height`` lines; the caller cuts them at ``width``. Rates and latencies cover the time since
     ``before``, if given. ``keys`` is the help text for keys."""
-    lines = [*_header(now, width), *_gauges(now, before), [(keys, "dim")]]
+    lines = [*_header(now, width), *_gauges(now, before), *_replicas(now.metrics), [(keys, "dim")]]
     if now.requests is None:
         why = "this server does not list its requests" if now.metrics is not None else ""
         return [*lines, [(why, "dim")]][:height]
@@ -176,6 +180,22 @@ def _gauges(now: Snapshot, before: Snapshot | None) -> list[Line]:
     ]
     padded = [[*line, (" " * max(2, 46 - len(text_of(line))), "")] for line in left]
     return [[*line, (more, "")] for line, more in zip(padded, right, strict=True)]
+
+
+def _replicas(metrics: Metrics | None) -> list[Line]:
+    """A line for each replica of a server with several."""
+    if metrics is None:
+        return []
+    lines: list[Line] = []
+    for name in metrics.values_of("replica_up", "replica"):
+        up, started, unstarted, usage, restarts = (
+            metrics.value(f"replica_{what}", replica=name) or 0.0
+            for what in ("up", "requests_started", "requests_unstarted", "kv_cache_usage_perc", "restarts_total")
+        )
+        style, state = ("good", "ready") if up else ("bad", "away")
+        text = f"running {started:4,.0f}  next {unstarted:4,.0f}  KV cache {usage:4.0%}  restarts {restarts:,.0f}"
+        lines.append([(f"replica {plain(name):<2}", ""), (f"{state}  ", style), (text, "")])
+    return lines
 
 
 def _machine(share: float | None, imbalance: float | None) -> str:

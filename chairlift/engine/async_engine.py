@@ -449,6 +449,13 @@ class AsyncEngine:
         check_update(version, self.info.weight_version, in_flight)
         return await self._client.update_weights(str(Path(source).absolute()), version, in_flight)
 
+    async def restart_replicas(self, patience: float) -> None:
+        """Restart all replicas, one after another; the others serve meanwhile. Each finishes its requests first, within
+        ``patience`` seconds. Raises ConfigError unless two replicas are alive, EngineDeadError without an engine."""
+        self._ready()
+        if self._client is not None:
+            await self._client.roll(patience)
+
     async def load_adapter(
         self, name: str, path: str | Path, *, root: str | None = None, in_place: bool = False, int_id: int = 0
     ) -> None:

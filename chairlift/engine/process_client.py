@@ -100,6 +100,8 @@ class RemoteCore(EngineClient, Protocol):
 
     def kill(self) -> None: ...
 
+    async def roll(self, patience: float) -> None: ...
+
     async def died(self) -> str: ...
 
     async def close(self) -> None: ...
@@ -195,6 +197,10 @@ class ProcessClient(RemoteCore):
         """Kill the process. :meth:`died` then tells of its death."""
         if self._process is not None and self._process.returncode is None:
             kill_child(self._process.pid)
+
+    async def roll(self, patience: float) -> None:
+        """Refuse a rolling restart: there is one process."""
+        raise ConfigError("a rolling restart needs two replicas that are alive; restart the server instead")
 
     async def died(self) -> str:
         """Wait for the end of the process. Returns how it ended, in words."""

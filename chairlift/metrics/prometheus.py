@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final, Protocol
 
@@ -17,7 +17,7 @@ from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from chairlift.metrics.stats import DEADLINE_KINDS, FORECAST_RATIOS, Histogram, RequestStats
+from chairlift.metrics.stats import DEADLINE_KINDS, FORECAST_RATIOS, Histogram, ReplicaStats, RequestStats
 
 __all__ = ["CONTENT_TYPE", "FINISH_REASONS", "REJECTION_REASONS", "CacheInfo", "render"]
 
@@ -108,6 +108,7 @@ def render(
     now: float,
     oldest_wait: float = 0.0,
     engine_pid: int | None = None,
+    replicas: Sequence[ReplicaStats] = (),
     num_tasks: int = 0,
     classes: Mapping[str, int] | None = None,
     forecast_within: Mapping[float, float | None] | None = None,
@@ -117,16 +118,16 @@ def render(
     ``info`` is None until the engine is loaded. ``up`` tells whether the engine serves now; otherwise nothing runs.
     ``num_waiting`` is the number of accepted requests that wait for a step. ``now`` is on the clock of
     ``stats.last_token_time``, in seconds. ``oldest_wait`` is the wait of the oldest of them in seconds. ``engine_pid``
-    is the engine's process. ``num_tasks`` is the number of tasks in the server's event loop. ``classes`` maps classes
-    of service to their reserved rows. ``forecast_within`` has, for each of FORECAST_RATIOS, the share of requests whose
-    wait was at most that many times the predicted one.
+    is the engine's process. ``replicas`` are those of a server with several. ``num_tasks`` is the number of tasks in
+    the server's event loop. ``classes`` maps classes of service to their reserved rows. ``forecast_within`` has, for
+    each of FORECAST_RATIOS, the share of requests whose wait was at most that many times the predicted one.
     """
     names = _Names(prefix, model_name)
     families = [*_gauges(names, stats, info, up, num_waiting), *_counters(names, stats), *_histograms(names, stats)]
     families += [*_drafts(names, stats), *_adapters(names, stats, up)]
     ours = _Names(_OURS, model_name)
     families += _ours(ours, stats, up, now, oldest_wait, num_tasks)
-    families += _engine_process(ours, engine_pid)
+    families += _engine_process(ours, engine_pid) if not replicas else _replicas(ours, replicas)
     families += _giving_way(ours, stats, info)
     families += _governor(ours, stats, up)
     families += _promises(ours, stats, {"default": 0} if classes is None else classes, up)
@@ -283,10 +284,35 @@ def _ours(
 
 def _engine_process(names: _Names, pid: int | None) -> Iterator[Metric]:
     """Metrics of the engine's process; none if there is no process."""
-    for family in [] if pid is None else ProcessCollector(registry=None, pid=lambda: pid).collect():
-        if family.name == "process_resident_memory_bytes":
-            text = "Resident memory of the engine's process, with weights and KV cache."
-            yield names.gauge("engine_resident_memory_bytes", text, family.samples[0].value)
+    if (memory := _resident_memory(pid)) is not None:
+        text = "Resident memory of the engine's process, with weights and KV cache."
+        yield names.gauge("engine_resident_memory_bytes", text, memory)
+
+
+def _replicas(names: _Names, replicas: Sequence[ReplicaStats]) -> Iterator[Metric]:
+    """Metrics of each replica."""
+    for name, text, values in (
+        ("replica_up", "1 when the replica takes requests.", [float(each.state == "ready") for each in replicas]),
+        ("replica_requests_started", "Requests there that have a token.", [each.started for each in replicas]),
+        ("replica_requests_unstarted", "Requests there without a token.", [each.unstarted for each in replicas]),
+        ("replica_unstarted_tokens", "Prompt tokens there to compute.", [each.unstarted_tokens for each in replicas]),
+        ("replica_kv_cache_usage_perc", "Share of its KV cache in use.", [each.kv_cache_usage for each in replicas]),
+    ):
+        yield names.gauge_by(name, text, "replica", {str(i): value for i, value in enumerate(values)})
+    sent = [((str(each.index),), float(each.sent)) for each in replicas]
+    yield names.counter_of("replica_requests_sent", "Requests sent there.", ("replica",), sent)
+    restarts = [((str(each.index),), float(each.restarts)) for each in replicas]
+    yield names.counter_of("replica_restarts", "Times it was started again.", ("replica",), restarts)
+    memory = {str(each.index): value for each in replicas if (value := _resident_memory(each.pid)) is not None}
+    text = "Resident memory of the replica's process, with weights and KV cache."
+    yield names.gauge_by("replica_resident_memory_bytes", text, "replica", memory)
+
+
+def _resident_memory(pid: int | None) -> float | None:
+    """Resident bytes of a process; None if there is none."""
+    families = [] if pid is None else ProcessCollector(registry=None, pid=lambda: pid).collect()
+    found = [family for family in families if family.name == "process_resident_memory_bytes"]
+    return found[0].samples[0].value if found else None
 
 
 def _giving_way(names: _Names, stats: RequestStats, info: CacheInfo | None) -> Iterator[Metric]:

@@ -149,6 +149,8 @@ def merge_stats(all_: Sequence[EngineStats]) -> EngineStats:
     total.tenant_gap = max((each.tenant_gap for each in all_), default=0.0)
     total.watermark = max((each.watermark for each in all_), default=0.0)
     total.max_loras = max((each.max_loras for each in all_), default=0)
+    layers = itertools.zip_longest(*(each.expert_imbalance for each in all_), fillvalue=1.0)
+    total.expert_imbalance = [max(layer) for layer in layers]
     total.floor_share = min((each.floor_share for each in all_ if each.floor_share is not None), default=None)
     for each in all_:
         total.accepted_at = [

@@ -38,6 +38,7 @@ from chairlift.server import (
     pages,
     pooling,
     queue,
+    replicas,
     responses,
     tokens,
     traffic,
@@ -65,7 +66,7 @@ def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> A
     if routes is None:
         endpoints = (
             *(chat, completions, responses, messages, pooling, tokens, models, queue, traffic, openapi, pages, live),
-            *(weights, adapters, files, batches),
+            *(weights, replicas, adapters, files, batches),
         )
         routes = [*_routes, *(route for module in endpoints for route in module.routes)]
     return with_cors(_App(state, routes), state.config.cors_origin)
@@ -255,6 +256,7 @@ async def _metrics(request: Request) -> Response:
         now=time.monotonic(),
         oldest_wait=engine.intake.oldest_wait(time.monotonic()),
         engine_pid=engine.engine_pid,
+        replicas=engine.replicas(),
         num_tasks=len(asyncio.all_tasks()),
         classes=None if classes is None else {name: each.min_seqs for name, each in classes.items()},
         forecast_within={ratio: engine.intake.calibration.within(ratio) for ratio in FORECAST_RATIOS},

@@ -35,6 +35,7 @@ from chairlift.server.pooling import (
 from chairlift.server.promises import TTFT_HEADER
 from chairlift.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from chairlift.server.queue import QueueReply
+from chairlift.server.replicas import ReplicasReply
 from chairlift.server.responses_types import DeletedResponse, InputItemList, ResponsesRequest
 from chairlift.server.responses_types import Response as ModelResponse
 from chairlift.server.state import ServerState
@@ -106,7 +107,7 @@ _TYPES: Final = (
     *(FileObject, FileList, FileDeleted, BatchRequest, BatchObject, BatchList),
     *(ResponsesRequest, ModelResponse, DeletedResponse, InputItemList),
     *(MessagesRequest, MessageReply, CountTokensRequest, TokenCount, MessagesError),
-    *(QueueReply, RequestsReply, TrafficRecord, WeightsRequest, WeightsReply),
+    *(QueueReply, RequestsReply, ReplicasReply, TrafficRecord, WeightsRequest, WeightsReply),
 )
 
 
@@ -130,6 +131,8 @@ def document(state: ServerState) -> dict[str, Any]:
         "/v1/models": _get("The names of the model", ModelList),
         "/v1/models/{name}": _get("One of them", ModelCard, (404,), [_NAME_PARAMETER]),
         "/v1/queue": _get("What waits, and when it is expected to start", QueueReply, (404,), [_ID_PARAMETER]),
+        "/v1/replicas": _get("The engines behind this server", ReplicasReply),
+        "/v1/replicas/restart": {"post": _operation("Restart them in turn", _ref(ReplicasReply), (400, 403))},
         "/v1/requests": _get("What waits and runs now", RequestsReply, (), [_LIMIT_PARAMETER]),
         "/v1/traffic": {"get": _traffic()},
         **_files_and_batches(),

@@ -9,6 +9,7 @@ from collections import defaultdict
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from chairlift.metrics.stats import ReplicaStats
 from chairlift.server.app import make_app
 from tests.deploy.promql import Exposed
 from tests.server.harness import INFO, Client, StateOnlyEngine, make_state, run, serving
@@ -24,16 +25,21 @@ def exposed() -> dict[str, Exposed]:
     engine.stats.last_token_time = 0.0
     engine.stats.engine.floor_share = 0.5  # as with the native kernels
     engine.stats.engine.max_loras = 4
-    body = ""
+    engine.stats.engine.expert_imbalance = [1.5]
+    bodies: list[str] = []
 
     async def scrape() -> None:
-        nonlocal body
         async with serving(make_app(make_state(engine))) as client:
-            body = await _metrics(client)
+            bodies.append(await _metrics(client))
+            numbers = {"unstarted": 0, "started": 1, "unstarted_tokens": 0, "sent": 1, "restarts": 0}
+            engine.known_replicas = [
+                ReplicaStats(index=0, pid=os.getpid(), state="ready", kv_cache_usage=0.5, **numbers)
+            ]
+            bodies.append(await _metrics(client))
 
     run(scrape())
     found = {"up": Exposed("gauge", {})}
-    for family in text_string_to_metric_families(body):
+    for family in (family for body in bodies for family in text_string_to_metric_families(body)):
         values: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         for sample in family.samples:
             for label, value in sample.labels.items():

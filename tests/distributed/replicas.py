@@ -77,6 +77,9 @@ class InProcess(RemoteCore):
     def kill(self) -> None:
         self.dead.set()
 
+    async def roll(self, patience: float) -> None:
+        raise NotImplementedError
+
     async def died(self) -> str:
         await self.dead.wait()
         return self.reason

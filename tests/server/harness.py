@@ -21,7 +21,7 @@ from chairlift.engine.adapter_names import AdapterNames
 from chairlift.engine.async_engine import EngineState
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.intake import Intake
-from chairlift.metrics.stats import RequestStats
+from chairlift.metrics.stats import ReplicaStats, RequestStats
 from chairlift.server.auth import load_keys
 from chairlift.server.http_protocol import HttpLimits, HttpServer
 from chairlift.server.lifecycle import bind
@@ -69,10 +69,14 @@ class StateOnlyEngine:
         self.trouble = ""
         self.num_requests = self.num_queued = 0
         self.engine_pid: int | None = None
+        self.known_replicas: list[ReplicaStats] = []
         self.service_classes = None
         self.intake = Intake(256, 65_536)
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536
         self.num_shutdowns = 0
+
+    def replicas(self) -> list[ReplicaStats]:
+        return self.known_replicas
 
     def check_health(self) -> str:
         return self.trouble

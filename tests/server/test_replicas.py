@@ -1,0 +1,91 @@
+"""GET /v1/replicas, POST /v1/replicas/restart and what /metrics and `chairlift top` show of replicas."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from chairlift.cli.top_view import Metrics, Snapshot, text_of, view
+from chairlift.errors import ConfigError
+from chairlift.metrics.stats import ReplicaStats
+from chairlift.server.app import make_app
+from tests.server.fake_engine import FakeEngine, make_state
+
+
+def replica(index: int, state: str, **more: Any) -> ReplicaStats:
+    known = {"pid": os.getpid(), "unstarted": 1, "started": 2, "unstarted_tokens": 300, "kv_cache_usage": 0.123456}
+    return ReplicaStats(index=index, state=state, **(known | {"sent": 40, "restarts": 0} | more))
+
+
+class Fleet(FakeEngine):
+    """Two replicas, one of which has no process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patience: list[float] = []
+        self.refusal = ""
+
+    def replicas(self) -> list[ReplicaStats]:
+        gone = {"pid": None, "unstarted": 0, "started": 0, "unstarted_tokens": 0, "kv_cache_usage": 0.0}
+        return [replica(0, "ready"), replica(1, "down", restarts=3, **gone)]
+
+    async def restart_replicas(self, patience: float) -> None:
+        if self.refusal:
+            raise ConfigError(self.refusal)
+        self.patience.append(patience)
+
+
+def client(engine: FakeEngine, tmp_path: Path) -> TestClient:
+    file = tmp_path / "keys"
+    file.write_text("alice sk-alice\nadmin sk-admin\n")
+    return TestClient(make_app(make_state(engine, api_key_file=str(file))), base_url="http://localhost")
+
+
+def test_the_table(tmp_path: Path) -> None:
+    with client(Fleet(), tmp_path) as server:
+        reply = server.get("/v1/replicas", headers={"Authorization": "Bearer sk-alice"}).json()
+        assert reply["object"] == "replicas" and reply["waiting_at_door"] == 0
+        assert reply["replicas"][0] == {
+            **{"index": 0, "pid": os.getpid(), "state": "ready", "unstarted": 1, "started": 2},
+            **{"unstarted_tokens": 300, "kv_cache_usage": 0.1235, "sent": 40, "restarts": 0},
+        }
+        assert (reply["replicas"][1]["state"], reply["replicas"][1]["pid"]) == ("down", None)
+    with client(FakeEngine(), tmp_path) as server:
+        reply = server.get("/v1/replicas", headers={"Authorization": "Bearer sk-alice"}).json()
+        assert reply["replicas"] == []
+
+
+def test_only_the_admin_restarts_them(tmp_path: Path) -> None:
+    engine = Fleet()
+    with client(engine, tmp_path) as server:
+        reply = server.post("/v1/replicas/restart", headers={"Authorization": "Bearer sk-alice"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "admin_key_needed")
+        assert engine.patience == []
+        reply = server.post("/v1/replicas/restart", headers={"Authorization": "Bearer sk-admin"})
+        assert reply.status_code == 200 and len(reply.json()["replicas"]) == 2 and engine.patience == [30.0]
+        engine.refusal = "needs two replicas"
+        reply = server.post("/v1/replicas/restart", headers={"Authorization": "Bearer sk-admin"})
+        assert (reply.status_code, reply.json()["error"]["message"]) == (400, "needs two replicas")
+
+
+def test_metrics_and_top_have_a_line_for_each(tmp_path: Path) -> None:
+    with client(Fleet(), tmp_path) as server:
+        text = server.get("/metrics", headers={"Authorization": "Bearer sk-alice"}).text
+    metrics = Metrics(text)
+    assert [metrics.value("replica_up", replica=name) for name in "01"] == [1.0, 0.0]
+    assert metrics.value("replica_requests_started", replica="0") == 2
+    assert metrics.value("replica_unstarted_tokens", replica="0") == 300
+    assert metrics.value("replica_requests_sent_total") == 80
+    assert metrics.value("replica_restarts_total", replica="1") == 3
+    memory = metrics.value("replica_resident_memory_bytes", replica="0")
+    assert memory is not None and memory > 1e6 and metrics.value("replica_resident_memory_bytes", replica="1") is None
+    assert metrics.value("engine_resident_memory_bytes") is None, "no single process is the engine"
+    lines = [text_of(line) for line in view(Snapshot(1.0, "here", metrics=metrics), None, width=100, height=30)]
+    assert "replica 0 ready  running    2  next    1  KV cache  12%  restarts 0" in lines
+    assert "replica 1 away  running    0  next    0  KV cache   0%  restarts 3" in lines
+    with client(FakeEngine(), tmp_path) as server:
+        text = server.get("/metrics", headers={"Authorization": "Bearer sk-alice"}).text
+    assert "replica_" not in text
