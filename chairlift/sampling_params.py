@@ -12,7 +12,7 @@ from chairlift.errors import RequestError
 from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, StructuredOutputsParams
 from chairlift.thinking import ThinkingBudget
 
-__all__ = ["SHAPED_REASONS", "SamplingLimits", "SamplingParams", "is_of_the_caller"]
+__all__ = ["SHAPED_REASONS", "SamplingLimits", "SamplingParams", "is_of_the_caller", "is_parameter"]
 
 SHAPED_REASONS: Final = (
     "no token is left to choose from: allowed_token_ids, bad_words, logit_bias, min_tokens or the grammar exclude every"
@@ -227,6 +227,11 @@ class SamplingParams:
         """Whether no noise is added. top_p 0 keeps one token, and temperatures below 1e-5 are numerically the arg
         max."""
         return self.temperature < 1e-5 or self.top_p == 0
+
+
+def is_parameter(name: str) -> bool:
+    """Whether a name is a sampling parameter, here or in vLLM."""
+    return name in SamplingParams.__dataclass_fields__ or name in _OTHERWISE
 
 
 def _check_names(cls: type[SamplingParams], fields: Mapping[str, Any]) -> None:

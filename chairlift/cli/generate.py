@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import codecs
 import contextlib
 import dataclasses
 import io
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from chairlift.cli.flags import add_engine_flags, add_sampling_flags, load_llm, read_settings
-from chairlift.errors import ChairliftError, ConfigError
+from chairlift.cli.prompt_files import Job, line_jobs, read_prompts_file, text_job
+from chairlift.engine.interrupt import held_interrupt
+from chairlift.errors import ChairliftError, ConfigError, RequestError
 from chairlift.outputs import CompletionOutput, Logprob, RequestOutput
 from chairlift.sampling_params import SamplingParams
 from chairlift.writing import check_writable
@@ -35,34 +36,23 @@ Prompts are arguments, or lines of standard input (no PROMPT, or -), and answers
   {"prompt": "Hi"}    {"prompt": [1, 2, 3]}    {"messages": [{"role": "user", "content": "Hi"}]}
 
 each with an optional "id" and any sampling parameter by name, such as "max_tokens": 32. An answer has index, id,
-prompt, outputs (text, token_ids, finish_reason), usage and error. A line that cannot be answered is reported, gets an
-error in its place, and does not hold up the others.
+prompt, outputs (text, token_ids, finish_reason), usage and error, and the line's other keys as they are. A line that
+cannot be answered is reported, gets an error in its place, and does not hold up the others.
+
+The file may be HumanEval's, GSM8K's (--prompt-field question), MT-Bench's ("turns", each answered in its conversation),
+one for OpenAI's batches, plain text with a prompt per line, any of them gzipped, or Parquet.
+
+One prompt's text is printed as it is made. Ctrl-C ends with the answers that are there; the others get an error.
 
 Where the model has a chat template, a text prompt becomes the user's message in it; --raw sends it as it is.
 Answers are greedy (temperature 0) and at most 256 tokens long unless flags say otherwise."""
 
 _MAX_TOKENS: Final = 256
 _REFRESH_SECONDS: Final = 0.2
-
-
-@dataclasses.dataclass(slots=True)
-class _Job:
-    """One prompt, where it came from, and what became of it."""
-
-    index: int
-    place: str
-    """Place of the job in its input (``line 3``), for messages."""
-    prompt: Any = None
-    id: Any = None
-    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Sampling parameters of this prompt alone."""
-    is_chat: bool = False
-    error: str | None = None
-    output: RequestOutput | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.error is not None or self.output is not None
+_INTERRUPTED: Final = 130
+_STOPPED: Final = "stopped with Ctrl-C before its answer was complete"
+_CLASHING: Final = "input"
+"""Key of a record for keys of the input that an answer has, too."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,8 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompts", metavar="PROMPT", nargs="*", help="a prompt; - reads one per line from standard input"
     )
-    parser.add_argument("--prompts-file", metavar="FILE", help="prompts as JSON lines; - is standard input")
+    parser.add_argument(
+        "--prompts-file", metavar="FILE", help="prompts as JSON lines or as lines of text; - is standard input"
+    )
+    parser.add_argument("--prompt-field", metavar="NAME", help="key of the prompt in the records of --prompts-file")
     parser.add_argument("--output", "-o", metavar="FILE", type=Path, help="write the answers there, as JSON lines")
+    parser.add_argument("--force", action="store_true", help="overwrite --output where it exists")
     parser.add_argument("--jsonl", action="store_true", help="print JSON lines for prompts given as text, too")
     parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template to text prompts")
     parser.add_argument("--quiet", "-q", action="store_true", help="no progress bar")
@@ -84,19 +78,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer everything; 0 when all were answered, 1 when some were, 2 when none."""
+    """Answer everything; 0 when all were answered, 1 when some were, 2 when none, 130 after Ctrl-C."""
     engine, sampling = read_settings(args, sampling=True)
     if args.json_schema is not None:
         sampling["structured_outputs"] = {"json": _read_schema(args.json_schema)}
-    SamplingParams.from_dict(sampling)  # reports a fault of all jobs once, before the model loads
+    shared = SamplingParams.from_dict(sampling)  # reports a fault of all jobs once, before the model loads
     jobs = _read_jobs(args)
+    streamed = _Streamed() if len(jobs) == 1 and shared.n == 1 and not _wants_json(args) else None
     with contextlib.ExitStack() as stack:
-        write = stack.enter_context(_json_writer(args.output)) if _wants_json(args) else _text_writer(len(jobs))
+        if _wants_json(args):
+            write = stack.enter_context(_json_writer(args.output, args.force))
+        else:
+            write = _text_writer(len(jobs), streamed)
         llm = None if all(job.done for job in jobs) else load_llm(engine, args.quiet)
-        for job in _answered(jobs, llm, sampling, raw=args.raw, quiet=args.quiet):
-            if job.error is not None:
+        interrupted = stack.enter_context(held_interrupt())
+        run = _Run(jobs, llm, sampling, raw=args.raw, quiet=args.quiet, streamed=streamed)
+        for job in run.answered(interrupted):
+            if job.error is not None and job.error != _STOPPED:
                 print(f"chairlift: error: {job.place}: {' '.join(job.error.split())}", file=sys.stderr)
             write(job)
+        if run.stopped:
+            if len(jobs) > 1:
+                number = f"{len(run.stopped):,} of {len(jobs):,}"
+                print(f"chairlift: stopped with Ctrl-C; {number} prompts have no answer", file=sys.stderr)
+            return _INTERRUPTED
     failed = sum(job.error is not None for job in jobs)
     return 0 if not failed else 1 if failed < len(jobs) else 2
 
@@ -104,21 +109,23 @@ def run(args: argparse.Namespace) -> int:
 # --- prompts in ------------------------------------------------------------------------------------------------------
 
 
-def _read_jobs(args: argparse.Namespace) -> list[_Job]:
+def _read_jobs(args: argparse.Namespace) -> list[Job]:
+    if args.prompt_field is not None and args.prompts_file is None:
+        raise ConfigError("--prompt-field names a key of the records in --prompts-file, which is not given")
     if args.prompts_file is not None:
         if args.prompts:
             raise ConfigError("give prompts as arguments or as --prompts-file, not both")
         if args.output is not None and args.output.is_file() and _same_file(args.prompts_file, args.output):
             raise ConfigError(f"--output {args.output} is the prompts file, which would be lost; give another --output")
-        jobs = [_parse_line(index, number, line) for index, (number, line) in enumerate(_lines(args.prompts_file))]
+        jobs = read_prompts_file(args.prompts_file, args.prompt_field)
         source = f"the prompts file {args.prompts_file}"
     elif args.prompts and args.prompts != ["-"]:
         _refuse_model_paths(args.prompts)
-        return [_text_job(i, f"prompt {i + 1}", prompt) for i, prompt in enumerate(args.prompts)]
+        return [text_job(i, f"prompt {i + 1}", prompt) for i, prompt in enumerate(args.prompts)]
     elif sys.stdin.isatty() and not args.prompts:
         raise ConfigError('no prompt; give one (chairlift generate "Hi"), a --prompts-file, or lines on standard input')
     else:
-        jobs = [_line_job(i, number, line) for i, (number, line) in enumerate(_lines("-"))]
+        jobs = line_jobs("-")
         source = "standard input"
     if not jobs:
         raise ConfigError(f"{source} holds no prompts; write one per line")
@@ -153,90 +160,89 @@ def _same_file(one: str, other: Path) -> bool:
         return False
 
 
-def _lines(name: str) -> list[tuple[int, bytes]]:
-    """(number from 1, bytes) of lines that are not blank. Bytes, so that one invalid line leaves the others
-    readable."""
-    try:
-        raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read the prompts file {name}: {error.strerror}") from None
-    lines = raw.removeprefix(codecs.BOM_UTF8).split(b"\n")
-    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def _line_job(index: int, number: int, line: bytes) -> _Job:
-    try:
-        return _text_job(index, f"line {number}", line.decode().rstrip("\r"))
-    except UnicodeDecodeError as error:
-        problem = f"not UTF-8 text (byte 0x{line[error.start]:02X} at position {error.start}); convert or remove it"
-        return _Job(index, f"line {number}", line.decode("utf-8", "replace").rstrip("\r"), error=problem)
-
-
-def _text_job(index: int, place: str, prompt: str) -> _Job:
-    return _Job(index, place, prompt, error=_not_utf8(prompt) if prompt else "the prompt is empty; write something")
-
-
-def _not_utf8(argument: str) -> str | None:
-    """Fault of an argument whose bytes are not UTF-8, with the offset from 0; None if it is valid."""
-    raw = argument.encode("utf-8", "surrogateescape")
-    try:
-        raw.decode()
-    except UnicodeDecodeError as error:
-        return f"not UTF-8 text (byte 0x{raw[error.start]:02X} at position {error.start}); convert or remove it"
-    return None
-
-
-def _parse_line(index: int, number: int, line: bytes) -> _Job:
-    job = _Job(index, f"line {number}")
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        job.error = f"not valid JSON ({error})"
-        return job
-    if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
-        job.error = 'must be an object with either "prompt" (text or token ids) or "messages"'
-        return job
-    job.id = fields.pop("id", None)
-    job.is_chat = "messages" in fields
-    job.prompt = fields.pop("messages" if job.is_chat else "prompt")
-    job.fields = fields
-    if not job.is_chat and (not isinstance(job.prompt, (str, list)) or not job.prompt):
-        job.error = f"prompt must be text or a list of token ids, and not empty, got {str(job.prompt)[:40]!r}"
-    return job
-
-
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
-def _answered(
-    jobs: Sequence[_Job], llm: LLM | None, sampling: Mapping[str, Any], *, raw: bool, quiet: bool
-) -> Iterator[_Job]:
-    """The jobs in order, each as soon as it and all earlier ones have ended."""
-    running: dict[str, _Job] = {}
-    if llm is not None:
-        for job in jobs:
+class _Run:
+    """Jobs that are answered in one batch. Each turn of a conversation is a request, sent when the one before ended."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        llm: LLM | None,
+        sampling: Mapping[str, Any],
+        *,
+        raw: bool,
+        quiet: bool,
+        streamed: _Streamed | None,
+    ) -> None:
+        self._jobs, self._llm, self._sampling, self._raw, self._quiet = jobs, llm, sampling, raw, quiet
+        self._streamed = streamed
+        self._running: dict[str, Job] = {}
+        self.stopped: list[Job] = []
+        """Jobs that Ctrl-C left without an answer."""
+
+    def answered(self, interrupted: Callable[[], bool]) -> Iterator[Job]:
+        """The jobs in order, each as soon as it and all earlier ones have ended; after Ctrl-C all that are left."""
+        for job in self._jobs:
             if not job.done:
-                try:
-                    running[_submit(llm, job, sampling, raw)] = job
-                except ChairliftError as error:
-                    job.error = str(error)
-    given = 0
-    with _Progress(len(jobs), len(jobs) - len(running), show=not quiet and sys.stderr.isatty()) as progress:
-        while given < len(jobs):
-            if jobs[given].done:
-                progress.hide()
-            while given < len(jobs) and jobs[given].done:
-                yield jobs[given]
-                given += 1
-            if llm is not None and running:
-                outputs = llm.engine.step()
-                progress.step(llm.engine.step_log, outputs)
-                for output in outputs:
-                    job = running.pop(output.request_id)
-                    job.output, job.error = output, output.error
+                self._send(job)
+        given, total = 0, len(self._jobs)
+        show = not self._quiet and self._streamed is None and sys.stderr.isatty()
+        with _Progress(total, total - len(self._running), show=show) as progress:
+            while given < total:
+                if self._running and interrupted():
+                    self._stop()
+                if self._jobs[given].done:
+                    progress.hide()
+                while given < total and self._jobs[given].done:
+                    yield self._jobs[given]
+                    given += 1
+                if self._llm is not None and self._running:
+                    progress.step(self._llm.engine.step_log, self._step(self._llm))
+
+    def _step(self, llm: LLM) -> list[RequestOutput]:
+        """One step. Returns outputs of jobs that ended."""
+        ended = []
+        for output in llm.engine.step():
+            job = self._running[output.request_id]
+            if self._streamed is not None and not job.turns:
+                self._streamed.show(output.outputs[0].text)
+            if not output.finished:
+                continue
+            del self._running[output.request_id]
+            if output.error is None and job.turns:
+                self._next_turn(job, output)
+                continue
+            job.output, job.error = output, output.error
+            ended.append(output)
+        return ended
+
+    def _next_turn(self, job: Job, output: RequestOutput) -> None:
+        text = output.outputs[0].text
+        job.answers.append(text)
+        said = [{"role": "assistant", "content": text}, {"role": "user", "content": job.turns.pop(0)}]
+        job.prompt = [*job.prompt, *said]
+        self._send(job)
+
+    def _send(self, job: Job) -> None:
+        if self._llm is None:
+            return
+        try:
+            request_id = _submit(self._llm, job, self._sampling, self._raw, stream=self._streamed is not None)
+        except ChairliftError as error:
+            job.error = str(error)
+        else:
+            self._running[request_id] = job
+
+    def _stop(self) -> None:
+        self.stopped = list(self._running.values())
+        for job in self.stopped:
+            job.error = _STOPPED
+        self._running.clear()
 
 
-def _submit(llm: LLM, job: _Job, sampling: Mapping[str, Any], raw: bool) -> str:
+def _submit(llm: LLM, job: Job, sampling: Mapping[str, Any], raw: bool, *, stream: bool) -> str:
     prompt = job.prompt
     if job.is_chat:
         prompt = llm.encode_chat(prompt)
@@ -246,10 +252,12 @@ def _submit(llm: LLM, job: _Job, sampling: Mapping[str, Any], raw: bool) -> str:
         else:
             prompt = llm.tokenizer.encode(prompt)
     fields = dict(sampling) | job.fields
+    if (job.turns or job.answers) and fields.get("n", 1) != 1:
+        raise RequestError(f"n is {fields['n']}, but a conversation goes on after one answer; leave n out")
     if "max_tokens" not in fields:
         room = min(llm.max_model_len, llm.engine.kv.capacity_tokens + 1) - len(prompt)
         fields["max_tokens"] = max(1, min(_MAX_TOKENS, room), fields.get("min_tokens") or 0)
-    return llm.engine.add_request(prompt, SamplingParams.from_dict(fields), stream=False)
+    return llm.engine.add_request(prompt, SamplingParams.from_dict(fields), stream=stream)
 
 
 class _Progress:
@@ -299,7 +307,7 @@ def _wants_json(args: argparse.Namespace) -> bool:
 
 
 @contextlib.contextmanager
-def _json_writer(path: Path | None) -> Iterator[Any]:
+def _json_writer(path: Path | None, force: bool) -> Iterator[Any]:
     """A function that writes a job as a JSON line to a file or to standard output, at once.
 
     An invalid path raises an error before other work. The old content of a file is removed only when there is something
@@ -311,10 +319,12 @@ def _json_writer(path: Path | None) -> Iterator[Any]:
         yield lambda job: _put(sys.stdout, job)
         return
     check_writable(path, "output")
+    if not force and path.is_file() and path.stat().st_size:
+        raise ConfigError(f"--output {path} exists; give another --output, or --force to overwrite it")
     with contextlib.ExitStack() as stack:
         opened: list[IO[str]] = []
 
-        def write(job: _Job) -> None:
+        def write(job: Job) -> None:
             try:
                 if not opened:
                     opened.append(stack.enter_context(path.open("w", encoding="utf-8")))
@@ -328,17 +338,40 @@ def _json_writer(path: Path | None) -> Iterator[Any]:
         yield write
 
 
-def _put(file: IO[str], job: _Job) -> None:
+def _put(file: IO[str], job: Job) -> None:
     # Half a surrogate pair, which UTF-8 cannot hold, is written as the escape that JSON has for it.
     file.write(json.dumps(_record(job), ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n")
     file.flush()
 
 
-def _text_writer(total: int) -> Any:
+class _Streamed:
+    """Text of the one answer, printed as it grows."""
+
+    def __init__(self) -> None:
+        self._shown = 0
+
+    def show(self, text: str, end: str = "") -> None:
+        """Print what ``text`` has beyond what was printed."""
+        sys.stdout.write(text[self._shown :] + end)
+        sys.stdout.flush()
+        self._shown = len(text)
+
+    def end(self) -> None:
+        """End the line of an answer that stays incomplete."""
+        if self._shown:
+            print(flush=True)
+
+
+def _text_writer(total: int, streamed: _Streamed | None) -> Any:
     """A function that prints answers for people: the bare text of a single one, else each under its prompt."""
 
-    def write(job: _Job) -> None:
+    def write(job: Job) -> None:
         answers = job.output.outputs if job.output is not None and job.error is None else []
+        if streamed is not None and len(answers) == 1:
+            streamed.show(answers[0].text, end="\n")
+            return
+        if streamed is not None:
+            streamed.end()
         for answer in answers:
             if total > 1 or len(answers) > 1:
                 number = f" ({answer.index + 1} of {len(answers)})" if len(answers) > 1 else ""
@@ -349,7 +382,7 @@ def _text_writer(total: int) -> Any:
     return write
 
 
-def _record(job: _Job) -> dict[str, Any]:
+def _record(job: Job) -> dict[str, Any]:
     output = job.output
     record: dict[str, Any] = {"index": job.index, "id": job.id, "prompt": job.prompt, "outputs": [], "usage": None}
     if output is not None:
@@ -363,7 +396,15 @@ def _record(job: _Job) -> dict[str, Any]:
             "total_tokens": len(output.prompt_token_ids) + generated,
             "cached_tokens": output.num_cached_tokens,
         }
-    return record | {"error": job.error}
+    if job.answers:
+        record["answers"] = [*job.answers, *(answer["text"] for answer in record["outputs"])]
+    record["error"] = job.error
+    clashing = {key: value for key, value in job.kept.items() if key in record or key == _CLASHING}
+    return (
+        record
+        | {key: value for key, value in job.kept.items() if key not in clashing}
+        | ({_CLASHING: clashing} if clashing else {})
+    )
 
 
 def _answer_record(answer: CompletionOutput) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,10 @@ def test_json_lines_in_and_out_in_input_order(chairlift: Run, model_dir: Path, l
     output = tmp_path / "out.jsonl"
     output.write_text("old\n")
     argv = ("generate", "--prompts-file", prompts, "--output", output, "--model", model_dir, "--max-tokens", 5)
-    assert chairlift(*argv) == (0, [], [])
+    refused = f"chairlift: error: --output {output} exists; give another --output, or --force to overwrite it"
+    assert chairlift(*argv) == (2, [], [refused])
+    assert output.read_text() == "old\n"
+    assert chairlift(*argv, "--force") == (0, [], [])
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert [record["index"] for record in records] == [0, 1, 2]
     assert [record["id"] for record in records] == ["x", 2, None]
@@ -254,7 +258,7 @@ def test_a_model_that_does_not_load_leaves_the_output_as_it_was(chairlift: Run, 
     old.write_text("precious\n")
     link.symlink_to(new)
     for output in (old, new, link):
-        code, _, err = chairlift("generate", "Hi", "--output", output, "--model", tmp_path / "nothing")
+        code, _, err = chairlift("generate", "Hi", "--output", output, "--force", "--model", tmp_path / "nothing")
         assert code == 2
         assert "is not a directory" in err[0]
     assert old.read_text() == "precious\n"
@@ -314,3 +318,65 @@ def test_the_bar_is_for_terminals_and_can_be_silenced(model_dir: Path, tmp_path:
     assert len(output.read_text().splitlines()) == 2
     assert ("prompt/s" in shown) is ("loading weights" in shown) is not quiet
     assert not quiet or shown == ""
+
+
+def test_the_text_of_one_prompt_is_printed_as_it_is_made(
+    chairlift: Run, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pieces(io.StringIO):
+        writes: list[str]
+
+        def write(self, text: str) -> int:
+            self.writes.append(text)
+            return len(text)
+
+    out = Pieces()
+    out.writes = []
+    monkeypatch.setattr(sys, "stdout", out)
+    assert chairlift("generate", "the lift", "--raw", "--model", model_dir, "--max-tokens", 20, "--ignore-eos")[0] == 0
+    asked = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = llm.generate(["the lift"], asked)[0].outputs[0].text
+    pieces = [text for text in out.writes if text]
+    assert "".join(pieces) == expected + "\n"
+    assert len(pieces) > 5
+
+
+def test_conversations_are_answered_turn_by_turn(chairlift: Run, model_dir: Path, llm: LLM, tmp_path: Path) -> None:
+    line = {"question_id": 81, "category": "writing", "turns": ["Hi", "And then?"], "usage": "mine"}
+    prompts = write_lines(tmp_path / "mt.jsonl", line, {"prompt": "Hi", "max_tokens": 3}, line | {"n": 2})
+    code, out, err = chairlift("generate", "--prompts-file", prompts, "--model", model_dir, "--max-tokens", 6)
+    assert code == 1 and "n is 2, but a conversation goes on after one answer" in err[0]
+    record, plain, refused = map(json.loads, out)
+    first = greedy(llm, chat_ids(llm, "Hi"), 6)
+    asked = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "And then?"},
+    ]
+    second = greedy(llm, llm.encode_chat(asked), 6)
+    assert record["answers"] == [first, second]
+    assert record["outputs"][0]["text"] == second
+    assert record["prompt"] == asked
+    assert {key: record[key] for key in ("question_id", "category", "turns")} == {
+        key: line[key] for key in ("question_id", "category", "turns")
+    }
+    assert record["input"] == {"usage": "mine"} and record["usage"]["completion_tokens"] > 0
+    assert "answers" not in plain and refused["outputs"] == []
+
+
+def test_ctrl_c_keeps_the_answers_that_are_there(model_dir: Path, tmp_path: Path) -> None:
+    output, long = tmp_path / "out.jsonl", {"prompt": "on and on", "max_tokens": 200, "ignore_eos": True}
+    prompts = write_lines(tmp_path / "in.jsonl", {"prompt": "Hi", "max_tokens": 1}, *[long] * 3000)
+    argv = ("generate", "--prompts-file", str(prompts), "--output", str(output), "--model", str(model_dir))
+    terminal = Terminal(*argv, "--max-num-seqs", "2")
+    terminal.wait_for("1/3001")
+    os.kill(terminal.process.pid, signal.SIGINT)
+    shown = terminal.read_to_the_end()
+    assert terminal.process.wait() == 130
+    terminal.close()
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["index"] for record in records] == list(range(3001))
+    assert records[0]["error"] is None and len(records[0]["outputs"][0]["token_ids"]) == 1
+    assert records[-1]["error"] == "stopped with Ctrl-C before its answer was complete"
+    assert records[-1]["outputs"] == []
+    assert "Traceback" not in shown

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -119,7 +120,7 @@ def test_wrong_usage_is_exit_code_2_where_nobody_can_be_told() -> None:
         assert subprocess.run(command, stderr=full).returncode == 2
 
 
-def test_ctrl_c_ends_quietly_with_130(model_dir: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_with_130_and_one_line(model_dir: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "in.jsonl"
     lines = [{"prompt": "Hi", "ignore_eos": True, "max_tokens": 1 if i == 0 else 200} for i in range(500)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -129,8 +130,10 @@ def test_ctrl_c_ends_quietly_with_130(model_dir: Path, tmp_path: Path) -> None:
         assert json.loads(process.stdout.readline())["error"] is None
         process.send_signal(signal.SIGINT)
         # Read both ends: the answers that are still written may be more than a pipe holds.
-        assert process.communicate(timeout=300)[1] == ""
+        rest, told = process.communicate(timeout=300)
+        assert re.fullmatch(r"chairlift: stopped with Ctrl-C; \d+ of 500 prompts have no answer\n", told)
         assert process.returncode == 130
+        assert len(rest.splitlines()) == 499  # each prompt has its record
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

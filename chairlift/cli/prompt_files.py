@@ -1,0 +1,223 @@
+"""Files of prompts for ``chairlift generate``: JSON lines in the forms that are common, and plain text."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import difflib
+import gzip
+import json
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from chairlift.errors import ConfigError
+from chairlift.outputs import RequestOutput
+from chairlift.sampling_params import SamplingParams, is_parameter
+from chairlift.workbench.workload.opening import opened_text
+
+__all__ = ["Job", "line_jobs", "read_prompts_file", "text_job"]
+
+_JSON_ENDINGS: Final = {".json", ".jsonl", ".ndjson"}
+_FORMS: Final = ("prompt", "messages", "turns")
+_PARAMETERS: Final = tuple(SamplingParams.__dataclass_fields__)
+_ALIKE: Final = 0.8
+"""Similarity from which an unknown key counts as a misspelt sampling parameter."""
+_URLS: Final = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+_SILENT: Final = frozenset(
+    ("model", "user", "metadata", "store", "stream", "stream_options", "service_tier", "safety_identifier")
+)
+"""Fields of OpenAI's requests that change nothing in an answer here."""
+
+
+@dataclasses.dataclass(slots=True)
+class Job:
+    """One prompt, its place in the input, and its result."""
+
+    index: int
+    place: str
+    """Place of the job in its input (``line 3``), for messages."""
+    prompt: Any = None
+    id: Any = None
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Sampling parameters of this prompt alone."""
+    is_chat: bool = False
+    turns: list[str] = dataclasses.field(default_factory=list)
+    """Messages of the user that follow, each after the answer to the one before."""
+    answers: list[str] = dataclasses.field(default_factory=list)
+    """Texts of the answers to all turns but the last."""
+    kept: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Keys of the input that go to the record as they are."""
+    error: str | None = None
+    output: RequestOutput | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has an error or an answer to its last turn."""
+        return self.error is not None or self.output is not None
+
+
+def read_prompts_file(name: str, prompt_field: str | None = None) -> list[Job]:
+    """The prompts of a file, or of standard input (``-``): JSON lines, plain text with a prompt per line, either of
+    them compressed with gzip, or Parquet.
+
+    It is JSON if its name ends so or its first line begins with a brace. ``prompt_field`` names the key with the
+    prompt. Raises ConfigError when the file cannot be read; a fault of a line is its job's error.
+    """
+    raw = _content(name)
+    lines = _lines(raw)
+    if not lines:
+        return []
+    endings = set(Path(name).suffixes[-2:])
+    if prompt_field is None and not endings & _JSON_ENDINGS and lines[0][1].lstrip()[:1] not in (b"{", b"["):
+        return [_line_job(index, number, line) for index, (number, line) in enumerate(lines)]
+    if lines[0][1].lstrip()[:1] == b"[" and (records := _array(raw)) is not None:
+        return [_parse(Job(i, f"record {i + 1}"), record, prompt_field) for i, record in enumerate(records)]
+    return [_parse_line(Job(i, f"line {number}"), line, prompt_field) for i, (number, line) in enumerate(lines)]
+
+
+def line_jobs(name: str) -> list[Job]:
+    """One prompt per line that is not blank, as text."""
+    return [_line_job(index, number, line) for index, (number, line) in enumerate(_lines(_content(name)))]
+
+
+def text_job(index: int, place: str, prompt: str) -> Job:
+    """A prompt that was given as text; its bytes may not be UTF-8."""
+    return Job(index, place, prompt, error=_not_utf8(prompt) if prompt else "the prompt is empty; write something")
+
+
+def _content(name: str) -> bytes:
+    try:
+        raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        if raw.startswith(b"\x1f\x8b"):
+            return gzip.decompress(raw)
+        if raw.startswith(b"PAR1") and name != "-":
+            with opened_text(Path(name)) as text:
+                return text.read().encode()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(f"the prompts file {name} cannot be decompressed ({error}); copy it again") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the prompts file {name}: {error.strerror}") from None
+    return raw
+
+
+def _lines(raw: bytes) -> list[tuple[int, bytes]]:
+    """(number from 1, bytes) of lines that are not blank. Bytes, so that one invalid line leaves the others
+    readable."""
+    lines = raw.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _line_job(index: int, number: int, line: bytes) -> Job:
+    try:
+        return text_job(index, f"line {number}", line.decode().rstrip("\r"))
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 text (byte 0x{line[error.start]:02X} at position {error.start}); convert or remove it"
+        return Job(index, f"line {number}", line.decode("utf-8", "replace").rstrip("\r"), error=problem)
+
+
+def _not_utf8(argument: str) -> str | None:
+    """Fault of an argument whose bytes are not UTF-8, with the offset from 0; None if it is valid."""
+    raw = argument.encode("utf-8", "surrogateescape")
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 text (byte 0x{raw[error.start]:02X} at position {error.start}); convert or remove it"
+    return None
+
+
+def _array(raw: bytes) -> list[Any] | None:
+    """Records of a file that is one JSON array of objects; None for other files."""
+    try:
+        records = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return records if isinstance(records, list) and any(isinstance(each, dict) for each in records) else None
+
+
+def _parse_line(job: Job, line: bytes, prompt_field: str | None) -> Job:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        job.error = f"not valid JSON ({error})"
+        return job
+    return _parse(job, record, prompt_field)
+
+
+def _parse(job: Job, record: Any, prompt_field: str | None) -> Job:
+    """Fill a job from its record: a prompt in one of the forms, its own sampling parameters, and keys to keep."""
+    if not isinstance(record, dict):
+        job.error = f"must be an object with {_wanted()}"
+        return job
+    if prompt_field is None and isinstance(record.get("body"), dict):
+        return _parse_batch(job, record)
+    given = [name for name in _FORMS if name in record] if prompt_field is None else [prompt_field]
+    if len(given) != 1 or given[0] not in record:
+        keys = ", ".join(map(str, record))
+        hint = f"; or name the key with the prompt: --prompt-field NAME, of {keys:.200}" if record and not given else ""
+        wanted = _wanted() if prompt_field is None else f"{prompt_field!r}, which --prompt-field names"
+        job.error = f"must be an object with {wanted}{hint}"
+        return job
+    job.id = record.pop("id", None)
+    _set_prompt(job, given[0], record.pop(given[0]))
+    check_spelling = prompt_field is None  # otherwise the records are anybody's, with keys of their own
+    known = {key for key in record if is_parameter(key) or (check_spelling and _is_misspelt(key))}
+    job.fields = {key: value for key, value in record.items() if key in known}
+    job.kept |= {key: value for key, value in record.items() if key not in known}
+    return job
+
+
+def _wanted() -> str:
+    return 'either "prompt" (text or token ids), "messages", "turns" (texts), or "body" (OpenAI\'s batches)'
+
+
+def _is_misspelt(key: str) -> bool:
+    return bool(difflib.get_close_matches(key, _PARAMETERS, n=1, cutoff=_ALIKE))
+
+
+def _set_prompt(job: Job, form: str, value: Any) -> None:
+    if form == "turns":
+        if not isinstance(value, list) or not value or not all(isinstance(turn, str) and turn for turn in value):
+            job.error = f"turns must be a list of texts, and not empty, got {str(value)[:40]!r}"
+            return
+        job.kept["turns"] = value
+        job.turns = value[1:]
+        value = [{"role": "user", "content": value[0]}]
+    job.prompt = value
+    job.is_chat = form in ("messages", "turns") or _are_messages(value)
+    if not job.is_chat and (not isinstance(value, (str, list)) or not value):
+        job.error = f"{form} must be text or a list of token ids, and not empty, got {str(value)[:40]!r}"
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _parse_batch(job: Job, record: dict[str, Any]) -> Job:
+    """A line of a file for OpenAI's batches: ``custom_id``, ``url`` and ``body``, a request's fields."""
+    body = dict(record.pop("body"))
+    job.id = record.pop("custom_id", None)
+    url = record.get("url", "/v1/chat/completions" if "messages" in body else "/v1/completions")
+    form = _URLS.get(url) if isinstance(url, str) else None
+    if form is None or form not in body:
+        wants = f"a body with {form!r}" if form else f"url {' or '.join(_URLS)}"
+        job.error = f"must have {wants}, got {str(url)[:60]!r} and a body with {', '.join(body):.100}"
+        return job
+    _set_prompt(job, form, body.pop(form))
+    job.kept |= record
+    kept = {key: body.pop(key) for key in list(body) if key in _SILENT}
+    if kept:
+        job.kept["body"] = kept
+    if "max_completion_tokens" in body:
+        body["max_tokens"] = body.pop("max_completion_tokens")
+    if isinstance(body.get("logprobs"), bool):
+        top = body.pop("top_logprobs", 0)
+        if body.pop("logprobs"):
+            body["logprobs"] = top
+    strange = next((key for key in body if not is_parameter(key) and not _is_misspelt(key)), None)
+    if strange is not None:
+        job.error = job.error or f"body.{strange} is not read here; send the file to a server's /v1/batches"
+    job.fields = body
+    return job
