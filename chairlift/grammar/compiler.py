@@ -29,8 +29,8 @@ _WHITESPACE: Final = "[ \\n\\t]{0,8}"
 """Whitespace between the parts of a JSON text. Without a limit, models write blanks up to ``max_tokens``."""
 _LIMITS: Final[dict[str, Any]] = {
     "max_grammar_size": 20_000,
-    "step_max_items": 2_000,
-    "max_items_in_row": 200,
+    "step_max_items": 10_000,
+    "max_items_in_row": 1_000,
     "verbose_errors": False,
 }
 _FIRST_MASK_SECONDS: Final = 2.0

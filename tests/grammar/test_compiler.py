@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chairlift import RequestError, SamplingParams
-from chairlift.grammar.compiler import GrammarCompiler
+from chairlift.grammar.compiler import _LIMITS, GrammarCompiler
 from chairlift.structured_outputs import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from tests.grammar.models import allowed, bundled, compiled, of_bytes, sampled, verdict
 from tests.tokenizer.tiny import make
@@ -152,13 +152,28 @@ def test_nesting_without_end_is_refused_cleanly() -> None:
         compiled(json='{"items":' * 900 + "{}" + "}" * 900)
 
 
-def test_an_ambiguous_grammar_ends_with_an_error_and_not_with_the_machine() -> None:
+@pytest.mark.parametrize("limit", [200, pytest.param(_LIMITS["max_items_in_row"], marks=pytest.mark.nightly)])
+def test_an_ambiguous_grammar_ends_with_an_error_and_not_with_the_machine(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_LIMITS, "max_items_in_row", limit)  # time grows with the square of it
     tokenizer, own = of_bytes()
     matcher = own.compile(StructuredOutputsParams(grammar=AMBIGUOUS).value).matcher()
-    for _ in range(400):
-        if matcher.mask() is None or not matcher.consume(ord("a")):
+    for place in range(1000):
+        if (not place % 50 and matcher.mask() is None) or not matcher.consume(ord("a")):
             break
-    assert "items" in matcher.error and matcher.num_consumed < 200 and tokenizer.vocab_size > ord("a")
+    assert "items" in matcher.error and matcher.num_consumed < limit and tokenizer.vocab_size > ord("a")
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_limits_leave_room_for_many_optional_properties(closed: bool) -> None:
+    """Schemas of Kubernetes and of settings of editors have up to some hundred of them."""
+    wide = {"type": "object", "properties": {f"setting{i}": {"type": "string"} for i in range(200)}}
+    inner = wide | {"additionalProperties": False} if closed else wide
+    schema = {"type": "object", "properties": {"a": inner, "b": {"type": "array", "items": inner}}}
+    some = {f"setting{i}": "some words of it" for i in range(0, 200, 7)}
+    for value in ({"a": some, "b": [some, {}, some]}, {"b": [some]}):
+        assert verdict(json.dumps(value), json=schema) == "complete"
 
 
 def test_sampling_parameters_take_it_by_name_and_refuse_what_contradicts_it() -> None:
