@@ -22,6 +22,7 @@ from tests.native import needs_kernels
 pytestmark = needs_kernels
 
 PROMPT = [5, 9, 77, 3, 120, 64, 64, 11, 2, 30, 31, 32]
+PROMPTS = [PROMPT, PROMPT[::-1], PROMPT[5:] + PROMPT[:4], [7, 81, 4, 4, 19]]
 
 
 def rounded(rows: Tensor) -> Tensor:
@@ -32,8 +33,8 @@ def rounded(rows: Tensor) -> Tensor:
     return (codes * (highest / 127)).flatten(-2)[..., : rows.shape[-1]]
 
 
-def reference_logits(model_dir: Path, bits: int, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """[tokens, V] of the prompt, by PyTorch in float32."""
+def reference_logits(model_dir: Path, bits: int, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """[tokens, V] of each prompt, by PyTorch in float32."""
     model = load_model(model_dir, read_config(model_dir), "float32", weight_format=PLAIN)
     done = set()
     for module in model.modules():
@@ -45,7 +46,7 @@ def reference_logits(model_dir: Path, bits: int, monkeypatch: pytest.MonkeyPatch
             module.weight.data = GroupedRows.quantize(module.weight.data, GroupKind(least, GROUP)).dequantize()
     forward = Linear.forward
     monkeypatch.setattr(Linear, "forward", lambda self, x: forward(self, rounded(x)))
-    return packed_logits(model, [PROMPT])[0]
+    return [packed_logits(model, [prompt])[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -56,18 +57,18 @@ def test_log_probabilities_are_those_of_the_same_arithmetic(
     model_dir = tiny_model(tmp_path, family)
     llm = LLM(model_dir, dtype="float32", quantization=f"int{bits}", skip_tokenizer_init=True, num_kv_blocks=20)
     assert llm.info.quantization == ("int8" if bits == 8 else "int4+int8")
-    (output,) = llm.generate([PROMPT], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=20, logprobs=20))
-    entries = [*(output.prompt_logprobs or [])[1:], (output.outputs[0].logprobs or [])[0]]
-    wanted = reference_logits(model_dir, bits, monkeypatch).log_softmax(-1)
-    error = torch.tensor(
-        [
-            abs(entry.logprob - float(row[token]))
-            for each, row in zip(entries, wanted, strict=True)
-            for token, entry in (each or {}).items()
-        ]
-    )
-    # Rounding is a step: a sum that differs in its last bit may put a number on the other side of one.
-    assert error.median() < 2e-3 and error.max() < 0.25, (error.median(), error.max())
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=20, logprobs=20)
+    errors = []
+    for output, logits in zip(
+        llm.generate(PROMPTS, params), reference_logits(model_dir, bits, monkeypatch), strict=True
+    ):
+        entries = [*(output.prompt_logprobs or [])[1:], (output.outputs[0].logprobs or [])[0]]
+        for entry, row in zip(entries, logits.log_softmax(-1), strict=True):
+            errors += [abs(each.logprob - float(row[token])) for token, each in (entry or {}).items()]
+    error = torch.tensor(errors)
+    # Rounding is a step: a sum that differs in its last bit, as on another processor, may round to another code, and
+    # all later positions of its prompt differ. Wrong arithmetic differs at every position.
+    assert error.quantile(0.25) < 1e-4 and error.max() < 0.25, (error.quantile(0.25), error.max())
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
