@@ -149,8 +149,8 @@ def load(port: int, streams: int, prompt: int, tokens: int, told: Connection) ->
 
 
 def look(port: int, told: Connection) -> None:
-    """Keep as many viewers open as ``told`` last. Reports when they are connected, with the bytes that were read
-    before."""
+    """Keep the number of viewers open that ``told`` received last. Reports when they are connected, with the number of
+    bytes read before."""
     viewers: list[socket.socket] = []
     with selectors.DefaultSelector() as selector:
         selector.register(told, selectors.EVENT_READ)

@@ -60,7 +60,7 @@ def prompts(count: int, length: int) -> list[list[int]]:
 
 
 def window(llm: LLM, adapters: Adapters, tokens: int) -> float:
-    """Median seconds of the steps in which every row decodes, and nothing else is computed."""
+    """Median seconds of steps that only decode, with every row."""
     rows, first = len(adapters), llm.engine.scheduler.step
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     llm.generate(prompts(rows, 8), params, lora_request=adapters)
@@ -109,7 +109,7 @@ def steps(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """A process of ``engines``: answers its share when it is told to, and says so."""
+    """Process of ``engines``: answers its share on a signal, and reports the end."""
     asked = [LoRARequest(f"a{n}", n + 1, path) for n, path in enumerate(args.paths)]
     how: dict[str, Any] = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": False}
     if args.threads:
@@ -140,7 +140,7 @@ class Workers:
                 raise SystemExit(f"a process ended before it was {word}")
 
     def seconds(self) -> float:
-        """Until all have answered."""
+        """Seconds until all have answered."""
         begin = time.perf_counter()
         for process in self._processes:
             if process.stdin is not None:

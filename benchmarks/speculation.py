@@ -73,7 +73,7 @@ class Scripted:
 
 
 class Fixed(AdaptiveSpeculator):
-    """As many drafts as there are, up to a fixed number, whatever they cost."""
+    """Proposer that computes up to a fixed number of drafts, regardless of cost."""
 
     def choose(self, rows: Any, step: Any, budget: int) -> Any:
         """See :class:`~chairlift.scheduler.drafts.Speculator`."""
@@ -87,7 +87,8 @@ Make = Callable[[], AdaptiveSpeculator]
 def timed(
     llm: LLM, prompts: list[list[int]], params: SamplingParams, make: Make | None
 ) -> tuple[float, list[list[int]], dict[str, Any]]:
-    """Output tokens per second, the answers, and what became of the drafts. ``make`` makes who drafts; None: nobody."""
+    """Output tokens per second, the answers, and what became of the drafts. ``make`` returns the proposer; None runs
+    without drafts."""
     scheduler = llm.engine.scheduler
     scheduler.drafts = None if make is None else Drafts(scheduler.batch, make())
     begin = time.perf_counter()
@@ -106,7 +107,7 @@ def timed(
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Where the mean ratio lies with 95 %."""
+    """95 % confidence interval of the mean ratio."""
     logs = [math.log(ratio) for ratio in ratios]
     if len(logs) < 2:
         return ratios[0], ratios[0]
@@ -117,7 +118,7 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 def pairs(
     llm: LLM, prompts: list[list[int]], params: SamplingParams, sides: dict[str, Make], rounds: int, **about: Any
 ) -> list[dict[str, Any]]:
-    """Each side against none, in turns: a record each."""
+    """Measure each side against no drafts in interleaved rounds. Returns one record per side."""
     ratios: dict[str, list[float]] = {name: [] for name in sides}
     told: dict[str, dict[str, Any]] = {}
     plain: list[float] = []
@@ -176,7 +177,7 @@ def scripted(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def useless(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """N-grams where answers repeat nothing: random weights at a temperature."""
+    """Case without repetitions: n-gram drafts with random weights at a temperature above 0."""
     llm = LLM(args.model, skip_tokenizer_init=True, max_num_seqs=64, num_kv_blocks=1024, enable_prefix_caching=False)
     seconds, records, rng = llm.engine.core.costs.model.step_seconds, [], random.Random(2)
     for rows in args.rows:

@@ -166,7 +166,7 @@ class AsyncLLM:
                 f"{self.config.model.model!r:.100} generates texts; for embeddings, scores or classes load another"
                 " model, or set runner to 'pooling' to embed with this one"
             )
-        # a thread tokenizes, so that the event loop is free
+        # a thread tokenizes, which keeps the event loop free
         call = await asyncio.to_thread(ask, PooledCalls(engine.pooling_inputs))
         vectors = await engine.pool(call.texts)
         names = [text.request_id for text in call.texts]

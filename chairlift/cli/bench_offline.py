@@ -51,13 +51,13 @@ _SPECULATION_SIZES: Final = [1, 4, 16, 64]
 """Default numbers of slots for --compare speculation."""
 _DEFAULTS: Final = {"skip_tokenizer_init": True, "cuda_graphs": "start"}  # or graphs are recorded in measured time
 _TRAFFIC: Final = ("trace", "workload", "input_len", "output_len", "request_rate", "arrivals", "burstiness")
-"""With any of these, and those of the next, traffic is meant."""
+"""Flags that select traffic from a trace or an arrival process, together with the next group."""
 _MEASURED: Final = ("max_concurrency", "slo", "compare")
 _print: Final = functools.partial(print, sep="\n", flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags; those of traffic have the same names as in ``bench serve``."""
+    """Add the flags. Traffic flags have the same names as in ``bench serve``."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
     add_traffic_flags(parser)
     measured = parser.add_argument_group("what is measured")
@@ -167,7 +167,7 @@ def _run_traffic(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple
 
 
 def _run_sizes(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[Report, int]:
-    """Several numbers of slots, in turns, in one table."""
+    """Measure several numbers of slots in interleaved rounds, and print one table."""
     from chairlift.workbench.bench.machine import describe_machine, machine_facts
     from chairlift.workbench.bench.report import Facts, Text, text
     from chairlift.workbench.bench.serve_report import serve_record
@@ -288,9 +288,8 @@ def _changes(text: str) -> dict[str, Any]:
 def _measure(
     name: str, sides: Sequence[Mapping[str, Any]], loads: Sequence[Load]
 ) -> Iterator[tuple[int, int, LLM, ServeRun]]:
-    """Index of the load, index of the side, its engine, and what became of it. Two sides take turns (A B, B A, ...).
-
-    Ends after a run that was interrupted.
+    """Yield (index of the load, index of the side, engine, result) per run. Two sides alternate (A B, B A, ...). The
+    iteration ends after an interrupted run.
     """
     from chairlift.workbench.bench.offline import room_of, run_here
     from chairlift.workbench.bench.serve_run import Dialect, Target, fit

@@ -272,7 +272,7 @@ def _rate(text: str) -> float:
 
 
 Source = Callable[[float | None], "tuple[Sequence[TracedRequest], int | None, str]"]
-"""From a rate to requests, the users of a closed loop, and the times in words."""
+"""Requests for a rate, the users of a closed loop (None in an open loop), and a description of the arrival times."""
 
 
 def _source(args: argparse.Namespace) -> Source:
@@ -350,7 +350,7 @@ def _lengths(text: str, of: Literal["prompt", "output"] = "prompt") -> Lengths:
 
 
 def _arrivals(args: argparse.Namespace, rate: float | None) -> tuple[Arrivals, int | None, str]:
-    """When requests come, the users of a closed loop, and the same in words."""
+    """(arrival process, users of a closed loop, description of both)."""
     from chairlift.workbench.workload.arrivals import AllAtOnce, ClosedLoop, Gamma, parse_arrivals
 
     if args.arrivals is not None:
@@ -496,7 +496,7 @@ def results(cells: Sequence[Cell], names: Sequence[str]) -> tuple[Report, int]:
 
 
 def _compared(cells: Sequence[Cell], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Ratio], Table]:
-    """The record of two sides, the ratios of their figures, and these as a table."""
+    """(record of both sides with the ratios of their figures, the ratios as a table)."""
     from chairlift.workbench.bench.serve_report import compared_table
     from chairlift.workbench.bench.serve_result import compare
 

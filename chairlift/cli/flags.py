@@ -204,7 +204,7 @@ def read_server_settings(args: argparse.Namespace) -> tuple[dict[str, Any], Serv
 
 
 def _translated(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without names that only vLLM has; a line on standard error tells what became of each."""
+    """Settings without vLLM's own names. A line on standard error says what was done with each."""
     known = translate(engine)
     for line in notes(engine):
         print(f"chairlift: {line}", file=sys.stderr)

@@ -64,7 +64,7 @@ def _fail(message: str) -> int:
 
 
 def _accept_any_text() -> None:
-    """No byte that is piped in, no character that a terminal lacks and no closed stream may end in a traceback."""
+    """Piped bytes, characters that the terminal lacks, and closed streams must not end in a traceback."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  (open for as long as the process)
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115

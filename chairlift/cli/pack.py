@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(slots=True)
 class _Tally:
-    """Counts that the stream's own figures lack."""
+    """Counts that are missing from the stream's own statistics."""
 
     capacity: int
     align: int = 1
@@ -183,7 +183,8 @@ def _plain_writer(path: Path) -> Iterator[Callable[[Pack], None]]:
 
 
 def _num_tokens(pack: Pack, align: int) -> int:
-    """Tokens without those that ``align`` added. (If it adds any, all others except first tokens are targets.)"""
+    """Number of tokens except those that ``align`` added. (When it adds tokens, every other token except a sequence's
+    first is a target.)"""
     return len(pack.lengths) + int((pack.weights != 0).sum()) if align > 1 else pack.num_tokens
 
 

@@ -45,7 +45,7 @@ class RemoteModel:
         return self._room
 
     def count_tokens(self, messages: Sequence[Mapping[str, str]]) -> int:
-        """Tokens of the conversation, as the server's /tokenize counts them; 0 where it has no such thing."""
+        """Number of tokens in the conversation, from the server's /tokenize; 0 if the server has no /tokenize."""
         if self._counts:
             try:
                 answer = self._server.ask("POST", "/tokenize", {"model": self._name, "messages": list(messages)})

@@ -145,7 +145,8 @@ class _Observer:
 
 
 class _Screen:
-    """The terminal while it shows a server, looked at by a thread of its own: keys are heard while a server hangs."""
+    """The terminal while it shows a server. A separate thread reads the keyboard, so keys work even while the server
+    hangs."""
 
     def __init__(self, observer: _Observer, interval: float) -> None:
         self._observer = observer

@@ -52,7 +52,7 @@ def prefix_keys(token_ids: Sequence[int], salt: object = "") -> list[int]:
 
 
 class PrefixIndex:
-    """Estimate of what the prefix cache of a replica holds: the keys of prompts sent there, newest last.
+    """Estimated content of a replica's prefix cache: the keys of prompts sent there, newest last.
 
     ``capacity`` is the number of keys that fit; the oldest is dropped first, and ends of prompts before beginnings.
     """

@@ -44,7 +44,7 @@ class AdapterNames:
         return len(self._by_name)
 
     def next_load(self, name: str, path: str, root: str | None = None) -> AdapterLoad:
-        """A load with a number that none had before."""
+        """A new load, with a number that no earlier load had."""
         self._loads += 1
         return AdapterLoad(self._loads, name, path, root)
 

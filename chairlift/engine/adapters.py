@@ -270,7 +270,7 @@ class Adapters:
         return request.waits_for == "adapter"
 
     def forget(self, request: Request) -> None:
-        """A request has left."""
+        """Note that a request has left; the adapter is freed after its last request."""
         known = self._of.pop(request.request_id, None)
         if known is None:
             return

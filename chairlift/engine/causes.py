@@ -125,7 +125,7 @@ class CauseLedger:
             self._hanging.setdefault(request.source.request_id, []).append(account)
 
     def scheduled(self, out: SchedulerOutput, now: float) -> None:
-        """A step was scheduled at ``now``, whether or not it has anything to execute."""
+        """Note that a step was scheduled at ``now``. It may have nothing to execute."""
         waits_for = _HELD_UP_BY.index(out.held_up_by)
         if waits_for != self._waits_for or out.joined or out.preempted_for or out.stalled or self._hanging:
             self._advance(now)

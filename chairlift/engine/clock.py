@@ -30,7 +30,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that moves only when it is told to."""
+    """A clock that moves only through :meth:`advance`."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

@@ -62,7 +62,7 @@ class HeldPlace(NamedTuple):
     """Each of them has a sample position behind it."""
 
     def right(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """The tokens that the request takes of those that the step drew: one, and one per right draft."""
+        """Sampled tokens that the request accepts: one, and one per correct draft."""
         count = 1
         for place, draft in enumerate(self.drafts):
             if token_ids[self.first + place] != draft:
@@ -254,7 +254,8 @@ class Grammars:
 
     @staticmethod
     def _begin_again(row: GrammarRow) -> None:
-        """Replace a matcher that broke behind a draft: who knows whether that is sampled. No drafts any more."""
+        """Replace a matcher that failed after a draft, which may never be sampled. The request gets no further
+        drafts."""
         row.matcher, row.request.may_draft = row.fresh(), False
 
     # -- following -----------------------------------------------------------------------------------------------

@@ -305,7 +305,7 @@ class Intake:
         self.heard_at = now
 
     def is_outdated(self, now: float) -> bool:
-        """Whether the engine stands still, or did so until now. The forecast does not hold then."""
+        """Whether the engine is stalled, or was until now. The forecast is not valid then."""
         return now - self.heard_at > max(_OUTDATED, 3 * self._longest_step)
 
     def _wait(self, service_class: str, lane: _Lane | None, now: float, since: _Crowd, free_rows: int) -> float | None:

@@ -57,7 +57,7 @@ class _Answer:
         self.weight_versions = [(0, 0)]
         """See :attr:`CompletionOutput.weight_versions`."""
         self.predicted = (0, 0)
-        """Drafts from the text that was expected: right so far, and wrong."""
+        """Numbers of accepted and rejected drafts from the request's ``prediction``."""
 
     def read(self, stop_terminated: bool = False) -> str | None:
         """Update the text. Returns the stop string that ended it, or None."""
@@ -155,7 +155,7 @@ class _Answer:
 
 
 class RequestPhase(enum.StrEnum):
-    """State of a request. WAITING: it was in no step yet. PREEMPTED: it has not recomputed what it lost."""
+    """State of a request. WAITING: it was in no step yet. PREEMPTED: it has not yet recomputed the KV that it lost."""
 
     WAITING = "waiting"
     PREFILL = "prefill"

@@ -57,7 +57,7 @@ class StepRecorder:
         self._changes: list[_Change] = []
         """Changes since the last line, or since the last step was scheduled."""
         self._flights: dict[int, list[_Change]] = {}
-        """For each step in flight, the changes before it."""
+        """Changes recorded before each step in flight, oldest step first."""
         self._decodes: tuple[tuple[str, int], ...] = ()
         self._status: tuple[Any, ...] = ()
         self._load = 0

@@ -1,4 +1,4 @@
-"""Rounds weights to the nearest integers in groups, with the best scale per group."""
+"""Quantises weights to integers in groups, with the scale per group that gives the smallest error."""
 
 from __future__ import annotations
 

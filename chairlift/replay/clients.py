@@ -58,7 +58,7 @@ class Clients:
         )
 
     def send(self, now: float) -> tuple[int, float] | None:
-        """The next request to send at ``now``, and the time since when it could be sent."""
+        """The next request to send at ``now``, and the time at which it became ready."""
         if not self._ready or self._ready[0][0] > now or (self._places is not None and not self._places):
             return None
         when, index = heapq.heappop(self._ready)

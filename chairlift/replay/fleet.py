@@ -308,7 +308,7 @@ class _Fleet:
 
 
 def _rest_of(prepared: PreparedRequest, delivered: int) -> PreparedRequest:
-    """The rest of a request after its delivered tokens."""
+    """The request that continues another one after the tokens that were delivered."""
     if not delivered:
         return prepared
     left = prepared.max_tokens - delivered

@@ -54,7 +54,7 @@ class WaitingQueue:
         return request.request_id in self._places
 
     def __iter__(self) -> Iterator[Request]:
-        """All of them, lane by lane."""
+        """All waiting requests, lane by lane."""
         for lane in self._lanes.values():
             yield from lane.requests
 
@@ -124,7 +124,7 @@ class WaitingQueue:
         return (*self.policy.standing(request), request.size, request.sequence)
 
     def smallest(self, now: float) -> Iterator[Request]:
-        """The smallest request of each lane that stands as high as the first in line, in the order of the lanes."""
+        """Smallest request of each lane that has the rank of the queue's head, in the order of the lanes."""
         names = list(self._lanes)
         if len(names) > 1:
             names.sort(key=lambda name: self._rank(name, 0, now))

@@ -53,7 +53,7 @@ class Batch:
         self.watermark = watermark
         """Share of each block pool that stays free when a request joins running ones, beside what is reserved."""
         self.prompt_share = PromptShare(1.0 if membership.closed else policy_share)
-        """A closed batch is a baseline: it prefills in policy order."""
+        """Whether the batch is closed to newcomers (static batching, the baseline). It prefills in policy order."""
         self.preemption = preemption
         self.max_preemptions = 0 if preemption.never else max_preemptions
         self.max_loras = max_loras
@@ -78,14 +78,14 @@ class Batch:
         self.step = 0
         """Number of the last step that had something to execute."""
         self.now = 0.0
-        """When the newest step was scheduled."""
+        """Time at which the newest step was scheduled."""
         self.num_computed_tokens = 0
         """Computed positions of all running requests together."""
         self.free_slots = list(range(max_running - 1, -1, -1))
         self.left: list[int] = []
         """Rows given up since the newest step."""
         self.num_vacated = 0
-        """Rows given up so far."""
+        """Number of rows released so far."""
         self.epoch = 0
         """Changes whenever tokens of steps in flight may have lost their request."""
 
@@ -101,7 +101,7 @@ class Batch:
 
     @property
     def open_rows(self) -> int:
-        """Number of requests that may still join without a reserved row."""
+        """Number of requests that may still join without using a reserved row."""
         return max(0, self.free_rows - self._unused_rows)
 
     @property
@@ -164,7 +164,8 @@ class Batch:
             self.waiting.add(request)
 
     def has_adapter_room(self, request: Request) -> bool:
-        """Whether the adapter of a waiting request, if it has one, may be in the steps beside those that are."""
+        """Whether a waiting request's adapter fits beside the adapters of running requests. True for a request without
+        one."""
         adapter = request.adapter_id
         if not adapter or not self.max_loras or adapter in self.adapters:
             return True

@@ -43,7 +43,7 @@ class DecodeRows:
         self.sampled: list[Request | None] = []
         """The same, with None for held rows, whose tokens are dropped."""
         self.appends: list[Callable[[int], Any]] = []
-        """Where each row's next token goes."""
+        """Slot of each row's next token."""
         self.slots: tuple[int, ...] = ()
         self.ids: tuple[tuple[str, int], ...] = ()
         """(request id, slot) of every row."""

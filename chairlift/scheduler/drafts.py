@@ -26,7 +26,7 @@ class Speculator(Protocol):
     most: int
     """Most drafts of a row in one step."""
     only_known: bool
-    """Whether only requests have drafts that bring a text that they expect, or follow a grammar."""
+    """Whether drafts come only from a request's ``prediction`` or grammar, because there is no other proposer."""
 
     def choose(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int

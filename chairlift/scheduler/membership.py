@@ -59,7 +59,7 @@ class Membership:
         return max((size for size in self.preferred_sizes if size <= len(waiting)), default=0)
 
     def lacks(self, places: int) -> str:
-        """What the next waiting request lacks, when ``places`` requests may join and it does not."""
+        """Resource that the next waiting request lacks when it does not join although ``places`` requests may."""
         return "tokens" if places else "batch" if self.closed else "slots"
 
     def needs_budget(self) -> int:

@@ -16,8 +16,8 @@ __all__ = ["Precedence"]
 
 
 _OWED_SHARE = 0.75
-"""Part of its fair share of the rows that a tenant gets at once. Tenants that want more wait, because they would take
-rows from each other for ever."""
+"""Fraction of its fair share of rows that a tenant may take by preemption. If tenants could take more, they would
+preempt each other without end."""
 
 _STARVING = 8
 """Ageing periods after which a lane that got nothing goes before deadlines as well."""

@@ -142,7 +142,8 @@ class PromptBudget:
         return False
 
     def _adapters_that_may_join(self, step: Step) -> Callable[[Request], bool]:
-        """Whether a newcomer's adapter may be in the steps, and nobody waits for too long that its own may not."""
+        """Whether a newcomer's adapter may join, and no request has waited too long because its own adapter may
+        not."""
         batch = self.batch
         if not batch.max_loras:
             return lambda request: True
@@ -152,8 +153,8 @@ class PromptBudget:
         return lambda request: not request.adapter_id or (is_open and batch.has_adapter_room(request))
 
     def _door_closed(self, step: Step) -> bool:
-        """Whether somebody has been passed so often for its adapter that the running ones must come to an end: nobody
-        behind it who has an adapter joins."""
+        """Whether a request has been passed too often because of its adapter. Then no later request with an adapter
+        joins until running adapters have ended."""
         return any(other.adapter_passes >= self.waiting.max_times_passed for other in step.blocked)
 
     def _pass_blocked(self, request: Request, step: Step) -> None:
@@ -238,7 +239,8 @@ class PromptBudget:
         return budget
 
     def _is_blocked(self, request: Request, step: Step) -> bool:
-        """Whether a request must be looked past for its adapter, or for somebody before it who waits for too long."""
+        """Whether to skip a request because of its adapter, or because an earlier one has waited too long for its
+        adapter."""
         room = self.batch.has_adapter_room(request)
         if not room:
             step.blocked.append(request)

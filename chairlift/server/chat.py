@@ -40,7 +40,7 @@ __all__ = ["ARGUMENTS", "ChatCompletion", "ChosenLogprob", "chosen_logprob", "ro
 _encode: Final = msgspec.json.encode
 _TEXTS: Final = ("content", "reasoning")
 ARGUMENTS: Final = 4096
-"""Most characters of a call's arguments in one delta."""
+"""Most characters of a tool call's arguments in one delta."""
 
 
 class TokenLogprob(msgspec.Struct):

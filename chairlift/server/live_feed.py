@@ -79,7 +79,7 @@ class LiveFeed:
 
     @property
     def newest_key(self) -> int:
-        """The newest entry with which a viewer may begin."""
+        """Newest entry that a viewer may start from."""
         return self._keys[-1] if self._keys else self.first
 
     @property

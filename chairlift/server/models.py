@@ -80,7 +80,7 @@ def check_model(state: ServerState, name: str | None) -> str:
 
 
 def adapter_named(state: ServerState, model: str) -> str:
-    """The adapter that a name which :func:`check_model` gave stands for; empty for the model itself."""
+    """Name of the adapter for a name checked by :func:`check_model`; empty for the model itself."""
     return "" if model in state.model_names else model
 
 

@@ -109,7 +109,8 @@ _MAX_IDS: Final = 2**20
 _MOST_COMPARED: Final = 16
 _MOST_APART: Final = 2
 _ALIKE: Final = 0.88
-"""When a name that nobody knows is a misspelling of one that is known, and not a hint of another server's."""
+"""Similarity (0 to 1) above which an unknown name counts as a misspelling of a known one rather than another server's
+field."""
 _OTHERS: Final = frozenset(("speed",))
 """Fields of other servers that look like misspellings of known ones."""
 

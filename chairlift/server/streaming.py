@@ -87,7 +87,7 @@ class CompletionTokensDetails(msgspec.Struct):
     """Part of :class:`Usage`."""
 
     reasoning_tokens: int | UnsetType = UNSET
-    """Tokens of the answers' reasoning, its marks included. There where reasoning is told from the answer."""
+    """Number of reasoning tokens in the answers, marks included; None if reasoning is not separated."""
     accepted_prediction_tokens: int | UnsetType = UNSET
     """Tokens that were drafted from ``prediction`` and were right. There where the request has one."""
     rejected_prediction_tokens: int | UnsetType = UNSET

@@ -13,7 +13,7 @@ __all__ = ["Acceptance", "Source"]
 _MEMORY: Final = 0.15
 """Weight of the newest draft in a request's estimate."""
 _SHARED_MEMORY: Final = 0.005
-"""Weight of the newest draft of any request in the estimate for those that come."""
+"""Weight of each new draft, of any request, in the prior for new requests."""
 _MOST: Final = 0.98
 """Upper limit of an estimated acceptance. Without it a long run of accepted drafts would outweigh any cost."""
 
@@ -37,7 +37,7 @@ class Acceptance:
         self._own: dict[str, dict[Source, float]] = {}
 
     def __len__(self) -> int:
-        """Requests with an estimate of their own."""
+        """Number of requests that have their own estimate."""
         return len(self._own)
 
     def chance(self, request_id: str, source: Source) -> float:

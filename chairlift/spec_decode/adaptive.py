@@ -26,7 +26,7 @@ __all__ = ["AdaptiveSpeculator", "Proposer", "best_number", "speculator_from_con
 _PROBE_STEPS = 24
 """If no draft pays by the estimates, one is tried again after this many steps, because texts change."""
 _FIRST_TRY = 4
-"""Number of drafts from an expected text that are tried at once, whatever they cost: the caller who sends it knows more
+"""Number of drafts from a ``prediction`` that are tried regardless of cost, because the caller knows the text better
 than the engine."""
 _MOST_COMPARED = 64
 """Most drafts of a step; on a CPU more never pay."""
@@ -72,7 +72,7 @@ class Proposer(Protocol):
 
 
 class _Drafted(NamedTuple):
-    """Drafts of a row, before it is decided how many of them are computed."""
+    """Candidate drafts of a row; some of them will be computed."""
 
     request: Request
     tokens: Sequence[int]
@@ -167,7 +167,7 @@ class AdaptiveSpeculator:
         return depth
 
     def _sources_of(self, request: Request) -> Iterable[Source]:
-        """Where drafts of the request may come from."""
+        """Sources of drafts for the request."""
         if request.is_guided and self._guide is not None:
             yield Source.FORCED
         if request.prediction:

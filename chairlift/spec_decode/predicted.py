@@ -18,7 +18,8 @@ _LEAST_MATCH: Final = 2
 _MOST_MATCH: Final = 16
 """Longer matches are as good as this."""
 _MOST_COMPARED: Final = 64
-"""Places that are compared, the nearest to where the text was lost: a long text has many that end alike."""
+"""Most places of the expected text that are compared, nearest first. A long text has many places with the same
+ending."""
 
 
 class PredictedText:

@@ -43,7 +43,7 @@ _PATTERNS: Final[dict[str, str]] = {
 _DIGITS_FIRST: Final = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 """Names of tokenizers that first split off every digit, and then split like GPT-2."""
 _MERGES_IGNORED: Final = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Names of tokenizers in which a piece that is a token as a whole becomes that token, whatever the merges are."""
+"""Names of tokenizers that skip the merges for a piece that is itself a token."""
 _NAMED: Final = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",

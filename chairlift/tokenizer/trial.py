@@ -16,7 +16,8 @@ _PROGRAM: Final = "chairlift.tokenizer.text_worker"
 TRIAL_SECONDS: Final = 20
 TRIAL_BYTES: Final = 1 << 30
 TRIAL_BYTES_PER_BYTE: Final = 32
-"""Limit of memory and time for reading a tokenizer, per byte of its file. The largest files, of 30 MB, need a tenth."""
+"""Limit of memory and time for reading a tokenizer, per byte of its file. The largest files (30 MB) need a tenth of
+it."""
 
 
 def try_out(folder: Path, file_bytes: int, doubt: str) -> None:

@@ -109,7 +109,7 @@ class AsyncLoop:
         self._num_prompts = self._num_steps = self._num_failed = self._num_waits = 0
         self._exhausted = False
         self._unpublished = False
-        """Whether publishing raised, so that the generator lacks weights that were trained."""
+        """Whether publishing failed. The generator then lacks the newest trained weights."""
 
     def step(self) -> Any:
         """Generate until there is a batch, train on it, and publish. Returns what ``train_step`` returned.

@@ -46,9 +46,8 @@ class Cost:
 
 
 def idle(costs: Iterable[Sequence[float]]) -> float:
-    """Share of the mean time that ranks wait: sum of the largest / sum of the mean - 1, over what they do in step.
-
-    Each entry has one cost per rank, and ends when the slowest rank does.
+    """Waiting time of ranks as a fraction of the mean time: sum(max) / sum(mean) - 1 over all entries. Each entry has
+    one cost per rank and ends with the slowest rank.
     """
     longest = mean = 0.0
     for row in costs:

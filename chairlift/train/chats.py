@@ -56,7 +56,7 @@ def write_chat(template: ChatTemplate, chat: Chat, answers: Answers, notes: list
 
 
 def known_messages(template: ChatTemplate, chat: Chat, notes: list[str]) -> list[dict[str, Any]]:
-    """The chat's messages without keys that nobody reads, each of which is noted."""
+    """The chat's messages without unknown keys. Each removed key is noted."""
     kept = []
     for message in chat.messages:
         unread = [key for key in message if key not in MESSAGE_KEYS and not template.names(str(key))]

@@ -126,7 +126,7 @@ class DataSettings:
     access: Literal["random", "stream", "follow"] = "random"
     """``stream`` reads JSON lines once, without an index; ``follow`` also waits for what is appended to the last."""
     on_error: Literal["stop", "skip"] = "stop"
-    """``stop`` at a record that cannot be used or that no pack takes, or ``skip`` and count it."""
+    """``stop`` at a record that cannot be used or does not fit any pack, or ``skip`` and count it."""
 
     def __post_init__(self) -> None:
         _positive(self, "epochs")

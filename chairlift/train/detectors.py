@@ -58,7 +58,7 @@ class PageHinkley:
 
     def _restart(self) -> None:
         self._count, self._mean, self._squares = 0, 0.0, 0.0
-        # Per direction, up and down: the sum, and how many values of what total it has grown over.
+        # For each direction (up, down): the sum, the number of values since it began to grow, and their total.
         self._runs: list[list[float]] = [[0.0, 0, 0.0], [0.0, 0, 0.0]]
 
     def update(self, value: float) -> bool:
@@ -158,7 +158,7 @@ class Adwin:
             before, after = older_total / older, (total - older_total) / newer
             sides = older - self.min_side + 1, newer - self.min_side + 1
             if min(sides) > 0:
-                # A side of few values can look like a change by chance: it counts for fewer than it has.
+                # A side with few values can look like a change by chance, so its count is reduced.
                 inverse = 1 / sides[0] + 1 / sides[1]
                 bound = math.sqrt(2 * inverse * variance * confidence) + 2 / 3 * inverse * confidence
                 found = found or abs(after - before) > bound

@@ -71,7 +71,8 @@ class Evaluation:
         overflow: Any = "error",
         ranks: Ranks | None = None,
     ) -> None:
-        """``sources`` open the data of each name from its beginning, as :class:`PackStream` takes it."""
+        """``sources`` maps each name to a function that opens its data from the beginning, as for
+        :class:`PackStream`."""
         self._sources, self._capacity, self._overflow = dict(sources), capacity, overflow
         self._ranks = ranks or Ranks()
 

@@ -91,7 +91,7 @@ class Pack:
     tokens: npt.NDArray[np.int32]
     """[T], the sequences one after another."""
     lengths: tuple[int, ...]
-    """[N]; their sum is T."""
+    """[N] lengths of the sequences; their sum is T."""
     ids: tuple[int, ...]
     """[N] position in the source of each. Pieces of one split sequence have the same."""
     weights: npt.NDArray[np.float32]

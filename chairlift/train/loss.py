@@ -307,7 +307,7 @@ def _targets(batch: Batch, reduce: Reduce, device: torch.device, dtype: torch.dt
     weights = weights.masked_fill(ignored, 0.0)
     counted = (weights != 0).to(dtype)
     segments = starts.flatten().cumsum(0) - 1
-    # As many places as tokens: how many sequences there are would have to be asked of the device.
+    # One place per token, which is always enough. Reading the number of sequences would wait for the device.
     lengths = torch.zeros_like(weights).index_add_(0, segments, counted)
     power = {"sequence": 1.0, "sqrt": 0.5}.get(reduce, 0.0)
     if power:

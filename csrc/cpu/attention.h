@@ -421,7 +421,7 @@ struct AttentionPiece {
   }
 };
 
-// Prefetches the first keys of a piece, tokens [begin, end), as many as are always fetched ahead.
+// Prefetches the first keys of the piece with tokens [begin, end): as many as one prefetch distance holds.
 template <typename Stored>
 static Sixteens<Stored> first_keys(const AttentionPiece& piece, const AttentionTask& task, int begin, int end) {
   const int high = piece.position(0) + 1, window = piece.op.window;

@@ -33,7 +33,7 @@ struct Kernels {
   size_t (*expert_bytes)(const cl_op& op, int dtype, int32_t tokens);
 };
 
-// Null if this build or this processor lacks the path.
+// Null if the build or the processor does not have this path.
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512_bf16();

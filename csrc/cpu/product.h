@@ -155,7 +155,8 @@ CL_INLINE vf load_part(const bf16* p, int part) {
 }
 #endif
 
-// Vectors of the AMX path where they cannot multiply bf16: no processor has the one without the other, but tests do.
+// Vectors of the AMX path when they cannot multiply bf16. Every processor with AMX can; only tests combine the two
+// like this.
 #if defined(CL_USE_AMX) && !defined(__AVX512BF16__)
 CL_INLINE vf broadcast_part(const bf16* p, int part) { return vset(to_float(p[part])); }
 #endif

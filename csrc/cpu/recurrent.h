@@ -1,4 +1,5 @@
-// Recurrent layers: tokens of a row one behind the other, from the state of the row on. Threads divide channels, not tokens,
+// Recurrent layers: the tokens of a row are computed one after the other, starting from the row's state. Threads
+// divide channels, not tokens,
 // so nobody waits for anybody, and a token's bits depend neither on the chunk it is in nor on other rows.
 //
 // A row's block table has an entry for every `block_size` positions of the layer, with the block that holds the state behind

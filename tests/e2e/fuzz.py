@@ -326,7 +326,7 @@ class Fuzzer:
         connection.close()
 
     async def check(self, index: int) -> None:
-        """Check that valid requests are answered exactly, whatever else is sent."""
+        """Check that valid requests are answered exactly while any other input is sent."""
         connection = Connection(self._server.port)
         try:
             async with asyncio.timeout(PATIENCE):

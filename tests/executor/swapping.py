@@ -45,7 +45,7 @@ class Turns:
         )
         self.out = SchedulerOutput(1)
         self.num_saved = self.num_brought = 0
-        """Numbers of blocks."""
+        """Numbers of device blocks and host blocks."""
         self.results: list[Any] = []
         """Sampled tokens of every step."""
 

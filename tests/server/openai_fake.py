@@ -171,7 +171,7 @@ class FakeServer:
 
 
 def _count(messages: list[dict[str, str]]) -> int:
-    """One token per word, and one per message."""
+    """Number of tokens: one per word, and one per message."""
     return sum(1 + len((message["content"] or "").split()) for message in messages)
 
 

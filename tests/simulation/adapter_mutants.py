@@ -72,7 +72,7 @@ def adapters_of_a_step_in_the_order_of_slots(patch: Patch) -> None:
 
 @mutant
 def only_chunks_have_adapters(patch: Patch) -> None:
-    """Decode rows lose theirs when nobody comes or goes."""
+    """Decode rows lose their adapter when no request joins or leaves."""
     flatten = InputBatch._flatten
 
     def wrong(self: InputBatch, out: SchedulerOutput) -> StepBatch:

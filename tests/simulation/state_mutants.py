@@ -92,7 +92,7 @@ def state_ahead_of_the_saved_position(patch: Patch) -> None:
 
 @mutant
 def fork_takes_the_state_where_it_stands(patch: Patch) -> None:
-    """Another answer to a prompt begins with the state of the first, which has gone further."""
+    """A further answer to a prompt starts from the first answer's state, which has moved on."""
     original = KVCacheManager._find_shared
 
     def find_shared(self: KVCacheManager, request: Request) -> Any:

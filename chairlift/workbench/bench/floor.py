@@ -18,7 +18,8 @@ from chairlift.models.step_cost import ModelCost
 __all__ = ["BUDGETS", "GPU_BUDGETS", "Floor", "workload_floor"]
 
 BUDGETS: Final = (192, 256, 384, 512, 1024)
-"""Tokens per step that the floor is sought among: large steps share the weights, small ones waste no place."""
+"""Candidate numbers of tokens per step for the floor. Large steps share one read of the weights; small ones waste no
+place."""
 
 GPU_BUDGETS: Final = (1024, 4096, 16384)
 """Token budgets to try on a GPU. It computes so much while it reads the weights that only large steps are efficient."""

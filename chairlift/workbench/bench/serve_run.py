@@ -207,7 +207,7 @@ class ServeRun:
     begin: float
     """On the clock of the outcomes."""
     seconds: float
-    """Until the last request ended."""
+    """Seconds until the last request ended."""
     cpu_share: float | None
     """Share of one processor that the client took; None where the client is no process of its own."""
     interrupted: bool

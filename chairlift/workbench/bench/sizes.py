@@ -16,7 +16,7 @@ __all__ = ["Size", "best_words", "sizes_report", "sizes_table"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Size:
-    """One number of slots under one way of batching, and its runs, one for each round."""
+    """Runs of one number of slots with one batching mode, one run per round."""
 
     batching: str
     slots: int

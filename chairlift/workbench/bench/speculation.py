@@ -32,7 +32,7 @@ class Drafted:
     """Drafts of a run."""
 
     rows: int
-    """Rows of steps that had drafts."""
+    """Number of decode rows that had drafts, over all steps."""
     drafts: int
     accepted: int
 

@@ -115,7 +115,7 @@ class Findings:
     """Highest rate, in requests per second, at which a real run of the chosen settings kept the promises, long enough
     for a backlog to show, and below every rate at which a real run broke them."""
     refuted: list[Refuted] = dataclasses.field(default_factory=list)
-    """Real runs that broke promises, of the chosen settings and of the candidates."""
+    """Real runs that missed a target, both of the chosen settings and of the candidates."""
     full_count: int = 0
     """Requests of each real run in which all come at once."""
     rounds: int = 0

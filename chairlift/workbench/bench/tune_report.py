@@ -351,7 +351,7 @@ def printed(answer: Answer) -> Iterator[Text | Table]:
 
 
 def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:
-    """All sides."""
+    """All sides of the comparison."""
     findings, pace = answer.findings, answer.findings.pace
 
     def row(name: str, cell: Any, *, of_pace: bool = False) -> list[str]:

@@ -201,7 +201,7 @@ def allowed_at(args: dict[str, Any], position: int) -> list[int] | None:
 
 
 def _script(rng: random.Random, arrivals: list[Event]) -> None:
-    """Masks that come and go with the position, and chunks that sample several positions."""
+    """Sliding-window masks that change with the position, and chunks that sample several positions."""
     for event in arrivals:
         event.args["sample_positions"] = rng.choice([1, 1, 2, 3, 9])
         some = [sorted(rng.sample(range(VOCAB_SIZE), rng.choice([1, 2, 5, 12]))) for _ in range(rng.choice([1, 2, 4]))]
@@ -257,7 +257,8 @@ def _cramped(
 def _crowded(
     rng: random.Random, scheduler: dict[str, Any], events: list[Event], block_size: int, max_model_len: int
 ) -> int:
-    """Many requests of all sizes at about the same time, and rows enough that some are reserved for short ones."""
+    """Many requests of all sizes arrive at about the same time. There are enough rows to reserve some for short
+    requests."""
     scheduler["max_num_seqs"] = rng.choice([32, 33, 48])
     scheduler["max_num_batched_tokens"] = rng.choice([48, 64, 96])
     scheduler["policy_share"] = rng.choice([0.25, 0.5, 0.75, 0.75, 1.0])

@@ -94,7 +94,7 @@ class Approximate:
         size = self.value.shape[-1]
         squares = self.value.square().sum(-1, keepdim=True)
         factor = (squares / size + eps).rsqrt()
-        # Half the relative error of the sum of squares, and a few roundings of the factor.
+        # Error bound of a norm: half the relative error of the sum of squares, plus a few roundings of the factor.
         relative = (self.value.abs() * self.error).sum(-1, keepdim=True) / squares.clamp_min(1e-300)
         relative = relative + (4 * math.sqrt(size) + 4) * U
         return Approximate(self.value * factor, factor * (self.error + self.value.abs() * relative)).rounded()
