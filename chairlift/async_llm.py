@@ -14,7 +14,7 @@ from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.input_processor import Prompt
 from chairlift.errors import EngineDeadError, RequestError
-from chairlift.loading import Progress, read_tokenizer
+from chairlift.loading import Progress, read_images, read_tokenizer
 from chairlift.lora_request import LoRARequest
 from chairlift.outputs import (
     ClassificationOutput,
@@ -56,7 +56,9 @@ class AsyncLLM:
         """Load the model. Raises ConfigError for a bad setting, ModelLoadError for a bad model."""
         if self._engine is None:
             self._loop = asyncio.get_running_loop()
-            self._engine = AsyncEngine.start(self.config, read_tokenizer=read_tokenizer, on_progress=self._progress)
+            self._engine = AsyncEngine.start(
+                self.config, read_tokenizer=read_tokenizer, read_images=read_images, on_progress=self._progress
+            )
             try:
                 await self._engine.wait_ready()
             except BaseException:

@@ -17,7 +17,7 @@ from chairlift.engine.input_processor import ModelLimits, Prompt
 from chairlift.engine.interrupt import held_interrupt
 from chairlift.engine.pooling_inputs import PoolingInputs
 from chairlift.errors import EngineDeadError, RequestError, TemplateError
-from chairlift.loading import Progress, load_executor, read_tokenizer
+from chairlift.loading import Progress, load_executor, read_images, read_tokenizer
 from chairlift.lora_request import LoRARequest
 from chairlift.outputs import (
     ClassificationOutput,
@@ -30,6 +30,7 @@ from chairlift.pooled_llm import PooledTexts, listed, one_or_more
 from chairlift.pooled_loading import is_pooling, load_pooling
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.chat_template import ChatTemplate
+from chairlift.tokenizer.messages import normalize_messages
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.tool_calls import (
     Answer,
@@ -42,6 +43,8 @@ from chairlift.tool_calls import (
     thinking_of,
     tool_format_of,
 )
+from chairlift.vision.chats import prepare_images, take_images
+from chairlift.vision.processor import PreparedImage
 
 __all__ = ["LLM"]
 
@@ -80,6 +83,8 @@ class LLM:
             self.tokenizer = read_tokenizer(self.config, loaded.model_dir)
         self.max_model_len, self.memory_plan = loaded.max_model_len, loaded.memory_plan
         eos = set(loaded.eos_token_ids) | set(self.tokenizer.eos_token_ids if self.tokenizer else ())
+        reader = None if self.tokenizer is None else read_images(loaded.model_dir, self.tokenizer)
+        self._images = reader if loaded.takes_images else None
         self._engine = Engine(
             loaded.executor,
             ModelLimits(loaded.vocab_size, loaded.max_model_len, tuple(sorted(eos)), self.config.scheduler.promises),
@@ -89,6 +94,7 @@ class LLM:
             cache_secret=os.urandom(16),
             seed=self.config.model.seed,
             adapters=Adapters(loaded.adapters, self.config.lora.active),
+            images=self._images,
         )
         self.info = info = loaded.info(self.config, self.engine.kv.capacity_tokens)
         """Facts about the loaded model and how it is served."""
@@ -310,6 +316,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several. A conversation is a list of ``{"role": ..., "content": ...}``.
 
+        A content may be a list of parts: texts, and images where the model reads them, as ``{"type": "image", "image":
+        ...}`` with an image of Pillow, or ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}``.
+
         ``tools`` are functions that the model may call, in OpenAI's form; :meth:`read_answers` finds the calls in the
         outputs. ``tool_choice`` ``"required"``, or the name of a function, forces calls: after its reasoning, the
         answer has only calls, whose arguments satisfy their schemas. ``parallel_tool_calls=False`` allows one call. The
@@ -333,10 +342,14 @@ class LLM:
         conversations: Any = messages if several else [messages]
         asked = check_tools(tools, tool_choice, parallel_tool_calls)
         offered = asked.offered or None
-        ids = [self.encode_chat(each, tools=offered, **template_variables) for each in conversations]
+        laid_out = [self._lay_out(each, tools=offered, **template_variables) for each in conversations]
+        ids = [each for each, _ in laid_out]
         if asked.choice in ("required", "named"):
             sampling_params = self._held_to_calls(asked, ids, sampling_params)
-        prompts: list[Prompt] = [*ids]
+        prompts: list[Prompt] = [
+            {"prompt_token_ids": each, "multi_modal_data": {"image": images}} if images else each
+            for each, images in laid_out
+        ]
         how: dict[str, Any] = {"priority": priority, "tenant": tenant, "lora_request": lora_request}
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **how)
 
@@ -378,14 +391,23 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_variables: Any,
     ) -> list[int]:
-        """Token ids of a conversation, laid out by the model's chat template."""
+        """Token ids of a conversation, laid out by the model's chat template. An image is its marker."""
+        how = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+        return self._lay_out(messages, **how, **template_variables)[0]
+
+    def _lay_out(self, messages: Sequence[ChatMessage], **how: Any) -> tuple[list[int], list[PreparedImage]]:
+        """Token ids of a conversation with a marker for each image, and the images."""
         self._generates("chat")
         if self.tokenizer is None:
             raise RequestError("chat needs the tokenizer, which was not loaded (skip_tokenizer_init); send token ids")
-        text = self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, **template_variables
-        )
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        images: list[PreparedImage] = []
+        if self._images is None:
+            normalize_messages(messages)  # refuses images
+        else:
+            messages, given = take_images(messages)
+            images = prepare_images(self._images, given)
+        text = self._template.render(messages, **how)
+        return self.tokenizer.encode(text, add_special_tokens=False), images
 
     def read_answers(self, output: RequestOutput, tools: Sequence[Mapping[str, Any]] | None = None) -> list[Answer]:
         """Parse the answers of a chat: content, reasoning, and calls of the ``tools`` that the chat was given.

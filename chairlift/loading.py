@@ -20,6 +20,7 @@ from chairlift.version import __version__
 if TYPE_CHECKING:
     import torch
 
+    from chairlift.executor.image_bank import ImageBank
     from chairlift.executor.kv_tensors import KVPlan
     from chairlift.executor.local import LocalExecutor
     from chairlift.loading_draft import LoadedDraftModel
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from chairlift.models.hf_config import ModelConfig
     from chairlift.models.step_cost import ModelCost
     from chairlift.scheduler.cost_model import StepFeatures
+    from chairlift.vision.processor import ImageProcessor
 
 __all__ = [
     "LoadedExecutor",
@@ -39,6 +41,7 @@ __all__ = [
     "load_executor",
     "model_directory",
     "pool_tokens",
+    "read_images",
     "read_tokenizer",
     "threads_of",
 ]
@@ -67,6 +70,8 @@ class LoadedExecutor:
     """CUDA graphs recorded at the start, in words."""
     adapters: AdapterMemory | None = None
     """Holds adapters beside the model; None where none are served."""
+    takes_images: bool = False
+    """Whether requests may have images."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """See :attr:`EngineInfo.notes`."""
@@ -148,6 +153,7 @@ class LoadedExecutor:
             fingerprint=fingerprint(self.model_dir, config.model.model, self.dtype, self.kernels, *how),
             block_bytes=self.block_bytes,
             **self._speculation(config),
+            takes_images=self.takes_images,
             sampling_defaults=self.sampling_defaults,
             notes=self.notes,
         )
@@ -180,6 +186,13 @@ def read_tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer:
     return Tokenizer.from_dir(config.model.tokenizer or model_dir)
 
 
+def read_images(model_dir: str, tokenizer: Tokenizer) -> ImageProcessor | None:
+    """The reader of images of a model; None for one that reads texts only. Raises ModelLoadError."""
+    from chairlift.models.vision_files import read_processor
+
+    return read_processor(Path(model_dir), tokenizer) if model_dir else None
+
+
 def load_executor(config: EngineConfig, progress: Progress | None = None) -> LoadedExecutor:
     """Load the weights and size the KV cache. Raises ConfigError and ModelLoadError."""
     from chairlift.models.hashlm_served import parse_hashlm
@@ -191,7 +204,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     import torch
 
     from chairlift.executor.kv_tensors import check_fits, plan_kv_cache
-    from chairlift.executor.select import choose_dtype, refuse_for_states
+    from chairlift.executor.select import choose_dtype, load_images, refuse_for_states
     from chairlift.loading_draft import load_draft_model
     from chairlift.models.context import LayerState
     from chairlift.models.model_files import read_network
@@ -208,6 +221,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     model, kernels = _load_weights(config, model_dir, network, dtype, device, progress)
     recurrent = any(isinstance(layer, LayerState) for layer in model.kv_cache_spec())
     refuse_for_states(config, recurrent)
+    images = load_images(config, model_dir, network, dtype, kernels)
     drafting = load_draft_model(config, model_dir, network, dtype, kernels, progress)
     scheduler, memory = config.scheduler, config.cache.kv_cache_memory_bytes
     plan = plan_kv_cache(
@@ -225,7 +239,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         snapshot_interval=config.cache.state_snapshot_interval,
     )
     check_fits(plan, device, memory)
-    executor = _make_executor(model, plan, config, dtype, device, kernels, max_model_len, drafting)
+    executor = _make_executor(model, plan, config, dtype, device, kernels, max_model_len, drafting, images)
     return LoadedExecutor(
         executor=executor,
         model_dir=str(model_dir),
@@ -233,9 +247,10 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         max_model_len=max_model_len,
         eos_token_ids=tuple(network.eos_token_ids),
         adapters=executor.adapters,
+        takes_images=images is not None,
         sampling_defaults=sampling,
         calls=executor.calls,
-        notes=(*network.notes(asked_of_model), *_notes(config, network, dtype, executor.calls)),
+        notes=(*network.notes(asked_of_model), *_notes(config, network, dtype, executor.calls, kernels)),
         memory_plan=plan.describe(max_model_len),
         dtype=str(dtype).removeprefix("torch."),
         model_impl=network.model_impl,
@@ -269,6 +284,7 @@ def _make_executor(
     kernels: str,
     max_model_len: int,
     drafting: LoadedDraftModel | None,
+    images: ImageBank | None,
 ) -> LocalExecutor:
     """Allocate the caches, and what a step needs. Raises ConfigError without memory for them."""
     import torch
@@ -280,7 +296,7 @@ def _make_executor(
     rows, most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     try:
         small = None if drafting is None else drafting.model
-        runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len, small)
+        runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len, small, images)
     except (MemoryError, torch.OutOfMemoryError):
         message = f"no memory for {plan.total_bytes:,} bytes of KV cache (num_kv_blocks, kv_cache_memory_bytes)"
         raise ConfigError(f"{message} and steps of {most:,} tokens (max_num_batched_tokens); lower one") from None
@@ -345,15 +361,23 @@ def _load_weights(
 
 
 def _notes(
-    config: EngineConfig, network: ModelConfig | TransformersConfig, dtype: torch.dtype, calls: Sequence[str]
+    config: EngineConfig,
+    network: ModelConfig | TransformersConfig,
+    dtype: torch.dtype,
+    calls: Sequence[str],
+    kernels: str,
 ) -> list[str]:
     """Notes on how this model is run, one per line."""
+    from chairlift.models.fallback.config import TransformersConfig
+
     notes = []
     if config.model.dtype == "auto" and network.dtype == "float16" and str(dtype) == "torch.bfloat16":
         notes.append(
             "the checkpoint says float16, and the CPU computes in bfloat16, which has the range and three bits less; "
             "set dtype to float32 for all of its precision"
         )
+    if not isinstance(network, TransformersConfig) and network.vision is not None and kernels in ("torch", "triton"):
+        notes.append(f"images are refused: {kernels} kernels run this model, and only the CPU's native ones take them")
     if config.model.quantization == "int4":
         notes.append(
             "weights are rounded to the nearest of 4 bits, which costs quality: a model of 135M parameters then names "

@@ -10,6 +10,7 @@ from typing import Any
 from chairlift.errors import InvariantError
 from chairlift.kv_cache.prefix_node import PrefixNode
 from chairlift.outputs import FinishReason
+from chairlift.vision.spans import ImageSpan
 
 __all__ = [
     "LEGAL_TRANSITIONS",
@@ -99,6 +100,7 @@ class Request:
         "cache_salt",
         "due_at",
         "finish_reason",
+        "images",
         "is_guaranteed",
         "is_guided",
         "is_ready",
@@ -162,6 +164,7 @@ class Request:
         may_share: bool = True,
         min_tokens: int = 0,
         prediction: tuple[int, ...] = (),
+        images: tuple[ImageSpan, ...] = (),
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -184,6 +187,8 @@ class Request:
         """Least number of tokens in the answer, unless its caller leaves."""
         self.prediction = prediction
         """Token ids that the answer is expected to repeat. They change no token of it."""
+        self.images = images
+        """Positions of its prompt that are rows of images."""
         self.source = source
         """Request with the same prompt (``n > 1``), whose blocks are shared while it exists."""
         self.may_share = may_share
@@ -192,7 +197,6 @@ class Request:
         self.is_ready = True
         """Whether it may be admitted; false while its grammar is compiled or its adapter is read."""
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
         self.sequence = 0
         """Order of arrival, set by the scheduler."""
         self.size = SIZE_UNKNOWN
@@ -205,6 +209,7 @@ class Request:
 
     def _begin_books(self) -> None:
         """Initialise the fields that the scheduler and the KV cache maintain."""
+        self.stop_reason: int | str | None = None
         self.is_guided = False
         """Whether a grammar or a thinking budget limits its tokens. Its drafts must be allowed there, too."""
         self.may_draft = True
@@ -231,7 +236,7 @@ class Request:
         self.num_cached_tokens = 0
         """Prompt tokens read from the prefix cache at first admission."""
         self.waits_for = ""
-        """``adapter`` while that is not in memory."""
+        """``adapter`` while that is not in memory, ``image`` while one is not encoded."""
         self.adapter_passes = 0
         """How often a later request with an adapter was admitted while this one's could not be in the steps."""
         self.num_charged_tokens = 0

@@ -56,6 +56,8 @@ class StepBatch:
     block that holds the state after its newest token."""
     adapters: _Int32 | None = None
     """[T]: number of each token's adapter, 0 without one; None where no token has one."""
+    image_rows: list[tuple[int, int, bytes, int]] = dataclasses.field(default_factory=list)
+    """(index in the flat batch, count, key, first row): tokens whose inputs are rows of an encoded tile."""
     slots: _Int32 = dataclasses.field(default_factory=_none)
     """[N] InputBatch row of each row."""
     tokens: _Int32 = dataclasses.field(default_factory=_none)

@@ -53,6 +53,8 @@ from chairlift.scheduler.prompt_share import PromptShare
 from chairlift.service_class import DEFAULT_CLASS
 from chairlift.tokenizer.encoder import Encoder
 from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.vision.chats import GivenImage, prepare_images, take_images
+from chairlift.vision.processor import ImageProcessor, PlacedImages, place_images
 
 __all__ = ["AsyncEngine", "EngineState"]
 
@@ -63,6 +65,7 @@ Progress = Callable[[str, float], None]
 Connect = Callable[["AsyncEngine"], RemoteCore]
 """Makes the core of an engine, which sends its events there."""
 ReadTokenizer = Callable[[EngineConfig, str], Tokenizer]
+ReadImages = Callable[[str, Tokenizer], ImageProcessor | None]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _SETTLED_SECONDS: Final = 60.0
@@ -91,6 +94,7 @@ class AsyncEngine:
         config: EngineConfig,
         *,
         read_tokenizer: ReadTokenizer,
+        read_images: ReadImages | None = None,
         on_progress: Progress | None = None,
         restart: bool = True,
         chat_template: str | None = None,
@@ -122,6 +126,8 @@ class AsyncEngine:
             self.service_classes,
             Calibration(self.stats.forecast_error),
         )
+        self._read_images = read_images
+        self._images: ImageProcessor | None = None
         self._read_tokenizer, self._chat_template = read_tokenizer, chat_template
         self._on_progress, self._restart = on_progress, restart
         self._queue_timeout, self._request_timeout = queue_timeout, request_timeout
@@ -306,8 +312,32 @@ class AsyncEngine:
         **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation, laid out by the chat template. Raises RequestError and TemplateError."""
+        how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tools": tools, **variables}
+        laid_out, _ = await self.lay_out_chat(messages, continue_final_message=continue_final_message, **how)
+        return laid_out
+
+    async def lay_out_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> tuple[list[int], PlacedImages | None]:
+        """Token ids of a conversation, and its images if it has any, for :meth:`submit`. Raises RequestError and
+        TemplateError."""
+        given: list[GivenImage] = []
+        if self._images is not None:
+            messages, given = take_images(messages)
+        how = add_generation_prompt, continue_final_message, variables, tools, bool(given)
         with self._front() as encoder:
-            return await encoder.encode_chat(messages, add_generation_prompt, continue_final_message, variables, tools)
+            token_ids = await encoder.encode_chat(messages, *how)
+            if not given or self._images is None:
+                return token_ids, None
+            reader = self._images
+            work = lambda: place_images(reader, token_ids, prepare_images(reader, given))  # noqa: E731
+            return await encoder.beside(work)
 
     async def beside(self, work: Callable[[], _T]) -> _T:
         """Run ``work`` on a thread and return its result. Long texts take turns. Raises QueueFullError."""
@@ -345,14 +375,15 @@ class AsyncEngine:
         has_room: bool = False,
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
         adapter: str = "",
+        images: PlacedImages | None = None,
     ) -> OutputStream:
-        """Queue a request and return the stream of its outputs; ``kind`` selects what the stream yields.
+        """Queue a request and return the stream of its outputs of this ``kind``.
 
-        ``tenant`` is charged for the request; ``name`` is the caller's name for it. ``arrival`` is on the monotonic
-        clock (default: now). ``has_room``: :meth:`check_room` was called already. ``bad_word_ids`` come from
-        :meth:`encode_words`. ``adapter`` is the name of a loaded one. Timeouts are seconds from the arrival and replace
-        the engine's own. Raises RequestError for a request that cannot be served, QueueFullError when the queue is full
-        or the forecast exceeds the timeouts, and EngineDeadError.
+        ``tenant`` is charged; ``name`` is the caller's name. ``arrival`` is on the monotonic clock. ``has_room``:
+        :meth:`check_room` was called already. ``bad_word_ids`` come from :meth:`encode_words`, and an expanded prompt
+        with its ``images`` from :meth:`lay_out_chat`. ``adapter`` is the name of a loaded one. Timeouts are seconds
+        from the arrival and replace the engine's own. Raises RequestError for a request that cannot be served,
+        QueueFullError when the queue is full or the forecast exceeds the timeouts, and EngineDeadError.
         """
         since, (prompt, text) = time.monotonic() if arrival is None else arrival, unnamed(prompt)
         if isinstance(prompt, str):
@@ -365,11 +396,10 @@ class AsyncEngine:
         if self._inputs is None or self._outputs is None or self._client is None:
             raise EngineDeadError("the engine is not there")
         whose = cache_salt, tenant, text, bad_word_ids, self.adapters.id_of(adapter)
-        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, *whose)
+        prepared = self._inputs.prepare(uuid.uuid4().hex, prompt, params, since, *whose, images=images)
         num_tokens, service_class = len(prepared.prompt_token_ids), prepared.service.service_class
         foreseeable, now = self._is_foreseeable(prepared), time.monotonic()
-        patience = self._queue_timeout if queue_timeout is None else queue_timeout
-        limit = self._request_timeout if timeout is None else timeout
+        patience, limit = self._timeouts(queue_timeout, timeout)
         predicted = self.expected_wait(service_class, tenant) if foreseeable else None
         if not has_room:
             self.check_room(1, service_class, num_tokens, tenant)
@@ -416,6 +446,10 @@ class AsyncEngine:
             patience=self._queue_timeout if queue_timeout is None else queue_timeout,
             limit=self._request_timeout if timeout is None else timeout,
         )
+
+    def _timeouts(self, queue: float | None, whole: float | None) -> tuple[float | None, float | None]:
+        """Queue timeout and timeout of a request: its own, otherwise the engine's."""
+        return self._queue_timeout if queue is None else queue, self._request_timeout if whole is None else whole
 
     def _is_foreseeable(self, request: PreparedRequest) -> bool:
         """Whether the forecast covers this request. It does not when a deadline or a priority of its own changes its
@@ -714,6 +748,8 @@ class AsyncEngine:
             # The queue for tokenization holds at most as many texts as could be admitted at once.
             most = self.intake.max_requests + self.config.scheduler.max_num_seqs
             chats = info.pooling is None
+            if self.tokenizer is not None and self._read_images is not None and info.takes_images:
+                self._images = self._read_images(info.model_dir, self.tokenizer)
             self._encoder = Encoder(self.tokenizer, info.max_model_len, most, self._chat_template, chats=chats)
             await self._encoder.start()
             if self.tokenizer is not None:
@@ -726,7 +762,7 @@ class AsyncEngine:
         self.info = info = dataclasses.replace(info, eos_token_ids=tuple(sorted(eos)))
         limits = ModelLimits(info.vocab_size, info.max_model_len, info.eos_token_ids, self.service_classes)
         self.pooling_inputs = PoolingInputs(info, self.tokenizer) if info.pooling else None
-        self._inputs = InputProcessor(limits, self.tokenizer, info, self.config.model.seed)
+        self._inputs = InputProcessor(limits, self.tokenizer, info, self.config.model.seed, self._images)
         self._outputs = OutputProcessor(self.tokenizer, info.eos_token_ids, self.stats)
         self._outputs.weights_changed(info.weight_version)
         self.failure = ""

@@ -25,7 +25,7 @@ __all__ = ["CAUSES", "CauseLedger", "DecodeSeconds", "causes_until"]
 DecodeSeconds = tuple[float, float, float]
 """Running totals of decoding sequences, in seconds: decode, stretched, host."""
 
-_HELD_UP_BY: Final = ("", "slots", "blocks", "tokens", "reservation", "batch", "grammar", "adapter")
+_HELD_UP_BY: Final = ("", "slots", "blocks", "tokens", "reservation", "batch", "grammar", "adapter", "image")
 _WAITS: Final = ("waiting_step", *(f"waiting_{what}" for what in _HELD_UP_BY[1:]))
 _RUNS: Final = ("decode", "stretched", "host")
 _COLUMNS: Final = (*_WAITS, *_RUNS)

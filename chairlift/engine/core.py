@@ -22,6 +22,7 @@ from chairlift.engine.events import Events
 from chairlift.engine.expert_load import ExpertLoad
 from chairlift.engine.floor_share import FloorShare
 from chairlift.engine.grammars import Grammars, HeldPlace
+from chairlift.engine.images import Images
 from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.step_log import StepLog, StepRecord
@@ -218,6 +219,7 @@ class EngineCore(EngineClient):
         adapters: Adapters | None = None,
     ) -> None:
         self.adapters, self.grammars = adapters or Adapters(), Grammars(None) if grammars is None else grammars
+        self.images = Images(getattr(executor, "images", None))
         self.clock: Clock = clock or SystemClock()
         self.kv = kv or _kv_cache(executor, config, cache or CacheConfig(), cache_secret)
         self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
@@ -291,6 +293,8 @@ class EngineCore(EngineClient):
         if request.adapter_id:
             self.adapters.add(sequences, request.adapter_id)
         try:
+            if request.image_spans:
+                self.images.add(sequences, request.image_tiles)
             if asked is not None:
                 self.grammars.add(sequences, asked.value)
             elif request.params.thinking is not None:
@@ -302,6 +306,7 @@ class EngineCore(EngineClient):
         except Exception:
             for sequence in sequences:
                 self.adapters.forget(sequence)
+                self.images.forget(sequence)
                 if self.scheduler.requests.get(sequence.request_id) is sequence:
                     self.scheduler.abort(sequence.request_id)
                     self.causes.ended(sequence, now)
@@ -327,6 +332,8 @@ class EngineCore(EngineClient):
     def step(self) -> CoreOutputs | None:
         """Schedule and launch a step, then wait for the oldest step in flight. None when no step had to be waited
         for."""
+        if self.images.is_encoding:
+            self.images.work(busy=bool(self.scheduler.running))
         now = self.clock.now()
         if self.governor is not None:
             self.governor.govern(now)
@@ -353,15 +360,16 @@ class EngineCore(EngineClient):
         return outputs
 
     def _take_ready(self, now: float) -> list[FinishedSequence]:
-        """Add requests to the waiting queue whose grammar is now compiled and whose adapter is now in memory. End
-        requests whose grammar or adapter failed."""
+        """Add requests to the waiting queue whose grammar is now compiled, whose adapter is now in memory and whose
+        images are now encoded. End requests for which one of these failed."""
         ended: list[FinishedSequence] = []
         if not (self.scheduler.batch.unready or self.grammars.is_compiling or self.adapters.is_reading):
             return ended
-        for source in (self.grammars, self.adapters):
+        sources = self.grammars, self.adapters, self.images
+        for source in sources:
             ready, failed = source.take_ready()
             for request in ready:
-                if not self.grammars.waits(request) and not self.adapters.waits(request):
+                if not any(each.waits(request) for each in sources):
                     self.scheduler.ready(request, now)
             for request, reason in failed:
                 ended += self._end([request.request_id], FinishReason.ERROR, reason)
@@ -413,6 +421,8 @@ class EngineCore(EngineClient):
         """Time at which :meth:`step` has work even if no request comes or leaves; None if there is no such time."""
         now = self.clock.now()
         when = now if self._flights else self.scheduler.next_event(now)
+        if self.images.is_encoding:
+            return now
         if self.scheduler.batch.unready or self.adapters.is_reading:
             when = now + _UNREADY_PAUSE if when is None else min(when, now + _UNREADY_PAUSE)
         return when
@@ -503,6 +513,7 @@ class EngineCore(EngineClient):
         self._flights.clear()
         self.grammars.shutdown()
         self.adapters.shutdown()
+        self.images.shutdown()
         self.executor.shutdown()
 
     def _end(
@@ -704,6 +715,7 @@ class EngineCore(EngineClient):
             self.answer_lengths.add(request)
             self.grammars.forget(request.request_id)
             self.adapters.forget(request)
+            self.images.forget(request)
         charged = [(request, *self.causes.ended(request, now)) for request in ended]
         for request, causes, preempted_by, _ in charged:
             self.events.tell("ended", request, now, causes, preempted_by)

@@ -24,6 +24,7 @@ from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.scheduler import Scheduler
 from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.vision.processor import ImageProcessor
 
 __all__ = ["Engine"]
 
@@ -48,6 +49,7 @@ class Engine:
         kv: KVCacheManager | None = None,
         grammars: Grammars | None = None,
         adapters: Adapters | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         if grammars is None:
             compiler = GrammarCompiler(lambda: tokenizer, limits.vocab_size, limits.eos_token_ids)
@@ -66,7 +68,7 @@ class Engine:
         )
         self._adapters = AdapterNames()
         self.clock: Clock = self.core.clock
-        self._inputs = InputProcessor(limits, tokenizer, self.core.kv, seed)
+        self._inputs = InputProcessor(limits, tokenizer, self.core.kv, seed, images)
         self._outputs = OutputProcessor(tokenizer, limits.eos_token_ids)
         self._ready: list[RequestOutput] = []
         self._dead = False

@@ -130,6 +130,8 @@ class EngineInfo:
     """Most drafts of a row in one step, where somebody does."""
     takes_predictions: bool = False
     """Whether a text that a request expects (``prediction``) is drafted."""
+    takes_images: bool = False
+    """Whether requests may have images."""
     pooling: PoolingInfo | None = None
     """None for a model that generates."""
     weights: str = ""

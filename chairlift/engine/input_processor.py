@@ -17,12 +17,14 @@ from chairlift.sampling_params import SamplingParams
 from chairlift.service_class import DEFAULT_CLASS, ServiceClass
 from chairlift.tokenizer.bad_words import spellings, word_ids
 from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.vision.processor import ImageProcessor, PlacedImages, place_images
+from chairlift.vision.spans import ImageSpan, ImageTile
 
-__all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt", "unnamed"]
+__all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt", "images_of", "unnamed"]
 
 Prompt = str | list[int] | tuple[int, ...] | Mapping[str, Any]
 """Text, token ids, or a mapping with vLLM's keys ``prompt`` and ``prompt_token_ids``. If a mapping has both, the ids
-are used, and the text is returned as the prompt's text."""
+are used, and the text is returned as the prompt's text. ``multi_modal_data`` may hold images: ``{"image": [...]}``."""
 
 _SALT = re.compile(r"[A-Za-z0-9_-]{0,64}")
 _MAX_ID_LENGTH = 256
@@ -70,6 +72,10 @@ class PreparedRequest:
     answer_token_ids: list[int] = dataclasses.field(default_factory=list)
     """Tokens of the only answer that another engine has delivered. The answer continues behind them: its next token has
     the same position, seed and penalties as in an engine that computed all of it."""
+    image_spans: tuple[ImageSpan, ...] = ()
+    """Positions of the prompt that are rows of images."""
+    image_tiles: tuple[ImageTile, ...] = ()
+    """The tiles that the spans name, each once."""
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -114,6 +120,7 @@ class PreparedRequest:
                     # Positions read from the prefix cache have no logits, so they cannot be shared here.
                     may_share=not (self.params.prompt_logprobs is not None and index == 0),
                     prediction=expected,
+                    images=self.image_spans,
                 )
             )
         sequences[0].token_ids += self.answer_token_ids
@@ -124,14 +131,21 @@ class InputProcessor:
     """Turns a prompt and its settings into a request, or raises RequestError with the reason.
 
     ``cache`` returns the number of positions in the whole KV cache. ``seed`` makes the random seeds reproducible.
+    ``images`` reads images; None for a model that reads texts only.
     """
 
     def __init__(
-        self, limits: ModelLimits, tokenizer: Tokenizer | None, cache: _CacheRoom, seed: int | None = None
+        self,
+        limits: ModelLimits,
+        tokenizer: Tokenizer | None,
+        cache: _CacheRoom,
+        seed: int | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         self.limits = limits
         self._tokenizer = tokenizer
         self._cache = cache
+        self._images = images
         # Not for secrets: the seeds only have to be unrelated.
         self._random = random.Random(seed)
 
@@ -146,26 +160,23 @@ class InputProcessor:
         text: str | None = None,
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
         adapter_id: int = 0,
+        images: PlacedImages | None = None,
     ) -> PreparedRequest:
         """Check everything, and tokenize.
 
         ``tenant`` is charged for the request. ``text`` is the source of ``prompt`` if it was tokenized before, and
         ``bad_word_ids`` are the token ids of ``bad_words`` likewise. ``adapter_id`` is the number of an adapter that
-        the core knows.
+        the core knows. ``images`` belong to a prompt that was expanded before; those of a mapping are placed here.
         """
-        if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_ID_LENGTH:
-            raise RequestError(f"request_id must be a string of 1 to {_MAX_ID_LENGTH} characters")
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
-        if not isinstance(cache_salt, str) or not _SALT.fullmatch(cache_salt):
-            raise RequestError("cache_salt must be at most 64 characters from A-Z, a-z, 0-9, '_' and '-'")
-        if not isinstance(tenant, str) or len(tenant) > _MAX_ID_LENGTH or not tenant.isprintable():
-            raise RequestError(f"tenant must be a text of at most {_MAX_ID_LENGTH} printable characters")
+        _check_caller(request_id, params, cache_salt, tenant)
         if params.logit_bias is not None:
             params = dataclasses.replace(params)  # a private copy of the mapping, which no caller can change
         if params.prediction is not None:
             params = dataclasses.replace(params, prediction=self._prediction(params.prediction))
+        given, prompt = images_of(prompt)
         prompt, own_text = unnamed(prompt)
+        if given:
+            prompt, images = place_images(self._images, self._ids_of(prompt), given)
         token_ids = self._token_ids(prompt, int(params.max_tokens != 0))
         self._check_params(params)
         max_tokens = self._max_tokens(len(token_ids), params)
@@ -194,9 +205,11 @@ class InputProcessor:
             arrival_time,
             *self._promise(params, arrival_time, tenant),
             adapter_id,
+            image_spans=() if images is None else images.spans,
+            image_tiles=() if images is None else images.tiles,
         )
 
-    def _token_ids(self, prompt: Prompt, least_answer: int) -> list[int]:
+    def _ids_of(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("the prompt is text, but the tokenizer was not loaded; send token ids")
@@ -205,6 +218,10 @@ class InputProcessor:
             token_ids = list(prompt)
         else:
             raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}")
+        return token_ids
+
+    def _token_ids(self, prompt: Prompt, least_answer: int) -> list[int]:
+        token_ids = self._ids_of(prompt)
         if not token_ids:
             raise RequestError("the prompt is empty; send at least one character or one token id")
         self._check_ids("the prompt", token_ids)
@@ -316,6 +333,29 @@ class InputProcessor:
         if tokenizer is None or not params.bad_words:
             return ()
         return word_ids(params.bad_words, [tokenizer.encode(text, False) for text in spellings(params.bad_words)])
+
+
+def _check_caller(request_id: str, params: SamplingParams, cache_salt: str, tenant: str) -> None:
+    if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_ID_LENGTH:
+        raise RequestError(f"request_id must be a string of 1 to {_MAX_ID_LENGTH} characters")
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
+    if not isinstance(cache_salt, str) or not _SALT.fullmatch(cache_salt):
+        raise RequestError("cache_salt must be at most 64 characters from A-Z, a-z, 0-9, '_' and '-'")
+    if not isinstance(tenant, str) or len(tenant) > _MAX_ID_LENGTH or not tenant.isprintable():
+        raise RequestError(f"tenant must be a text of at most {_MAX_ID_LENGTH} printable characters")
+
+
+def images_of(prompt: Any) -> tuple[list[Any], Any]:
+    """Images of a prompt that is a mapping with vLLM's ``multi_modal_data``, and the prompt without that key."""
+    if not isinstance(prompt, Mapping) or "multi_modal_data" not in prompt:
+        return [], prompt
+    data = prompt["multi_modal_data"]
+    if not isinstance(data, Mapping) or set(data) != {"image"}:
+        raise RequestError("multi_modal_data must be {'image': an image or a list of them}; nothing else is read")
+    images = data["image"]
+    rest = {key: value for key, value in prompt.items() if key != "multi_modal_data"}
+    return list(images) if isinstance(images, (list, tuple)) else [images], rest
 
 
 def unnamed(prompt: Any) -> tuple[Any, str | None]:

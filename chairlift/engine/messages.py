@@ -22,6 +22,7 @@ from chairlift.metrics.stats import EngineStats
 from chairlift.request import Service
 from chairlift.sampling_params import SamplingParams
 from chairlift.scheduler.forecast import Forecast
+from chairlift.vision.spans import ImageSpan, ImageTile
 
 __all__ = [
     "AdapterLoaded",
@@ -103,6 +104,8 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
     priority: int
     service: Service
     adapter_id: int = 0
+    image_spans: tuple[ImageSpan, ...] = ()
+    image_tiles: tuple[ImageTile, ...] = ()
     answer_token_ids: list[int] = []
 
     @classmethod

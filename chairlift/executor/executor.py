@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from chairlift.config import CacheGroup
 from chairlift.scheduler.output import SchedulerOutput
 from chairlift.step_batch import Masks, SampledTokens
+from chairlift.vision.spans import ImageTile
 
-__all__ = ["AdapterMemory", "Executor", "LiveWeights", "OnProgress", "PendingTokens", "WeightSource"]
+__all__ = ["AdapterMemory", "Executor", "ImageMemory", "LiveWeights", "OnProgress", "PendingTokens", "WeightSource"]
 
 WeightSource = str | Path | Mapping[str, Any]
 """A directory with safetensors, or tensors by name; the names are those of a Hugging Face checkpoint."""
@@ -70,6 +71,26 @@ class AdapterMemory(Protocol):
 
     def drop(self, adapter_id: int) -> None:
         """No later step names it."""
+        ...
+
+
+class ImageMemory(Protocol):
+    """Encoded images beside the model: the attribute ``images`` of executors and model runners that read some."""
+
+    tile_bytes: int
+    """Bytes of the rows of a tile."""
+
+    def encode(self, tile: ImageTile) -> Iterator[int]:
+        """Compute the rows of a tile, piece by piece; yields the patches of each. Steps may run between two pieces. The
+        rows are held when it ends."""
+        ...
+
+    def holds(self, key: bytes) -> bool:
+        """Whether steps may name the rows of a tile."""
+        ...
+
+    def drop(self, key: bytes) -> None:
+        """No later step names the rows of this tile."""
         ...
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from chairlift.sampling.row import SamplingRow
 from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
 from chairlift.step_batch import StepBatch
+from chairlift.vision.spans import ImageSpan
 
 __all__ = ["Awaited", "InputBatch"]
 
@@ -63,6 +64,8 @@ class InputBatch:
         self.sampling: list[SamplingRow | None] = [None] * num_slots
         self.num_prompt_tokens = np.zeros(num_slots, dtype=np.int32)
         self.adapters = np.zeros(num_slots, dtype=np.int32)
+        self.images: dict[int, tuple[ImageSpan, ...]] = {}
+        """Spans of images by slot, for rows that have any."""
         self._decodes = np.zeros(0, dtype=np.int32)
         self._steady: StepBatch | None = None
         self._untaken: list[SchedulerOutput] = []
@@ -140,11 +143,14 @@ class InputBatch:
             table[slot, : len(blocks)] = blocks
         self.sampling[slot] = row.sampling
         self.adapters[slot] = row.adapter_id
+        if row.images:
+            self.images[slot] = row.images
 
     def _clear(self, slot: int) -> None:
         self.num_computed[slot] = self.num_prompt_tokens[slot] = self.adapters[slot] = 0
         self.block_tables[:, slot] = 0
         self.sampling[slot] = None
+        self.images.pop(slot, None)
 
     def _advance(self, step: StepBatch, out: SchedulerOutput) -> StepBatch:
         """The step in which exactly the rows of ``step`` decode again, made from it in place. Equal to
@@ -183,6 +189,7 @@ class InputBatch:
             block_tables=self._tables(slots, seq_lens),
             slot_mapping=self._slot_mapping(token_slots, positions),
             adapters=self.adapters[token_slots] if self.adapters[slots].any() else None,
+            image_rows=self._image_rows(chunks, len(decodes)) if self.images else [],
             slots=slots,
             tokens=self.tokens,
             sampling=[self.sampling[slot] for slot in slots.tolist()],
@@ -194,6 +201,17 @@ class InputBatch:
             verifies=self._verifies(chunks, len(decodes)),
             prompt_rows=self._prompt_rows(chunks, len(decodes)),
         )
+
+    def _image_rows(self, chunks: list[Chunk], at: int) -> list[tuple[int, int, bytes, int]]:
+        """Value of :attr:`StepBatch.image_rows`; ``at`` is the index of the first chunk's first token."""
+        found = []
+        for chunk in chunks:
+            for span in self.images.get(chunk.slot, ()):
+                first, end = max(span.position, chunk.start), min(span.end, chunk.end)
+                if first < end:
+                    found.append((at + first - chunk.start, end - first, span.key, first - span.position))
+            at += chunk.num_tokens
+        return found
 
     @staticmethod
     def _verifies(chunks: list[Chunk], num_decodes: int) -> list[tuple[int, int, Chunk]]:

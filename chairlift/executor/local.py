@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from chairlift.config import CacheGroup
 from chairlift.errors import ConfigError
-from chairlift.executor.executor import AdapterMemory, LiveWeights, OnProgress, PendingTokens, WeightSource
+from chairlift.executor.executor import AdapterMemory, ImageMemory, LiveWeights, OnProgress, PendingTokens, WeightSource
 from chairlift.executor.input_batch import Awaited, InputBatch
 from chairlift.scheduler.output import SchedulerOutput
 from chairlift.step_batch import Masks, SampledTokens, StepBatch
@@ -96,6 +96,8 @@ class LocalExecutor:
         self.expert_counts: npt.NDArray[np.int64] | None = getattr(runner, "expert_counts", None)
         """[layers of experts, E] tokens that each expert has computed so far, an array that steps add to; None where
         nothing counts them."""
+        self.images: ImageMemory | None = getattr(runner, "images", None)
+        """Encoded images beside the model; None where none are read."""
         self._runner = runner
         spans = [group.state_span for group in runner.cache_groups]
         self._input = InputBatch(num_slots, max_model_len, block_size, len(spans), spans)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from chairlift.config import LoRAConfig
-from chairlift.errors import InvariantError
+from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.executor import OnProgress, WeightSource
+from chairlift.executor.image_bank import ImageBank
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.native_kv import NativeKV
 from chairlift.executor.sampling_rows import NativeRows, RowTemplates
@@ -38,7 +39,7 @@ class NativeModelRunner:
     The model's Python code runs once, here, to be recorded. ``isa`` is the instruction-set path, and a step has at most
     ``max_tokens`` tokens. With ``lora`` rows may have adapters. A row's result does not depend on other rows of its
     batch. ``draft`` is a small model that drafts; the last layers of ``plan`` belong to it. ``kv`` is the cache of
-    another runner, whose layers from ``first_layer`` on belong to this one.
+    another runner, whose layers from ``first_layer`` on belong to this one. ``images`` holds rows that steps may name.
     """
 
     def __init__(
@@ -54,9 +55,11 @@ class NativeModelRunner:
         kv: NativeKV | None = None,
         first_layer: int = 0,
         lora: LoRAConfig | None = None,
+        images: ImageBank | None = None,
     ) -> None:
-        self.cache_groups = plan.groups
-        self.block_bytes = plan.block_bytes
+        self.images = images
+        """Encoded images; None where the model reads texts only."""
+        self.cache_groups, self.block_bytes = plan.groups, plan.block_bytes
         self._model = model
         spec = model.kv_cache_spec()
         draft_spec = () if draft is None else draft.kv_cache_spec()
@@ -108,7 +111,7 @@ class NativeModelRunner:
             self._kv.copy_blocks(batch.copies)
         if batch.swap_in:
             self._kv.host.swap_in(batch.swap_in)
-        return self.program.run(batch, _kept(batch))
+        return self.program.run(batch, _kept(batch), None if self.images is None else self.images.rows)
 
     def sample(self, hidden: Tensor, batch: StepBatch, masks: Masks | None) -> SampledTokens:
         """Project the sample positions to logits and sample, in one call."""
@@ -146,7 +149,12 @@ class NativeModelRunner:
         self._head(padded[:, :width], np.arange(len(states), dtype=np.int32), rows, head)
 
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
-        """See :func:`~chairlift.models.loader.replace_weights`; the step program keeps its addresses."""
+        """See :func:`~chairlift.models.loader.replace_weights`; the step program keeps its addresses.
+
+        Raises ConfigError for a model with an image encoder.
+        """
+        if self.images is not None:
+            raise ConfigError("the weights of a model that reads images cannot be replaced; load the new ones instead")
         replace_weights(self._model, source, progress)
         self.program.refresh()
 

@@ -7,11 +7,14 @@ import importlib
 import importlib.util
 import logging
 import os
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigError
+from chairlift.executor.image_bank import ImageBank
 from chairlift.executor.kv_tensors import KVPlan
 from chairlift.executor.local import ModelRunner
 from chairlift.executor.model_runner import TorchModelRunner
@@ -28,6 +31,7 @@ from chairlift.models.fallback.model import TransformersLM
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.loader import resolve_dtype
 from chairlift.models.pooled_network import PooledNetwork
+from chairlift.models.vision_files import load_tower
 
 __all__ = [
     "choose_dtype",
@@ -36,6 +40,7 @@ __all__ = [
     "choose_kernels",
     "choose_pooled_kernels",
     "choose_transformers",
+    "load_images",
     "make_pooled_executor",
     "make_runner",
     "refuse_for_states",
@@ -260,6 +265,24 @@ def choose_isa(
     return kernels
 
 
+def load_images(
+    config: EngineConfig,
+    model_dir: Path,
+    network: ModelConfig | TransformersConfig,
+    dtype: torch.dtype,
+    kernels: str,
+) -> ImageBank | None:
+    """Load the model's image encoder; None for a model without one, and where the kernels take no images.
+
+    Raises ConfigError and ModelLoadError.
+    """
+    if isinstance(network, TransformersConfig) or network.vision is None or kernels in ("torch", "triton"):
+        return None
+    if config.lora.active:
+        raise ConfigError("enable_lora is on, but a model that reads images is served without adapters; leave it out")
+    return ImageBank(load_tower(model_dir, network, dtype))
+
+
 def make_runner(
     model: CausalLM | TransformersLM,
     plan: KVPlan,
@@ -269,9 +292,10 @@ def make_runner(
     kernels: str,
     max_model_len: int,
     draft: CausalLM | None = None,
+    images: ImageBank | None = None,
 ) -> ModelRunner:
     """Runner for the result of :func:`choose_kernels` and a model with weights in the right format. ``draft`` is a
-    small model that drafts, for the native kernels."""
+    small model that drafts, and ``images`` holds encoded images; both are for the native kernels."""
     threads, most = config.model.threads, config.scheduler.max_num_batched_tokens
     if kernels in ("torch", "triton") and threads is not None:
         torch.set_num_threads(threads)
@@ -296,7 +320,8 @@ def make_runner(
     except OSError as error:
         raise ConfigError(f"threads is {threads}: {error}") from None
     lora = config.lora.active
-    return NativeModelRunner(model, plan, dtype, pool, isa=kernels, max_tokens=most, draft=draft, lora=lora)
+    sizes: dict[str, Any] = {"isa": kernels, "max_tokens": most}
+    return NativeModelRunner(model, plan, dtype, pool, **sizes, draft=draft, lora=lora, images=images)
 
 
 def choose_pooled_kernels(

@@ -16,6 +16,7 @@ from chairlift.kv_cache.cache_kind import CacheKind
 from chairlift.kv_cache.prefix_node import PrefixNode
 from chairlift.kv_cache.swap import SwapPool
 from chairlift.request import Request
+from chairlift.vision.spans import MARK_BYTES, marks
 
 __all__ = ["NEVER", "PrefixCache", "block_tokens"]
 
@@ -36,7 +37,8 @@ def block_tokens(token_ids: list[int]) -> bytes:
 
 
 class PrefixCache:
-    """Full blocks by content. Two requests share a block only if salt, adapter and every token up to its end agree.
+    """Full blocks by content. Two requests share a block only if salt, adapter, and every token and image up to its end
+    agree.
 
     ``kinds`` are those of the pools' groups (default: full). ``secret`` makes keys differ between processes.
     ``hash_function`` is for tests with colliding hashes. Copies in ``host_pool`` last until they are evicted there or
@@ -76,10 +78,8 @@ class PrefixCache:
         node = self._nodes.get(self._root_key(request))
         if node is None or node.owner != (request.adapter_id, request.cache_salt):
             return path
-        size = self.block_size
         while len(path) < max_blocks:
-            start = len(path) * size
-            tokens = block_tokens(request.token_ids[start : start + size])
+            tokens = self._content(request, len(path))
             child = self._nodes.get(self._child_key(node, tokens))
             if child is None or child.parent is not node or child.tokens != tokens:
                 break
@@ -99,7 +99,7 @@ class PrefixCache:
         if node is None:
             return
         for index in range(request.num_published, end):
-            tokens = block_tokens(request.token_ids[index * self.block_size : (index + 1) * self.block_size])
+            tokens = self._content(request, index)
             key = self._child_key(node, tokens)
             child = self._nodes.get(key)
             if child is None:
@@ -175,8 +175,9 @@ class PrefixCache:
                 children[id(node.parent)] = children.get(id(node.parent), 0) + 1
                 if self._nodes.get(node.parent.key) is not node.parent:
                     raise InvariantError("a prefix-cache node has lost its parent")
-                count = len(node.tokens) // _TOKEN_BYTES
-                if count != self.block_size:
+                size = len(node.tokens) - self.block_size * _TOKEN_BYTES
+                if size < 0 or size % MARK_BYTES:
+                    count = len(node.tokens) // _TOKEN_BYTES
                     raise InvariantError(f"a cached block has {count} tokens instead of {self.block_size}")
             for pool, block in zip(self._pools, node.blocks, strict=True):
                 if block is not None and pool.nodes[block] is not node:
@@ -190,6 +191,12 @@ class PrefixCache:
             for block, held in enumerate(pool.nodes):
                 if held is not None and held.blocks[group] != block:
                     raise InvariantError(f"block {block} names a prefix-cache node that does not name it")
+
+    def _content(self, request: Request, index: int) -> bytes:
+        """Tokens of a full block, and behind them the marks of images that it covers."""
+        start, end = index * self.block_size, (index + 1) * self.block_size
+        tokens = block_tokens(request.token_ids[start:end])
+        return tokens + marks(request.images, start, end) if request.images else tokens
 
     def _attach(self, node: PrefixNode, request: Request, index: int) -> None:
         for group, (pool, kind) in enumerate(zip(self._pools, self._kinds, strict=True)):

@@ -15,8 +15,8 @@ class PrefixNode:
         self.key = key
         self.parent = parent
         self.tokens = tokens
-        """Token ids packed by :func:`~chairlift.kv_cache.prefix_cache.block_tokens`. Unlike tuples, bytes cost the
-        garbage collector nothing."""
+        """Token ids packed by :func:`~chairlift.kv_cache.prefix_cache.block_tokens`, then marks of images. Unlike
+        tuples, bytes cost the garbage collector nothing."""
         self.owner: tuple[int, str] | None = None
         """(adapter id, salt) on a root; None on other nodes."""
         self.blocks: list[int | None] = [None] * num_groups

@@ -28,8 +28,8 @@ FORECAST_RATIOS = (1.0, 1.25, 2.0)
 
 CAUSES = (
     *("front_door", "waiting_step", "waiting_slots", "waiting_blocks", "waiting_tokens", "waiting_reservation"),
-    *("waiting_batch", "waiting_grammar", "waiting_adapter", "preempted", "prefill", "decode", "stretched", "host"),
-    "delivery",
+    *("waiting_batch", "waiting_grammar", "waiting_adapter", "waiting_image"),
+    *("preempted", "prefill", "decode", "stretched", "host", "delivery"),
 )
 """Causes of a request's time; docs/why-slow.md explains each."""
 

@@ -196,6 +196,8 @@ class Family:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Parameters here (``*`` is a number) -> their names in a checkpoint, if these are not a layer's name and
     ``.weight`` or ``.bias``."""
+    sees_images: bool = False
+    """Whether ``config.json`` has the text model in ``text_config`` and an image encoder in ``vision_config``."""
     ignored_tensors: str = r"rotary_emb\.inv_freq"
     """Regular expression of tensors in old checkpoints that are computed and so not needed."""
 

@@ -19,6 +19,7 @@ from chairlift.models.family import MAX_CONTEXT, ExpertLayers, Family, Fields
 from chairlift.models.mixers import MixerConfig
 from chairlift.models.registry import FAMILIES
 from chairlift.models.rope_config import RopeConfig, read_ropes
+from chairlift.models.vision_config import VisionConfig, read_vision
 
 __all__ = [
     "ModelConfig",
@@ -186,6 +187,8 @@ class ModelConfig:
     """q, k and v are limited to -x to x for this x, before the rotation."""
     experts: ExpertLayers | None = None
     """Layers with experts in place of one MLP; None: there are none."""
+    vision: VisionConfig | None = None
+    """The encoder of images; None where the model reads texts only."""
     mixers: tuple[MixerConfig | None, ...] = ()
     """Per layer, what it has in place of attention; None where it attends. Empty: all layers attend."""
 
@@ -362,11 +365,8 @@ def parse_config(
     ``where`` names the source in error messages. With ``pooled`` the network is for embeddings or classes and need not
     generate text. Raises :class:`~chairlift.errors.ModelLoadError`.
     """
-    model_type = raw.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        supported = ", ".join(sorted(FAMILIES))
-        raise ModelLoadError(f"{where}: model_type {model_type!r:.80} is not supported; supported: {supported}")
+    model_type, family = raw.get("model_type"), _family(raw.get("model_type"), where)
+    raw = _text_part(whole := raw, family, where)
     fields = Fields(raw, where, family.defaults, family.keys)
     _refuse_foreign(fields, raw, family, where, pooled)
     hidden_size = fields.integer("hidden_size", 1, 65_536)
@@ -399,6 +399,7 @@ def parse_config(
         "mlp": family.activations[fields.get("hidden_act")],
         "unused_code": _unused_code(raw, family),
         **family.read(fields, layers),
+        "vision": read_vision(whole, where, hidden_size) if family.sees_images else None,
     }
     if "intermediate_size" not in values:
         values["intermediate_size"] = fields.integer("intermediate_size", 1, 2**20)
@@ -409,6 +410,27 @@ def parse_config(
             " not supported; use a model that attends in all layers"
         )
     return config
+
+
+def _family(model_type: Any, where: str) -> Family:
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        supported = ", ".join(sorted(FAMILIES))
+        raise ModelLoadError(f"{where}: model_type {model_type!r:.80} is not supported; supported: {supported}")
+    return family
+
+
+def _text_part(raw: Mapping[str, Any], family: Family, where: str) -> Mapping[str, Any]:
+    """The keys of the text model: ``raw`` itself, or its ``text_config`` with what the whole model says."""
+    if not family.sees_images:
+        return raw
+    inner = raw.get("text_config")
+    if not isinstance(inner, Mapping) or inner.get("model_type", "llama") != "llama":
+        raise ModelLoadError(f"{where}: text_config must describe a model of type 'llama', got {inner!r:.80}")
+    outer = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "quantization_config")
+    known = {key: raw[key] for key in outer if raw.get(key) is not None}
+    architectures = {"architectures": [family.architecture]}
+    return {**inner, **architectures, **known, "tie_word_embeddings": raw.get("tie_word_embeddings", False)}
 
 
 def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], context: int, where: str) -> dict[str, Any]:
@@ -449,7 +471,9 @@ def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, wher
                 "use a model without it"
             )
     architectures = raw.get("architectures") or [family.architecture]
-    generates = isinstance(architectures, list) and any(str(name).endswith(_GENERATES) for name in architectures)
+    generates = isinstance(architectures, list) and any(
+        str(name).endswith(_GENERATES) or name == family.architecture for name in architectures
+    )
     if not generates and not pooled:
         raise ModelLoadError(
             f"{where}: architectures {architectures!r:.80} has no ...{' or ...'.join(_GENERATES)}; "

@@ -22,7 +22,7 @@ SINGLE_NAME: Final = "model.safetensors"
 WEIGHT_FILE: Final = re.compile(r"[\w-][\w.-]*\.safetensors")
 """Names of files of weights: plain ones, which cannot lead out of the model's directory."""
 _SMALL: Final = (
-    *("config.json", "generation_config.json", INDEX_NAME),
+    *("config.json", "generation_config.json", "preprocessor_config.json", INDEX_NAME),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
 )

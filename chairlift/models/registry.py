@@ -41,6 +41,7 @@ from chairlift.models.qwen3 import QWEN3
 from chairlift.models.qwen3_moe import QWEN3_MOE
 from chairlift.models.seed_oss import SEED_OSS
 from chairlift.models.smollm3 import SMOLLM3
+from chairlift.models.smolvlm import IDEFICS3, SMOLVLM
 from chairlift.models.stablelm import STABLELM
 from chairlift.models.starcoder2 import STARCODER2
 
@@ -67,6 +68,7 @@ FAMILIES: dict[str, Family] = {
         GRANITEMOE,
         HELIUM,
         HUNYUAN_V1_DENSE,
+        IDEFICS3,
         INTERNLM3,
         LFM2,
         LLAMA,
@@ -87,6 +89,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_MOE,
         SEED_OSS,
         SMOLLM3,
+        SMOLVLM,
         STABLELM,
         STARCODER2,
     )

@@ -68,6 +68,11 @@ def quantize_model(
     kind = FORMATS[form]
     _check_empty(out)
     network, raw = read_config(model_dir), source_config(model_dir)
+    if network.vision is not None:
+        raise ConfigError(
+            f"{model_dir} reads images, and its encoder cannot be written quantised yet; round its text model as it is"
+            " loaded: --quantization int8 or int4"
+        )
     if network.experts is not None:
         raise ConfigError(
             f"{model_dir} has {network.experts.routing.words}, and weights of experts cannot be written quantised yet;"

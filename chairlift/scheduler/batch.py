@@ -220,7 +220,7 @@ class Batch:
         out.swap_in += admission.swap_in
         tokens, tables = list(request.token_ids), [list(table) for table in request.block_ids]
         computed, prompt = admission.num_computed_tokens, request.num_prompt_tokens
-        how = request.sampling, request.adapter_id
+        how = request.sampling, request.adapter_id, request.images
         out.joined.append(NewRow(request.slot, request.request_id, tokens, prompt, computed, tables, *how))
 
     def put_back(self, request: Request) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from chairlift.kv_cache.manager import BlockCounts, NewBlocks
 from chairlift.request import Request
+from chairlift.vision.spans import ImageSpan
 
 __all__ = ["FAILED_ROW", "Chunk", "NewRow", "SchedulerOutput", "StepResult"]
 
@@ -31,6 +32,8 @@ class NewRow:
     """The executor's own description of how this row samples. The scheduler does not read it."""
     adapter_id: int = 0
     """Number of the adapter that its tokens are computed with; 0: none."""
+    images: tuple[ImageSpan, ...] = ()
+    """Positions of its prompt that are rows of images."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,9 +108,12 @@ class SchedulerOutput:
     """Ids of decoding requests that wait for a block from this step on."""
     held_up_by: str = ""
     """What the first waiting request lacks: ``slots``, ``blocks``, ``tokens``, ``reservation`` (rows reserved for
-    another class), ``adapter`` (the step has as many adapters as it may) or ``batch``. ``grammar`` or ``adapter`` if
-    all waiting requests have a grammar that is being compiled, or an adapter that is being read. Empty if no request
-    waits. Set also in a step that has nothing to execute."""
+    another class), ``adapter`` (the step has as many adapters as it may) or ``batch``.
+
+    ``grammar``, ``adapter`` or ``image`` if all waiting requests have a grammar that is being compiled, an adapter that
+    is being read, or images that are being encoded. Empty if no request waits. Set also in a step that has nothing to
+    execute.
+    """
     context_tokens: int = 0
     """Positions that all decode rows attend to together. The cost of a decode grows with it."""
     num_waiting: int = 0

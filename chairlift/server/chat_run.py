@@ -26,6 +26,7 @@ from chairlift.server.protocol import ChatRequest, TokenizeRequest, no_prompt_lo
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import TokenTexts, reply_head, submit_all, truncate
 from chairlift.tool_calls import check_history
+from chairlift.vision.processor import PlacedImages
 
 __all__ = ["ChatRun", "begin_chat", "encode_messages"]
 
@@ -80,7 +81,10 @@ async def begin_chat(
     params = _params(chat, info.sampling_defaults, keeps_special=bool(plan.hidden))
     state.engine.check_room(1, class_of(params))
     async with until_tokens(request, chat):
-        laid_out = await encode_messages(state, chat, plan)
+        laid_out, images = await lay_out_messages(state, chat, plan)
+        if images is not None and chat.truncate_prompt_tokens is not None:
+            message = "a prompt with images cannot be cut; leave truncate_prompt_tokens out, or send fewer images"
+            raise ApiError(400, message, code="invalid_value", param="truncate_prompt_tokens")
         prompt = truncate(laid_out, chat.truncate_prompt_tokens, info, params.max_tokens)
     plan = opened_by(plan, chat, state.engine.tokenizer, laid_out)
     params = limited_params(plan, chat, state.engine.tokenizer, held_params(plan, chat, params))
@@ -95,7 +99,7 @@ async def begin_chat(
     if shortened:
         params = dataclasses.replace(params, max_tokens=room)
     hold_logprobs(request, chat, [prompt])
-    whose: dict[str, Any] = {"caller": caller, "adapter": adapter_named(state, model)}
+    whose: dict[str, Any] = {"caller": caller, "adapter": adapter_named(state, model), "images": images}
     streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), **whose)
     texts = TokenTexts(state.engine.tokenizer, bool(chat.return_tokens_as_token_ids))
     return ChatRun(chat, model, info, plan, params, prompt, streams, texts, shortened)
@@ -103,11 +107,18 @@ async def begin_chat(
 
 async def encode_messages(state: ServerState, request: ChatRequest | TokenizeRequest, plan: ChatPlan) -> list[int]:
     """Token ids of a conversation. Raises ApiError, RequestError or TemplateError."""
+    return (await lay_out_messages(state, request, plan))[0]
+
+
+async def lay_out_messages(
+    state: ServerState, request: ChatRequest | TokenizeRequest, plan: ChatPlan
+) -> tuple[list[int], PlacedImages | None]:
+    """Token ids of a conversation, and its images if it has any. Raises ApiError, RequestError or TemplateError."""
     opens = request.add_generation_prompt
     if opens and request.continue_final_message:
         message = "add_generation_prompt and continue_final_message exclude each other; leave one out"
         raise ApiError(400, message, code="invalid_value", param="continue_final_message")
-    return await state.engine.encode_chat(
+    return await state.engine.lay_out_chat(
         check_history(request.messages or ()),
         add_generation_prompt=not request.continue_final_message if opens is None else opens,
         continue_final_message=bool(request.continue_final_message),

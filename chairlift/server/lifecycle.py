@@ -24,7 +24,7 @@ from chairlift.distributed.local import local_replicas
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.info import EngineInfo, PoolingInfo, describe_impl
 from chairlift.errors import ConfigError, EngineDeadError, TemplateError, TemplateFailedError
-from chairlift.loading import read_tokenizer
+from chairlift.loading import read_images, read_tokenizer
 from chairlift.server.adapters import load_modules
 from chairlift.server.app import make_app
 from chairlift.server.auth import check_exposure, load_keys
@@ -115,6 +115,7 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
     return AsyncEngine.start(
         engine_config,
         read_tokenizer=read_tokenizer,
+        read_images=read_images,
         on_progress=on_progress,
         restart=config.restart,
         chat_template=template,

@@ -35,6 +35,7 @@ from chairlift.server.protocol import GenerationRequest, StreamOptions
 from chairlift.server.state import ServerState
 from chairlift.server.structured import naming
 from chairlift.tokenizer.tokenizer import Tokenizer
+from chairlift.vision.processor import PlacedImages
 
 __all__ = [
     "ChunkWriter",
@@ -200,11 +201,13 @@ async def submit_all(
     stream: bool,
     caller: Caller,
     adapter: str = "",
+    images: PlacedImages | None = None,
 ) -> list[OutputStream]:
     """Submit all prompts and return one stream for each, or raise the error of one (with its index if there are
     several).
 
-    ``caller`` is charged. Callers with different API keys share no cache. ``adapter`` is the name of a loaded one.
+    ``caller`` is charged. Callers with different API keys share no cache. ``adapter`` is the name of a loaded one,
+    and ``images`` belong to a single prompt.
     """
     streams: list[OutputStream] = []
     kind = OutputKind.DELTA if stream else OutputKind.FINAL
@@ -230,6 +233,7 @@ async def submit_all(
                     has_room=True,  # checked for all prompts before, so that the first does not block the last
                     bad_word_ids=bad_word_ids,
                     adapter=adapter,
+                    images=images,
                 )
             except RequestError as error:
                 raise type(error)(f"prompt {index}: {error}") if len(prompts) > 1 else error from None

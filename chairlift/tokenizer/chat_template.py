@@ -78,7 +78,7 @@ class ChatTemplate:
         fails, or when the final message cannot be continued.
         """
         check_variables(scalars)
-        plain = normalize_messages(messages)
+        plain = normalize_messages(messages, images=True)  # who takes images refuses them before
         chat = self._forms.fit(plain)
         if listed := plain_tools(tools):
             self._check_tools()

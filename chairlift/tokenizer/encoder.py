@@ -138,12 +138,15 @@ class Encoder:
         continue_final_message: bool,
         variables: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        images: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation, laid out by the chat template. Raises RequestError and TemplateError, and
-        PromptTooLongError before anything is laid out."""
+        """Token ids of a conversation, laid out by the chat template. With ``images`` it may have places of images.
+
+        Raises RequestError and TemplateError, and PromptTooLongError before anything is laid out.
+        """
         if self._templates is None:
             raise TemplateError("chat needs the tokenizer, which was not loaded (skip_tokenizer_init); send token ids")
-        plain = normalize_messages(messages)
+        plain = normalize_messages(messages, images=images)
         size = text_size(plain) + text_size(list(tools or ()))
         self._check_length("the messages have", size, "fewer or shorter messages or tools")
         text = await self._templates.render(

@@ -19,12 +19,14 @@ _LONGEST: Final = 60
 """Most characters of a caller's value in an error message."""
 
 
-def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def normalize_messages(messages: Sequence[Mapping[str, Any]], *, images: bool = False) -> list[dict[str, Any]]:
     """New dicts of exact plain types, with every key that has a value; the chat template decides which keys it uses.
 
     A ``role`` is required. A ``content`` is a text or a list of text parts; it may be missing from an assistant's
     message with tool calls or reasoning. Keys whose value is null are dropped, as in transformers, and so is an empty
     ``tool_calls``, as in vLLM, because clients send every possible field.
+
+    With ``images`` a part may be ``{"type": "image"}``, the place of an image that was taken out.
 
     Raises :class:`~chairlift.errors.RequestError`. The message begins with the path of the wrong value.
     """
@@ -34,7 +36,7 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
         )
     if not messages:
         raise RequestError("messages is empty; send at least one")
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    return [_message(f"messages[{index}]", message, images) for index, message in enumerate(messages)]
 
 
 def plain_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
@@ -54,7 +56,7 @@ def text_size(value: Any) -> int:
     return sum(map(text_size, value)) if isinstance(value, list) else 0
 
 
-def _message(where: str, message: Any) -> dict[str, Any]:
+def _message(where: str, message: Any, images: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object with role and content, got {type(message).__name__}")
     plain: dict[str, Any] = {}
@@ -62,7 +64,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
         if not isinstance(key, str):
             raise RequestError(f"{where} has a key that is no text: {str(key)[:_LONGEST]!r}; name its fields by text")
         if key == "content":
-            content = _content(where, value)
+            content = _content(where, value, images)
         elif value is not None and not (key == "tool_calls" and isinstance(value, (list, tuple)) and not value):
             content = _plain(f"{where}.{key:.{_LONGEST}}", value, 1)
         else:
@@ -89,7 +91,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     return plain
 
 
-def _content(where: str, content: Any) -> str | list[dict[str, Any]] | None:
+def _content(where: str, content: Any, images: bool) -> str | list[dict[str, Any]] | None:
     if content is None:
         return None
     if isinstance(content, str):
@@ -102,6 +104,9 @@ def _content(where: str, content: Any) -> str | list[dict[str, Any]] | None:
     parts = []
     for index, part in enumerate(content):
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+        if images and kind == "image" and len(part) == 1:
+            parts.append({"type": "image"})
+            continue
         if kind != "text" or not isinstance(text, str):
             got = "no text" if kind == "text" else repr(part)[:_LONGEST] if kind is None else f"type {str(kind)[:40]!r}"
             raise RequestError(

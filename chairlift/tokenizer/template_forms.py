@@ -53,6 +53,8 @@ class ContentForm:
             return [{"type": "text", "text": content}] if wrapped else content
         if self.parts or (self.one_part and len(content) == 1):
             return content
+        if any(part["type"] == "image" for part in content):
+            raise RequestError("the model's chat template prints no images in such a message; send texts only")
         joined = "\n".join(part["text"] for part in content)
         return self.fit(joined)
 

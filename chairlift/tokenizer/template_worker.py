@@ -281,7 +281,7 @@ class TemplateWorker(WorkerPool):
         """
         variables = dict(variables or {})
         check_variables(variables)
-        plain = normalize_messages(messages)
+        plain = normalize_messages(messages, images=True)
         if not self._has_template:
             return ChatTemplate(None).render(plain)  # raises an error with the remedy
         fields = {

@@ -196,6 +196,8 @@ def _model_files(config: TrainConfig) -> tuple[ModelConfig, ModelFiles]:
     else:
         raw, where = dict(settings.config or {}), "model.config"
     network = parse_config(raw, generation, where=where)
+    if network.vision is not None:
+        raise ConfigError(f"{where}: a model that reads images is not trained yet; use a model of text")
     tokenizer_dir = settings.tokenizer_dir
     if tokenizer_dir is not None and not (tokenizer_dir / "tokenizer.json").is_file():
         if settings.tokenizer is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pickle
 import random
 
@@ -31,6 +32,7 @@ from chairlift.metrics.stats import EngineStats
 from chairlift.outputs import FinishReason
 from chairlift.request import Service
 from chairlift.sampling_params import SamplingParams
+from chairlift.vision.spans import ImageSpan, ImageTile
 
 STEP = Step(
     CoreOutputs(
@@ -74,6 +76,8 @@ def test_a_request_crosses_whole() -> None:
     request = PreparedRequest(
         "id", None, [1, 2, 3], params, params.seed or 0, 7, (4, 5), ((1, 2), (3,)), "salt", 2.5, -4, service
     )
+    images = {"image_spans": (ImageSpan(1, 2, b"key"),), "image_tiles": (ImageTile(b"key", b"pixels"),)}
+    request = dataclasses.replace(request, **images)
     (message,) = FrameReader().feed(encode(Add.of(request)))
     assert isinstance(message, Add) and message.request() == request
 

@@ -278,6 +278,9 @@ class FakeEngine:
         )
         return self.tokenizer.encode(text, False)
 
+    async def lay_out_chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> tuple[list[int], None]:
+        return await self.encode_chat(messages, **how), None
+
     async def submit(
         self,
         prompt: list[int],
@@ -293,6 +296,7 @@ class FakeEngine:
         has_room: bool = False,
         bad_word_ids: tuple[tuple[int, ...], ...] | None = None,
         adapter: str = "",
+        images: None = None,
     ) -> FakeStream:
         self.adapters_asked.append(adapter)
         self.arrivals.append(arrival)

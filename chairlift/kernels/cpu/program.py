@@ -8,6 +8,7 @@ the native run stops, the function gets the buffers as tensors, and the run cont
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -103,24 +104,44 @@ class StepProgram:
         # As numpy bytes: torch would start threads that spin on the pool's processors.
         self._narrowed = [self._buffers[self.plan.buffer_of[value]].view(torch.uint8).numpy() for value in narrowed]
 
-    def run(self, step: StepBatch, kept: npt.NDArray[np.intp] | None = None) -> Tensor:
+    def run(
+        self,
+        step: StepBatch,
+        kept: npt.NDArray[np.intp] | None = None,
+        images: Mapping[bytes, npt.NDArray[np.uint8]] | None = None,
+    ) -> Tensor:
         """Compute one step. Returns ``output`` [T, width], a view of a buffer that the next run overwrites.
 
         With ``kept`` [K] (see :meth:`StepBatch.only`) it returns the rows of these tokens, [K, width]: after the last
         operation that writes KV, other tokens are not computed. The bits of the result are the same.
+        ``images`` has the rows that the step names, as bytes in the program's dtype.
         """
         num_tokens, end = len(step.token_ids), len(self._ops)
         if not 0 < num_tokens <= self._max_tokens or step.cu_seqlens[-1] != num_tokens:
             raise InvariantError(f"a step of {num_tokens} tokens where 1 to {self._max_tokens} were agreed on")
+        begin = 0
+        if step.image_rows and images is not None:
+            begin, inputs = self._embedded
+            self._run(step, 0, begin)
+            for at, count, key, first in step.image_rows:
+                rows = images[key][first : first + count]
+                inputs[at : at + count, : rows.shape[1]] = rows
         if kept is None or len(kept) == num_tokens:
-            self._run(step, 0, end)
+            self._run(step, begin, end)
             return self._rows_of_output(num_tokens)
-        self._run(step, 0, self._narrow_at)
+        self._run(step, begin, self._narrow_at)
         for buffer in self._narrowed:
             buffer[: len(kept)] = buffer[kept]
         if len(kept):
             self._run(step.only(kept), self._narrow_at, end)
         return self._rows_of_output(len(kept))
+
+    @functools.cached_property
+    def _embedded(self) -> tuple[int, npt.NDArray[np.uint8]]:
+        """Index of the operation behind the embedding of tokens, and the bytes of its result [T, ...]."""
+        at = next(i for i, op in enumerate(self.plan.ops) if op.kind == OpKind.EMBED)
+        buffer = self._buffers[self.plan.buffer_of[self.plan.ops[at].out]]
+        return at + 1, buffer.view(torch.uint8).numpy()
 
     def _rows_of_output(self, count: int) -> Tensor:
         """The view of the output's first rows. It is cached, because making a view in torch touches much memory."""

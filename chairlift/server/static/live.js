@@ -7,6 +7,7 @@ const CAUSES = {  // docs/why-slow.md says more
   front_door: "checks, tokenizing, the way to the engine", waiting_step: "the step under way when it came", waiting_slots: "all rows were taken",
   waiting_blocks: "the KV cache was full", waiting_tokens: "the step's token budget went to others", waiting_reservation: "rows kept for another class",
   waiting_batch: "its batch had not begun, or not ended", waiting_grammar: "its grammar was compiled",
+  waiting_image: "its images were encoded",
   waiting_adapter: "its adapter was not among those of the steps",
   preempted: "it gave way to others", prefill: "its own prompt", decode: "its own answer",
   stretched: "others' work in its steps", host: "between two steps", delivery: "on the way back",

@@ -59,6 +59,7 @@ const CAUSES = {
   waiting_reservation: "rows are kept for another class of requests",
   waiting_batch: "its batch waited to begin, or to end",
   waiting_grammar: "the form of its answer was compiled",
+  waiting_image: "its images were encoded",
   waiting_adapter: "its adapter was read, or the steps had others",
   preempted: "it gave its memory to another request, and got it back",
   prefill: "reading its prompt",

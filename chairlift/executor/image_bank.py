@@ -1,0 +1,40 @@
+"""Rows of encoded images in the memory of an executor, and the encoder that computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chairlift.models.vision_tower import VisionTower
+from chairlift.vision.spans import ImageTile
+
+__all__ = ["ImageBank"]
+
+
+class ImageBank:
+    """Rows of tiles by key, as bytes in the model's dtype; see :class:`~chairlift.executor.executor.ImageMemory`."""
+
+    def __init__(self, tower: VisionTower) -> None:
+        self._tower = tower
+        self.tile_bytes = tower.config.rows_per_tile * tower.row_bytes
+        self.rows: dict[bytes, npt.NDArray[np.uint8]] = {}
+        """Key -> uint8 [rows, bytes of a row]."""
+
+    def encode(self, tile: ImageTile) -> Iterator[int]:
+        for found in self._tower.encode(tile.pixels):
+            if isinstance(found, Tensor):
+                if not found.isfinite().all():
+                    raise ArithmeticError("the encoder's rows are not finite")
+                self.rows[tile.key] = found.contiguous().view(torch.uint8).numpy()
+            else:
+                yield found
+
+    def holds(self, key: bytes) -> bool:
+        return key in self.rows
+
+    def drop(self, key: bytes) -> None:
+        del self.rows[key]

@@ -1,0 +1,56 @@
+"""Reads what a model's directory says about images: how they are cut, and the encoder's weights."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chairlift.errors import ModelLoadError
+from chairlift.models.hf_config import ModelConfig, read_hf_config, read_hf_files, read_json
+from chairlift.models.registry import FAMILIES
+from chairlift.models.vision_config import image_settings, normalisation
+from chairlift.vision.processor import ImageProcessor, ImageSettings, Tokens
+
+if TYPE_CHECKING:
+    import torch
+
+    from chairlift.models.vision_tower import VisionTower
+
+__all__ = ["load_tower", "read_processor"]
+
+_FILE = "preprocessor_config.json"
+
+
+def read_processor(model_dir: Path, tokens: Tokens) -> ImageProcessor | None:
+    """The reader of images of a model; None for one that reads texts only. Raises ModelLoadError."""
+    if not model_dir.is_dir():
+        return None
+    family = FAMILIES.get(str(read_hf_files(model_dir)[0].get("model_type")))
+    if family is None or not family.sees_images:
+        return None
+    vision = read_hf_config(model_dir).vision
+    if vision is None:
+        return None
+    settings = image_settings(vision, _preprocessor(model_dir), model_dir / _FILE)
+    return ImageProcessor(ImageSettings(**settings), tokens, model_dir)
+
+
+def load_tower(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> VisionTower:
+    """The image encoder of a model that has one, in CPU memory. Raises ModelLoadError."""
+    from chairlift.models.loader import open_tensors  # these import torch
+    from chairlift.models.vision_tower import VisionTower
+
+    if config.vision is None:
+        raise ModelLoadError(f"{model_dir}: model_type {config.model_type!r} has no image encoder")
+    normalise = normalisation(_preprocessor(model_dir), model_dir / _FILE)
+    with contextlib.ExitStack() as stack:
+        return VisionTower(config.vision, open_tensors(model_dir, config, stack), model_dir, dtype, normalise)
+
+
+def _preprocessor(model_dir: Path) -> dict[str, Any]:
+    path = model_dir / _FILE
+    if not path.is_file():
+        raise ModelLoadError(f"{model_dir} has no {_FILE}, which says how images are cut; download the model again")
+    content: dict[str, Any] = read_json(path)
+    return content

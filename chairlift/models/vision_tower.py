@@ -1,0 +1,153 @@
+"""The image encoder of Idefics 3 and SmolVLM: a SigLIP transformer over patches, and a connector to the text model.
+
+It computes one tile in pieces of a bounded size, so that other work may run between them. A tile's pieces do not depend
+on that work, and so neither do its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from chairlift.errors import ModelLoadError
+from chairlift.models.vision_config import VisionConfig
+
+__all__ = ["PIECE", "VisionTower"]
+
+PIECE = 128
+"""Most patches of a piece of work."""
+_LAYER = "model.vision_model.encoder.layers."
+
+
+class VisionTower:
+    """``encode(pixels)`` gives the rows of one tile, [rows_per_tile, text_width], in the tower's dtype.
+
+    ``tensors`` maps the checkpoint's names to open safetensors files; ``normalise`` is the result of
+    :func:`~chairlift.models.vision_config.normalisation`. Raises :class:`~chairlift.errors.ModelLoadError` for weights
+    that are missing or misshapen.
+    """
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        tensors: Mapping[str, Any],
+        where: Path,
+        dtype: torch.dtype,
+        normalise: tuple[float, list[float], list[float]],
+    ) -> None:
+        self.config, self.dtype = config, dtype
+        width, inner, patch = config.hidden_size, config.intermediate_size, config.patch_size
+
+        def take(name: str, *shape: int) -> Tensor:
+            if name not in tensors:
+                raise ModelLoadError(f"{where}: tensor {name} is missing; download the model again")
+            tensor: Tensor = tensors[name].get_tensor(name)
+            if tuple(tensor.shape) != shape:
+                raise ModelLoadError(
+                    f"{where}: tensor {name} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}"
+                )
+            if not tensor.isfinite().all():
+                raise ModelLoadError(f"{where}: tensor {name} has NaN or infinity; download the model again")
+            return tensor.to(dtype, copy=True)
+
+        def pair(name: str, *shape: int) -> tuple[Tensor, Tensor]:
+            return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
+
+        top = "model.vision_model."
+        self._patches = pair(f"{top}embeddings.patch_embedding", width, 3, patch, patch)
+        positions = take(f"{top}embeddings.position_embedding.weight", config.side**2, width)
+        self._positions = positions[_position_ids(config.side)]
+        self._layers = []
+        for index in range(config.num_hidden_layers):
+            at = f"{_LAYER}{index}."
+            parts = [pair(f"{at}self_attn.{name}_proj", width, width) for name in "qkv"]
+            qkv = torch.cat([weight for weight, _ in parts]), torch.cat([bias for _, bias in parts])
+            norms = pair(f"{at}layer_norm1", width), pair(f"{at}layer_norm2", width)
+            out = pair(f"{at}self_attn.out_proj", width, width)
+            self._layers.append(
+                (norms, qkv, out, pair(f"{at}mlp.fc1", inner, width), pair(f"{at}mlp.fc2", width, inner))
+            )
+        self._norm = pair(f"{top}post_layernorm", width)
+        merged = width * config.scale_factor**2
+        self._project = take("model.connector.modality_projection.proj.weight", config.text_width, merged)
+        factor, mean, deviation = normalise
+        self._factor, self._mean, self._deviation = factor, _channels(mean), _channels(deviation)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of the result."""
+        return self.config.text_width * self.dtype.itemsize
+
+    def encode(self, pixels: bytes) -> Iterator[int | Tensor]:
+        """Compute a tile of uint8 [3, size, size]. Yields the number of patches after each piece, and last the rows."""
+        with torch.inference_mode():
+            state = self._embed(pixels)
+        yield len(state)
+        for layer in self._layers:
+            for half in (self._attend(layer, state), self._transform(layer, state)):
+                yield from half
+        with torch.inference_mode():
+            rows = self._connect(state)
+        yield len(state)
+        yield rows
+
+    def _embed(self, pixels: bytes) -> Tensor:
+        size = self.config.image_size
+        image = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(3, size, size)
+        normal = (image.float() * self._factor - self._mean) / self._deviation
+        weight, bias = self._patches
+        patches = functional.conv2d(normal.to(self.dtype)[None], weight, bias, stride=self.config.patch_size)
+        return patches.flatten(2)[0].t() + self._positions
+
+    def _attend(self, layer: Any, state: Tensor) -> Iterator[int]:
+        """The first half of a layer, into ``state``."""
+        ((norm, _), qkv, out, *_), heads = layer, self.config.num_attention_heads
+        with torch.inference_mode():
+            parts = [functional.linear(self._normed(part, norm), *qkv) for part in torch.split(state, PIECE)]
+            width, size = state.shape[1], state.shape[1] // heads
+            # [heads, patches, size]
+            q, k, v = (
+                each.reshape(-1, heads, size).transpose(0, 1) for each in torch.split(torch.cat(parts), width, 1)
+            )
+        yield len(state)
+        for at in range(0, len(state), PIECE):
+            with torch.inference_mode():
+                some = functional.scaled_dot_product_attention(q[None, :, at : at + PIECE], k[None], v[None])[0]
+                state[at : at + PIECE] += functional.linear(some.transpose(0, 1).flatten(1), *out)
+            yield some.shape[1]
+
+    def _transform(self, layer: Any, state: Tensor) -> Iterator[int]:
+        """The second half of a layer, into ``state``."""
+        (_, norm), _, _, first, second = layer
+        approximate = "tanh" if self.config.activation == "gelu_tanh" else "none"
+        for at in range(0, len(state), PIECE):
+            with torch.inference_mode():
+                inner = functional.linear(self._normed(state[at : at + PIECE], norm), *first)
+                state[at : at + PIECE] += functional.linear(functional.gelu(inner, approximate=approximate), *second)
+            yield len(inner)
+
+    def _normed(self, rows: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.layer_norm(rows, rows.shape[1:], *norm, self.config.norm_eps)
+
+    def _connect(self, state: Tensor) -> Tensor:
+        """Merge squares of patches, row by row, and project them."""
+        scale, side = self.config.scale_factor, self.config.side
+        squares = self._normed(state, self._norm).view(side // scale, scale, side // scale, scale, -1)
+        return functional.linear(squares.transpose(1, 2).reshape(self.config.rows_per_tile, -1), self._project)
+
+
+def _channels(values: list[float]) -> Tensor:
+    return torch.tensor(values).view(3, 1, 1)
+
+
+def _position_ids(side: int) -> Tensor:
+    """int64 [side * side]: the embedding of each patch's position. transformers divides the tile into ``side`` parts in
+    float32, where a border may round to the part before."""
+    places = torch.clamp(torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side)), max=1.0 - 1e-6)
+    parts = torch.bucketize(places, torch.arange(1 / side, 1.0, 1 / side), right=True)
+    return (parts[:, None] * side + parts).flatten()

@@ -1,0 +1,111 @@
+"""From what a caller sends to an RGB image, within limits. Pixels of strangers are untrusted data."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+import warnings
+from typing import Any, Final
+
+from chairlift.errors import RequestError
+
+__all__ = ["FORMATS", "MAX_BYTES", "MAX_PIXELS", "decode_image", "from_data_url", "to_rgb"]
+
+MAX_BYTES: Final = 32 << 20
+"""Most bytes of an image file."""
+MAX_PIXELS: Final = 40_000_000
+"""Most pixels of an image. A small file may unpack to any number of them."""
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that are read. Others would let strangers reach decoders that few people test."""
+_DATA_URL: Final = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
+_HINT: Final = "send a PNG, JPEG, WebP, GIF, BMP or TIFF file"
+_DEEP: Final = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
+"""Pillow's modes with more than 8 bits per channel."""
+
+
+def from_data_url(where: str, url: str) -> Any:
+    """The RGB image in a ``data:`` URL; see :func:`decode_image`."""
+    head = _DATA_URL.match(url)
+    if head is None:
+        raise RequestError(
+            f"{where} must be a data URL (data:image/png;base64,...), got {url[:60]!r}; other addresses are not read:"
+            " send the image itself"
+        )
+    if len(url) - head.end() > MAX_BYTES * 4 // 3 + 4:
+        raise RequestError(f"{where} has {len(url):,} characters; an image file may have {MAX_BYTES:,} bytes")
+    try:
+        data = base64.b64decode(url[head.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"{where} is no valid base64 ({error}); encode the whole file") from None
+    return decode_image(where, data)
+
+
+def decode_image(where: str, data: bytes) -> Any:
+    """The RGB image (``PIL.Image``) in a file's bytes. ``where`` names it in errors.
+
+    Raises RequestError for a file that is damaged, too large, animated, or of another format.
+    """
+    pillow = _pillow()
+    if len(data) > MAX_BYTES:
+        raise RequestError(f"{where} has {len(data):,} bytes; an image file may have {MAX_BYTES:,}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the limit on pixels is checked below
+            image = pillow.open(io.BytesIO(data), formats=FORMATS)
+    except pillow.DecompressionBombError:
+        raise RequestError(_too_large(where, "more than twice Pillow's limit of")) from None
+    except Exception:  # each decoder raises errors of its own
+        raise RequestError(f"{where} is no image that can be read; {_HINT}") from None
+    return to_rgb(where, image)
+
+
+def to_rgb(where: str, image: Any) -> Any:
+    """An image of Pillow as 8-bit RGB, upright as its EXIF data says. Transparent parts show what lies under them.
+
+    Raises RequestError for images that are damaged, too large or animated, and for anything else.
+    """
+    pillow = _pillow()
+    from PIL import ImageOps
+
+    if not isinstance(image, pillow.Image):
+        raise RequestError(f"{where} must be an image of Pillow (PIL.Image.Image), got {type(image).__name__}")
+    width, height = image.size
+    if not 1 <= width * height <= MAX_PIXELS:
+        raise RequestError(_too_large(where, f"{width} x {height} ="))
+    if getattr(image, "n_frames", 1) != 1:
+        raise RequestError(f"{where} is animated or has several pages; send one of them")
+    try:
+        image.load()
+        image = ImageOps.exif_transpose(image)
+        if image.mode in _DEEP:  # Pillow would cut values off at 255
+            return _scaled(image).convert("RGB")
+        return image.convert("RGB")
+    except Exception as error:
+        raise RequestError(
+            f"{where} is damaged or incomplete ({type(error).__name__}: {str(error)[:80]}); {_HINT}"
+        ) from None
+
+
+def _scaled(image: Any) -> Any:
+    """An image of 16 bits per pixel with its 256 steps: the high byte of each value."""
+    import numpy as np
+
+    values = np.asarray(image)
+    if values.dtype.kind == "f" or int(values.max()) > 0xFFFF or int(values.min()) < 0:
+        raise ValueError("32-bit pixels have no agreed range")
+    return _pillow().fromarray((values >> 8).astype(np.uint8))
+
+
+def _too_large(where: str, what: str) -> str:
+    return f"{where} has {what} pixels; an image may have 1 to {MAX_PIXELS:,}: make it smaller"
+
+
+def _pillow() -> Any:
+    """The module ``PIL.Image``. Raises RequestError where Pillow is not installed."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise RequestError("images need Pillow, which is not installed: pip install 'chairlift[vision]'") from None
+    return Image

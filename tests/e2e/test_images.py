@@ -1,0 +1,83 @@
+"""Images through a server: OpenAI's client, streams, and requests that are refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+from tests.e2e.server_process import ServerProcess
+from tests.native import needs_kernels
+from tests.vision.tiny import Reference, picture, tiny_vlm
+
+pytestmark = needs_kernels
+KEY = "sk-of-the-tests"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vlm(tmp_path_factory.mktemp("vlm") / "model")
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[openai.OpenAI]:
+    flags = ("--api-key", KEY, "--num-kv-blocks", "80", "--threads", "1", "--dtype", "float32")
+    with (
+        ServerProcess(str(folder), *flags) as server,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=KEY, max_retries=0) as client,
+    ):
+        yield client
+
+
+def url_of(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def ask(client: openai.OpenAI, *parts: dict[str, Any], **more: Any) -> Any:
+    model = client.models.list().data[0].id
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    messages: Any = [{"role": "user", "content": list(parts)}]
+    return client.chat.completions.create(
+        model=model, messages=messages, temperature=0, max_tokens=6, extra_body=extra, **more
+    )
+
+
+def part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_images_of_a_chat_are_read(client: openai.OpenAI, folder: Path) -> None:
+    one, two = picture(1, 70, 50), picture(2, 20, 30)
+    text = "<|im_start|>User:<image>or<image><end_of_utterance>\nAssistant:"
+    prompt, tokens, _ = Reference(folder).answer(text, [one, two], 6)
+    content = part(url_of(one)), {"type": "text", "text": "or"}, part(url_of(two))
+    reply = ask(client, *content)
+    assert reply.prompt_token_ids == prompt and reply.choices[0].token_ids == tokens
+    streamed = [chunk for chunk in ask(client, *content, stream=True) if chunk.choices]
+    assert [token for chunk in streamed for token in getattr(chunk.choices[0], "token_ids", ())] == tokens
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ((part("http://127.0.0.1:1/cat.png"),), "must be a data URL"),
+        ((part("data:image/png;base64,AAAA"),), "is no image that can be read"),
+        (({"type": "image"},), "must be an image of Pillow"),
+        (({"type": "input_audio", "input_audio": {}},), "must be a text part"),
+        ((part(url_of(picture(1))), {"type": "text", "text": "<image>"}), "has 2 places for images"),
+        ((*[part(url_of(picture(1, 70, 50)))] * 20,), "tokens, but the model takes 512"),
+    ],
+    ids=["address", "broken", "no image", "audio", "marker in a text", "too long"],
+)
+def test_images_are_refused_with_the_reason(client: openai.OpenAI, content: Any, reason: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=reason):
+        ask(client, *content)
+    assert ask(client, {"type": "text", "text": "still there"}).choices[0].token_ids
