@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_fleet_flags", "check_flags", "fleet_lines", "promised_trace", "simulate_fleets"]
 
-_ONLY_FLEET: Final = ("routing", "target", "start_seconds", "door_delay_ms", "fail", "resume", "rollout", "price")
+_ONLY_FLEET: Final = (*("routing", "target", "start_seconds", "door_delay_ms", "fail", "resume", "rollout", "price"),)
 _PROMISES: Final = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "deadline_ms"}
 
 
@@ -25,6 +25,11 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a fleet to ``chairlift sim``."""
     fleet = parser.add_argument_group("fleet")
     fleet.add_argument("--replicas", metavar="N,...", help="simulate so many replicas behind a door, 16 at most")
+    fleet.add_argument(
+        "--autoscale",
+        metavar="MIN-MAX",
+        help="simulate also a fleet whose size follows forecast waits, promises and load",
+    )
     fleet.add_argument(
         "--routing",
         metavar="NAME,...",
@@ -45,6 +50,8 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
 def check_flags(args: argparse.Namespace) -> None:
     """Raise ConfigError for flags that mean nothing together."""
     given = [name for name in _ONLY_FLEET if getattr(args, name) is not None]
+    if args.autoscale is not None and args.replicas is None:
+        args.replicas = ""
     if args.replicas is None and given:
         raise ConfigError(f"--{given[0].replace('_', '-')} is about a fleet; say how many with --replicas")
     if args.replicas is not None and args.compare is not None:
@@ -90,9 +97,15 @@ def simulate_fleets(
     }
     plans = [
         FleetPlan(replicas=number, routing=routing, **common)
-        for number in _numbers(args.replicas)
+        for number in (_numbers(args.replicas) if args.replicas else [])
         for routing in (args.routing or "forecast").split(",")
     ]
+    if args.autoscale is not None:
+        least, most = _range(args.autoscale)
+        plans += [
+            FleetPlan(replicas=most, least=least, routing=routing, **common)
+            for routing in (args.routing or "forecast").split(",")
+        ]
     return [replay_fleet(trace, config, deployment, plan, max_concurrency=users) for plan in plans]
 
 
@@ -101,6 +114,14 @@ def _numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
     except ValueError:
         raise ConfigError(f"--replicas takes numbers such as 1,2,4, got {text!r:.60}") from None
+
+
+def _range(text: str) -> tuple[int, int]:
+    least, _, most = text.partition("-")
+    try:
+        return int(least), int(most)
+    except ValueError:
+        raise ConfigError(f"--autoscale takes MIN-MAX such as 1-4, got {text!r:.60}") from None
 
 
 def _failure(text: str) -> tuple[int, float]:
@@ -122,7 +143,7 @@ def fleet_lines(reports: Sequence[FleetReport], target: float | None, price: flo
     table = [head]
     for report in reports:
         served = report.served
-        row = [f"{report.replicas}", report.routing]
+        row = [_size(report), report.routing]
         row += [f"{served.requests_per_second:.2f}", f"{served.output_tokens_per_second:,.0f}"]
         for times in (served.ttft, served.tpot):
             row += [_milliseconds(times.p50), _milliseconds(times.p99)]
@@ -133,22 +154,29 @@ def fleet_lines(reports: Sequence[FleetReport], target: float | None, price: flo
             row += [f"{report.broken}", f"{report.moved}"]
         if price is not None:
             tokens = served.output_tokens_per_second * 3600
-            row.append(f"{1e6 * price * report.replicas / tokens:.2f}" if tokens else "-")
+            row.append(f"{1e6 * price * report.mean_replicas / tokens:.2f}" if tokens else "-")
         table.append(row)
     lines = aligned(table)
     if target is not None:
         good = [each for each in reports if each.served.goodput is not None and each.served.goodput >= target]
-        best = min(good, key=lambda each: (each.replicas, -(each.served.goodput or 0.0)), default=None)
+        best = min(good, key=lambda each: (each.mean_replicas, -(each.served.goodput or 0.0)), default=None)
         if best is None:
             lines += ["", f"none of these keeps the promises of {target:.1%} of the requests; try more replicas"]
         else:
-            plural = "replica" if best.replicas == 1 else "replicas"
+            plural = "replica" if _size(best) == "1" else "replicas"
             lines += [
                 "",
-                f"{best.replicas} {plural} with {best.routing} routing keep the promises of {best.served.goodput:.1%}"
+                f"{_size(best)} {plural} with {best.routing} routing keep the promises of {best.served.goodput:.1%}"
                 f" of the requests (target {target:.1%})",
             ]
     return lines
+
+
+def _size(report: FleetReport) -> str:
+    """Number of replicas, or the mean and the peak of a number that follows the traffic."""
+    if report.least is None:
+        return f"{report.replicas}"
+    return f"{report.mean_replicas:.1f} (to {report.peak_replicas})"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -125,6 +125,7 @@ def render(
     names = _Names(prefix, model_name)
     families = [*_gauges(names, stats, info, up, num_waiting), *_counters(names, stats), *_histograms(names, stats)]
     families += [*_drafts(names, stats), *_adapters(names, stats, up)]
+    families += _old_names(names, stats, up) if prefix == "vllm" else []
     ours = _Names(_OURS, model_name)
     families += _ours(ours, stats, up, now, oldest_wait, num_tasks)
     families += _engine_process(ours, engine_pid) if not replicas else _replicas(ours, replicas)
@@ -240,6 +241,16 @@ def _counters(names: _Names, stats: RequestStats) -> Iterator[CounterMetricFamil
     yield names.counter_by("request_success", text, "finished_reason", FINISH_REASONS, stats.finished)
     text = "Requests that were not taken, by why."
     yield names.counter_by("admission_rejections", text, "reason", REJECTION_REASONS, stats.rejected)
+
+
+def _old_names(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
+    """vLLM's former names of the KV cache's metrics, which the router of its production stack reads."""
+    engine = stats.engine
+    num_blocks = engine.used_blocks + engine.cached_blocks + engine.free_blocks
+    usage = engine.used_blocks / num_blocks if up and num_blocks else 0.0
+    yield names.gauge("gpu_cache_usage_perc", "Former name of kv_cache_usage_perc.", usage)
+    for what, value in (("queries", engine.prefix_cache_queries), ("hits", engine.prefix_cache_hits)):
+        yield names.counter(f"gpu_prefix_cache_{what}", f"Former name of prefix_cache_{what}.", value)
 
 
 def _histograms(names: _Names, stats: RequestStats) -> Iterator[HistogramMetricFamily]:

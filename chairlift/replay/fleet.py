@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from chairlift.config import EngineConfig
+from chairlift.distributed.autoscale import Autoscaler, Demand
 from chairlift.distributed.door import Door
+from chairlift.distributed.door_forecast import DoorForecast
 from chairlift.distributed.routing import Pace, Replica, prefix_keys, router_from_name
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.core import CoreOutputs, EngineCore
@@ -33,6 +35,10 @@ from chairlift.scheduler.policies import policy_from_config
 __all__ = ["FleetPlan", "FleetReport", "replay_fleet"]
 
 _MOST_REPLICAS: Final = 16
+_SCALE_SECONDS: Final = 1.0
+"""Seconds between two decisions about the number of replicas."""
+_LOWEST: Final = 1 << 30
+"""Priority of the newcomer whose wait decides: behind everybody."""
 _TOKEN: Final = 1
 """Token in every simulated answer."""
 
@@ -54,17 +60,26 @@ class FleetPlan:
     ends with an error, unless nothing was delivered."""
     rollout_at: float | None = None
     """When replicas begin to be updated, one at a time: drained, then started again."""
+    least: int | None = None
+    """Fewest replicas, if their number follows the traffic: it starts there and is at most ``replicas``. None: all
+    serve all the time."""
+    calm_seconds: float = 30.0
+    """Seconds with little load after which a replica is taken away."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.replicas <= _MOST_REPLICAS:
             raise ConfigError(f"replicas must be from 1 to {_MOST_REPLICAS}, got {self.replicas}")
-        for name in ("door_delay", "start_seconds"):
+        for name in ("door_delay", "start_seconds", "calm_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be 0 or more seconds, got {getattr(self, name)}")
         for index, when in self.failures:
             if not 0 <= index < self.replicas or not 0 <= when < math.inf:
                 raise ConfigError(f"a failure is REPLICA@SECONDS with a replica below {self.replicas}: {index}@{when}")
         router_from_name(self.routing)
+        if self.least is not None:
+            Autoscaler(self.least, self.replicas)
+            if self.rollout_at is not None:
+                raise ConfigError("a rollout and autoscaling both stop replicas; simulate one of them")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +98,11 @@ class FleetReport:
     """Requests that were sent again to another replica, without or with tokens."""
     hit_rate: float
     """Share of the prompts' tokens that came from prefix caches."""
+    least: int | None
+    """Fewest replicas, if their number followed the traffic."""
+    mean_replicas: float
+    """Mean number of replicas that served or started, which is what they cost."""
+    peak_replicas: int
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -101,7 +121,14 @@ class _Simulated:
         self.collector = Collector(None, self.core.scheduler.membership.held)
         self.collector.timings = timings
         self.num_sent = self.num_preemptions = 0
-        self.draining = False
+        self.draining = self.leaving = False
+        self.on_since: float | None = None
+        """Since when it serves or starts; None while it is off."""
+        self.on_seconds = 0.0
+
+    def switch_off(self, now: float) -> None:
+        self.on_seconds += now - (now if self.on_since is None else self.on_since)
+        self.on_since, self.leaving = None, False
 
     def restart(self) -> None:
         """A new core, with nothing in its cache."""
@@ -139,6 +166,9 @@ class _Fleet:
         views = [Replica(i, pace, max_num_seqs=rows, cache_tokens=cached) for i in range(plan.replicas)]
         self.replicas = [_Simulated(view, make, self.timings) for view in views]
         whole = dataclasses.replace(config.scheduler, max_num_seqs=config.scheduler.max_num_seqs * plan.replicas)
+        self._rows, self._newcomer_starts, self.peak = rows, 0.0, plan.replicas
+        self.scaler = Autoscaler(plan.least or plan.replicas, plan.replicas, calm=plan.calm_seconds)
+        self.forecast = DoorForecast({"": _LOWEST})
         self.door = Door(views, router_from_name(plan.routing), policy_from_config(whole))
         self._keep_prefixes = bool(cached)
         self._prepared: dict[str, PreparedRequest] = {}
@@ -158,8 +188,11 @@ class _Fleet:
 
     def run(self) -> None:
         """Handle events until there are none."""
-        for replica in self.replicas:
-            replica.view.accepting = True
+        for replica in self.replicas[: self.plan.least]:
+            replica.view.accepting, replica.on_since = True, self.now
+        self.peak = len(self.replicas[: self.plan.least])
+        if self.plan.least is not None:
+            self.at(_SCALE_SECONDS, self._scale)
         for index, when in self.plan.failures:
             self.at(when, lambda index=index: self._die(self.replicas[index]))  # type: ignore[misc]
         if self.plan.rollout_at is not None:
@@ -175,6 +208,10 @@ class _Fleet:
             self._arrive()
             self._leave()
             self._send()
+
+        for replica in self.replicas:
+            if replica.on_since is not None:
+                replica.switch_off(self.now)
 
     # -- clients ---------------------------------------------------------------------------------------------------
 
@@ -219,6 +256,8 @@ class _Fleet:
         del self._prepared[name], self._whole[name]
         self.clients.ended(int(name), self.now)
         tokens = self.timings[name].tokens
+        if self.plan.least is not None:
+            self.scaler.ended(self.now, self.timings[name].kept)
         self._heard(lambda: self.door.ended(name, tokens))
 
     def _heard(self, news: Callable[[], None]) -> None:
@@ -257,17 +296,23 @@ class _Fleet:
         begun = [name for name in outputs.sequence_ids if not self.timings[name].times]
         replica.collector.take(outputs, self.now)
         for name in begun:
+            self.forecast.started(self.now)
             self._heard(lambda name=name: self.door.begun(name))  # type: ignore[misc]
         for ended in outputs.finished:
             if ended.sequence_id in self._prepared:
                 self._over(ended.sequence_id)
         replica.idle = True
         self._wake(replica)
-        if replica.draining and not replica.core.has_work:
-            self._update(replica)
+        if not replica.core.has_work:
+            if replica.draining:
+                self._update(replica)
+            elif replica.leaving:
+                self._stop(replica)
 
     def _die(self, replica: _Simulated) -> None:
         """Kill a replica: all its requests are lost, and it starts again."""
+        if replica.on_since is None:
+            return
         unstarted, started = self.door.lose(replica.view)
         replica.restart()
         for request in (*unstarted, *started):
@@ -283,10 +328,52 @@ class _Fleet:
             self.broken += 1
             self.collector.over(timing, self.now)
             self._over(name)
-        self.at(self.now + self.plan.start_seconds, lambda: self._accept(replica))
+        if replica.leaving:
+            replica.switch_off(self.now)
+            return
+        self._begin(replica)
 
-    def _accept(self, replica: _Simulated) -> None:
-        replica.view.accepting = True
+    def _begin(self, replica: _Simulated) -> None:
+        """Let a replica serve when it has started."""
+        life = replica.life
+        self.at(self.now + self.plan.start_seconds, lambda: self._accept(replica, life))
+
+    def _accept(self, replica: _Simulated, life: int) -> None:
+        if replica.on_since is not None and not replica.leaving and life == replica.life:
+            replica.view.accepting = True
+
+    def _scale(self) -> None:
+        """Change the number of replicas by what the door foresees."""
+        on = [each for each in self.replicas if each.on_since is not None and not each.leaving]
+        serving = [each for each in on if each.view.accepting]
+        made = self.forecast.make(self.door, self.now)
+        if made is not None:
+            self._newcomer_starts = max(made.newcomers.values(), default=self.now)
+        wait = max(0.0, self._newcomer_starts - self.now) if len(self.door) else 0.0
+        if len(self.door) and not wait:  # the rate is not known, or the forecast was wrong
+            wait = self.now - next(self.door.line(self.now)).arrival_time
+        inside = sum(each.view.num_requests for each in serving) + len(self.door)
+        load = inside / (self._rows * len(serving)) if serving else 1.0
+        wanted = self.scaler.wanted(self.now, Demand(len(on), len(on) - len(serving), wait, load))
+        if wanted > len(on):
+            off = next((each for each in self.replicas if each.on_since is None), None)
+            if off is not None:
+                off.on_since = self.now
+                self._begin(off)
+        elif wanted < len(on):
+            leaving = min(serving, key=lambda each: (each.view.num_requests, -each.view.index))
+            leaving.view.accepting, leaving.leaving = False, True
+            if leaving.idle and not leaving.core.has_work:
+                self._stop(leaving)
+        self.peak = max(self.peak, sum(each.on_since is not None for each in self.replicas))
+        if self._prepared or self.clients.next_event() is not None:
+            self.at(self.now + _SCALE_SECONDS, self._scale)
+
+    def _stop(self, replica: _Simulated) -> None:
+        """A replica has finished its requests and is taken away."""
+        replica.restart()
+        replica.view.lost()
+        replica.switch_off(self.now)
 
     def _drain(self, index: int) -> None:
         """Send no more requests to a replica, and update it when it is empty."""
@@ -344,7 +431,8 @@ def replay_fleet(
     total.steps, total.rows = (sum(getattr(each, name) for each in collectors) for name in ("steps", "rows"))
     preemptions = sum(each.num_preemptions + each.core.scheduler.num_preemptions for each in fleet.replicas)
     served = total.served(fleet.refused, preemptions)
-    seconds = served.seconds * plan.replicas
+    mean = sum(each.on_seconds for each in fleet.replicas) / fleet.now if plan.least else float(plan.replicas)
+    seconds = served.seconds * mean
     served = dataclasses.replace(
         served, utilisation=min(1.0, sum(each.busy for each in collectors) / seconds) if seconds else 0.0
     )
@@ -356,4 +444,7 @@ def replay_fleet(
         broken=fleet.broken,
         moved=fleet.moved,
         hit_rate=served.cached_tokens / served.prompt_tokens if served.prompt_tokens else 0.0,
+        least=plan.least,
+        mean_replicas=mean,
+        peak_replicas=fleet.peak,
     )

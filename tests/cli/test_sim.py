@@ -236,6 +236,8 @@ def test_a_fleet_that_keeps_its_promises(chairlift: Run, tmp_path: Path) -> None
     results = json.loads(record.read_text())["results"]
     assert [each["replicas"] for each in results] == [1, 1, 2, 2]
     assert all(sum(each["requests_by_replica"]) == each["served"]["requests"] == 20 for each in results)
+    code, out, _ = chairlift(*ON_A_GPU, "--replicas", "1", "--autoscale", "1-2", "--price", "2.5")
+    assert code == 0 and [line.split()[0] for line in out[-2:]] == ["1", "1.0"] and "(to 1)" in out[-1]
     hopeless = (*ON_A_GPU, "--replicas", "1", "--slo", "ttft:0.001", "--target", "0.9")
     assert chairlift(*hopeless)[1][-1] == "none of these keeps the promises of 90.0% of the requests; try more replicas"
 
@@ -252,6 +254,8 @@ def test_a_replica_that_dies(chairlift: Run) -> None:
         (("--target", "0.9"), "--target is about a fleet; say how many with --replicas"),
         (("--replicas", "2", "--target", "0.9"), "--target needs promises, and this traffic has none"),
         (("--replicas", "two"), "--replicas takes numbers such as 1,2,4, got 'two'"),
+        (("--autoscale", "2"), "--autoscale takes MIN-MAX such as 1-4, got '2'"),
+        (("--autoscale", "3-2"), "autoscaling goes from 1 or more replicas to at least as many, got 3-2"),
         (("--replicas", "2", "--fail", "1"), "--fail takes REPLICA@SECONDS such as 0@12.5, got '1'"),
         (("--replicas", "2", "--compare", "max_num_seqs=1,2"), "--compare and --replicas are two comparisons"),
         (("--replicas", "2", "--slo", "speed:3"), "goodput wants limits in ms"),

@@ -89,6 +89,23 @@ def test_a_rollout_breaks_nobody() -> None:
     assert rolled.hit_rate <= calm.hit_rate
 
 
+def test_the_number_of_replicas_follows_the_traffic() -> None:
+    """A calm time, a burst that needs several replicas, a calm time."""
+    calm, burst = traffic(20, rate=1), traffic(160, rate=40)
+    last = [dataclasses.replace(each, arrival=each.arrival + 30.0) for each in calm]
+    trace = [*calm, *(dataclasses.replace(each, arrival=each.arrival + 20.0) for each in burst), *last]
+    trace = [dataclasses.replace(each, ttft_ms=2000.0, session="", turn=0) for each in trace]
+    trace.sort(key=lambda each: each.arrival)
+    settings = {"max_num_seqs": 4, "num_kv_blocks": 2000}
+    one = fleet(trace, settings, replicas=1)
+    scaled = fleet(trace, settings, replicas=4, least=1, start_seconds=1.0, calm_seconds=5.0)
+    assert scaled.served.requests == len(trace) and not scaled.broken and not scaled.moved
+    assert scaled.peak_replicas >= 3 and 1 < scaled.mean_replicas < 3
+    assert 1.5 * (one.served.goodput or 0.0) < (scaled.served.goodput or 0.0)
+    deaths = {"failures": ((0, 10.0), (1, 22.0), (3, 40.0)), "resume": True}
+    assert fleet(trace, settings, replicas=4, least=1, start_seconds=1.0, **deaths).served.requests == len(trace)
+
+
 def test_prefix_routing_keeps_sessions_together() -> None:
     """Beginnings that fit into no single cache, but into those of all replicas together."""
     trace = [
@@ -116,6 +133,8 @@ def test_a_closed_loop_of_users_and_sessions() -> None:
         ({"replicas": 0}, "replicas must be from 1 to 16, got 0"),
         ({"replicas": 2, "routing": "best"}, "routing must be one of"),
         ({"replicas": 2, "failures": ((2, 1.0),)}, "a replica below 2: 2@1.0"),
+        ({"replicas": 2, "least": 3}, "at least as many, got 3-2"),
+        ({"replicas": 2, "least": 1, "rollout_at": 1.0}, "both stop replicas"),
         ({"replicas": 2, "door_delay": -1.0}, "door_delay must be 0 or more seconds"),
     ],
 )

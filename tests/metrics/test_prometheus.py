@@ -117,6 +117,9 @@ def test_the_records_are_what_is_shown(prefix: str) -> None:
     assert value(found, f"{prefix}:admission_rejections_total", reason="queue_tokens") == 3
     shape = {"block_size": "16", "num_gpu_blocks": "99", "cache_dtype": "bfloat16"}
     assert value(found, f"{prefix}:cache_config_info", **shape) == 1
+    former = {"gpu_cache_usage_perc": 0.25, "gpu_prefix_cache_queries_total": 100, "gpu_prefix_cache_hits_total": 60}
+    for name, expected in former.items():  # routers for vLLM read them, and nobody else
+        assert found.get((f"{prefix}:{name}", frozenset())) == (expected if prefix == "vllm" else None), name
     # Ours have one name, whatever the others are called.
     assert value(found, "chairlift:preemption_rate", window="60s") == 0.03
     assert value(found, "chairlift:preemption_rate", window="total") == 0.05
