@@ -78,6 +78,7 @@ class NativeModelRunner:
         hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
         layers, states = self._kv.layers[first_layer:], {} if first_layer else self._kv.states
         how: dict[str, Any] = {"isa": isa, "max_tokens": max_tokens, "states": states, "adapters": table}
+        how["parts"] = self._kv.parts
         self.program = StepProgram(recorder, hidden, layers, pool, **how)
         self.calls = self.program.plan.calls
         """Names of the operations that plain torch computes."""

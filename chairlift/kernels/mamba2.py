@@ -98,7 +98,8 @@ class Mamba2:
             y, kept = _block(x[:, some], b[:, some], c[:, some], times[:, some], rates, kept)
             outputs.append(y)
         y = torch.cat(outputs, dim=1) + self.skip.float().view(shape.groups, -1, 1) * x
-        y = self._gated(y.reshape(*lead, shape.inner), gate.float()).to(given.dtype)
+        y = y.reshape(*lead, shape.inner).to(given.dtype)
+        y = self._gated(y.float(), gate.float()).to(given.dtype)
         return y, (tail, kept.reshape(len(kept), shape.heads, shape.state_size, shape.head_dim))
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:

@@ -95,9 +95,8 @@ MAMBA2 = Family(
     architecture="Mamba2ForCausalLM",
     models="Mamba-2, Codestral Mamba",
     differences="recurrent layers only, without K and V",
-    called_out="recurrent layers",
     read=_read,
-    keys={"num_attention_heads": "num_heads", "rms_norm_eps": "layer_norm_epsilon"},
+    keys={"num_attention_heads": "num_heads", "num_key_value_heads": "num_heads", "rms_norm_eps": "layer_norm_epsilon"},
     defaults={
         "conv_kernel": 4,
         "eos_token_id": 2,

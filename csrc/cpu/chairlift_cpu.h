@@ -13,7 +13,7 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 5 };
+enum { CL_ABI_VERSION = 6 };
 
 // Dtype of a program's activations, KV and dense weights (a KV layer may have another kind). Sums are always float32.
 enum cl_dtype { CL_F32 = 0, CL_BF16 = 1 };
@@ -58,14 +58,23 @@ enum cl_op_kind {
   // what QKV does after its product, for rows in[T, (heads + 2 kv_heads) * head_dim]; flags: CL_ALL_HEADS
   CL_OP_HEADS = 19,
   // out[T, n] = causal convolution over k tokens of each channel, with the states of `layer`. The input is in[T, n]; with
-  // CL_GATED it is b * x of in[T, 3 n] = (b, c, x), and the sum is multiplied with c. weight float32 [k, n]; flag CL_SILU
+  // CL_GATED it is b * x of in[T, 3 n] = (b, c, x), and the sum is multiplied with c. weight float32 [k, n]; flag CL_SILU.
+  // The input begins at column `window`
   CL_OP_SHORT_CONV = 20,
+  // out[T, n] = scan of Mamba-2 over in[T, n + 2 kv_heads k] = (x, B, C) and the steps of `heads` heads of head_dim from
+  // column `window` of aux on, with kv_heads groups and states [heads, k, head_dim] float32 of `layer`. float32 [heads]:
+  // weight (A_log), bias (of steps), q_norm (D). Steps lie between scale and cap
+  CL_OP_MAMBA_SCAN = 24,
+  // out[T, n] = rms_norm(in * silu(aux)) * weight[n] (float32), with one mean for each of `heads` groups, and eps; flag
+  // CL_NORM_FIRST. Without a weight it is in * silu(aux)
+  CL_OP_GATED_NORM = 25,
 };
 enum {
   CL_PACKED = 1,     // the weight is packed
   CL_POSITIONS = 2,  // rows by positions, not by token_ids
   CL_GATED = 8,      // SHORT_CONV: the input is (b, c, x)
   CL_SILU = 16,      // SHORT_CONV: silu of the sum
+  CL_NORM_FIRST = 32,  // GATED_NORM: rms_norm(in) * silu(aux)
   CL_ALL_HEADS = 4,  // q_norm [heads * head_dim] and k_norm [kv_heads * head_dim] are norms over all heads together
 };
 enum cl_activation { CL_NONE = 0, CL_GELU = 1, CL_GELU_TANH = 2, CL_RELU = 3, CL_RELU_SQUARED = 4 };

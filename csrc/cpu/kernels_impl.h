@@ -6,6 +6,7 @@
 #include "experts.h"
 #include "head.h"
 #include "linear.h"
+#include "mamba2.h"
 #include "recurrent.h"
 
 namespace CL_NS {
@@ -50,6 +51,8 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
       case CL_OP_SCALE: scale<T>(op, program, share); break;
       case CL_OP_HEADS: heads<T>(op, program, batch, share); break;
       case CL_OP_SHORT_CONV: short_conv<T>(op, program, batch, thread, pool.num_threads()); break;
+      case CL_OP_MAMBA_SCAN: mamba_scan<T>(op, program, batch, thread, pool.num_threads()); break;
+      case CL_OP_GATED_NORM: gated_norm<T>(op, program, batch, thread, pool.num_threads()); break;
       case CL_OP_ATTENTION:
         attention<T>(pool, thread, op, program, batch, plan, scratch.attention, fetches_far());
         kv.look(i + 1, end_op);

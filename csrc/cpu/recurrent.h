@@ -84,7 +84,7 @@ static void short_conv(const cl_op& op, const cl_program& program, const cl_batc
     const RowState state(layer, batch, row);
     for (int lane = share.begin; lane < share.end; lane++) {
       const int channel = lane * LANES;
-      const T* from = in + first * in_stride + channel;
+      const T* from = in + first * in_stride + op.window + channel;
       T* to = out + first * out_stride + channel;
       if (op.flags & CL_GATED)
         convolve<T, true>(op, state, channel, count, from, in_stride, to, out_stride);

@@ -42,11 +42,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mamba2-biases": (
         "mamba2",
-        {"use_bias": True, "conv_kernel": 3, "n_groups": 1, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-3},
+        {
+            **{"use_bias": True, "conv_kernel": 3, "n_groups": 1, "state_size": 32, "tie_word_embeddings": True},
+            "layer_norm_epsilon": 1e-3,
+        },
     ),
+    "mamba2-odd-sizes": ("mamba2", {"head_dim": 8, "num_heads": 16, "state_size": 7}),
     "mamba2-no-biases": ("mamba2", {"use_conv_bias": False, "time_step_limit": (0.3, 0.9)}),
 }
-CALLING_OUT: tuple[str, ...] = ("mamba2", "mamba2-biases", "mamba2-no-biases")
+CALLING_OUT: tuple[str, ...] = ("mamba2-odd-sizes",)
 """Those of which PyTorch computes a part between the native kernels."""
 WITHOUT_KV = ("mamba2",)
 """Families that never attend."""
@@ -66,6 +70,21 @@ def test_logits_and_greedy_answers_equal_transformers(variant: str, tmp_path: Pa
         notes = check_logprobs(model_dir, theirs, 1e-3, dtype="float32", kernels=kernels)
         lacking = [note for note in notes if note.startswith("the kernels lack")]
         assert bool(lacking) == (variant in CALLING_OUT and kernels != "torch"), notes
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "isa",
+    [pytest.param(isa, marks=pytest.mark.nightly) if number else isa for number, isa in enumerate(supported_isas())],
+)
+def test_each_path_scans_in_every_shape_of_heads(isa: str, tmp_path: Path) -> None:
+    """Heads of one vector, of two, and of three; groups that end inside a padded panel."""
+    for seed, (size, heads, groups) in enumerate(((16, 8, 2), (32, 4, 4), (48, 2, 1), (16, 5, 1))):
+        sizes = {"hidden_size": size * heads // 2, "head_dim": size, "num_heads": heads, "n_groups": groups}
+        state = 24 if heads == 5 else 16 if groups > 1 else 32
+        model_dir = tiny_hf_model(tmp_path, "mamba2", seed=seed, **sizes, state_size=state)
+        notes = check_logprobs(model_dir, hf_model(model_dir), 1e-3, dtype="float32", kernels=isa)
+        assert not any(note.startswith("the kernels lack") for note in notes), notes
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)

@@ -35,7 +35,9 @@ NAMES = [*FIRST, *(name for name, each in FAMILIES.items() if name not in FIRST 
 
 def config_of(family: str) -> dict[str, Any]:
     """``config.json`` of a tiny model of the family, as transformers writes it."""
-    own = {**tiny._FAMILY_DEFAULTS, **tiny.MORE_FAMILIES, **tiny.EXPERT_FAMILIES}.get(family, {})
+    own = {**tiny._FAMILY_DEFAULTS, **tiny.MORE_FAMILIES, **tiny.EXPERT_FAMILIES, **tiny.RECURRENT_FAMILIES}.get(
+        family, {}
+    )
     fields = {**tiny._DEFAULTS, "pad_token_id": None, **own, "architectures": None}
     if family in ("hunyuan_v1_dense", "ministral3"):  # their positions are stretched from a longer context
         fields.pop("max_position_embeddings")

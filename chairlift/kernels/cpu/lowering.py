@@ -20,6 +20,7 @@ from torch import Tensor
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
 from chairlift.kernels.cpu.packing import PANEL, PackedMatrix
+from chairlift.kernels.mamba2 import Mamba2
 from chairlift.kernels.recording import Node, Op, Value, add, attention, recurrence
 from chairlift.kernels.short_conv import ShortConv
 
@@ -44,6 +45,8 @@ class OpKind(enum.IntEnum):
     SCALE = 18
     HEADS = 19
     SHORT_CONV = 20
+    MAMBA_SCAN = 24
+    GATED_NORM = 25
 
 
 class OpFlag(enum.IntFlag):
@@ -54,6 +57,7 @@ class OpFlag(enum.IntFlag):
     ALL_HEADS = 4
     GATED = 8
     SILU = 16
+    NORM_FIRST = 32
 
 
 class Activation(enum.IntEnum):
@@ -84,6 +88,8 @@ class FusedOp:
     norm_offset: float = 0.0
     """Number added to the weights of norms."""
     rotary: Value | None = None
+    part: int = 0
+    """Part of the layer's recurrent states that it reads and writes."""
     experts: dict[str, Any] | None = None
     """Attributes of an ``ops.experts`` node."""
     call: Node | None = None
@@ -114,7 +120,7 @@ def lower(nodes: Sequence[Node], output: Value) -> Plan:
 def narrow_at(ops: Sequence[FusedOp], output: Value) -> tuple[int, set[Value]]:
     """Index of the first operation after which tokens do not depend on each other, and the activations read from there
     on."""
-    shared = (OpKind.EMBED, OpKind.ROTARY, OpKind.QKV, OpKind.HEADS, OpKind.SHORT_CONV)
+    shared = (OpKind.EMBED, OpKind.ROTARY, OpKind.QKV, OpKind.HEADS, OpKind.SHORT_CONV, OpKind.MAMBA_SCAN)
     recurrent = [op.call is not None and op.call.op is recurrence for op in ops]
     at = max((i for i, op in enumerate(ops) if op.kind in shared or recurrent[i]), default=-1) + 1
     read = {value for op in ops[at:] for value in op.inputs} | {output}
@@ -286,24 +292,54 @@ def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
 def _recurrence(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     """A recurrent layer: those whose cell has no kernel are computed in plain torch, on the same states."""
     make = _CELLS.get(type(node.attributes["cell"]))
-    found = None if make is None else make(node, node.attributes["cell"])
-    yield from _call(fuser, node) if found is None else (found,)
+    yield from (None if make is None else make(node, node.attributes["cell"], node.out)) or _call(fuser, node)
 
 
-def _short_conv(node: Node, cell: ShortConv) -> FusedOp | None:
+def _short_conv(node: Node, cell: ShortConv, out: Value, column: int = 0) -> list[FusedOp]:
+    """The convolution of the input from ``column`` on; empty if its sizes have no kernel."""
     channels, taps = cell.channels, cell.taps
     if channels % PANEL or taps > MOST_TAPS:
-        return None
+        return []
     flags = (OpFlag.GATED if cell.gated else 0) | (OpFlag.SILU if cell.silu else 0)
-    fields = {"n": channels, "k": taps, "layer": node.attributes["layer"], "flags": int(flags)}
+    fields = {"n": channels, "k": taps, "layer": node.attributes["layer"], "flags": int(flags), "window": column}
     weight = cell.weight.detach().view(channels, taps).t()
-    return FusedOp(OpKind.SHORT_CONV, node.out, node.inputs, fields, weight, bias=cell.bias)
+    return [FusedOp(OpKind.SHORT_CONV, out, node.inputs, fields, weight, bias=cell.bias)]
+
+
+def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
+    """The convolution, the scan, and the gate with its norm; empty if their sizes have no kernel."""
+    shape, recorder, given = cell.shape, out.recorder, node.inputs[0]
+    mixed, scanned = Value(recorder, "rows", shape.channels), Value(recorder, "rows", shape.inner)
+    conv = _short_conv(node, cell.conv, mixed, shape.inner)
+    group = shape.inner // shape.norm_groups
+    if not conv or shape.head_dim % LANES or shape.state_size % 2 or shape.state_size > MOST_STATE or group % LANES:
+        return []
+    least, most = shape.time_limit
+    scan = FusedOp(
+        OpKind.MAMBA_SCAN,
+        scanned,
+        (mixed, given),
+        {
+            **{"n": shape.inner, "k": shape.state_size, "heads": shape.heads, "kv_heads": shape.groups},
+            **{"head_dim": shape.head_dim, "window": shape.inner + shape.channels, "layer": node.attributes["layer"]},
+            **{"scale": least, "cap": most},
+        },
+        cell.a_log,
+        bias=cell.dt_bias,
+        q_norm=cell.skip,
+        part=1,
+    )
+    flags = int(OpFlag.NORM_FIRST) if shape.norm_first else 0
+    fields = {"n": shape.inner, "heads": shape.norm_groups, "eps": shape.norm_eps, "flags": flags}
+    return [*conv, scan, FusedOp(OpKind.GATED_NORM, out, (scanned, given), fields, cell.norm)]
 
 
 MOST_TAPS = 8
 """``MOST_TAPS`` of ``csrc/cpu/recurrent.h``."""
+LANES, MOST_STATE = 16, 256
+"""``LANES`` and ``MOST_STATE`` of ``csrc/cpu/mamba2.h``."""
 
-_CELLS: dict[type, Callable[[Node, Any], FusedOp | None]] = {ShortConv: _short_conv}
+_CELLS: dict[type, Callable[[Node, Any, Value], list[FusedOp]]] = {Mamba2: _mamba2, ShortConv: _short_conv}
 """Cells of recurrent layers that have a native kernel."""
 
 _GATED: dict[Op[..., Any], OpKind] = {

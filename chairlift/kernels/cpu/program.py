@@ -39,7 +39,8 @@ class StepProgram:
 
     ``isa`` is one of :data:`~chairlift.kernels.cpu.library.ISA_NAMES`; a step has at most ``max_tokens`` tokens. The
     memory that ``kv_layers`` points to belongs to the caller and must outlive the program. ``states`` are the parts of
-    the states of recurrent layers, by layer, for cells without a kernel. ``adapters`` are those that steps may name,
+    the states of recurrent layers, by layer, for cells without a kernel; ``parts`` maps (layer, part) to the place of a
+    part in ``kv_layers``. ``adapters`` are those that steps may name,
     for ``max_tokens`` and :data:`SPARE_ROWS` tokens.
     """
 
@@ -53,6 +54,7 @@ class StepProgram:
         isa: str,
         max_tokens: int,
         states: Mapping[int, tuple[Tensor, ...]] | None = None,
+        parts: Mapping[tuple[int, int], int] | None = None,
         adapters: LowRankTable | None = None,
     ) -> None:
         self._library = lib.require()
@@ -64,7 +66,7 @@ class StepProgram:
         """The step that ``_batch`` points to."""
         self._batch = lib.Batch()
         self._recorder = recorder
-        self._states = states or {}
+        self._states, self._parts = states or {}, parts or {}
         self._state_layers = {layer: (kv_layers[layer].group, kv_layers[layer].block_size) for layer in self._states}
         self.plan = lower(recorder.nodes, output)
         self._kept: list[Any] = []
@@ -216,6 +218,8 @@ class StepProgram:
             rotary=-1 if op.rotary is None else self._rotary[op.rotary],
             **op.fields,
         )
+        if op.part:
+            struct.layer = self._parts[op.fields["layer"], op.part]
         if op.kind == OpKind.ROTARY:
             struct.layer = self._rotary[op.out]
         if isinstance(op.weight, PackedMatrix):
