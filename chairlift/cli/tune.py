@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"cannot make the directory {args.output}: {error.strerror}; give another --output") from None
     from chairlift.engine.clock import SystemClock
     from chairlift.workbench.bench.machine import describe_machine
+    from chairlift.workbench.bench.plots import has_matplotlib
     from chairlift.workbench.bench.report import text
     from chairlift.workbench.bench.tune import Question, tune
     from chairlift.workbench.bench.tune_report import Answer, config_lines, printed, tune_report
@@ -136,7 +137,10 @@ def run(args: argparse.Namespace) -> int:
         output=args.output,
     )
     report = tune_report(answer)
-    for file, whole in (("chairlift.yaml", "\n".join(config_lines(answer)) + "\n"), ("report.html", report.html())):
+    files = {"chairlift.yaml": "\n".join(config_lines(answer)) + "\n"}
+    if has_matplotlib():
+        files["report.html"] = report.html()
+    for file, whole in files.items():
         with replacing(args.output / file) as opened:
             opened.write(whole)
     state.report = dict(report.record)

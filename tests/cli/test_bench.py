@@ -184,3 +184,10 @@ def test_without_kernels_it_says_what_to_do(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("chairlift: error: there are no kernels to measure: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_page_with_charts_needs_the_extra(chairlift: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    code, out, err = chairlift("bench", "offline", "hashlm", "--num-prompts", "2", "--html", tmp_path / "page.html")
+    assert (code, out) == (2, [])
+    assert err[0].endswith("not installed; leave it out, or pip install 'chairlift[charts]'")

@@ -11,6 +11,7 @@ matplotlib is imported when a chart is drawn, and none of its global state is us
 from __future__ import annotations
 
 import html
+import importlib.util
 import io
 import itertools
 import math
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from chairlift.errors import ConfigError
 from chairlift.writing import replacing
 
-__all__ = ["SERIES_COLOURS", "Figure", "bars", "cdf", "histogram", "lines", "scatter", "write_png"]
+__all__ = ["SERIES_COLOURS", "Figure", "bars", "cdf", "has_matplotlib", "histogram", "lines", "scatter", "write_png"]
 
 Values = NDArray[np.float64]
 Point = tuple[float, float, str]
@@ -109,6 +110,11 @@ class Figure:
         canvas = _canvas(self._height)
         self._draw(canvas.add_subplot(facecolor="none"))
         return canvas
+
+
+def has_matplotlib() -> bool:
+    """Whether charts can be drawn here."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def _canvas(height: float) -> Any:

@@ -347,7 +347,10 @@ def printed(answer: Answer) -> Iterator[Text | Table]:
         notes.insert(0, f"{findings.full_count:,} requests, {crowd}, {rounds}; medians")
     if notes:
         yield Text("\n".join(notes))
-    yield Text(f"{verdict(answer)}\n{answer.output} has chairlift.yaml, report.html, tune.json")
+    files = "chairlift.yaml, report.html, tune.json"
+    if not plots.has_matplotlib():
+        files = "chairlift.yaml, tune.json; for report.html with its charts: pip install 'chairlift[charts]'"
+    yield Text(f"{verdict(answer)}\n{answer.output} has {files}")
 
 
 def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:
