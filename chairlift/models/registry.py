@@ -21,6 +21,7 @@ from chairlift.models.granite import GRANITE
 from chairlift.models.granitemoe import GRANITEMOE
 from chairlift.models.helium import HELIUM
 from chairlift.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
+from chairlift.models.hyperclovax import HYPERCLOVAX
 from chairlift.models.internlm3 import INTERNLM3
 from chairlift.models.lfm2 import LFM2
 from chairlift.models.llama import LLAMA
@@ -69,6 +70,7 @@ FAMILIES: dict[str, Family] = {
         HELIUM,
         HUNYUAN_V1_DENSE,
         IDEFICS3,
+        HYPERCLOVAX,
         INTERNLM3,
         LFM2,
         LLAMA,

@@ -165,6 +165,10 @@ def test_frequency_divisors_of_llama_3(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (
+            {"general.architecture": "phi2"},
+            "architecture 'phi2' is not supported; supported: llama, qwen2, qwen3, gemma",
+        ),
+        (
             {"general.architecture": "mamba"},
             "architecture 'mamba' is not supported; supported: llama, qwen2, qwen3, gemma",
         ),

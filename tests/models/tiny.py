@@ -66,6 +66,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {},
     "helium": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 32},
+    "hyperclovax": {"head_dim": 32},
     "internlm3": {"head_dim": 32},
     "ministral": {"head_dim": 32, "sliding_window": 9},
     "ministral3": {"head_dim": 32},

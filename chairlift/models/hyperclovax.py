@@ -1,0 +1,43 @@
+"""HyperCLOVA X SEED (NAVER, 2025): Granite with norms behind the branches too; logits are multiplied, not divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chairlift.models.family import SPLIT_NAMES, Family, Fields
+from chairlift.models.granite import GRANITE
+from chairlift.models.llama import LLAMA
+
+__all__ = ["HYPERCLOVAX"]
+
+
+def _read(fields: Fields, layers: int) -> dict[str, Any]:
+    keys = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+    embedding, residual, logits = (fields.number(key, 0.0, 1e6, default=1.0) for key in keys)
+    scale = fields.optional_number("attention_multiplier", 0.0, 1e6)
+    return {
+        **LLAMA.read(fields, layers),
+        **({} if scale is None else {"layer_scales": (scale,) * layers}),
+        "block": "both" if fields.boolean("use_post_norm", True) else "pre",
+        "embedding_scale": embedding,
+        "residual_scale": residual,
+        "logit_scale": logits,
+    }
+
+
+_LAYER = "model.layers.*"
+
+HYPERCLOVAX = Family(
+    model_type="hyperclovax",
+    architecture="HyperCLOVAXForCausalLM",
+    models="HyperCLOVA X SEED Think",
+    differences="as `granite`, with norms before and behind the branches",
+    read=_read,
+    defaults=GRANITE.defaults,
+    own_keys=(*GRANITE.own_keys, "use_post_norm"),
+    tensors={
+        **SPLIT_NAMES,
+        f"{_LAYER}.attention_out_norm": (f"{_LAYER}.post_norm1",),
+        f"{_LAYER}.mlp_out_norm": (f"{_LAYER}.post_norm2",),
+    },
+)
