@@ -41,6 +41,7 @@ class Run:
         self.compiling: list[float] = []
         self.masks: list[float] = []
         self.refused: Counter[str] = Counter()
+        self.limited: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self._compiler.compile(StructuredOutputsParams(choice=["x"]).value)
@@ -62,6 +63,7 @@ class Run:
             kind = "valid" if test["valid"] else "invalid"
             if test["valid"] and not accepted and _LIMIT.search(reason):
                 self.counts["valid, ended by a limit"] += 1
+                self.limited[_kind(reason)] += 1
                 continue
             self.counts[f"{kind}, {'accepted' if accepted else 'refused'}"] += 1
             if accepted != test["valid"]:
@@ -111,6 +113,8 @@ def main() -> int:
         print(f"  {count:5,}  {reason}")
     for name, count in sorted(run.counts.items()):
         print(f"{name}: {count:,}")
+    for reason, count in run.limited.most_common():
+        print(f"  {count:5,}  {reason}")
     for name, times in (("compile", run.compiling), ("mask", run.masks)):
         p50, p99, worst = (1e3 * value for value in np.quantile(times, [0.5, 0.99, 1]))
         print(f"{name}: {len(times):,}, p50 {p50:.3f} ms, p99 {p99:.3f} ms, worst {worst:.1f} ms")

@@ -29,7 +29,7 @@ _WHITESPACE: Final = "[ \\n\\t]{0,8}"
 """Whitespace between the parts of a JSON text. Without a limit, models write blanks up to ``max_tokens``."""
 _LIMITS: Final[dict[str, Any]] = {
     "max_grammar_size": 20_000,
-    "step_max_items": 10_000,
+    "step_max_items": 50_000,
     "max_items_in_row": 1_000,
     "verbose_errors": False,
 }
