@@ -451,6 +451,7 @@ class EngineCore(EngineClient):
             num_offloaded_blocks=self.kv.num_offloaded,
             **self._draft_counts(),
             **self._adapter_counts(),
+            **self._grammar_counts(),
             num_brought_back_blocks=self.kv.num_brought_back,
             num_late_dropped=scheduler.num_past_deadline if scheduler.drop_late else 0,
             num_late_downgraded=0 if scheduler.drop_late else scheduler.num_past_deadline,
@@ -487,6 +488,17 @@ class EngineCore(EngineClient):
             "num_adapter_reads": adapters.num_reads,
             "num_adapter_hits": adapters.num_hits,
             "num_adapter_evictions": adapters.num_evictions,
+        }
+
+    def _grammar_counts(self) -> dict[str, Any]:
+        grammars = self.grammars
+        return {
+            "num_grammars_compiled": grammars.num_compiled,
+            "num_grammar_hits": grammars.num_hits,
+            "num_grammars_failed": grammars.num_failed,
+            "grammar_compile_seconds": grammars.compile_seconds,
+            "num_thinking_limited": grammars.num_limited,
+            "num_thinking_ended": grammars.num_ended_thinking,
         }
 
     def _note_shares(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -109,6 +110,10 @@ class Grammars:
         self._decoding: list[HeldPlace] = []
         self.num_compiled = self.num_hits = self.num_failed = 0
         """Grammars compiled; requests whose grammar was cached; grammars that failed."""
+        self.compile_seconds = 0.0
+        """Time of all compilations that this object timed: those on its own thread, and those of :meth:`check`."""
+        self.num_limited = self.num_ended_thinking = 0
+        """Answers with a thinking budget that have left; those whose reasoning the budget ended."""
 
     def __len__(self) -> int:
         """Number of answers that have a matcher."""
@@ -123,7 +128,8 @@ class Grammars:
     def check(self, grammar: Grammar) -> None:
         """Compile the grammar now, unless it is cached. Raises RequestError."""
         if grammar.key not in self._kept:
-            self._keep(grammar, self._compiler_of().compile(grammar))
+            compiler = self._compiler_of()
+            self._keep(grammar, self._timed(lambda: compiler.compile(grammar)))
 
     def add(self, requests: Sequence[Request], grammar: Grammar) -> None:
         """Set the grammar of the answers of one request. Answers that must wait for the compiler are marked as not
@@ -178,7 +184,9 @@ class Grammars:
 
     def forget(self, request_id: str) -> None:
         """Drop a request that has left."""
-        self._rows.pop(request_id, None)
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self._count_thinking(row)
 
     def shutdown(self) -> None:
         """Drop all requests, and end the threads."""
@@ -194,7 +202,21 @@ class Grammars:
         return self._compiler
 
     def _submit(self, work: Callable[[], Compiled]) -> Future[Compiled]:
-        return self._thread("compile").submit(work) if self._beside is None else self._beside(work)
+        if self._beside is not None:
+            return self._beside(work)
+        return self._thread("compile").submit(self._timed, work)
+
+    def _timed(self, work: Callable[[], Compiled]) -> Compiled:
+        begin = time.perf_counter()
+        try:
+            return work()
+        finally:
+            self.compile_seconds += time.perf_counter() - begin
+
+    def _count_thinking(self, row: GrammarRow) -> None:
+        if isinstance(row.matcher, ThinkingMatcher):
+            self.num_limited += 1
+            self.num_ended_thinking += row.matcher.was_ended
 
     def _thread(self, name: str) -> ThreadPoolExecutor:
         if name not in self._threads:
@@ -315,7 +337,7 @@ class Grammars:
             matcher = row.matcher
             done = isinstance(matcher, ThinkingMatcher) and matcher.is_over
             if done and matcher.num_consumed <= row.request.num_output_tokens:
-                self._rows.pop(row.request.request_id, None)
+                self.forget(row.request.request_id)
                 self._decode_rows, self._decoding = (), []
                 row.request.is_guided = False
         return [

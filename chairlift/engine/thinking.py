@@ -54,6 +54,11 @@ class ThinkingMatcher:
         """Whether there is nothing left to follow: the reasoning has ended, and there is no grammar."""
         return self._grammar is None and self._states[-1][0] == _OVER
 
+    @property
+    def was_ended(self) -> bool:
+        """Whether the reasoning used up the budget, so its end was forced."""
+        return any(phase == _INSIDE and count >= self._budget.max_tokens for phase, count in self._states)
+
     def consume(self, token_id: int) -> bool:
         if self._grammar is not None and not self._grammar.consume(token_id):
             self.error = self._grammar.error

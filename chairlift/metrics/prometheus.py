@@ -17,7 +17,15 @@ from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from chairlift.metrics.stats import DEADLINE_KINDS, FORECAST_RATIOS, Histogram, ReplicaStats, RequestStats
+from chairlift.metrics.stats import (
+    BATCH_OUTCOMES,
+    DEADLINE_KINDS,
+    FORECAST_RATIOS,
+    EngineStats,
+    Histogram,
+    ReplicaStats,
+    RequestStats,
+)
 
 __all__ = ["CONTENT_TYPE", "FINISH_REASONS", "REJECTION_REASONS", "CacheInfo", "render"]
 
@@ -126,6 +134,7 @@ def render(
     families = [*_gauges(names, stats, info, up, num_waiting), *_counters(names, stats), *_histograms(names, stats)]
     families += [*_drafts(names, stats), *_adapters(names, stats, up)]
     families += _old_names(names, stats, up) if prefix == "vllm" else []
+    families += [*_held(names, stats.engine), _batches(names, stats)]
     ours = _Names(_OURS, model_name)
     families += _ours(ours, stats, up, now, oldest_wait, num_tasks)
     families += _engine_process(ours, engine_pid) if not replicas else _replicas(ours, replicas)
@@ -370,6 +379,24 @@ def _adapters(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
     yield names.counter("lora_adapter_reads", "Adapters read from their files.", engine.num_adapter_reads)
     yield names.counter("lora_adapter_hits", "Requests whose adapter was in memory.", engine.num_adapter_hits)
     yield names.counter("lora_adapter_evictions", "Adapters that made room for others.", engine.num_adapter_evictions)
+
+
+def _held(names: _Names, engine: EngineStats) -> Iterator[Metric]:
+    """Grammars and thinking budgets."""
+    yield names.counter("grammars_compiled", "Grammars compiled.", engine.num_grammars_compiled)
+    yield names.counter("grammar_cache_hits", "Requests whose grammar was in the cache.", engine.num_grammar_hits)
+    yield names.counter("grammars_failed", "Grammars that could not be compiled.", engine.num_grammars_failed)
+    yield names.counter("grammar_compile_seconds", "Time of all compilations.", engine.grammar_compile_seconds)
+    text = "Answers with a thinking budget."
+    yield names.counter("thinking_budget_answers", text, engine.num_thinking_limited)
+    text = "Answers whose reasoning was ended by their budget."
+    yield names.counter("thinking_budget_ended", text, engine.num_thinking_ended)
+
+
+def _batches(names: _Names, stats: RequestStats) -> Metric:
+    text = "Requests of batches that were answered."
+    outcomes = {(name,): stats.batch_requests[name] for name in BATCH_OUTCOMES}
+    return names.counter_of("batch_requests", text, ("outcome",), outcomes.items())
 
 
 def _governor(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:

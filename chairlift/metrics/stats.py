@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 __all__ = [
+    "BATCH_OUTCOMES",
     "CAUSES",
     "DEADLINE_KINDS",
     "FORECAST_RATIOS",
@@ -25,6 +26,9 @@ DEADLINE_KINDS = ("ttft", "tpot", "deadline")
 
 FORECAST_RATIOS = (1.0, 1.25, 2.0)
 """Factors of the predicted wait within which a forecast counts as kept."""
+
+BATCH_OUTCOMES = ("completed", "failed")
+"""Outcomes of a batch's request: status 2xx, or another."""
 
 CAUSES = (
     *("front_door", "waiting_step", "waiting_slots", "waiting_blocks", "waiting_tokens", "waiting_reservation"),
@@ -125,6 +129,15 @@ class EngineStats:
     """Adapters read from their files; then requests whose adapter was in memory, and adapters that made room."""
     num_adapter_hits: int = 0
     num_adapter_evictions: int = 0
+    num_grammars_compiled: int = 0
+    num_grammar_hits: int = 0
+    """Requests whose grammar was compiled before."""
+    num_grammars_failed: int = 0
+    grammar_compile_seconds: float = 0.0
+    """Time of all compilations."""
+    num_thinking_limited: int = 0
+    """Answers with a thinking budget that have ended; the next field counts those whose reasoning it ended."""
+    num_thinking_ended: int = 0
     floor_share: float | None = None
     """Least possible time of the last steps on this machine divided by their time; None if the limits were not
     measured."""
@@ -226,6 +239,8 @@ class RequestStats:
         self.engine = EngineStats()
         """The newest state, with counters summed over restarts of the engine."""
         self.num_restarts = 0
+        self.batch_requests: Counter[str] = Counter()
+        """Requests of batches that were answered, by :data:`BATCH_OUTCOMES`."""
         self.num_lost = 0
         """Requests that died with the engine."""
         self.last_token_time: float | None = None
@@ -336,7 +351,7 @@ class RequestStats:
 _COUNTERS = tuple(
     field.name
     for field in dataclasses.fields(EngineStats)
-    if field.name.startswith(("num_", "prefix_")) and field.name not in ("num_running", "num_waiting")
+    if field.name.startswith(("num_", "prefix_", "grammar_")) and field.name not in ("num_running", "num_waiting")
 )
 _SUMMED = (
     *_COUNTERS,

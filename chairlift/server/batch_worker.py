@@ -215,6 +215,7 @@ class BatchWorker:
             message = "the API key that created the batch is no longer one of this server's"
             lost = error_line(line.custom_id, "invalid_api_key", message, line=pending.line)
             await self.call(lambda store: store.record(batch.id, pending.line, lost, False))
+            self._state.engine.stats.batch_requests["failed"] += 1
             return
         scope = _scope(batch.endpoint, line.body, f"{batch.id}-{pending.line}")
         scope[INSIDE] = {
@@ -235,6 +236,7 @@ class BatchWorker:
         answer = answer_line(line.custom_id, reply.status, reply.request_id, reply.body)
         good = 200 <= reply.status < 300
         await self.call(lambda store: store.record(batch.id, pending.line, answer, good))
+        self._state.engine.stats.batch_requests["completed" if good else "failed"] += 1
 
 
 def _scope(path: str, body: bytes, request_id: str) -> dict[str, Any]:

@@ -191,7 +191,11 @@ def test_a_compiler_that_dies_ends_its_requests_only(caplog: pytest.LogCaptureFi
 
 
 def test_equal_grammars_are_compiled_once(llm: LLM) -> None:
-    before = llm.engine.core.grammars.num_compiled
+    grammars = llm.engine.core.grammars
+    before, hits, seconds = grammars.num_compiled, grammars.num_hits, grammars.compile_seconds
     params = SamplingParams(structured_outputs={"choice": ["one", "two"]}, max_tokens=9)
     llm.generate(["a", "b", "c"], params)
-    assert llm.engine.core.grammars.num_compiled == before + 1
+    assert (grammars.num_compiled, grammars.num_hits) == (before + 1, hits + 3) and grammars.compile_seconds > seconds
+    stats = llm.engine.core.stats()
+    assert (stats.num_grammars_compiled, stats.num_grammar_hits) == (grammars.num_compiled, grammars.num_hits)
+    assert stats.grammar_compile_seconds == grammars.compile_seconds

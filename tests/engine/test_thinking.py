@@ -89,12 +89,16 @@ def test_who_ends_by_himself_is_left_alone(llm: LLM) -> None:
     free = llm.generate("Hi", asked(None, ignore_eos=True))[0].outputs[0].token_ids
     end = next(token for token in free[3:] if token not in free[: free.index(token)])
     place = free.index(end)
+    grammars = llm.engine.core.grammars
+    limited, ended = grammars.num_limited, grammars.num_ended_thinking
     same = llm.generate("Hi", asked(ThinkingBudget(max_tokens=place, end=end, after=AFTER), ignore_eos=True))[0]
     forced = llm.generate("Hi", asked(ThinkingBudget(max_tokens=place - 1, end=end, after=AFTER), ignore_eos=True))[0]
     assert same.outputs[0].token_ids[: place + 1] == free[: place + 1]
     assert forced.outputs[0].token_ids[place - 1 : place + 2] == [end, *AFTER]
     later = llm.generate("Hi", asked(ThinkingBudget(max_tokens=place + 1, end=end, after=AFTER), ignore_eos=True))[0]
     assert later.outputs[0].token_ids == free
+    # In two of three the budget was used up; in the first of them the model ended at the same place.
+    assert (grammars.num_limited, grammars.num_ended_thinking) == (limited + 3, ended + 2)
 
 
 def test_reasoning_that_begins_late_or_never_is_content(llm: LLM) -> None:

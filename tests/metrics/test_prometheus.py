@@ -210,6 +210,30 @@ def test_adapters_are_named_where_they_are_served() -> None:
         assert value(found, "chairlift:lora_adapter_reads_total") == 7
 
 
+def test_grammars_thinking_and_batches_are_counted_over_restarts() -> None:
+    stats = RequestStats()
+    counted = EngineStats(
+        num_grammars_compiled=3,
+        num_grammar_hits=9,
+        num_grammars_failed=1,
+        grammar_compile_seconds=0.25,
+        num_thinking_limited=5,
+        num_thinking_ended=4,
+    )
+    stats.step(counted)
+    stats.engine_died()
+    stats.step(counted)
+    stats.batch_requests["failed"] += 2
+    found = samples(stats)
+    for name, expected in (
+        *(("grammars_compiled", 6), ("grammar_cache_hits", 18), ("grammars_failed", 2)),
+        *(("grammar_compile_seconds", 0.5), ("thinking_budget_answers", 10), ("thinking_budget_ended", 8)),
+    ):
+        assert value(found, f"chairlift:{name}_total") == expected
+    assert value(found, "chairlift:batch_requests_total", outcome="failed") == 2
+    assert value(found, "chairlift:batch_requests_total", outcome="completed") == 0
+
+
 def test_promises_are_counted_by_class_and_kind() -> None:
     stats = RequestStats()
     stats.step(

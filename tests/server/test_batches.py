@@ -107,6 +107,7 @@ def test_a_batch_is_answered_in_the_class_that_can_wait(kept: Kept) -> None:
     assert (batch.status, batch.endpoint, batch.model) == ("completed", TEXT, "fake")
     counts = batch.request_counts
     assert (counts.total, counts.completed, counts.failed) == (28, 20, 8)
+    assert kept.engine.stats.batch_requests == {"completed": 20, "failed": 6}  # two lines are no requests
     output, errors = kept.lines(batch.output_file_id), kept.lines(batch.error_file_id)
     assert [each["custom_id"] for each in output] == [f"r{i}" for i in range(20)]
     for i, each in enumerate(output):
