@@ -82,8 +82,6 @@ class NativeModelRunner:
         self.program = StepProgram(recorder, hidden, layers, pool, **how)
         self.calls = self.program.plan.calls
         """Names of the operations that plain torch computes."""
-        self.expert_counts = self.program.expert_counts
-        """Tokens per layer and expert so far; see :class:`~chairlift.kernels.cpu.program.StepProgram`."""
         body = len(recorder.nodes)
         model.compute_logits(hidden)
         head = recorder.nodes[body:]
@@ -103,6 +101,11 @@ class NativeModelRunner:
         if draft is not None:
             more = {"isa": isa, "max_tokens": max_tokens, "kv": self._kv, "first_layer": len(spec)}
             self.draft = NativeModelRunner(draft, plan, dtype, pool, **more)  # type: ignore[arg-type]
+
+    @property
+    def expert_counts(self) -> npt.NDArray[np.int64] | None:
+        """Tokens per layer and expert so far; see :class:`~chairlift.kernels.cpu.program.StepProgram`."""
+        return self.program.expert_counts
 
     def forward(self, batch: StepBatch) -> Tensor:
         """Hidden states [K, D] of the tokens in :func:`_kept`. The next step overwrites them."""

@@ -60,8 +60,7 @@ class StepProgram:
         self._library = lib.require()
         self._adapters = adapters
         self._adapter_rows: npt.NDArray[np.int32] | None = None
-        self._pool = pool
-        self._max_tokens = max_tokens
+        self._pool, self._max_tokens = pool, max_tokens
         self._step: StepBatch | None = None
         """The step that ``_batch`` points to."""
         self._batch = lib.Batch()
