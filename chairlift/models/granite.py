@@ -7,18 +7,22 @@ from typing import Any
 from chairlift.models.family import Family, Fields
 from chairlift.models.llama import LLAMA
 
-__all__ = ["GRANITE"]
+__all__ = ["GRANITE", "read_factors"]
 
 
-def _read(fields: Fields, layers: int) -> dict[str, Any]:
+def read_factors(fields: Fields, layers: int) -> dict[str, Any]:
+    """Factors of scores, embeddings, branches and logits."""
     scale, embedding, residual, logits = (fields.number(key, 0.0, 1e6, default=1.0) for key in _FACTORS)
     return {
-        **LLAMA.read(fields, layers),
         "layer_scales": (scale,) * layers,
         "embedding_scale": embedding,
         "residual_scale": residual,
         "logit_scale": 1 / logits,
     }
+
+
+def _read(fields: Fields, layers: int) -> dict[str, Any]:
+    return {**LLAMA.read(fields, layers), **read_factors(fields, layers)}
 
 
 _FACTORS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")

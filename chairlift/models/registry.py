@@ -19,6 +19,7 @@ from chairlift.models.gpt_neox import GPT_NEOX
 from chairlift.models.gpt_oss import GPT_OSS
 from chairlift.models.granite import GRANITE
 from chairlift.models.granitemoe import GRANITEMOE
+from chairlift.models.granitemoehybrid import GRANITEMOEHYBRID
 from chairlift.models.helium import HELIUM
 from chairlift.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from chairlift.models.hyperclovax import HYPERCLOVAX
@@ -67,6 +68,7 @@ FAMILIES: dict[str, Family] = {
         GPT_OSS,
         GRANITE,
         GRANITEMOE,
+        GRANITEMOEHYBRID,
         HELIUM,
         HUNYUAN_V1_DENSE,
         IDEFICS3,

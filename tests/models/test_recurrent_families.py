@@ -40,6 +40,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2",
         {"layer_types": ["conv", "conv", "full_attention"], "num_hidden_layers": 3, "tie_word_embeddings": False},
     ),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid",
+        {
+            **{"num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True},
+            **{"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "mamba_proj_bias": True},
+        },
+    ),
+    "granitemoehybrid-attention-last": (
+        "granitemoehybrid",
+        {"layer_types": ["linear_attention"] * 2 + ["full_attention"], "mamba_n_groups": 2, "mamba_d_state": 16},
+    ),
     "mamba2-biases": (
         "mamba2",
         {

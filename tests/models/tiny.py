@@ -112,6 +112,16 @@ EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Families with experts, which test_expert_families.py compares with transformers."""
 RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        "attention_multiplier": 0.25,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_d_state": 32,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 8,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 5,
+        "shared_intermediate_size": 64,
+    },
     "lfm2": {
         "block_multiple_of": 32,
         "layer_types": ["conv", "full_attention", "conv", "conv"],
