@@ -6,7 +6,6 @@ import base64
 import binascii
 import io
 import re
-import warnings
 from typing import Any, Final
 
 from chairlift.errors import RequestError
@@ -51,11 +50,9 @@ def decode_image(where: str, data: bytes) -> Any:
     if len(data) > MAX_BYTES:
         raise RequestError(f"{where} has {len(data):,} bytes; an image file may have {MAX_BYTES:,}")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the limit on pixels is checked below
-            image = pillow.open(io.BytesIO(data), formats=FORMATS)
-    except pillow.DecompressionBombError:
-        raise RequestError(_too_large(where, "more than twice Pillow's limit of")) from None
+        image = pillow.open(io.BytesIO(data), formats=FORMATS)
+    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning):  # the warning where it is made an error
+        raise RequestError(_too_large(where, f"more than {pillow.MAX_IMAGE_PIXELS:,}")) from None
     except Exception:  # each decoder raises errors of its own
         raise RequestError(f"{where} is no image that can be read; {_HINT}") from None
     return to_rgb(where, image)
@@ -74,15 +71,17 @@ def to_rgb(where: str, image: Any) -> Any:
     width, height = image.size
     if not 1 <= width * height <= MAX_PIXELS:
         raise RequestError(_too_large(where, f"{width} x {height} ="))
-    if getattr(image, "n_frames", 1) != 1:
-        raise RequestError(f"{where} is animated or has several pages; send one of them")
     try:
+        if getattr(image, "n_frames", 1) != 1:
+            raise RequestError(f"{where} is animated or has several pages; send one of them")
         image.load()
         image = ImageOps.exif_transpose(image)
         if image.mode in _DEEP:  # Pillow would cut values off at 255
             return _scaled(image).convert("RGB")
         return image.convert("RGB")
-    except Exception as error:
+    except RequestError:
+        raise
+    except Exception as error:  # each decoder raises errors of its own
         raise RequestError(
             f"{where} is damaged or incomplete ({type(error).__name__}: {str(error)[:80]}); {_HINT}"
         ) from None

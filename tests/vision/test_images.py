@@ -17,8 +17,9 @@ from PIL import Image
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from chairlift.errors import ModelLoadError, RequestError
+from chairlift.errors import ConfigError, ModelLoadError, RequestError
 from chairlift.models.vision_files import read_processor
+from chairlift.quantize.run import quantize_model
 from chairlift.vision.chats import take_images
 from chairlift.vision.decode import MAX_PIXELS, decode_image, from_data_url, to_rgb
 from chairlift.vision.processor import ImageProcessor, ImageSettings, place_images
@@ -88,6 +89,7 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "truncated jpeg": (lambda: file_of(picture(1, 200, 200), "JPEG")[:4000], "damaged or incomplete"),
     "broken": (lambda: bomb(8, 8), "damaged or incomplete"),
     "bomb": (lambda: bomb(8_000, 8_000), "pixels; an image may have"),
+    "larger bomb": (lambda: bomb(10_000, 10_000), "pixels; an image may have"),
     "large bomb": (lambda: bomb(60_000, 60_000), "pixels; an image may have"),
     "animated": (animated, "animated or has several pages"),
     "other format": (lambda: file_of(picture(1), "PPM"), "no image that can be read"),
@@ -103,6 +105,7 @@ def test_bad_files_are_refused_with_the_reason(case: str) -> None:
     assert str(error.value).startswith("messages[0].content[1].image_url.url")
 
 
+@pytest.mark.filterwarnings("ignore:::PIL")
 def test_every_truncated_file_is_refused_or_read() -> None:
     """Nothing but a RequestError comes out of the decoders."""
     for kind in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"):
@@ -239,3 +242,8 @@ def test_files_that_do_not_fit_the_encoder_are_refused(tmp_path: Path) -> None:
     (wrong / "preprocessor_config.json").unlink()
     with pytest.raises(ModelLoadError, match=r"has no preprocessor_config\.json"):
         read_processor(wrong, tiny_tokenizer())
+
+
+def test_writing_the_model_without_its_encoder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="reads images, and its encoder cannot be written"):
+        quantize_model(tiny_vlm(tmp_path / "model"), tmp_path / "out", "int8")
