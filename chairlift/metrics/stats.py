@@ -5,8 +5,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = [
     "BATCH_OUTCOMES",
@@ -157,7 +159,9 @@ def merge_stats(all_: Sequence[EngineStats]) -> EngineStats:
 
     ``step_tokens`` is 0, because no step belongs to all of them.
     """
-    total = EngineStats(**{name: sum(getattr(each, name) for each in all_) for name in _SUMMED})
+    sums = map(sum, zip(*map(_summed_of, all_), strict=True))
+    fields: dict[str, Any] = dict(zip(_SUMMED, sums, strict=False))  # without engines there are no sums: all are 0
+    total = EngineStats(**fields)
     total.preemption_rate = max((each.preemption_rate for each in all_), default=0.0)
     total.tenant_gap = max((each.tenant_gap for each in all_), default=0.0)
     total.watermark = max((each.watermark for each in all_), default=0.0)
@@ -357,3 +361,4 @@ _SUMMED = (
     *_COUNTERS,
     *("num_running", "num_waiting", "used_blocks", "cached_blocks", "free_blocks", "running_limit", "token_budget"),
 )
+_summed_of = operator.attrgetter(*_SUMMED)
