@@ -31,6 +31,7 @@ __all__ = [
     "bidirectional_attention",
     "call_out",
     "clip",
+    "columns",
     "copy_blocks",
     "embedding",
     "experts",
@@ -57,6 +58,7 @@ __all__ = [
     "rotate_and_norm",
     "scale",
     "scale_queries",
+    "sigmoid_gate",
     "silu_and_mul",
     "soft_cap",
     "write_kv",
@@ -158,6 +160,24 @@ def scale(x: Tensor, factor: float) -> Tensor:
 def clip(x: Tensor, limit: float) -> Tensor:
     """``x`` with each number limited to -limit to limit (OLMoE, for q, k and v)."""
     return x.clamp(-limit, limit)
+
+
+def _columns_width(x: Value, first: int, count: int) -> int:
+    if not 0 <= first <= first + count <= expect(x):
+        raise ValueError(f"columns {first} to {first + count} are not among the {x.width} of the rows")
+    return count
+
+
+@operation(_columns_width)
+def columns(x: Tensor, first: int, count: int) -> Tensor:
+    """``count`` columns of ``x`` [T, W] from ``first`` on, [T, count]."""
+    return x[:, first : first + count]
+
+
+@operation(lambda x, gate: expect(x, "rows", expect(gate)))
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)``, number by number (Qwen3-Next, for the results of attention)."""
+    return x * torch.sigmoid(gate)
 
 
 @operation(lambda x, cap: expect(x))

@@ -17,6 +17,7 @@ from chairlift.kernels.weights import PLAIN
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.linear import Matrix, Stack
+from chairlift.models.mixers import DeltaNetConfig, StoredPart
 from chairlift.models.registry import FAMILIES
 from chairlift.models.stored_rows import StoredRows, TransposedStack
 
@@ -86,9 +87,10 @@ def decoder_layout(model: nn.Module, config: ModelConfig, left_out: str = "") ->
     """
     family = FAMILIES[config.model_type]
     width, kv_width = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    order = _head_order(config)
+    order, gates = _head_order(config), width if config.output_gate else 0
     by_head = _by_head(order or tuple(range(config.head_dim)), config.num_attention_heads)
-    turned = {"qkv_proj": width + kv_width, "q_norm": width, "k_norm": kv_width} if order else {}
+    gated = _behind_gates(order or tuple(range(config.head_dim)), config.num_attention_heads)
+    turned = {"qkv_proj": gates + width + kv_width, "q_norm": width, "k_norm": kv_width} if order else {}
     parts: list[CheckpointPart] = []
     for parameter, tensor in model.named_parameters():
         if left_out and parameter.startswith(left_out):
@@ -98,22 +100,30 @@ def decoder_layout(model: nn.Module, config: ModelConfig, left_out: str = "") ->
         number = re.search(r"\d+", layer)
         names, module = family.tensors.get(kind, (kind,)), model.get_submodule(layer)
         stack = module.shape.stack if isinstance(module, Stack) else 1
-        counts = (
-            (width, kv_width, kv_width) if last == "qkv_proj" else (len(tensor) // stack // len(names),) * len(names)
-        )
+        stored = _stored_rows(config, layer)
+        if stored:
+            counts = tuple(rows for rows, _ in stored)
+        elif last == "qkv_proj":
+            counts = (gates + width, kv_width, kv_width)
+        else:
+            counts = (len(tensor) // stack // len(names),) * len(names)
         if "#" in names[0]:
             names = tuple(name.replace("#", str(member)) for member in range(stack) for name in names)
             counts, stack = counts * stack, 1
         counts = counts if len(names) > 1 else (len(tensor),)
         transposed = tensor.dim() == 2 and last in family.transposed
         start = 0
-        for name, count in zip(names, counts, strict=True):
+        for place, (name, count) in enumerate(zip(names, counts, strict=True)):
             whole = family.renamed.get(f"{kind}.{attribute}", f"{name}.{attribute}")
             whole = whole.replace("*", number.group() if number else "")
             shape, ordered = (count, *tensor.shape[1:]), min(count, max(turned.get(last, 0) - start, 0))
             how = (order, ordered) if ordered else ((), 0)
             if last == "qkv_proj" and family.qkv_by_head:
                 how = (by_head, len(by_head))
+            if last == "qkv_proj" and gates and start == 0:
+                how = (gated, len(gated))
+            if stored and stored[place][1]:
+                how = (stored[place][1], count)
             if last == "gate_up_proj" and family.paired_gates and stack > 1:
                 each = count // stack
                 how = ((*range(0, each, 2), *range(1, each, 2)), count)
@@ -155,6 +165,23 @@ def _by_head(order: tuple[int, ...], heads: int) -> tuple[int, ...]:
     return tuple(
         3 * size * head + size * i + row for i, rows in enumerate(kinds) for head in range(heads) for row in rows
     )
+
+
+def _behind_gates(order: tuple[int, ...], heads: int) -> tuple[int, ...]:
+    """Row of the checkpoint for each row of the gates of all heads, and then of q, if it stores q and gate by head.
+
+    ``order`` is that of the rows of a head of q.
+    """
+    size = len(order)
+    kinds = (tuple(range(size, 2 * size)), order)
+    return tuple(2 * size * head + row for rows in kinds for head in range(heads) for row in rows)
+
+
+def _stored_rows(config: ModelConfig, layer: str) -> list[StoredPart]:
+    """Tensors that fill a layer of a recurrent mixer; empty where they have equally many rows, and in other layers."""
+    found = re.fullmatch(r".*\.(\d+)\.mixer\.(\w+)", layer)
+    mixer = config.mixer(int(found[1])) if found else None
+    return mixer.stored(found[2]) if found and isinstance(mixer, DeltaNetConfig) else []
 
 
 def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:

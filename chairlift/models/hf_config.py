@@ -173,6 +173,8 @@ class ModelConfig:
     """c: a logit s becomes c tanh(s / c), before penalties and temperature."""
     sinks: bool = False
     """Whether each head has one more logit in its softmax, without a value (gpt-oss)."""
+    output_gate: bool = False
+    """Whether the result of each head of attention is multiplied by the sigmoid of a product (Qwen3-Next)."""
     query_scaling: tuple[float, int] | None = None
     """(beta, n): a query at position p is multiplied by 1 + beta ln(1 + floor(p / n)), as in Llama 4."""
     learned_positions: bool = False
@@ -237,6 +239,7 @@ class ModelConfig:
     def step_bytes(self, itemsize: int) -> int:
         """Bytes per token of the intermediate results in the widest layer, with numbers of ``itemsize`` bytes."""
         heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        heads += 2 * self.num_attention_heads * self.head_dim * self.output_gate
         count = (heads + 3 * self.intermediate_size + 4 * self.hidden_size) * itemsize
         if self.experts is not None:  # results of each chosen expert, and three times the inner width of one
             chosen = self.experts.routing.top_k * self.hidden_size

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-__all__ = ["Mamba2Config", "MixerConfig", "ShortConvConfig"]
+__all__ = ["DeltaNetConfig", "Mamba2Config", "MixerConfig", "ShortConvConfig", "StoredPart"]
+
+StoredPart = tuple[int, tuple[int, ...]]
+"""Rows of one tensor of a checkpoint, and for each row of a layer here its row in that tensor (empty: the same)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,5 +68,57 @@ class Mamba2Config:
         return before + conv + 3 * self.heads + self.inner * self.norm, hidden * self.bias
 
 
-MixerConfig = ShortConvConfig | Mamba2Config
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetConfig:
+    """A gated delta net (Qwen3-Next): a memory [key_dim, value_dim] in each of ``value_heads`` heads."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    """Tokens that the convolution of q, k and v spans."""
+    by_key_head: bool
+    """Whether a checkpoint stores the rows of q, k, v and the gate head by head of keys, and so those of the rates
+    (Qwen3-Next), or a tensor for each (Qwen3.5)."""
+
+    @property
+    def channels(self) -> int:
+        """Columns of q, k and v together."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def products(self, hidden: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(out, in) of the products before the state, and of those after it."""
+        values = self.value_heads * self.value_dim
+        return [(self.channels + values, hidden), (2 * self.value_heads, hidden)], [(hidden, values)]
+
+    def num_plain(self, hidden: int) -> tuple[int, int]:
+        """Numbers of other weights: before and in the state (including the norm behind it), and after it."""
+        return self.channels * self.taps + 2 * self.value_heads + self.value_dim, 0
+
+    def stored(self, layer: str) -> list[StoredPart]:
+        """Tensors that fill ``layer``, the last name of a module, in order; empty: they have equally many rows."""
+        values = self.value_heads * self.value_dim
+        if layer == "in_proj":
+            if not self.by_key_head:
+                return [(self.channels, ()), (values, ())]
+            each = values // self.key_heads
+            return [(self.channels + values, self._by_head((self.key_dim, self.key_dim, each, each)))]
+        if layer == "rates_proj" and self.by_key_head:
+            each = self.value_heads // self.key_heads
+            return [(2 * self.value_heads, self._by_head((each, each)))]
+        return []
+
+    def _by_head(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Rows of each kind for all heads of keys, where a checkpoint has those of all kinds (of ``sizes``) by head."""
+        starts = [sum(sizes[:kind]) for kind in range(len(sizes))]
+        return tuple(
+            head * sum(sizes) + start + row
+            for start, size in zip(starts, sizes, strict=True)
+            for head in range(self.key_heads)
+            for row in range(size)
+        )
+
+
+MixerConfig = ShortConvConfig | Mamba2Config | DeltaNetConfig
 """Any of them."""

@@ -41,6 +41,7 @@ from chairlift.models.qwen2 import QWEN2
 from chairlift.models.qwen2_moe import QWEN2_MOE
 from chairlift.models.qwen3 import QWEN3
 from chairlift.models.qwen3_moe import QWEN3_MOE
+from chairlift.models.qwen3_next import QWEN3_NEXT
 from chairlift.models.seed_oss import SEED_OSS
 from chairlift.models.smollm3 import SMOLLM3
 from chairlift.models.smolvlm import IDEFICS3, SMOLVLM
@@ -91,6 +92,7 @@ FAMILIES: dict[str, Family] = {
         QWEN2_MOE,
         QWEN3,
         QWEN3_MOE,
+        QWEN3_NEXT,
         SEED_OSS,
         SMOLLM3,
         SMOLVLM,

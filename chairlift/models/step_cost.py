@@ -154,10 +154,11 @@ def _mixing(network: ModelConfig, layer: int) -> _Mixing:
         return _Mixing(plain + sum(out * k for out, k in before) + tail, tail, *shapes)
     q_width, kv_width = network.num_attention_heads * network.head_dim, network.num_key_value_heads * network.head_dim
     q_norm, k_norm = {None: (0, 0), "all": (q_width, kv_width)}.get(network.qk_norm, (network.head_dim,) * 2)
-    params = hidden * (q_width + 2 * kv_width) + q_width * hidden
-    params += (q_width + 2 * kv_width) * network.qkv_bias + hidden * network.o_bias + q_norm + k_norm
+    gates = q_width if network.output_gate else 0
+    params = hidden * (gates + q_width + 2 * kv_width) + q_width * hidden
+    params += (gates + q_width + 2 * kv_width) * network.qkv_bias + hidden * network.o_bias + q_norm + k_norm
     keys = [MatrixShape(2 * kv_width, hidden)]
-    queries = [MatrixShape(q_width, hidden), MatrixShape(hidden, q_width)]
+    queries = [MatrixShape(gates + q_width, hidden), MatrixShape(hidden, q_width)]
     return _Mixing(params, params - 2 * kv_width * (hidden + network.qkv_bias) - k_norm, keys, queries)
 
 

@@ -60,9 +60,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mamba2-odd-sizes": ("mamba2", {"head_dim": 8, "num_heads": 16, "state_size": 7}),
     "mamba2-no-biases": ("mamba2", {"use_conv_bias": False, "time_step_limit": (0.3, 0.9)}),
+    "qwen3_next-biases": (
+        "qwen3_next",
+        {"attention_bias": True, "linear_conv_kernel_dim": 3, "linear_num_key_heads": 4, "mlp_only_layers": [0]},
+    ),
+    "qwen3_next-odd-sizes": (
+        "qwen3_next",
+        {"layer_types": ["linear_attention"] * 3, "linear_key_head_dim": 12, "linear_value_head_dim": 20},
+    ),
 }
-CALLING_OUT: tuple[str, ...] = ("mamba2-odd-sizes",)
+DELTA_NETS = ("qwen3_next", "qwen3_next-biases", "qwen3_next-odd-sizes")
+CALLING_OUT: tuple[str, ...] = ("mamba2-odd-sizes", *DELTA_NETS)
 """Those of which PyTorch computes a part between the native kernels."""
+QUICK = [family for family in RECURRENT_FAMILIES if family not in DELTA_NETS]
 WITHOUT_KV = ("mamba2",)
 """Families that never attend."""
 KERNELS = (*supported_isas()[-1:], "torch")
@@ -165,7 +175,7 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(n, marks=pytest.mark.nightly) for n in DELTA_NETS[:1])])
 def test_answers_do_not_depend_on_the_schedule(family: str, kernels: str, tmp_path: Path) -> None:
     """On native kernels not a bit of them does. The second time round the prompts are cached."""
     model_dir = tiny_hf_model(tmp_path, family)
@@ -262,10 +272,17 @@ def other(**change: Any) -> Callable[[ModelConfig], ModelConfig]:
     return lambda config: dataclasses.replace(config, **change)
 
 
+def all_rotated(config: ModelConfig) -> ModelConfig:
+    assert config.rope is not None
+    return other(rope=dataclasses.replace(config.rope, dim=None))(config)
+
+
 CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     ("lfm2", "no norms of heads before the rotation", other(qk_norm="rotated")),
     ("lfm2", "no rotation", other(rope_layers=(False,) * 4)),
     ("lfm2", "another eps", other(norm_eps=0.1)),
+    ("qwen3_next", "plain norms", other(norm="rms")),
+    ("qwen3_next", "all of a head rotated", all_rotated),
 ]
 
 

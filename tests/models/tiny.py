@@ -135,6 +135,18 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "num_heads": 8,
         "state_size": 24,
     },
+    "qwen3_next": {
+        "head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_key_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 32,
+        "moe_intermediate_size": 40,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 72,
+    },
 }
 """Families with recurrent layers, which test_recurrent_families.py compares with transformers."""
 

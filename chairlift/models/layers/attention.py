@@ -21,6 +21,7 @@ class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al., 2023); q, k and v are one product: [T, D] -> [T, D].
 
     q and k are normalised according to ``config.qk_norm``, and rotated if there is a table of cosines and sines.
+    With ``config.output_gate`` the product begins with a gate for the result of each head (Qwen3-Next).
     Rotations that need more than a table come before the split of q, k and v: see :attr:`ModelConfig.rotates_apart`.
     """
 
@@ -35,7 +36,8 @@ class Attention(nn.Module):
         self.eps = config.norm_eps
         width = self.num_heads * self.head_dim
         kv_width = self.num_kv_heads * self.head_dim
-        self.qkv_proj = Linear(config.hidden_size, width + 2 * kv_width, bias=config.qkv_bias)
+        self.width, self.gate_width = width + 2 * kv_width, width if config.output_gate else 0
+        self.qkv_proj = Linear(config.hidden_size, self.gate_width + self.width, bias=config.qkv_bias)
         self.o_proj = Linear(width, config.hidden_size, bias=config.o_bias)
         self.qk_norm = config.qk_norm
         sizes = (width, kv_width) if config.qk_norm == "all" else (self.head_dim, self.head_dim)
@@ -52,7 +54,8 @@ class Attention(nn.Module):
             self.rotary = RotaryEmbedding(rope.dim or self.head_dim, rope, config.max_position_embeddings)
 
     def forward(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
-        qkv: Tensor = self.qkv_proj(x)
+        product: Tensor = self.qkv_proj(x)
+        qkv = ops.columns(product, self.gate_width, self.width) if self.gate_width else product
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         if self.qk_norm == "all" and q_norm is not None and k_norm is not None:
@@ -69,6 +72,8 @@ class Attention(nn.Module):
             qkv = ops.scale_queries(qkv, positions, self.num_heads * self.head_dim, *self.query_scaling)
         q, k, v = ops.rotary_heads(qkv, rotary, *heads, q_norm, k_norm, self.eps, self.norm_offset)
         how: dict[str, Any] = {"scale": self.scale, "window": self.window, "cap": self.cap, "sinks": self.sinks}
-        out = ctx.attend(self.layer, q, k, v, **how)
-        projected: Tensor = self.o_proj(out.flatten(1))
+        out = ctx.attend(self.layer, q, k, v, **how).flatten(1)
+        if self.gate_width:
+            out = ops.sigmoid_gate(out, ops.columns(product, 0, self.gate_width))
+        projected: Tensor = self.o_proj(out)
         return projected

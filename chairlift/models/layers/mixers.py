@@ -9,8 +9,9 @@ from chairlift.kernels.mamba2 import Mamba2, Mamba2Shape
 from chairlift.kernels.short_conv import ShortConv
 from chairlift.models.context import AttentionContext, LayerState
 from chairlift.models.hf_config import ModelConfig
+from chairlift.models.layers.delta_net import DeltaNetMixer
 from chairlift.models.layers.linear import Linear
-from chairlift.models.mixers import Mamba2Config, ShortConvConfig
+from chairlift.models.mixers import DeltaNetConfig, Mamba2Config, ShortConvConfig
 
 __all__ = ["Mamba2Mixer", "Mixer", "ShortConvMixer", "make_mixer"]
 
@@ -104,7 +105,7 @@ class Mamba2Mixer(nn.Module):
         return Mamba2(self.shape, conv, self.A_log, self.dt_bias, self.D, norm)
 
 
-Mixer = ShortConvMixer | Mamba2Mixer
+Mixer = ShortConvMixer | Mamba2Mixer | DeltaNetMixer
 
 
 def make_mixer(config: ModelConfig, layer: int) -> Mixer | None:
@@ -112,4 +113,6 @@ def make_mixer(config: ModelConfig, layer: int) -> Mixer | None:
     mixer = config.mixer(layer)
     if isinstance(mixer, Mamba2Config):
         return Mamba2Mixer(config, mixer, layer)
+    if isinstance(mixer, DeltaNetConfig):
+        return DeltaNetMixer(config, mixer, layer)
     return None if mixer is None else ShortConvMixer(config, mixer, layer)

@@ -1,0 +1,121 @@
+"""Gated delta rule (Yang et al., 2024) as a recurrent cell, with the convolution before it and the norm behind it.
+
+Each head of values has a memory S [Dk, Dv] in float32. A token with key k, value v, query q, decay g in (0, 1) and rate
+b in (0, 1) first lets the memory fade, S <- g S. It then replaces a part b of what the memory answers to k by v,
+S <- S + k (b (v - S'k))', and reads S'q.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from chairlift.kernels.recurrent import StatePart
+
+__all__ = ["DeltaRule"]
+
+_L2_EPS = 1e-6
+"""Added to the sum of squares of q and of k, as in Qwen3-Next."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class DeltaRule:
+    """Two inputs per token -> [T, value_heads * value_dim].
+
+    The first has the columns of q and k (``key_heads`` of ``key_dim`` each), of v and of the gate z (``value_heads`` of
+    ``value_dim`` each). q, k and v pass a causal convolution of each channel by itself and silu; q and k are then
+    divided by their length, and q by the square root of ``key_dim``. The second input has the columns b and a, one per
+    head of values: the rate is sigmoid(b), and the decay exp(-exp(decay_log) softplus(a + step_bias)). What each head
+    reads is divided by its root mean square, and multiplied by ``norm`` and silu(z).
+
+    Neighbouring heads of values share a head of keys. Everything is computed in float32 and rounded once.
+    """
+
+    conv: Tensor
+    """[channels, 1, K]; the last tap is that of the token itself."""
+    decay_log: Tensor
+    """[value_heads]."""
+    step_bias: Tensor
+    """[value_heads]."""
+    norm: Tensor
+    """[value_dim]."""
+    eps: float
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def channels(self) -> int:
+        """Columns of q, k and v together."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def taps(self) -> int:
+        return self.conv.shape[2]
+
+    @property
+    def panel(self) -> int:
+        """Columns of a memory that are stored together: [value_heads, value_dim / panel, key_dim, panel]."""
+        return next(size for size in (32, 16, self.value_dim) if self.value_dim % size == 0)
+
+    @property
+    def parts(self) -> tuple[StatePart, ...]:
+        """The last K - 1 inputs of the convolution, oldest first, and the memories, which are float32 in any model."""
+        memory = (self.value_heads, self.value_dim // self.panel, self.key_dim, self.panel)
+        return (StatePart((self.taps - 1, self.channels)), StatePart(memory, torch.float32))
+
+    def width(self, *widths: int) -> int:
+        values = self.value_heads * self.value_dim
+        expected = (self.channels + values, 2 * self.value_heads)
+        if widths != expected:
+            raise ValueError(f"the delta rule takes rows of {list(expected)}, got rows of {list(widths)}")
+        return values
+
+    def scan(self, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        (rows, rates), (tail, memory) = inputs, state
+        batch, count = rows.shape[:2]
+        mixed, gate = rows[..., : self.channels], rows[..., self.channels :]
+        q, k, v, tail = self._convolved(mixed, tail)
+        rate, decay = self._rates(rates)
+        memory = memory.transpose(2, 3).reshape(batch, self.value_heads, self.key_dim, self.value_dim)
+        read = []
+        for t in range(count):
+            memory = memory * decay[:, t, :, None, None]
+            key = k[:, t, :, :, None]
+            missing = v[:, t] - (memory * key).sum(dim=2)
+            memory = memory + key * (missing * rate[:, t, :, None])[:, :, None]
+            read.append((memory * q[:, t, :, :, None]).sum(dim=2))
+        out = torch.stack(read, dim=1)
+        out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm.float()
+        out = out * torch.nn.functional.silu(gate.float().view(out.shape))
+        panels = memory.view(batch, self.value_heads, self.key_dim, -1, self.panel).transpose(2, 3)
+        return out.flatten(2).to(rows.dtype), (tail, panels)
+
+    def _convolved(self, mixed: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q and k [B, n, value_heads, key_dim], v [B, n, value_heads, value_dim], and the tail for the next tokens."""
+        count, whole = mixed.shape[1], torch.cat((tail.to(mixed.dtype), mixed), dim=1)
+        taps = self.conv.float()
+        y = whole[:, :count].float() * taps[:, 0, 0]
+        for tap in range(1, self.taps):
+            y = y + whole[:, tap : tap + count].float() * taps[:, 0, tap]
+        y = torch.nn.functional.silu(y)
+        keys = self.key_heads * self.key_dim
+        q, k, v = y[..., :keys], y[..., keys : 2 * keys], y[..., 2 * keys :]
+        heads = (*y.shape[:2], self.key_heads, self.key_dim)
+        q, k = _unit(q.reshape(heads)), _unit(k.reshape(heads))
+        q = q * self.key_dim**-0.5
+        q, k = (each.repeat_interleave(self.value_heads // self.key_heads, dim=2) for each in (q, k))
+        return q, k, v.reshape(*y.shape[:2], self.value_heads, self.value_dim), whole[:, count:]
+
+    def _rates(self, rates: Tensor) -> tuple[Tensor, Tensor]:
+        """Rate and decay of each token, [B, n, value_heads]."""
+        b, a = rates.float().chunk(2, dim=-1)
+        step = torch.nn.functional.softplus(a + self.step_bias.float())
+        return torch.sigmoid(b), torch.exp(-self.decay_log.float().exp() * step)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).sum(dim=-1, keepdim=True) + _L2_EPS)
