@@ -216,6 +216,37 @@ def test_how_many_run_follows_from_memory_and_is_said(tmp_path: Path) -> None:
     assert "9 snapshots for the prefix cache, one every 64 tokens" in many.info.memory_plan
 
 
+def test_a_model_without_k_and_v_admits_what_its_states_allow(tmp_path: Path) -> None:
+    model_dir = tiny_hf_model(tmp_path, "mamba2")
+    state = 3 * (8 * 24 * 16 * 4 + 3 * (128 + 2 * 2 * 24) * 4)  # layers, heads of float32, and the tail of x, B and C
+    settings: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": 16, "skip_tokenizer_init": True}
+    llm = LLM(model_dir, dtype="float32", kv_cache_memory_bytes=6 * state, **settings)
+    assert "so 5 requests may run at once instead of max_num_seqs 16" in llm.info.memory_plan
+    assert "KV cache" not in llm.info.memory_plan
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    together = answers(llm.generate([[token] for token in range(12)], params))
+    assert max(record.features.num_decodes for record in llm.engine.step_log) == 5
+    assert together == [answers(llm.generate([[token]], params))[0] for token in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"num_heads": 7}, "must make the inner width 128"),
+        ({"n_groups": 3}, "num_heads 8 is not a multiple of n_groups 3"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"time_step_limit": [0.5, 0.1]}, "time_step_limit must be two numbers"),
+        ({"time_step_limit": [0.0, True]}, "time_step_limit must be two numbers"),
+        ({"conv_kernel": 1}, "conv_kernel must be a whole number from 2"),
+    ],
+)
+def test_a_mamba2_config_that_cannot_be_is_refused(config: dict[str, Any], words: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "n_groups": 2}
+    assert parse_config({"model_type": "mamba2", **sizes}).recurrent
+    with pytest.raises(ModelLoadError, match=words):
+        parse_config({"model_type": "mamba2", **sizes, **config})
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
