@@ -169,8 +169,7 @@ def _run_kernels(args: argparse.Namespace) -> tuple[Report, int]:
         _print(*text(limits_table(limits_record(limits))))
         measured = []
         for measurements in measure_kernels(settings, machine, limits):
-            if measurements:  # single products have no attention
-                _print("", *text(kernel_table(measurements)))
+            _print("", *text(kernel_table(measurements)))
             measured += measurements
         after = limits_now(quick=device.type == "cpu" or args.quick)
     except (OSError, torch.OutOfMemoryError) as error:  # too many threads, or a GPU without free memory

@@ -45,6 +45,7 @@ from tests.models.tiny import (
 )
 from tests.native import needs_kernels
 from tests.tiers import one_in
+from tests.vision.tiny import VISION_FAMILIES
 
 Mutate = Callable[[dict[str, torch.Tensor]], object]
 
@@ -505,5 +506,5 @@ def test_names_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_family_is_compared_with_transformers() -> None:
-    compared = [*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES, *RECURRENT_FAMILIES]
+    compared = [*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES, *RECURRENT_FAMILIES, *VISION_FAMILIES]
     assert sorted(registry.FAMILIES) == sorted(compared)

@@ -47,6 +47,10 @@ def tiny_tokenizer() -> Tokenizer:
     return byte_tokenizer(_SPECIAL, eos="<end_of_utterance>", chat_template=TEMPLATE)
 
 
+VISION_FAMILIES = ("idefics3", "smolvlm")
+"""Families that :func:`tiny_vlm` makes."""
+
+
 def tiny_vlm(folder: Path, family: str = "smolvlm", **preprocessor: Any) -> Path:
     """Write a random model of the family with a tokenizer of bytes. ``preprocessor`` are fields of its settings."""
     marker = 256 + _SPECIAL.index("<image>")

@@ -1,9 +1,8 @@
 """``bench kernels``: the compiled kernels relative to this machine's limits, or the Triton kernels relative to a GPU's.
 
 Cases are products, layers of experts, attention over the paged cache, and the output head with the choice of the
-token. Every case is
-timed several times, in turns with all others of its kind, so that a slow minute of the machine affects all of them. The
-median counts.
+token. Every case is timed several times, in turns with all others of its kind, so that a slow minute of the machine
+affects all of them. The median counts.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class _Case:
 def measure_kernels(
     settings: KernelSettings, machine: Machine, limits: Limits, now: Callable[[], Roof] | None = None
 ) -> Iterator[list[Measurement]]:
-    """Measure all cases, kind by kind.
+    """Measure all cases, kind by kind. A kind without cases is left out.
 
     ``limits`` have the length of a run, and on a GPU the limits for the shares. On a CPU the shares are relative to the
     limits ``now``, measured between the runs unless given. Raises ConfigError when a case reads more at once than a
@@ -155,7 +154,7 @@ def measure_kernels(
             region = max(beyond_cache(machine), largest.taken)
             kernels = Kernels(pool, settings.isa, settings.dtype, region, settings.kind)
             now = now or LimitsNow(pool, machine, settings.isa, products_of)
-        for cases in kinds:
+        for cases in filter(None, kinds):
             yield _measure(cases, kernels, roof, settings, now)
 
 
