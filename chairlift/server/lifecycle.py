@@ -323,6 +323,8 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
     if info.pooling is not None:
         return _pooling_banner(state, info, info.pooling, url)
     config, engine = state.config, state.engine
+    count = config.replicas
+    rows = info.max_num_seqs // count
     length = min(_CHAT_TOKENS, info.max_model_len)
     chats = min(info.pool_tokens // length, info.max_num_seqs)
     room = (
@@ -341,7 +343,8 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
         ("computes", f"{info.device}, {info.kernels} kernels, {info.threads} threads, {numbers}{graphs}"),
         ("layers", describe_impl(info.model_impl)),
         ("capacity", f"{room} ({info.pool_tokens:,} tokens of KV cache in blocks of {info.block_size})"),
-        ("step", f"up to {info.max_num_seqs:,} requests and {info.max_num_batched_tokens:,} tokens"),
+        *((("replicas", f"{count} engines behind one queue, shown by {url}/v1/replicas"),) if count > 1 else ()),
+        ("step", f"up to {rows:,} requests and {info.max_num_batched_tokens:,} tokens" + " each" * (count > 1)),
         ("queue", f"up to {engine.intake.max_requests:,} requests and {engine.intake.max_tokens:,} prompt tokens"),
         (
             "limits",

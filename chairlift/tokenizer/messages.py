@@ -111,7 +111,7 @@ def _content(where: str, content: Any, images: bool) -> str | list[dict[str, Any
             got = "no text" if kind == "text" else repr(part)[:_LONGEST] if kind is None else f"type {str(kind)[:40]!r}"
             raise RequestError(
                 f"{where}.content[{index}] must be a text part ({{'type': 'text', 'text': '...'}}; images and audio "
-                f"are not supported), got {got}"
+                f"are not supported by this model), got {got}"
             )
         # Parquet gives every part the fields of all kinds, but templates only check whether a part has an "image".
         given = {key: value for key, value in part.items() if value is not None}
