@@ -172,7 +172,8 @@ class _Progress:
             self._tokens += result.num_tokens
         rate = f"{self._tokens / (time.perf_counter() - self._began):,.0f} tok/s, " if self._tokens else ""
         waste = trainer.stream.stats().waste if trainer.stream is not None else 0.0
-        self._bar.set_postfix_str(f"loss {result.loss:.4f}, {rate}waste {waste:.2%}", refresh=False)
+        balance = f", balance {result.balance_loss:.3f}" if result.balance_loss else ""
+        self._bar.set_postfix_str(f"loss {result.loss:.4f}{balance}, {rate}waste {waste:.2%}", refresh=False)
         events = [] if trainer.drift is None else trainer.drift.events
         for event in events[self._changes :]:
             means = f"mean {event.before:.3f} before, {event.after:.3f} since"

@@ -239,6 +239,10 @@ class TrainerConfig:
     """Share of the target's probability that is spread over the whole vocabulary (Szegedy et al., 2016)."""
     dropout: float = 0.0
     """Share of each layer's attention and MLP outputs that is zeroed (Srivastava et al., 2014)."""
+    balance_loss: float = 0.0
+    """Factor of the load-balancing loss of models with experts, which is added to the loss of the step; see
+    :class:`~chairlift.train.expert_balance.ExpertBalance`. It is 1 when the load is even, so 0.01 is usual. Every pack
+    costs one more forward pass, because tokens per expert are counted over the whole step first."""
     autocast: bool = False
     """Compute products in bf16 while weights and their sums stay fp32."""
     gradient_checkpointing: bool = False
@@ -256,6 +260,8 @@ class TrainerConfig:
                 "learning_rate and max_grad_norm must be above 0 (max_grad_norm null: no clipping), and weight_decay "
                 f"at least 0; got {self.learning_rate}, {self.max_grad_norm} and {self.weight_decay}"
             )
+        if self.balance_loss < 0:
+            raise ConfigError(f"balance_loss must be at least 0 (0: none), got {self.balance_loss}")
         if self.decay_steps is not None and self.schedule != "wsd":
             raise ConfigError(f"decay_steps is for schedule wsd, and this one is {self.schedule}; leave it out")
         if not 0 <= self._decay_steps <= self.steps - self.warmup_steps:

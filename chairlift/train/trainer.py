@@ -31,6 +31,7 @@ from chairlift.models.layers.attention import Attention
 from chairlift.models.layers.mlp import MLP
 from chairlift.train.collate import IGNORED, PackCollator
 from chairlift.train.config import TrainerConfig
+from chairlift.train.expert_balance import ExpertBalance
 from chairlift.train.layout import Pack
 from chairlift.train.loss import StepLoss
 from chairlift.train.parallel import join_over_ranks, sum_gradients, sum_over_ranks
@@ -62,6 +63,9 @@ class StepResult:
     grad_norm: float
     """Norm of the gradients before clipping."""
     learning_rate: float
+    balance_loss: float = 0.0
+    """Load-balancing loss of the step before its factor, not part of ``loss``; 1 when the load is even, 0 when it is
+    not computed."""
     stop: bool = False
     """Whether any rank asked to stop after this step."""
 
@@ -100,6 +104,7 @@ class Trainer:
         self._seed = seed
         self._adapter_dropout = adapter is not None and adapter.dropout > 0
         self._loss = StepLoss(config.reduce, gradients="sum", label_smoothing=config.label_smoothing)
+        self._balance = ExpertBalance(model) if config.balance_loss else None
         self._parameters = dict(model.named_parameters() if adapter is None else adapter.parameters)
         dtypes = {parameter.dtype for parameter in (*model.parameters(), *self._parameters.values())}
         if dtypes != {torch.float32}:
@@ -147,15 +152,17 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[Tensor] = []
         self._observed: list[float] = []
-        with self._loss.step(packs):
+        counted = contextlib.nullcontext() if self._balance is None else self._counted(self._balance, real)
+        with self._loss.step(packs), counted:
             for pack in real:
                 losses.append(self._learn(pack))
         sum_gradients(list(self._parameters.values()))
         parts = [float(loss) for loss in losses]
         tokens = sum(pack.num_tokens for pack in real)
         targets = sum(int((pack.weights != 0).sum()) for pack in real)
-        own = [math.fsum(parts), tokens, targets, len(real), self.stop_requested]
-        loss, *counts, stops = sum_over_ranks(own)
+        balance = 0.0 if self._balance is None else self._balance.total
+        own = [math.fsum(parts), balance, tokens, targets, len(real), self.stop_requested]
+        loss, balance, *counts, stops = sum_over_ranks(own)
         most = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
         norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), most))
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -165,7 +172,7 @@ class Trainer:
         if self.drift is not None:
             self._tell(self.drift)
         tokens, targets, num_packs = map(int, counts)
-        return StepResult(self.num_steps, loss, tokens, targets, num_packs, norm, rate, stops > 0)
+        return StepResult(self.num_steps, loss, tokens, targets, num_packs, norm, rate, balance, stops > 0)
 
     def _tell(self, drift: DriftSampler) -> None:
         """Tell the losses of the step's sequences, over all ranks."""
@@ -177,21 +184,51 @@ class Trainer:
     def _learn(self, pack: Pack) -> Tensor:
         """Add the gradient of a pack; returns its part of the step's loss."""
         with (  # also around the backward, in which layers may be computed again
-            _dropout(self.model, self.config.dropout, self._seed, self.num_steps, pack, own=self._adapter_dropout),
+            self._dropout(pack),
             _recomputed(self.model, self.config.gradient_checkpointing),
+            contextlib.ExitStack() as stack,
         ):
-            part = self.pack_loss(pack, self._loss)
-            part.backward()  # type: ignore[no-untyped-call]
+            router_logits = [] if self._balance is None else stack.enter_context(self._balance.watched())
+            part = whole = self.pack_loss(pack, self._loss)
+            if self._balance is not None:
+                whole = part + self.config.balance_loss * self._balance.part(router_logits)
+            whole.backward()  # type: ignore[no-untyped-call]
         return part.detach()
+
+    def _counted(self, balance: ExpertBalance, packs: Sequence[Pack]) -> contextlib.AbstractContextManager[None]:
+        """Tokens per expert are counted over the step: by a pass over each pack, with the dropout that it will have.
+
+        Its products must be those of the training pass. A model without gradients computes them row by row, so the
+        pass of an adapter has gradients.
+        """
+
+        def router_logits(pack: Pack) -> list[Tensor]:
+            with torch.set_grad_enabled(self.adapter is not None), self._dropout(pack), balance.watched() as logits:
+                self._hidden(self._batch(pack), pack)
+            return logits
+
+        return balance.step(packs, router_logits)
+
+    def _dropout(self, pack: Pack) -> contextlib.AbstractContextManager[None]:
+        return _dropout(self.model, self.config.dropout, self._seed, self.num_steps, pack, own=self._adapter_dropout)
+
+    def _batch(self, pack: Pack) -> dict[str, Tensor]:
+        device = next(iter(self._parameters.values())).device
+        return {name: value.to(device) for name, value in _collate(pack).items()}
+
+    def _hidden(self, batch: Mapping[str, Tensor], pack: Pack) -> Tensor:
+        """Hidden states [T, D] of a pack, in bf16 where ``autocast`` says so."""
+        context = VarlenContext(pack.layout.cu_seqlens)
+        with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.config.autocast):
+            hidden: Tensor = self.model(batch["input_ids"][0], batch["position_ids"][0], context)
+        return hidden
 
     def pack_loss(self, pack: Pack, loss: StepLoss) -> Tensor:
         """The scalar loss of one pack, inside of ``loss.step``, by the model as it is: without dropout of its own."""
-        device = next(iter(self._parameters.values())).device
-        batch = {name: value.to(device) for name, value in _collate(pack).items()}
+        batch = self._batch(pack)
         rows, chosen = predictions(batch)
-        context = VarlenContext(pack.layout.cu_seqlens)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.autocast):
-            hidden = self.model(batch["input_ids"][0], batch["position_ids"][0], context)
+        hidden = self._hidden(batch, pack)
+        with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self.config.autocast):
             logits = self.model.compute_logits(hidden[rows])
         part = loss(logits, chosen)
         if self.drift is not None and loss is self._loss:

@@ -1,0 +1,105 @@
+"""The load-balancing loss of native models with experts, over a whole optimiser step.
+
+It is a product of two means, so the losses of packs do not add up to that of their step. Tokens per expert are
+therefore counted over all packs and ranks of the step before its first backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from chairlift.errors import ConfigError
+from chairlift.kernels.experts import route
+from chairlift.models.layers.experts import MixtureOfExperts
+from chairlift.train.layout import Pack
+from chairlift.train.parallel import sum_over_group, sum_over_ranks
+
+__all__ = ["ExpertBalance"]
+
+
+class ExpertBalance:
+    """E / k * sum_e f_e * P_e, as a mean over the layers with experts; 1 when the load is even.
+
+    f_e is the share of the step's tokens that chose expert e, and P_e the expert's mean probability (Switch
+    Transformer, eq. 4-6; Fedus et al., 2022). f has no gradient. E is the number of experts, and k the number per
+    token. Probabilities are the softmax of the router's logits, or its sigmoids divided by their sum where the router
+    uses sigmoids (DeepSeek-V3). Tokens choose experts as in the forward pass, and none is dropped. Each rank's part is
+    divided by the tokens of all ranks, so gradients are to be summed over the ranks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises ConfigError for a model without experts."""
+        self._layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+        if not self._layers:
+            raise ConfigError("balance_loss is for models with experts, and this model has none; leave it out")
+        self._counts = torch.empty(0)
+        self._num_tokens = 0.0
+        self._total: Tensor | float = 0.0
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[list[Tensor]]:
+        """Within, forward passes append the router's logits [T, E] of each layer with experts to the list.
+
+        The backward must also run within, because layers that are computed again must compute the same tensors.
+        """
+        logits: list[Tensor] = []
+
+        def keep(module: MixtureOfExperts, args: tuple[Tensor, ...]) -> None:
+            gate = module.gate
+            bias = None if gate.bias is None else gate.bias.float()
+            logits.append(functional.linear(args[0].float(), gate.weight.float(), bias))
+
+        with contextlib.ExitStack() as stack:
+            for layer in self._layers:
+                stack.callback(layer.register_forward_pre_hook(keep).remove)
+            yield logits
+
+    @contextlib.contextmanager
+    def step(self, packs: Sequence[Pack], forward: Callable[[Pack], Sequence[Tensor]]) -> Iterator[None]:
+        """Count the tokens of each expert, over this rank's packs and all ranks; within, :meth:`part` may be called.
+
+        ``forward`` returns the router's logits of a pack, as the training pass will compute them. Every rank must
+        enter, if need be without packs.
+        """
+        counts = torch.zeros(len(self._layers), self._layers[0].routing.num_experts, dtype=torch.float64)
+        for pack in packs:
+            counts += self._count(forward(pack))
+        self._counts = sum_over_group(counts)
+        (self._num_tokens,) = sum_over_ranks([sum(pack.num_tokens for pack in packs)])
+        self._total = 0.0
+        try:
+            yield
+        finally:
+            self._num_tokens = 0.0
+
+    def part(self, logits: Sequence[Tensor]) -> Tensor:
+        """A pack's part of the step's loss, a scalar, from its router's logits. Raises ConfigError outside of a step
+        with tokens."""
+        if not self._num_tokens:
+            raise ConfigError("call part() inside `with balance.step(packs, forward):`, for packs with tokens")
+        total = torch.zeros((), device=logits[0].device)
+        for layer, each, count in zip(self._layers, logits, self._counts, strict=True):
+            scores = each.float().sigmoid() if layer.routing.scoring == "sigmoid" else each.float().softmax(-1)
+            probabilities = (scores / scores.sum(-1, keepdim=True)).sum(0) / self._num_tokens
+            factor = layer.routing.num_experts / layer.routing.top_k / len(self._layers)
+            total = total + factor * (probabilities * (count / self._num_tokens).to(probabilities)).sum()
+        self._total = self._total + total.detach()
+        return total
+
+    @property
+    def total(self) -> float:
+        """This rank's share of the last step's loss. Its sum over the ranks is the step's loss."""
+        return float(self._total)
+
+    def _count(self, logits: Sequence[Tensor]) -> Tensor:
+        """float64 [layers, E] on the CPU: tokens that chose each expert."""
+        rows = []
+        for layer, each in zip(self._layers, logits, strict=True):
+            _, chosen = route(each.detach(), layer.routing, layer.gate.e_score_correction_bias)
+            rows.append(chosen.flatten().bincount(minlength=layer.routing.num_experts).cpu())
+        return torch.stack(rows).double()
