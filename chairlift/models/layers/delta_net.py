@@ -33,7 +33,8 @@ class DeltaNetMixer(nn.Module):
         self.out_proj = Linear(mixer.value_heads * mixer.value_dim, hidden)
         if not self.conv.is_meta:
             nn.init.normal_(self.conv, std=mixer.taps**-0.5)
-            nn.init.uniform_(self.decay_log, 0.01, 16).log_()
+            with torch.no_grad():
+                self.decay_log.uniform_(0.01, 16).log_()
 
     @property
     def state(self) -> LayerState:
