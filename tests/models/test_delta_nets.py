@@ -13,6 +13,8 @@ from chairlift.kernels import ops, recurrent
 from chairlift.kernels.delta_rule import DeltaRule
 from chairlift.kernels.recurrent import Piece
 from chairlift.kernels.weights import PLAIN
+from chairlift.models.causal_lm import CausalLM
+from chairlift.models.model_files import read_config
 from tests.models.paged import PagedRunner
 from tests.models.test_families import close, load, prompt
 from tests.models.test_recurrent_families import PIECE_MISTAKES
@@ -96,3 +98,11 @@ def test_a_delta_net_that_goes_wrong_is_noticed(mistake: str, tmp_path: Path, mo
 def test_a_delta_net_is_right_where_mistakes_are_noticed(tmp_path: Path) -> None:
     found, expected = serve_in_two_chunks(tiny_hf_model(tmp_path, "qwen3_next"))
     assert all(close(logits, truth) for logits, truth in zip(found, expected, strict=True))
+
+
+def test_a_new_model_draws_its_decays(tmp_path: Path) -> None:
+    config = read_config(tiny_hf_model(tmp_path, "qwen3_next"))
+    (first, *_) = [layer.mixer for layer in CausalLM(config).model.layers if layer.mixer is not None]
+    assert first.decay_log.requires_grad
+    assert bool((first.decay_log.exp() > 0.009).all() and (first.decay_log.exp() < 16.1).all())
+    assert len(set(first.decay_log.tolist())) == len(first.decay_log)
