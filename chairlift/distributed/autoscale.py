@@ -23,7 +23,7 @@ class Demand:
     num_replicas: int
     """Replicas that serve or start."""
     starting: int
-    """Those of them that do not serve yet."""
+    """Replicas that are starting and do not serve yet."""
     forecast_wait: float
     """Seconds until a new request starts."""
     load: float

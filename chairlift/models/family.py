@@ -155,7 +155,7 @@ class Family:
     models: str = ""
     """Names of published models, for ``docs/models.md``."""
     differences: str = ""
-    """What is not as in Llama, for ``docs/models.md``."""
+    """Differences from Llama, for ``docs/models.md``."""
     called_out: str = ""
     """Operations that have no native kernel, so that PyTorch computes them, for ``docs/models.md``."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)

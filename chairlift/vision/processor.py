@@ -25,7 +25,7 @@ _LARGEST_SIDE: Final = 4096
 
 
 class Tokens(Protocol):
-    """What is needed of a tokenizer."""
+    """Interface of the tokenizer that the processor uses."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -27,7 +27,7 @@ def test_how_uneven_the_experts_of_each_layer_are() -> None:
 
 
 def test_tokens_from_before_do_not_count() -> None:
-    """Those of the first run, at load, would be there otherwise."""
+    """Counts of the first run, at load, are left out."""
     counts = np.array([[90, 0]])
     load = ExpertLoad(counts)
     counts += np.array([[1, 3]])
