@@ -256,7 +256,8 @@ class ModelConfig:
         return scaled or (self.qk_norm == "rotated" and bool(ropes))
 
     def for_length(self, longest: int) -> ModelConfig:
-        """The network for texts of at most ``longest`` tokens. With LongRoPE the rotation depends on it."""
+        """The network for texts of at most ``longest`` tokens. With LongRoPE and ``dynamic`` the rotation depends on
+        it."""
         rope, window_rope = (each and each.for_length(longest) for each in (self.rope, self.window_rope))
         if (rope, window_rope) == (self.rope, self.window_rope):
             return self
@@ -271,10 +272,11 @@ class ModelConfig:
                 f" the model is computed as {self.model_type!r}, as in transformers without trust_remote_code"
             )
         if self.rope is not None and self.rope.rope_type == "dynamic":
+            original = f"{self.rope.original_max_position_embeddings:,}"
             found.append(
                 f"rope_type is 'dynamic': positions are scaled for {self.max_model_len:,} tokens from the first on, as"
-                f" in vLLM, while transformers scales them only past {self.rope.original_max_position_embeddings:,};"
-                " answers to shorter texts differ from those of transformers"
+                f" in vLLM, while transformers scales them only past {original}; answers to shorter texts differ from"
+                f" those of transformers; set max_model_len to {original} or less for positions without scaling"
             )
         if self.rope is not None and self.rope.rope_type == "longrope":
             original = f"{self.rope.original_max_position_embeddings:,}"

@@ -59,7 +59,9 @@ class RopeConfig:
 
     def for_length(self, longest: int) -> RopeConfig:
         """The rotation for texts of at most ``longest`` tokens. LongRoPE has one for short texts and one for long
-        ones."""
+        ones; ``dynamic`` scales nothing within ``original_max_position_embeddings``, as in transformers."""
+        if self.rope_type == "dynamic" and longest <= self.original_max_position_embeddings:
+            return dataclasses.replace(self, rope_type="default", factor=1.0)
         if not self.short_divisors or longest > self.original_max_position_embeddings:
             return self
         return dataclasses.replace(self, divisors=self.short_divisors)

@@ -8,32 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.models.published_config import config_of
+from tests.models.published_experts import PUBLISHED_EXPERTS
+from tests.models.published_more import PUBLISHED_MORE
+
 __all__ = ["PUBLISHED"]
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-_USUAL: dict[str, Any] = {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True}
 _FULL, _WINDOW = "full_attention", "sliding_attention"
-
-
-def _of(model_type: str, name: str, dtype: str, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A config of the architecture ``name``; later parts win."""
-    found = {**_SIZES, **_USUAL, "model_type": model_type, "architectures": [name], "torch_dtype": dtype}
-    for part in (*parts, more):
-        found |= part
-    return {key: value for key, value in found.items() if value is not ...}
 
 
 def _llama(dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
     usual = {"attention_bias": False, "hidden_act": "silu", "pretraining_tp": 1, "rms_norm_eps": 1e-5}
     given = {"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 4096, "rope_scaling": None}
-    return _of("llama", "LlamaForCausalLM", dtype, usual, given, {"tie_word_embeddings": False}, more)
+    return config_of("llama", "LlamaForCausalLM", dtype, usual, given, {"tie_word_embeddings": False}, more)
 
 
 _LLAMA_3 = {
@@ -48,13 +35,13 @@ _LLAMA_3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_
 
 def _mistral(**more: Any) -> dict[str, Any]:
     usual = {"bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "rms_norm_eps": 1e-5}
-    return _of("mistral", "MistralForCausalLM", "bfloat16", usual, {"tie_word_embeddings": False}, more)
+    return config_of("mistral", "MistralForCausalLM", "bfloat16", usual, {"tie_word_embeddings": False}, more)
 
 
 def _qwen(version: int, **more: Any) -> dict[str, Any]:
     usual = {"bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu", "rms_norm_eps": 1e-6}
     given = {"max_window_layers": 3, "rope_theta": 1000000.0, "use_sliding_window": False}
-    return _of(f"qwen{version}", f"Qwen{version}ForCausalLM", "bfloat16", usual, given, more)
+    return config_of(f"qwen{version}", f"Qwen{version}ForCausalLM", "bfloat16", usual, given, more)
 
 
 _GPT2 = {
@@ -87,7 +74,7 @@ def _neox(**more: Any) -> dict[str, Any]:
     usual = {"bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu", "layer_norm_eps": 1e-5}
     rotary = {"rotary_emb_base": 10000, "rotary_pct": 0.25, "max_position_embeddings": 2048}
     last = {"tie_word_embeddings": False, "use_parallel_residual": True, "num_key_value_heads": ...}
-    return _of("gpt_neox", "GPTNeoXForCausalLM", "float16", usual, rotary, last, {"attention_dropout": ...}, more)
+    return config_of("gpt_neox", "GPTNeoXForCausalLM", "float16", usual, rotary, last, {"attention_dropout": ...}, more)
 
 
 def _phi(**more: Any) -> dict[str, Any]:
@@ -95,7 +82,7 @@ def _phi(**more: Any) -> dict[str, Any]:
     sizes = {"num_key_value_heads": None, "max_position_embeddings": 2048, "hidden_size": 128}
     last = {"embd_pdrop": 0.0, "partial_rotary_factor": 0.5, "qk_layernorm": False, "resid_pdrop": 0.0}
     rope = {"rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False}
-    return _of("phi", "PhiForCausalLM", "float16", usual, sizes, last, rope, more)
+    return config_of("phi", "PhiForCausalLM", "float16", usual, sizes, last, rope, more)
 
 
 _PHI3_CODE = {
@@ -109,7 +96,7 @@ def _phi3(**more: Any) -> dict[str, Any]:
     more = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, **more}
     last = {"embd_pdrop": 0.0, "hidden_act": "silu", "pad_token_id": 0, "resid_pdrop": 0.0, "rms_norm_eps": 1e-5}
     rope = {"rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "num_key_value_heads": 4}
-    return _of("phi3", "Phi3ForCausalLM", "bfloat16", usual, last, rope, more)
+    return config_of("phi3", "Phi3ForCausalLM", "bfloat16", usual, last, rope, more)
 
 
 def _long(pairs: int, kind: str) -> dict[str, Any]:
@@ -119,7 +106,7 @@ def _long(pairs: int, kind: str) -> dict[str, Any]:
 def _gemma(version: str, name: str, **more: Any) -> dict[str, Any]:
     usual = {"attention_bias": False, "bos_token_id": 2, "eos_token_id": 1, "head_dim": 32, "pad_token_id": 0}
     rope = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
-    return _of(version, name, "bfloat16", usual, rope, more)
+    return config_of(version, name, "bfloat16", usual, rope, more)
 
 
 def _gemma2(**more: Any) -> dict[str, Any]:
@@ -140,14 +127,14 @@ def _granite(**more: Any) -> dict[str, Any]:
     factors = {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
     last = {"logits_scaling": 8.0, "pad_token_id": 0, "rms_norm_eps": 1e-5, "rope_scaling": None}
     tied = {"tie_word_embeddings": True, "attention_dropout": 0.1, "max_position_embeddings": 4096}
-    return _of("granite", "GraniteForCausalLM", "bfloat16", usual, factors, last, tied, more)
+    return config_of("granite", "GraniteForCausalLM", "bfloat16", usual, factors, last, tied, more)
 
 
 def _olmo(version: int, **more: Any) -> dict[str, Any]:
     usual = {"attention_bias": False, "eos_token_id": 100257, "hidden_act": "silu", "pad_token_id": 1}
     rope = {"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False}
     sizes = {"num_key_value_heads": 4, "max_position_embeddings": 4096}
-    return _of(f"olmo{version}", f"Olmo{version}ForCausalLM", "float32", usual, rope, sizes, more)
+    return config_of(f"olmo{version}", f"Olmo{version}ForCausalLM", "float32", usual, rope, sizes, more)
 
 
 _OLMO3 = {"layer_types": [_WINDOW, _WINDOW, _WINDOW, _FULL], "num_hidden_layers": 4, "sliding_window": 9}
@@ -168,27 +155,27 @@ def _cohere2(**more: Any) -> dict[str, Any]:
     old = {"layer_switch": 4, "order_of_interleaved_layers": "local_attn_first", "sliding_window_pattern": 4}
     flags = dict.fromkeys(("use_embedding_sharing", "use_gated_activation", "use_parallel_block"), True)
     sizes = {"num_hidden_layers": 4, "sliding_window": 9, "max_position_embeddings": 8192}
-    return _of("cohere2", "Cohere2ForCausalLM", "bfloat16", usual, last, rope, old, flags, sizes, more)
+    return config_of("cohere2", "Cohere2ForCausalLM", "bfloat16", usual, last, rope, old, flags, sizes, more)
 
 
 def _glm4(**more: Any) -> dict[str, Any]:
     usual = {"eos_token_id": [151329, 151336, 151338], "head_dim": 32, "hidden_act": "silu", "pad_token_id": 3}
     rope = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False}
-    return _of("glm4", "Glm4ForCausalLM", "bfloat16", usual, rope, {"max_position_embeddings": 32768}, more)
+    return config_of("glm4", "Glm4ForCausalLM", "bfloat16", usual, rope, {"max_position_embeddings": 32768}, more)
 
 
 def _starcoder2(**more: Any) -> dict[str, Any]:
     usual = {"attention_dropout": 0.1, "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu_pytorch_tanh"}
     drop = {"embedding_dropout": 0.1, "residual_dropout": 0.1, "norm_epsilon": 1e-5, "use_bias": True}
     rope = {"max_position_embeddings": 16384, "rope_theta": 999999.4420358813, "sliding_window": 9}
-    return _of("starcoder2", "Starcoder2ForCausalLM", "bfloat16", usual, drop, rope, more)
+    return config_of("starcoder2", "Starcoder2ForCausalLM", "bfloat16", usual, drop, rope, more)
 
 
 def _stablelm(**more: Any) -> dict[str, Any]:
     usual = {"bos_token_id": 0, "eos_token_id": 0, "hidden_act": "silu", "layer_norm_eps": 1e-5, "hidden_size": 128}
     rope = {"max_position_embeddings": 4096, "partial_rotary_factor": 0.25, "rope_theta": 10000}
     last = {"num_key_value_heads": 4, "tie_word_embeddings": False, "use_qkv_bias": False, "attention_dropout": ...}
-    return _of("stablelm", "StableLmForCausalLM", "bfloat16", usual, rope, last, more)
+    return config_of("stablelm", "StableLmForCausalLM", "bfloat16", usual, rope, last, more)
 
 
 def _smollm3(**more: Any) -> dict[str, Any]:
@@ -197,14 +184,14 @@ def _smollm3(**more: Any) -> dict[str, Any]:
     last = {"max_window_layers": 28, "mlp_bias": False, "pad_token_id": 4, "pretraining_tp": 2, "rms_norm_eps": 1e-6}
     rope = {"rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False}
     sizes = {"num_hidden_layers": 4, "max_position_embeddings": 65536}
-    return _of("smollm3", "SmolLM3ForCausalLM", "bfloat16", usual, layers, last, rope, sizes, more)
+    return config_of("smollm3", "SmolLM3ForCausalLM", "bfloat16", usual, layers, last, rope, sizes, more)
 
 
 def _exaone4(**more: Any) -> dict[str, Any]:
     usual = {"bos_token_id": 1, "eos_token_id": 361, "hidden_act": "silu", "head_dim": 16, "pad_token_id": 0}
     rope = {"rope_scaling": {"factor": 16.0, **_LLAMA_3_ROPE, "rope_type": "llama3"}, "rope_theta": 1000000}
     last = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
-    return _of("exaone4", "Exaone4ForCausalLM", "bfloat16", usual, rope, last, {"num_hidden_layers": 4}, more)
+    return config_of("exaone4", "Exaone4ForCausalLM", "bfloat16", usual, rope, last, {"num_hidden_layers": 4}, more)
 
 
 def _opt(**more: Any) -> dict[str, Any]:
@@ -212,7 +199,7 @@ def _opt(**more: Any) -> dict[str, Any]:
     ids = {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1, "prefix": "</s>", "dropout": 0.1, "layerdrop": 0.0}
     sizes = {"ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 2048, "init_std": 0.02}
     gone = dict.fromkeys(("intermediate_size", "num_key_value_heads", "initializer_range"), ...)
-    return _of("opt", "OPTForCausalLM", "float16", usual, ids, sizes, gone, {"do_layer_norm_before": True}, more)
+    return config_of("opt", "OPTForCausalLM", "float16", usual, ids, sizes, gone, {"do_layer_norm_before": True}, more)
 
 
 def _seed_oss(**more: Any) -> dict[str, Any]:
@@ -220,14 +207,14 @@ def _seed_oss(**more: Any) -> dict[str, Any]:
     last = {"hidden_act": "silu", "mlp_bias": False, "pad_token_id": 1, "residual_dropout": 0.1, "rms_norm_eps": 1e-6}
     rope = {"rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0, "max_position_embeddings": 524288}
     last |= {"attention_dropout": 0.1, "tie_word_embeddings": False}
-    return _of("seed_oss", "SeedOssForCausalLM", "bfloat16", usual, last, rope, more)
+    return config_of("seed_oss", "SeedOssForCausalLM", "bfloat16", usual, last, rope, more)
 
 
 def _ernie4_5(**more: Any) -> dict[str, Any]:
     usual = {"bos_token_id": 1, "eos_token_id": 2, "head_dim": 32, "hidden_act": "silu", "pad_token_id": 0}
     last = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 500000.0}
     flags = {"tie_word_embeddings": True, "use_bias": False, "use_cache": False, "attention_dropout": ...}
-    return _of("ernie4_5", "Ernie4_5ForCausalLM", "bfloat16", usual, last, flags, more)
+    return config_of("ernie4_5", "Ernie4_5ForCausalLM", "bfloat16", usual, last, flags, more)
 
 
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
@@ -247,12 +234,14 @@ def _gpt_oss(**more: Any) -> dict[str, Any]:
     rope |= {"rope_type": "yarn", "truncate": False}
     given = {"rms_norm_eps": 1e-5, "rope_scaling": rope, "rope_theta": 150000, "router_aux_loss_coef": 0.9}
     given |= {"layer_types": [_WINDOW, _FULL, _WINDOW], "tie_word_embeddings": False}
-    return _of("gpt_oss", "GptOssForCausalLM", "bfloat16", usual, lengths, experts, given, more)
+    return config_of("gpt_oss", "GptOssForCausalLM", "bfloat16", usual, lengths, experts, given, more)
 
 
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
+    **PUBLISHED_EXPERTS,
+    **PUBLISHED_MORE,
     "arcee": {
-        "AFM-4.5B": _of(
+        "AFM-4.5B": config_of(
             *("arcee", "ArceeForCausalLM", "bfloat16"),
             {
                 "attention_bias": False,
@@ -350,7 +339,7 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
         ),
     },
     "helium": {
-        "helium-1-preview-2b": _of(
+        "helium-1-preview-2b": config_of(
             *("helium", "HeliumForCausalLM", "bfloat16"),
             {"attention_bias": False, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16, "hidden_act": "silu"},
             {"max_position_embeddings": 4096, "mlp_bias": False, "pad_token_id": 3, "rms_norm_eps": 1e-8},

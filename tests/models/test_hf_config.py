@@ -122,8 +122,12 @@ def test_what_a_generation_config_says_in_vain_is_told() -> None:
 
 
 def test_dynamic_rope_says_how_it_differs() -> None:
-    (note,) = parse_config({**QWEN2, "rope_scaling": {"type": "dynamic", "factor": 4.0}}).notes()
+    config = parse_config({**QWEN2, "rope_scaling": {"type": "dynamic", "factor": 4.0}})
+    (note,) = config.notes()
     assert "scaled for 131,072 tokens" in note and "only past 32,768" in note
+    assert config.for_length(32769) is config
+    short = config.for_length(32768)
+    assert (short.notes(), short.rope) == ([], parse_config(QWEN2).rope)
     assert parse_config({**QWEN2, "rope_scaling": {"type": "linear", "factor": 4.0}}).notes() == []
 
 
