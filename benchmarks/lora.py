@@ -3,19 +3,25 @@
     python benchmarks/make_random_model.py /tmp/q05
     python benchmarks/lora.py steps --model /tmp/q05 --rounds 10 --json benchmarks/results/lora-steps.json
     python benchmarks/make_random_model.py /tmp/smollm --shape smollm-135m
-    python benchmarks/lora.py engines --model /tmp/smollm --rounds 3 --json benchmarks/results/lora-engines.json
+    python benchmarks/lora.py engines --model /tmp/smollm --rows 8 --tokens 64 --rounds 4
+    python benchmarks/make_random_model.py /tmp/stories --shape stories-15m
+    python benchmarks/lora.py many --model /tmp/stories --adapters 1000 --rank 8 --rate 20
 
 ``steps`` has two engines in one process, with and without ``enable_lora``, and 64 rows that decode. A window is one
 call of ``generate``; its figure is the median time of the steps in which all rows decode. Windows of all kinds follow
 each other in an order drawn anew in each round, and a round gives one ratio to the engine without adapters, and one of
 the engine with adapters enabled but unused. ``engines`` gives the same requests to one process with eight adapters,
-and to eight processes with one each, which start together. The adapters are random, of ``--rank``, on all linear
-layers.
+and to eight processes with one each, which start together and have one thread each: with more threads than cores,
+they would wait for each other's turns. ``many`` loads a large number of adapters, of which ``--in-memory`` fit into
+memory, and sends requests at ``--rate`` a second (Poisson) for adapters of Zipf's popularity (the n-th most popular
+one has 1/n of the requests of the first): first all adapters in memory, then only some. The adapters are random, of
+``--rank``, on all linear layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
@@ -26,12 +32,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 
-from chairlift import LLM, LoRARequest, SamplingParams, __version__
+from chairlift import LLM, AsyncLLM, LoRARequest, SamplingParams, __version__
 from chairlift.lora.sites import sites_in
 from chairlift.models.hf_config import parse_config, read_json
 
@@ -163,8 +169,7 @@ def engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     threads = os.cpu_count() or 1
     kinds = {
         "one engine": Workers(args, [paths], threads),
-        "one each, all threads": Workers(args, [[path] for path in paths], threads),
-        "one each, one thread": Workers(args, [[path] for path in paths], 1),
+        "one each": Workers(args, [[path] for path in paths], 1),
     }
     rng, found = random.Random(args.seed), dict[str, list[float]]()
     try:
@@ -183,15 +188,79 @@ def engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"seconds": found, "ratios": ratios}
 
 
+class Seen(NamedTuple):
+    """What a request of ``many`` met."""
+
+    arrival: float
+    first: float
+    """Seconds until its first token."""
+
+
+async def ask(llm: AsyncLLM, prompt: list[int], adapter: LoRARequest, tokens: int) -> Seen:
+    """Send a request and read its answer."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    arrival, first = time.perf_counter(), 0.0
+    async for _ in llm.generate(prompt, params, lora_request=adapter):
+        first = first or time.perf_counter() - arrival
+    return Seen(arrival, first)
+
+
+async def traffic(args: argparse.Namespace, known: list[LoRARequest], in_memory: int) -> dict[str, Any]:
+    """Figures of one engine that has ``in_memory`` adapters in memory."""
+    rng, count = random.Random(args.seed), args.requests
+    chosen = rng.choices(known, weights=[1 / (n + 1) for n in range(len(known))], k=count)
+    how: dict[str, Any] = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": False}
+    how |= {"max_num_seqs": args.rows, "kv_cache_memory_bytes": 256 << 20, "max_model_len": 256}
+    async with AsyncLLM(
+        args.model, enable_lora=True, max_loras=8, max_cpu_loras=in_memory, max_lora_rank=args.rank, **how
+    ) as llm:
+        for adapter in known:  # all are loaded once; the least popular ones leave memory first
+            await ask(llm, prompts(1, 8)[0], adapter, 1)
+        before = llm._started().stats.engine.num_adapter_hits
+        tasks, due = [], time.perf_counter()
+        for adapter, prompt in zip(chosen, prompts(count, 32), strict=True):
+            due += rng.expovariate(args.rate)
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            tasks.append(asyncio.create_task(ask(llm, prompt, adapter, args.tokens)))
+        seen = await asyncio.gather(*tasks)
+        hits = llm._started().stats.engine.num_adapter_hits - before
+    starts = sorted((each.arrival + each.first, each.arrival) for each in seen)
+    passed = [sum(start < each.arrival + each.first and came > each.arrival for start, came in starts) for each in seen]
+    firsts = sorted(each.first for each in seen)
+    return {
+        "in_memory": in_memory,
+        "ttft_p50_ms": 1000 * firsts[count // 2],
+        "ttft_p99_ms": 1000 * firsts[count * 99 // 100],
+        "ttft_max_ms": 1000 * firsts[-1],
+        "hit_rate": hits / count,
+        "most_later_ones_first": max(passed),
+    }
+
+
+def many(args: argparse.Namespace, folder: Path) -> None:
+    """Print the figures with all adapters in memory and with some."""
+    known = [write_adapter(args.model, folder / f"a{n}", args.rank, n) for n in range(args.adapters)]
+    found = [asyncio.run(traffic(args, known, room)) for room in (len(known), args.in_memory)]
+    for each in found:
+        print(", ".join(f"{name} {value:.3g}" for name, value in each.items()), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "engines", "work"), help="work is for processes of engines")
+    parser.add_argument("what", choices=("steps", "engines", "many", "work"), help="work is for processes of engines")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=64, help="requests at once")
     parser.add_argument("--tokens", type=int, default=24, help="of each answer")
-    parser.add_argument("--adapters", type=int, default=None, help="default: 16 for steps, 8 for engines")
+    parser.add_argument(
+        "--adapters", type=int, default=None, help="default: 16 for steps, 8 for engines, 1,000 for many"
+    )
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rate", type=float, default=20.0, help="requests a second, of many")
+    parser.add_argument("--requests", type=int, default=1500, help="of many")
+    parser.add_argument("--in-memory", type=int, default=64, help="adapters in memory, of many")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--paths", nargs="*", default=())
     parser.add_argument("--seed", type=int, default=0)
@@ -200,8 +269,11 @@ def main() -> None:
     if args.what == "work":
         work(args)
         return
-    args.adapters = args.adapters or (16 if args.what == "steps" else 8)
+    args.adapters = args.adapters or {"steps": 16, "engines": 8, "many": 1000}[args.what]
     with tempfile.TemporaryDirectory() as folder:
+        if args.what == "many":
+            many(args, Path(folder))
+            return
         found = (steps if args.what == "steps" else engines)(args, Path(folder))
     for name, ratio in found["ratios"].items():
         print(f"{name}: {ratio['mean']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})")

@@ -20,6 +20,9 @@ __all__ = ["LowRankPart", "LowRankTable", "PackedAdapter"]
 _SPARE = 16
 """Numbers between two rows of scratch, so that they do not meet in few sets of the cache."""
 
+_PAIR = 2
+"""Steps of the rank that the kernels multiply at once, in 16 bits. A slice of the rank begins and ends at a multiple."""
+
 
 class LowRankPart(NamedTuple):
     """Low-rank matrices added to outputs ``start`` and following of a product: ``x @ a.T @ b.T``."""
@@ -78,8 +81,8 @@ def _fill(a: PackedWeight, b: PackedWeight, parts: Sequence[LowRankPart]) -> npt
         a.pack_rows(part.a, at)
         whole[rows, at : at + rank] = part.b
         touched = np.unique(panels[rows])
-        begin[touched] = np.minimum(begin[touched], at // PANEL * PANEL)
-        end[touched] = np.maximum(end[touched], -(-(at + rank) // PANEL) * PANEL)
+        begin[touched] = np.minimum(begin[touched], at // _PAIR * _PAIR)
+        end[touched] = np.maximum(end[touched], -(-(at + rank) // _PAIR) * _PAIR)
         at += rank
     b.pack_rows(whole, 0)
     begin = np.minimum(begin, end)
