@@ -21,7 +21,7 @@ _SPARE = 16
 """Numbers between two rows of scratch, so that they do not meet in few sets of the cache."""
 
 _PAIR = 2
-"""Steps of the rank that the kernels multiply at once, in 16 bits. A slice of the rank begins and ends at a multiple."""
+"""Steps of the rank that the kernels multiply at once, in 16 bits. Slices of the rank begin and end at multiples."""
 
 
 class LowRankPart(NamedTuple):
