@@ -54,6 +54,9 @@ class StepBatch:
     slot_mapping: npt.NDArray[np.int64]
     """[G, T]: ``block * block_size + offset``, the place of each token's KV. In a group of recurrent states it is the
     block that holds the state after its newest token."""
+    axes: _Int32 | None = None
+    """[3, T] position of each token in time, height and width, for rotations with axes; None where all are
+    ``positions``."""
     adapters: _Int32 | None = None
     """[T]: number of each token's adapter, 0 without one; None where no token has one."""
     image_rows: list[tuple[int, int, bytes, int]] = dataclasses.field(default_factory=list)
@@ -110,6 +113,7 @@ class StepBatch:
             self.seq_lens[rows],
             np.ascontiguousarray(self.block_tables[:, rows]),
             np.ascontiguousarray(self.slot_mapping[:, kept]),
+            None if self.axes is None else np.ascontiguousarray(self.axes[:, kept]),
             None if self.adapters is None else self.adapters[kept],
         )
 

@@ -45,8 +45,8 @@ class Images:
     def __init__(self, memory: ImageMemory | None = None, kept_bytes: int = _KEPT_BYTES) -> None:
         self._memory, self._kept_bytes = memory, kept_bytes
         self._users: dict[bytes, int] = {}
-        self._unused: OrderedDict[bytes, None] = OrderedDict()
-        """Encoded tiles that no request uses, the longest unused first."""
+        self._unused: OrderedDict[bytes, int] = OrderedDict()
+        """Encoded tiles that no request uses, the longest unused first, and the bytes of their rows."""
         self._queue: OrderedDict[bytes, ImageTile] = OrderedDict()
         self._work: tuple[bytes, Iterator[int]] | None = None
         """The first tile of the queue, once its computation has begun."""
@@ -134,8 +134,8 @@ class Images:
             if self._work is not None and self._work[0] == key:
                 self._work = None
             return
-        self._unused[key] = None
-        while len(self._unused) * self._memory.tile_bytes > self._kept_bytes:
+        self._unused[key] = self._memory.size(key)
+        while sum(self._unused.values()) > self._kept_bytes:
             self._memory.drop(self._unused.popitem(last=False)[0])
 
     def _end(self, key: bytes, error: str) -> None:

@@ -77,9 +77,6 @@ class AdapterMemory(Protocol):
 class ImageMemory(Protocol):
     """Encoded images beside the model: the attribute ``images`` of executors and model runners that read some."""
 
-    tile_bytes: int
-    """Bytes of the rows of a tile."""
-
     def encode(self, tile: ImageTile) -> Iterator[int]:
         """Compute the rows of a tile, piece by piece; yields the patches of each. Steps may run between two pieces. The
         rows are held when it ends."""
@@ -87,6 +84,10 @@ class ImageMemory(Protocol):
 
     def holds(self, key: bytes) -> bool:
         """Whether steps may name the rows of a tile."""
+        ...
+
+    def size(self, key: bytes) -> int:
+        """Bytes of the rows of a tile that is held."""
         ...
 
     def drop(self, key: bytes) -> None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chairlift.models.vision_tower import VisionTower
+from chairlift.models.vision_tower import Tower
 from chairlift.vision.spans import ImageTile
 
 __all__ = ["ImageBank"]
@@ -18,14 +18,13 @@ __all__ = ["ImageBank"]
 class ImageBank:
     """Rows of tiles by key, as bytes in the model's dtype; see :class:`~chairlift.executor.executor.ImageMemory`."""
 
-    def __init__(self, tower: VisionTower) -> None:
+    def __init__(self, tower: Tower) -> None:
         self._tower = tower
-        self.tile_bytes = tower.config.rows_per_tile * tower.row_bytes
         self.rows: dict[bytes, npt.NDArray[np.uint8]] = {}
-        """Key -> uint8 [rows, bytes of a row]."""
+        """Key -> uint8 [rows, bytes of a row]. Behind the embedding a row may have what is added after layers."""
 
     def encode(self, tile: ImageTile) -> Iterator[int]:
-        for found in self._tower.encode(tile.pixels):
+        for found in self._tower.encode(tile):
             if isinstance(found, Tensor):
                 if not found.isfinite().all():
                     raise ArithmeticError("the encoder's rows are not finite")
@@ -35,6 +34,9 @@ class ImageBank:
 
     def holds(self, key: bytes) -> bool:
         return key in self.rows
+
+    def size(self, key: bytes) -> int:
+        return self.rows[key].nbytes
 
     def drop(self, key: bytes) -> None:
         del self.rows[key]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from chairlift.sampling.row import SamplingRow
 from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
 from chairlift.step_batch import StepBatch
-from chairlift.vision.spans import ImageSpan
+from chairlift.vision.spans import ImageSpan, axes_of
 
 __all__ = ["Awaited", "InputBatch"]
 
@@ -66,6 +66,10 @@ class InputBatch:
         self.adapters = np.zeros(num_slots, dtype=np.int32)
         self.images: dict[int, tuple[ImageSpan, ...]] = {}
         """Spans of images by slot, for rows that have any."""
+        self._axes: dict[int, _Int32] = {}
+        """Positions on three axes by slot, for rows with images that have such; see :func:`axes_of`."""
+        self._shifts = np.zeros(num_slots, dtype=np.int32)
+        """Numbers added to the index of tokens behind these images."""
         self._decodes = np.zeros(0, dtype=np.int32)
         self._steady: StepBatch | None = None
         self._untaken: list[SchedulerOutput] = []
@@ -145,18 +149,25 @@ class InputBatch:
         self.adapters[slot] = row.adapter_id
         if row.images:
             self.images[slot] = row.images
+            axes, self._shifts[slot] = axes_of(row.images)
+            if axes.size:
+                self._axes[slot] = axes
 
     def _clear(self, slot: int) -> None:
         self.num_computed[slot] = self.num_prompt_tokens[slot] = self.adapters[slot] = 0
         self.block_tables[:, slot] = 0
         self.sampling[slot] = None
         self.images.pop(slot, None)
+        self._axes.pop(slot, None)
+        self._shifts[slot] = 0
 
     def _advance(self, step: StepBatch, out: SchedulerOutput) -> StepBatch:
         """The step in which exactly the rows of ``step`` decode again, made from it in place. Equal to
         :meth:`_flatten`."""
         for array in (step.positions, step.seq_lens):
             array += 1
+        if step.axes is not None:
+            step.axes += 1  # a row that decodes is behind its images
         step.slot_mapping += self._advances
         begin = np.flatnonzero(step.positions % self.block_size == 0)
         if len(begin):  # rows that begin a block
@@ -188,6 +199,7 @@ class InputBatch:
             seq_lens=seq_lens,
             block_tables=self._tables(slots, seq_lens),
             slot_mapping=self._slot_mapping(token_slots, positions),
+            axes=self._token_axes(token_slots, positions) if self._axes else None,
             adapters=self.adapters[token_slots] if self.adapters[slots].any() else None,
             image_rows=self._image_rows(chunks, len(decodes)) if self.images else [],
             slots=slots,
@@ -211,6 +223,14 @@ class InputBatch:
                 if first < end:
                     found.append((at + first - chunk.start, end - first, span.key, first - span.position))
             at += chunk.num_tokens
+        return found
+
+    def _token_axes(self, slots: _Int32, positions: _Int32) -> _Int32:
+        """Value of :attr:`StepBatch.axes` for tokens at ``positions`` of the rows in ``slots``."""
+        found = np.repeat((positions + self._shifts[slots])[None], 3, axis=0)
+        for slot, axes in self._axes.items():
+            inside = np.flatnonzero((slots == slot) & (positions < axes.shape[1]))
+            found[:, inside] = axes[:, positions[inside]]
         return found
 
     @staticmethod

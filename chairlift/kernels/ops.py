@@ -224,14 +224,22 @@ def native_linear(x: Tensor, weight: PackedMatrix) -> Tensor:
     )
 
 
-def _table_width(positions: Value, frequencies: Tensor, factor: float, dtype: torch.dtype) -> int:
+def _table_width(
+    positions: Value, frequencies: Tensor, factor: float, dtype: torch.dtype, axes: Tensor | None = None
+) -> int:
     expect(positions, "positions")
     return 2 * len(frequencies)
 
 
 @operation(_table_width, role="rotary")
-def rotary_table(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Rotary:
-    """Cosines and sines of ``positions`` [T] times float32 ``frequencies`` [Dh / 2], scaled by ``factor``."""
+def rotary_table(
+    positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype, axes: Tensor | None = None
+) -> Rotary:
+    """Cosines and sines of ``positions`` [T] times float32 ``frequencies`` [Dh / 2], scaled by ``factor``.
+
+    ``axes`` [Dh / 2] says which of three positions each frequency turns by: time, height or width (0, 1, 2). They are
+    the same in texts. Only native step programs know others; see :attr:`~chairlift.step_batch.StepBatch.axes`.
+    """
     angles = positions.float()[:, None, None] * frequencies
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 

@@ -23,6 +23,7 @@ __all__ = [
     "Family",
     "Fields",
     "every_nth",
+    "inner_names",
     "layer_types",
     "layer_windows",
     "pattern_windows",
@@ -40,6 +41,15 @@ SPLIT_NAMES: Mapping[str, tuple[str, ...]] = {
     "model.layers.*.mlp.gate_up_proj": ("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
 }
 """Tensor names of checkpoints like Llama's: each projection is a tensor, and all other names are the same as here."""
+
+
+def inner_names(prefix: str, *more: str) -> dict[str, tuple[str, ...]]:
+    """Tensor names of a text model like Llama inside a larger one: ``model.`` is ``prefix``. ``more`` are layers of a
+    decoder layer that Llama lacks."""
+    own = ("input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.down_proj", *more)
+    whole = ("model.embed_tokens", "model.norm", *(f"model.layers.*.{name}" for name in own))
+    found = {**SPLIT_NAMES, **{name: (name,) for name in whole}}
+    return {layer: tuple(prefix + name.removeprefix("model.") for name in names) for layer, names in found.items()}
 
 
 EXPERT_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -173,6 +183,11 @@ class Family:
     """Values of ``rope_type`` -> names here."""
     rope_keys: tuple[str, ...] = ()
     """Rotary parameters that only this family has."""
+    rope_sections: tuple[int, ...] = ()
+    """Numbers of frequencies for positions in time, height and width; a file's ``mrope_section`` replaces them. Empty:
+    tokens have one position."""
+    interleaved_sections: bool = False
+    """Whether the frequencies of the three take turns."""
     partial_rotary: bool = False
     """Whether ``partial_rotary_factor`` is read: only the first dimensions of a head are rotated."""
     interleaved: bool = False
@@ -196,10 +211,22 @@ class Family:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Parameters here (``*`` is a number) -> their names in a checkpoint, if these are not a layer's name and
     ``.weight`` or ``.bias``."""
-    sees_images: bool = False
-    """Whether ``config.json`` has the text model in ``text_config`` and an image encoder in ``vision_config``."""
+    encoder: str = ""
+    """Image encoder in ``vision_config``: ``tiles`` (Idefics 3), ``patches`` (Qwen2.5-VL) or ``deep_patches``
+    (Qwen3-VL). The text model is then in ``text_config``. Empty: the family reads texts only."""
+    text_type: str = ""
+    """``model_type`` in ``text_config``."""
+    flat_text: bool = False
+    """Whether older files have the keys of the text model beside ``vision_config``."""
+    other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Beginnings of tensor names in checkpoints of other versions -> those of :attr:`tensors`."""
     ignored_tensors: str = r"rotary_emb\.inv_freq"
     """Regular expression of tensors in old checkpoints that are computed and so not needed."""
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether the family has an image encoder."""
+        return bool(self.encoder)
 
 
 def every_nth(fields: Fields, layers: int) -> list[str]:

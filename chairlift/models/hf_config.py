@@ -19,7 +19,7 @@ from chairlift.models.family import MAX_CONTEXT, ExpertLayers, Family, Fields
 from chairlift.models.mixers import MixerConfig
 from chairlift.models.registry import FAMILIES
 from chairlift.models.rope_config import RopeConfig, read_ropes
-from chairlift.models.vision_config import VisionConfig, read_vision
+from chairlift.models.vision_config import PatchConfig, VisionConfig, read_vision
 
 __all__ = [
     "ModelConfig",
@@ -189,7 +189,7 @@ class ModelConfig:
     """q, k and v are limited to -x to x for this x, before the rotation."""
     experts: ExpertLayers | None = None
     """Layers with experts in place of one MLP; None: there are none."""
-    vision: VisionConfig | None = None
+    vision: VisionConfig | PatchConfig | None = None
     """The encoder of images; None where the model reads texts only."""
     mixers: tuple[MixerConfig | None, ...] = ()
     """Per layer, what it has in place of attention; None where it attends. Empty: all layers attend."""
@@ -404,7 +404,7 @@ def parse_config(
         "mlp": family.activations[fields.get("hidden_act")],
         "unused_code": _unused_code(raw, family),
         **family.read(fields, layers),
-        "vision": read_vision(whole, where, hidden_size) if family.sees_images else None,
+        "vision": read_vision(family.encoder, whole, where, hidden_size) if family.encoder else None,
     }
     if "intermediate_size" not in values:
         values["intermediate_size"] = fields.integer("intermediate_size", 1, 2**20)
@@ -429,13 +429,21 @@ def _text_part(raw: Mapping[str, Any], family: Family, where: str) -> Mapping[st
     """The keys of the text model: ``raw`` itself, or its ``text_config`` with what the whole model says."""
     if not family.sees_images:
         return raw
-    inner = raw.get("text_config")
-    if not isinstance(inner, Mapping) or inner.get("model_type", "llama") != "llama":
-        raise ModelLoadError(f"{where}: text_config must describe a model of type 'llama', got {inner!r:.80}")
+    inner, tied = raw.get("text_config"), raw.get("tie_word_embeddings", False)
+    if inner is None and family.flat_text:
+        inner = {key: value for key, value in raw.items() if key != "vision_config"}
+    if not isinstance(inner, Mapping) or inner.get("model_type", family.text_type) not in (
+        family.text_type,
+        family.model_type,
+    ):
+        raise ModelLoadError(
+            f"{where}: text_config must describe a model of type {family.text_type!r}, got {inner!r:.80}"
+        )
     outer = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "quantization_config")
     known = {key: raw[key] for key in outer if raw.get(key) is not None}
     architectures = {"architectures": [family.architecture]}
-    return {**inner, **architectures, **known, "tie_word_embeddings": raw.get("tie_word_embeddings", False)}
+    tied = tied or (family.flat_text and inner.get("tie_word_embeddings", False))
+    return {**inner, **architectures, **known, "tie_word_embeddings": tied}
 
 
 def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], context: int, where: str) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from chairlift.models.qwen2_moe import QWEN2_MOE
 from chairlift.models.qwen3 import QWEN3
 from chairlift.models.qwen3_moe import QWEN3_MOE
 from chairlift.models.qwen3_next import QWEN3_NEXT
+from chairlift.models.qwen_vl import QWEN2_5_VL, QWEN3_VL
 from chairlift.models.seed_oss import SEED_OSS
 from chairlift.models.smollm3 import SMOLLM3
 from chairlift.models.smolvlm import IDEFICS3, SMOLVLM
@@ -89,10 +90,12 @@ FAMILIES: dict[str, Family] = {
         PHI,
         PHI3,
         QWEN2,
+        QWEN2_5_VL,
         QWEN2_MOE,
         QWEN3,
         QWEN3_MOE,
         QWEN3_NEXT,
+        QWEN3_VL,
         SEED_OSS,
         SMOLLM3,
         SMOLVLM,

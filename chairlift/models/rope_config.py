@@ -29,6 +29,7 @@ _ROPE_NUMBERS = (
 )
 _ROPE_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Keys whose value zero means the same as a missing key, as in transformers."""
+_AXIS_KEYS = ("mrope_section", "mrope_interleaved")
 _ROPE_KEYS = {*_ROPE_NUMBERS, "rope_type", "type", "rope_theta", "truncate", "partial_rotary_factor", "finetuned"}
 
 
@@ -56,6 +57,9 @@ class RopeConfig:
     """Number of leading dimensions of a head that are rotated; None for all."""
     interleaved: bool = False
     """Whether a checkpoint pairs neighbouring dimensions. In memory the pairs are the halves of a head."""
+    axes: tuple[int, ...] = ()
+    """Per frequency, the position that it turns by in images: time, height or width (0, 1, 2), [rotated dimensions /
+    2]. Empty: there is one position."""
 
     def for_length(self, longest: int) -> RopeConfig:
         """The rotation for texts of at most ``longest`` tokens. LongRoPE has one for short texts and one for long
@@ -92,7 +96,7 @@ def read_ropes(fields: Fields, family: Family, context: int, head_dim: int) -> d
 
 def _rope(outer: Fields, family: Family, given: Any, context: int, head_dim: int) -> RopeConfig:
     """One rotation. ``given`` are the rotary parameters; ``outer`` has those that older files store beside them."""
-    where, keys = outer.where, {*_ROPE_KEYS, *family.rope_keys}
+    where, keys = outer.where, {*_ROPE_KEYS, *family.rope_keys, *(_AXIS_KEYS if family.rope_sections else ())}
     if not isinstance(given, Mapping) or not keys.issuperset(given):
         known = ", ".join(sorted(keys))
         raise ModelLoadError(f"{where}: rope parameters {given!r:.160} are not supported; known keys: {known}")
@@ -111,6 +115,8 @@ def _rope(outer: Fields, family: Family, given: Any, context: int, head_dim: int
     fields = Fields(parameters, f"{where}: rope parameters")
     dim, theta = _rotated(fields, family, head_dim), fields.number("rope_theta", 1.0, 1e15)
     common: dict[str, Any] = {"dim": None if dim == head_dim else dim, "interleaved": family.interleaved}
+    if family.rope_sections:
+        common["axes"] = _axes(fields, family, dim // 2)
     if rope_type == "dynamic" and dim == 2:
         fields.fail("rope_type 'dynamic' needs a head_dim above 2")
     if rope_type == "dynamic" and (alpha := fields.optional_number("alpha", 0.0, 1e6)) is not None:
@@ -147,6 +153,18 @@ def _rotated(fields: Fields, family: Family, head_dim: int) -> int:
     if dim < 2 or dim % 2:
         fields.fail(f"partial_rotary_factor {share:g} of head_dim {head_dim} is {dim} dimensions, which are no pairs")
     return dim
+
+
+def _axes(fields: Fields, family: Family, count: int) -> tuple[int, ...]:
+    """Axis of each of ``count`` frequencies: time, height, width. They are in sections one after another, or take turns
+    up to three times the number of those of height and width."""
+    sections = fields.get("mrope_section") or list(family.rope_sections)
+    whole = isinstance(sections, list) and all(type(each) is int and each >= 0 for each in sections)
+    if not whole or len(sections) != 3 or sum(sections) != count:
+        fields.fail(f"mrope_section must be three numbers with the sum {count}, got {sections!r:.80}")
+    if not family.interleaved_sections:
+        return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(count))
 
 
 def _longrope(fields: Fields, context: int, original: int, dim: int) -> dict[str, Any]:

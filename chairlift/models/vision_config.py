@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from chairlift.errors import ModelLoadError
 from chairlift.models.family import Fields
 
-__all__ = ["VisionConfig", "image_settings", "normalisation", "read_vision"]
+__all__ = ["PatchConfig", "VisionConfig", "normalisation", "patch_settings", "read_vision", "tile_settings"]
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _DEFAULTS = {
@@ -23,6 +24,30 @@ _DEFAULTS = {
     "patch_size": 32,
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
+}
+_PATCHES = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+_DEEP = {
+    **_PATCHES,
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
 }
 _EDGE = 364
 """Default of ``max_image_size`` in transformers."""
@@ -58,8 +83,108 @@ class VisionConfig:
         return (self.side // self.scale_factor) ** 2
 
 
-def read_vision(raw: Mapping[str, Any], where: str, text_width: int) -> VisionConfig:
-    """The encoder in a ``config.json``. Raises :class:`~chairlift.errors.ModelLoadError`."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PatchConfig:
+    """Shape of an encoder of images of any size, whose patches are rotated by row and column (Qwen-VL)."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    patch_size: int
+    frames: int
+    """Frames of a patch; an image is that many equal ones."""
+    merge_size: int
+    """A square of this many patches a side becomes one row."""
+    rope_theta: float
+    text_width: int
+    image_token_id: int
+    deep: bool
+    """Qwen3-VL: LayerNorm, no gate in the MLP, and learned positions. Otherwise RMSNorm and SwiGLU."""
+    activation: str
+    """``silu``, ``gelu`` or ``gelu_tanh``."""
+    window: int = 0
+    """Rows of a side of a window of attention."""
+    full_layers: tuple[int, ...] = ()
+    """Layers without windows; the others have them, if :attr:`window` is not 0."""
+    levels: tuple[int, ...] = ()
+    """Layers whose results are added to the text model's rows of images, behind its first layers."""
+    side: int = 0
+    """Side of the square of learned positions."""
+
+
+def read_vision(encoder: str, raw: Mapping[str, Any], where: str, text_width: int) -> VisionConfig | PatchConfig:
+    """The encoder in a ``config.json``; ``encoder`` is :attr:`~chairlift.models.family.Family.encoder`.
+
+    Raises :class:`~chairlift.errors.ModelLoadError`.
+    """
+    if encoder == "tiles":
+        return _read_tiles(raw, where, text_width)
+    return _read_patches(raw, where, text_width, encoder == "deep_patches")
+
+
+def _read_patches(raw: Mapping[str, Any], where: str, text_width: int, deep: bool) -> PatchConfig:
+    inner = raw.get("vision_config")
+    whole = Fields(raw, where, {"image_token_id": 151_655})
+    fields = Fields(inner if isinstance(inner, Mapping) else {}, f"{where}: vision_config", _DEEP if deep else _PATCHES)
+    activation = fields.get("hidden_act")
+    known = _ACTIVATIONS if deep else {"silu": "silu"}
+    if activation not in known:
+        fields.fail(f"hidden_act {activation!r:.80} is not one of {', '.join(known)}")
+    if fields.integer("in_channels", 1, 16) != 3:
+        fields.fail(f"in_channels is {fields.get('in_channels')}, and images have 3")
+    if fields.integer("out_hidden_size", 1, 65_536) != text_width:
+        fields.fail(f"out_hidden_size is {fields.get('out_hidden_size')}, but the text model has {text_width}")
+    rope = fields.get("rope_parameters") or {}
+    ropes = Fields(rope if isinstance(rope, Mapping) else {}, f"{where}: rope_parameters of vision_config")
+    if ropes.get("rope_type") not in (None, "axial"):
+        ropes.fail(f"rope_type {ropes.get('rope_type')!r:.80} is not 'axial'")
+    layers, heads = fields.integer("depth", 1, 256), fields.integer("num_heads", 1, 256)
+    more: dict[str, Any]
+    patch, merge = fields.integer("patch_size", 1, 256), fields.integer("spatial_merge_size", 1, 16)
+    if deep:
+        positions = fields.integer("num_position_embeddings", 1, 2**22)
+        more = {"side": math.isqrt(positions), "levels": _layers(fields, "deepstack_visual_indexes", layers)}
+        if more["side"] ** 2 != positions:
+            fields.fail(f"num_position_embeddings {positions} is not a square")
+        inner_layers = Fields(raw.get("text_config") or {}, where).integer("num_hidden_layers", 1, 1_024, default=32)
+        if len(more["levels"]) >= inner_layers:
+            fields.fail(f"deepstack_visual_indexes must be fewer than the text model's {inner_layers} layers")
+    else:
+        window = fields.integer("window_size", 1, 65_536) // merge // patch
+        more = {"window": window, "full_layers": _layers(fields, "fullatt_block_indexes", layers)}
+        if not window:
+            fields.fail("window_size is smaller than a square of patches")
+    found = PatchConfig(
+        hidden_size=fields.integer("hidden_size", 1, 16_384),
+        intermediate_size=fields.integer("intermediate_size", 1, 2**17),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        patch_size=patch,
+        frames=fields.integer("temporal_patch_size", 1, 16),
+        merge_size=merge,
+        rope_theta=ropes.number("rope_theta", 1.0, 1e15, default=10_000.0),
+        text_width=text_width,
+        image_token_id=whole.integer("image_token_id", 0, 2**22),
+        deep=deep,
+        activation=known[activation],
+        **more,
+    )
+    if found.hidden_size % (4 * heads):
+        fields.fail(f"hidden_size {found.hidden_size} is not a multiple of four times num_heads {heads}")
+    return found
+
+
+def _layers(fields: Fields, key: str, count: int) -> tuple[int, ...]:
+    """Numbers of layers, each once and ascending."""
+    given = fields.get(key)
+    good = isinstance(given, list) and all(type(each) is int and 0 <= each < count for each in given)
+    if not good or sorted(set(given)) != given:
+        fields.fail(f"{key} must be ascending numbers of layers below {count}, got {given!r:.80}")
+    return tuple(given)
+
+
+def _read_tiles(raw: Mapping[str, Any], where: str, text_width: int) -> VisionConfig:
     inner = raw.get("vision_config")
     whole = Fields(raw, where, {"scale_factor": 2, "image_token_id": 128_257})
     fields = Fields(inner if isinstance(inner, Mapping) else {}, f"{where}: vision_config", _DEFAULTS)
@@ -89,8 +214,8 @@ def read_vision(raw: Mapping[str, Any], where: str, text_width: int) -> VisionCo
     return found
 
 
-def image_settings(vision: VisionConfig, preprocessor: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """Fields of :class:`~chairlift.vision.processor.ImageSettings` from ``preprocessor_config.json``.
+def tile_settings(vision: VisionConfig, preprocessor: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """Fields of :class:`~chairlift.vision.tiles.TileSettings` from ``preprocessor_config.json``.
 
     Raises :class:`~chairlift.errors.ModelLoadError` for settings that the encoder's shape does not allow.
     """
@@ -111,6 +236,38 @@ def image_settings(vision: VisionConfig, preprocessor: Mapping[str, Any], where:
         "resample": fields.integer("resample", 0, 5, default=1),
         "splits": fields.boolean("do_image_splitting", True),
         "rows_per_tile": vision.rows_per_tile,
+        "image_token_id": vision.image_token_id,
+    }
+
+
+def patch_settings(vision: PatchConfig, preprocessor: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """Fields of :class:`~chairlift.vision.patches.PatchSettings` from ``preprocessor_config.json``.
+
+    Raises :class:`~chairlift.errors.ModelLoadError` for settings that the encoder's shape does not allow.
+    """
+    fields = Fields(preprocessor, str(where))
+    given = preprocessor.get("size") or {}
+    size = Fields(given if isinstance(given, Mapping) else {}, f"{where}: size")
+    sizes = {"patch_size": vision.patch_size, "merge_size": vision.merge_size, "temporal_patch_size": vision.frames}
+    for key, wanted in sizes.items():
+        if fields.integer(key, 1, 4_096, default=wanted) != wanted:
+            fields.fail(f"{key} is {fields.get(key)}, but the encoder takes {wanted}")
+    for key in ("do_rescale", "do_normalize", "do_convert_rgb"):
+        if not fields.boolean(key, True):
+            fields.fail(f"{key} is false")
+    limits = []
+    for key, old, usual in (("shortest_edge", "min_pixels", 56 * 56), ("longest_edge", "max_pixels", 28 * 28 * 1280)):
+        outer = fields.optional_integer(old, 1, 2**40)
+        limits.append(outer or size.integer(key, 1, 2**40, default=usual))
+    if limits[0] > limits[1]:
+        fields.fail(f"the least number of pixels, {limits[0]}, is above the most, {limits[1]}")
+    return {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.merge_size,
+        "least_pixels": limits[0],
+        "most_pixels": limits[1],
+        "resizes": fields.boolean("do_resize", True),
+        "resample": fields.integer("resample", 0, 5, default=3),
         "image_token_id": vision.image_token_id,
     }
 

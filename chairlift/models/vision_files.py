@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 from chairlift.errors import ModelLoadError
 from chairlift.models.hf_config import ModelConfig, read_hf_config, read_hf_files, read_json
 from chairlift.models.registry import FAMILIES
-from chairlift.models.vision_config import image_settings, normalisation
-from chairlift.vision.processor import ImageProcessor, ImageSettings, Tokens
+from chairlift.models.vision_config import PatchConfig, normalisation, patch_settings, tile_settings
+from chairlift.vision.patches import PatchProcessor, PatchSettings
+from chairlift.vision.processor import ImageProcessor, Tokens
+from chairlift.vision.tiles import TileProcessor, TileSettings
 
 if TYPE_CHECKING:
     import torch
 
-    from chairlift.models.vision_tower import VisionTower
+    from chairlift.models.vision_tower import Tower
 
 __all__ = ["load_tower", "read_processor"]
 
@@ -32,20 +34,26 @@ def read_processor(model_dir: Path, tokens: Tokens) -> ImageProcessor | None:
     vision = read_hf_config(model_dir).vision
     if vision is None:
         return None
-    settings = image_settings(vision, _preprocessor(model_dir), model_dir / _FILE)
-    return ImageProcessor(ImageSettings(**settings), tokens, model_dir)
+    preprocessor, where = _preprocessor(model_dir), model_dir / _FILE
+    if isinstance(vision, PatchConfig):
+        return PatchProcessor(PatchSettings(**patch_settings(vision, preprocessor, where)), tokens, model_dir)
+    return TileProcessor(TileSettings(**tile_settings(vision, preprocessor, where)), tokens, model_dir)
 
 
-def load_tower(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> VisionTower:
+def load_tower(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> Tower:
     """The image encoder of a model that has one, in CPU memory. Raises ModelLoadError."""
     from chairlift.models.loader import open_tensors  # these import torch
+    from chairlift.models.patch_tower import PatchTower
     from chairlift.models.vision_tower import VisionTower
 
     if config.vision is None:
         raise ModelLoadError(f"{model_dir}: model_type {config.model_type!r} has no image encoder")
     normalise = normalisation(_preprocessor(model_dir), model_dir / _FILE)
     with contextlib.ExitStack() as stack:
-        return VisionTower(config.vision, open_tensors(model_dir, config, stack), model_dir, dtype, normalise)
+        tensors = open_tensors(model_dir, config, stack)
+        if isinstance(config.vision, PatchConfig):
+            return PatchTower(config.vision, tensors, model_dir, dtype, normalise)
+        return VisionTower(config.vision, tensors, model_dir, dtype, normalise)
 
 
 def _preprocessor(model_dir: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,16 +16,39 @@ from torch.nn import functional
 
 from chairlift.errors import ModelLoadError
 from chairlift.models.vision_config import VisionConfig
+from chairlift.vision.spans import ImageTile
 
-__all__ = ["PIECE", "VisionTower"]
+__all__ = ["PIECE", "Tower", "VisionTower", "take_tensor"]
 
 PIECE = 128
 """Most patches of a piece of work."""
 _LAYER = "model.vision_model.encoder.layers."
 
 
+class Tower(Protocol):
+    """An image encoder."""
+
+    def encode(self, tile: ImageTile) -> Iterator[int | Tensor]:
+        """Compute a tile. Yields the number of patches after each piece, and last the rows."""
+        ...
+
+
+def take_tensor(tensors: Mapping[str, Any], where: Path, name: str, *shape: int) -> Tensor:
+    """A tensor of a checkpoint. Raises ModelLoadError where it is missing, misshapen or not finite."""
+    if name not in tensors:
+        raise ModelLoadError(f"{where}: tensor {name} is missing; download the model again")
+    tensor: Tensor = tensors[name].get_tensor(name)
+    if tuple(tensor.shape) != shape:
+        raise ModelLoadError(
+            f"{where}: tensor {name} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}"
+        )
+    if not tensor.isfinite().all():
+        raise ModelLoadError(f"{where}: tensor {name} has NaN or infinity; download the model again")
+    return tensor
+
+
 class VisionTower:
-    """``encode(pixels)`` gives the rows of one tile, [rows_per_tile, text_width], in the tower's dtype.
+    """``encode(tile)`` gives the rows of one tile, [rows_per_tile, text_width], in the tower's dtype.
 
     ``tensors`` maps the checkpoint's names to open safetensors files; ``normalise`` is the result of
     :func:`~chairlift.models.vision_config.normalisation`. Raises :class:`~chairlift.errors.ModelLoadError` for weights
@@ -44,16 +67,7 @@ class VisionTower:
         width, inner, patch = config.hidden_size, config.intermediate_size, config.patch_size
 
         def take(name: str, *shape: int) -> Tensor:
-            if name not in tensors:
-                raise ModelLoadError(f"{where}: tensor {name} is missing; download the model again")
-            tensor: Tensor = tensors[name].get_tensor(name)
-            if tuple(tensor.shape) != shape:
-                raise ModelLoadError(
-                    f"{where}: tensor {name} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}"
-                )
-            if not tensor.isfinite().all():
-                raise ModelLoadError(f"{where}: tensor {name} has NaN or infinity; download the model again")
-            return tensor.to(dtype, copy=True)
+            return take_tensor(tensors, where, name, *shape).to(dtype, copy=True)
 
         def pair(name: str, *shape: int) -> tuple[Tensor, Tensor]:
             return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
@@ -78,15 +92,10 @@ class VisionTower:
         factor, mean, deviation = normalise
         self._factor, self._mean, self._deviation = factor, _channels(mean), _channels(deviation)
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of the result."""
-        return self.config.text_width * self.dtype.itemsize
-
-    def encode(self, pixels: bytes) -> Iterator[int | Tensor]:
+    def encode(self, tile: ImageTile) -> Iterator[int | Tensor]:
         """Compute a tile of uint8 [3, size, size]. Yields the number of patches after each piece, and last the rows."""
         with torch.inference_mode():
-            state = self._embed(pixels)
+            state = self._embed(tile.pixels)
         yield len(state)
         for layer in self._layers:
             for half in (self._attend(layer, state), self._transform(layer, state)):

@@ -13,7 +13,7 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 6 };
+enum { CL_ABI_VERSION = 7 };
 
 // Dtype of a program's activations, KV and dense weights (a KV layer may have another kind). Sums are always float32.
 enum cl_dtype { CL_F32 = 0, CL_BF16 = 1 };
@@ -42,7 +42,7 @@ enum {
 enum cl_op_kind {
   CL_OP_CALL = 0,         // ends a native run: Python computes `out`, then continues with the next operation
   CL_OP_EMBED = 1,        // out[T, k] = rows token_ids of weight [n, k], times scale; flags: CL_PACKED, CL_POSITIONS
-  CL_OP_ROTARY = 2,       // float32 cos and sin of every token into rotary table `layer`: weight = inverse frequencies [head_dim / 2], scale = factor
+  CL_OP_ROTARY = 2,       // float32 cos and sin of every token into rotary table `layer`: weight = inverse frequencies [head_dim / 2], scale = factor; bias = axis (0, 1, 2) of each frequency, or null
   CL_OP_RMS_NORM = 3,     // out[T, k] = rms_norm(in) * weight[k] (float32), eps
   CL_OP_LINEAR = 4,       // out[T, n] = scale * f(in[T, k] @ weight.T + bias) (+ aux[T, n]); out may be aux; flags: f, a cl_activation
   CL_OP_LINEAR_SILU = 5,  // out[T, n / 2] = silu(gate) * up of the LINEAR product; gate and up panels alternate
@@ -183,6 +183,7 @@ typedef struct {
   const int32_t* seq_lens;       // [N]
   const int32_t* block_tables;   // [groups, N, table_width]
   const int64_t* slot_mapping;   // [groups, T]
+  const int32_t* axes;           // [3, T] positions in time, height and width, for rotations that have axes; or null where all are `positions`
   const int32_t* adapters;       // [T] row of each token's adapter in the table, negative: none; or null where no token has one
   int32_t num_tokens, num_rows, num_groups, table_width;
 } cl_batch;

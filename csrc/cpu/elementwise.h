@@ -66,11 +66,13 @@ static void embed(const cl_op& op, const cl_program& program, const cl_batch& ba
 // sines one at a time, so that no value depends on its neighbours.
 static void rotary_table(const cl_op& op, const cl_program& program, const cl_batch& batch, Share share) {
   const float* frequencies = static_cast<const float*>(op.weight);
+  const float* axes = batch.axes ? op.bias : nullptr;
   const int half = op.head_dim / 2;
   for (int t = share.begin; t < share.end; t++) {
     float* row = program.rotary[op.layer] + int64_t(t) * op.head_dim;
     for (int i = 0; i < half; i++) {
-      const float angle = float(batch.positions[t]) * frequencies[i];
+      const int32_t position = axes ? batch.axes[int64_t(axes[i]) * batch.num_tokens + t] : batch.positions[t];
+      const float angle = float(position) * frequencies[i];
       row[i] = cosf(angle) * op.scale;
       row[half + i] = sinf(angle) * op.scale;
     }

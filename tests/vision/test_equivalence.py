@@ -53,18 +53,12 @@ def chat(*parts: str | Image.Image) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def text_of(*parts: str | Image.Image) -> str:
-    head = ":" if not isinstance(parts[0], str) else ": "
-    inner = "".join(each if isinstance(each, str) else "<image>" for each in parts)
-    return f"<|im_start|>User{head}{inner}<end_of_utterance>\nAssistant:"
-
-
 def check(reference: Reference, engine: LLM, *conversations: tuple[str | Image.Image, ...]) -> list[Any]:
     """Fail unless all answers are transformers'. Returns the outputs."""
     outputs = engine.chat([chat(*each) for each in conversations], _GREEDY)
     for parts, output in zip(conversations, outputs, strict=True):
         images = [each for each in parts if not isinstance(each, str)]
-        prompt, tokens, logprobs = reference.answer(text_of(*parts), images, _COUNT)
+        prompt, tokens, logprobs = reference.answer(reference.text_of(*parts), images, _COUNT)
         assert output.prompt_token_ids == prompt
         for answer in output.outputs:
             assert answer.token_ids == tokens
@@ -121,7 +115,7 @@ def test_several_answers_share_an_image(reference: Reference, llm: Callable[...,
     params = SamplingParams(temperature=0, max_tokens=_COUNT, ignore_eos=True, n=3)
     image = picture(6, 70, 50)
     (output,) = llm().chat(chat(image, "What?"), params)
-    _, tokens, _ = reference.answer(text_of(image, "What?"), [image], _COUNT)
+    _, tokens, _ = reference.answer(reference.text_of(image, "What?"), [image], _COUNT)
     assert [answer.token_ids for answer in output.outputs] == [tokens] * 3
 
 
@@ -135,7 +129,7 @@ def test_preempted_requests_keep_their_images(swap: int, reference: Reference, l
     outputs = engine.chat([chat(image, "What?") for image in images], params)
     assert engine.engine.scheduler.num_preemptions, "the cache was large enough for all"
     for image, output in zip(images, outputs, strict=True):
-        assert output.outputs[0].token_ids == reference.answer(text_of(image, "What?"), [image], 40)[1]
+        assert output.outputs[0].token_ids == reference.answer(reference.text_of(image, "What?"), [image], 40)[1]
 
 
 @pytest.mark.nightly

@@ -22,8 +22,9 @@ from chairlift.models.vision_files import read_processor
 from chairlift.quantize.run import quantize_model
 from chairlift.vision.chats import take_images
 from chairlift.vision.decode import MAX_PIXELS, decode_image, from_data_url, to_rgb
-from chairlift.vision.processor import ImageProcessor, ImageSettings, place_images
+from chairlift.vision.processor import place_images
 from chairlift.vision.spans import MARK_BYTES, ImageSpan, marks
+from chairlift.vision.tiles import TileProcessor, TileSettings
 from tests.vision.tiny import ROWS, SIZE, picture, tiny_tokenizer, tiny_vlm
 
 
@@ -174,10 +175,10 @@ def test_images_are_taken_out_of_messages() -> None:
     assert take_images("no list") == ("no list", [])
 
 
-def settings(**given: Any) -> ImageSettings:
+def settings(**given: Any) -> TileSettings:
     marker = tiny_tokenizer().encode("<image>", False)[0]
     usual = {"longest_edge": 2 * SIZE, "resample": 1, "splits": True, "rows_per_tile": ROWS, "image_token_id": marker}
-    return ImageSettings(tile_size=SIZE, **{**usual, **given})
+    return TileSettings(tile_size=SIZE, **{**usual, **given})
 
 
 SIZES = [(1, 1), (8, 5), (32, 32), (33, 32), (64, 64), (70, 50), (50, 70), (500, 3), (3, 500), (97, 96), (1000, 700)]
@@ -197,14 +198,14 @@ def test_tiles_are_those_of_transformers(size: tuple[int, int], kind: Any) -> No
             do_normalize=False,
         )([[image]], return_row_col_info=True, return_tensors="np")
         asked = settings(longest_edge=longest, resample=resample, splits=splits)
-        ours = ImageProcessor(asked, tiny_tokenizer(), Path("model")).prepare("it", image)
+        ours = TileProcessor(asked, tiny_tokenizer(), Path("model")).prepare("it", image)
         tiles = np.stack([np.frombuffer(tile.pixels, np.uint8).reshape(3, SIZE, SIZE) for tile in ours.tiles])
         assert (ours.rows, ours.columns) == (theirs["rows"][0][0], theirs["cols"][0][0])
         assert np.array_equal(tiles, theirs["pixel_values"][0])
 
 
 def test_markers_and_images_must_be_as_many() -> None:
-    processor = ImageProcessor(settings(), tiny_tokenizer(), Path("model"))
+    processor = TileProcessor(settings(), tiny_tokenizer(), Path("model"))
     marker = processor.settings.image_token_id
     with pytest.raises(RequestError, match=r"has 2 places for images .* and 1 images were sent"):
         place_images(processor, [marker, 5, marker], [picture(1)])
@@ -217,7 +218,7 @@ def test_markers_and_images_must_be_as_many() -> None:
 
 
 def test_spans_name_exactly_the_placeholders() -> None:
-    processor = ImageProcessor(settings(), tiny_tokenizer(), Path("model"))
+    processor = TileProcessor(settings(), tiny_tokenizer(), Path("model"))
     marker = processor.settings.image_token_id
     prompt, placed = place_images(processor, [7, marker, 8, marker], [picture(1, 70, 50), picture(2, 8, 8)])
     places = [place for span in placed.spans for place in range(span.position, span.end)]

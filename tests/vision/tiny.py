@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from chairlift.tokenizer.byte_level import byte_tokenizer
 from chairlift.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["ROWS", "SIZE", "TEMPLATE", "Reference", "picture", "tiny_vlm"]
+__all__ = ["ROWS", "SIZE", "SQUARE", "TEMPLATE", "QwenReference", "Reference", "picture", "tiny_qwen", "tiny_vlm"]
 
 SIZE, ROWS = 32, 4
 """Pixels of a side of a tile, and prompt positions of a tile."""
@@ -43,12 +44,36 @@ _PREPROCESSOR = {
 }
 
 
+SQUARE = 8
+"""Pixels of a side of a square of patches, which is one row of Qwen's models."""
+_QWEN_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+_QWEN_TEMPLATE = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}{% if message['content'] is string %}"
+    "{{message['content']}}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "{{'<|vision_start|><|image_pad|><|vision_end|>'}}{% else %}{{part['text']}}{% endif %}{% endfor %}{% endif %}"
+    "{{'<|im_end|>\n'}}{% endfor %}{% if add_generation_prompt %}{{'<|im_start|>assistant\n'}}{% endif %}"
+)
+_QWEN_PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "image_mean": [0.5, 0.4, 0.6],
+    "image_std": [0.5, 0.6, 0.4],
+    "patch_size": SQUARE // 2,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"shortest_edge": 2 * SQUARE**2, "longest_edge": 40 * SQUARE**2},
+}
+
+
 def tiny_tokenizer() -> Tokenizer:
     return byte_tokenizer(_SPECIAL, eos="<end_of_utterance>", chat_template=TEMPLATE)
 
 
-VISION_FAMILIES = ("idefics3", "smolvlm")
-"""Families that :func:`tiny_vlm` makes."""
+def qwen_tokenizer() -> Tokenizer:
+    return byte_tokenizer(_QWEN_SPECIAL, eos="<|im_end|>", chat_template=_QWEN_TEMPLATE)
+
+
+VISION_FAMILIES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
+"""Families that :func:`tiny_vlm` and :func:`tiny_qwen` make."""
 
 
 def tiny_vlm(folder: Path, family: str = "smolvlm", **preprocessor: Any) -> Path:
@@ -78,19 +103,57 @@ def tiny_vlm(folder: Path, family: str = "smolvlm", **preprocessor: Any) -> Path
     config = AutoConfig.for_model(
         family, text_config=text, vision_config=vision, image_token_id=marker, scale_factor=2, pad_token_id=0
     )
+    _write(folder, config, {**_PREPROCESSOR, **preprocessor}, tiny_tokenizer(), TEMPLATE)
+    return folder
+
+
+def tiny_qwen(folder: Path, family: str = "qwen3_vl", **preprocessor: Any) -> Path:
+    """Write a random Qwen2.5-VL or Qwen3-VL with a tokenizer of bytes, like :func:`tiny_vlm`."""
+    deep = family == "qwen3_vl"
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+    text = {
+        "vocab_size": 256 + len(_QWEN_SPECIAL),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": rope,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": 257,
+        **({"head_dim": 16} if deep else {}),
+    }
+    vision: dict[str, Any] = {
+        "depth": 3,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_heads": 3,
+        "patch_size": SQUARE // 2,
+        "out_hidden_size": 64,
+    }
+    own = {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]}
+    vision |= own if deep else {"window_size": 2 * SQUARE, "fullatt_block_indexes": [1]}
+    marker = 256 + _QWEN_SPECIAL.index("<|image_pad|>")
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, image_token_id=marker)
+    _write(folder, config, {**_QWEN_PREPROCESSOR, **preprocessor}, qwen_tokenizer(), _QWEN_TEMPLATE)
+    return folder
+
+
+def _write(folder: Path, config: Any, preprocessor: dict[str, Any], tokenizer: Tokenizer, template: str) -> None:
     generator = torch.Generator().manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.1 * values if "norm" in name and name.endswith("weight") else 0.25 * values)
+        model.lm_head.weight[config.image_token_id] = 0  # transformers takes a placeholder in an answer for an image
     model.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({**_PREPROCESSOR, **preprocessor}))
-    tokenizer = tiny_tokenizer()
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     tokenizer.backend.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end_of_utterance>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
-    return folder
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.decode([257])}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
 
 
 def picture(seed: int, width: int = 40, height: int = 24) -> Image.Image:
@@ -109,6 +172,12 @@ class Reference:
         self.images = SmolVLMImageProcessorPil.from_pretrained(folder)
         self.tokenizer = tiny_tokenizer()
 
+    def text_of(self, *parts: str | Image.Image) -> str:
+        """A question with these parts, laid out by the chat template."""
+        head = ":" if not isinstance(parts[0], str) else ": "
+        inner = "".join(each if isinstance(each, str) else "<image>" for each in parts)
+        return f"<|im_start|>User{head}{inner}<end_of_utterance>\nAssistant:"
+
     def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
         """Token ids of a text with ``<image>`` in it, and pixels."""
         if not images:
@@ -124,14 +193,50 @@ class Reference:
             "pixel_attention_mask": batch["pixel_attention_mask"],
         }
 
+    def known(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the model for inputs whose token ids have grown."""
+        return inputs
+
     def answer(self, text: str, images: list[Image.Image], count: int) -> tuple[list[int], list[int], list[float]]:
         """Prompt, greedy tokens, and their log-probabilities."""
         given = self.inputs(text, images)
         prompt, tokens, logprobs = given["input_ids"][0].tolist(), list[int](), list[float]()
         for _ in range(count):
             with torch.no_grad():
-                known = {**given, "input_ids": torch.tensor([[*prompt, *tokens]])}
+                known = self.known({**given, "input_ids": torch.tensor([[*prompt, *tokens]])})
                 last = self.model(**known, use_cache=False).logits[0, -1].log_softmax(-1)
             tokens.append(int(last.argmax()))
             logprobs.append(float(last.max()))
         return prompt, tokens, logprobs
+
+
+class QwenReference(Reference):
+    """The same for Qwen2.5-VL and Qwen3-VL."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        self.tokenizer = qwen_tokenizer()
+
+    def text_of(self, *parts: str | Image.Image) -> str:
+        marker = "<|vision_start|><|image_pad|><|vision_end|>"
+        inner = "".join(each if isinstance(each, str) else marker for each in parts)
+        return f"<|im_start|>user\n{inner}<|im_end|>\n<|im_start|>assistant\n"
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+        """Token ids of a text with ``<|image_pad|>`` in it, and pixels."""
+        if not images:
+            return {"input_ids": torch.tensor([self.tokenizer.encode(text, False)])}
+        batch = self.images(images, return_tensors="pt")
+        head, *rest = text.split("<|image_pad|>")
+        for (_, rows, columns), part in zip(batch["image_grid_thw"].tolist(), rest, strict=True):
+            head += "<|image_pad|>" * (rows * columns // 4) + part
+        return {"input_ids": torch.tensor([self.tokenizer.encode(head, False)]), **batch}
+
+    def known(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        if "pixel_values" not in inputs:
+            return inputs
+        types = (inputs["input_ids"] == self.model.config.image_token_id).int()
+        return {**inputs, "mm_token_type_ids": types}

@@ -52,7 +52,7 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 """``CL_ABI_VERSION`` of the header that this module mirrors."""
 
 ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
@@ -193,6 +193,7 @@ class Batch(ctypes.Structure):
         ("seq_lens", c_void_p),
         ("block_tables", c_void_p),
         ("slot_mapping", c_void_p),
+        ("axes", c_void_p),
         ("adapters", c_void_p),
         ("num_tokens", c_int32),
         ("num_rows", c_int32),
@@ -208,8 +209,8 @@ class Batch(ctypes.Structure):
         arrays = *spans, step.block_tables, step.slot_mapping
         num_groups, num_rows, width = step.block_tables.shape
         addresses = [array.ctypes.data for array in arrays]
-        table = None if adapters is None else adapters.ctypes.data
-        return cls(*addresses, table, len(step.token_ids), num_rows, num_groups, width)
+        axes, table = (None if each is None else each.ctypes.data for each in (step.axes, adapters))
+        return cls(*addresses, axes, table, len(step.token_ids), num_rows, num_groups, width)
 
 
 SAMPLING_ROW = np.dtype(

@@ -81,7 +81,7 @@ class FusedOp:
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     weight: Tensor | PackedMatrix | None = None
     bias: Tensor | None = None
-    """Bias of a norm. The bias of a product belongs to its weight."""
+    """Bias of a norm, or the axis of each frequency of a rotation. The bias of a product belongs to its weight."""
     sinks: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -199,7 +199,7 @@ def _scale(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
 
 def _rotary_table(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     fields = {"head_dim": node.out.width, "scale": node.attributes["factor"]}
-    yield FusedOp(OpKind.ROTARY, node.out, (), fields, node.attributes["frequencies"])
+    yield FusedOp(OpKind.ROTARY, node.out, (), fields, node.attributes["frequencies"], bias=node.attributes.get("axes"))
 
 
 def _rms_norm(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:

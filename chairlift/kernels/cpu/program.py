@@ -115,18 +115,15 @@ class StepProgram:
 
         With ``kept`` [K] (see :meth:`StepBatch.only`) it returns the rows of these tokens, [K, width]: after the last
         operation that writes KV, other tokens are not computed. The bits of the result are the same.
-        ``images`` has the rows that the step names, as bytes in the program's dtype.
+        ``images`` has the rows that the step names, as bytes in the program's dtype: the embedding, and then what is
+        added to the results of the first layers, one after another.
         """
         num_tokens, end = len(step.token_ids), len(self._ops)
         if not 0 < num_tokens <= self._max_tokens or step.cu_seqlens[-1] != num_tokens:
             raise InvariantError(f"a step of {num_tokens} tokens where 1 to {self._max_tokens} were agreed on")
         begin = 0
         if step.image_rows and images is not None:
-            begin, inputs = self._embedded
-            self._run(step, 0, begin)
-            for at, count, key, first in step.image_rows:
-                rows = images[key][first : first + count]
-                inputs[at : at + count, : rows.shape[1]] = rows
+            begin = self._place_images(step, images)
         if kept is None or len(kept) == num_tokens:
             self._run(step, begin, end)
             return self._rows_of_output(num_tokens)
@@ -136,6 +133,36 @@ class StepProgram:
         if len(kept):
             self._run(step.only(kept), self._narrow_at, end)
         return self._rows_of_output(len(kept))
+
+    def _place_images(self, step: StepBatch, images: Mapping[bytes, npt.NDArray[np.uint8]]) -> int:
+        """Run the operations before those that read rows of images, and write these rows. Returns the next
+        operation."""
+        begin, inputs = self._embedded
+        self._run(step, 0, begin)
+        width = self.plan.ops[begin - 1].out.width * self._recorder.dtype.itemsize
+        levels = 0
+        for at, count, key, first in step.image_rows:
+            rows = images[key]
+            inputs[at : at + count, :width] = rows[first : first + count, :width]
+            levels = max(levels, rows.shape[1] // width - 1)
+        for level in range(levels):
+            end, buffer = self._behind_layer(level)
+            self._run(step, begin, end)
+            begin = end
+            for at, count, key, first in step.image_rows:
+                rows = images[key][first : first + count, (level + 1) * width : (level + 2) * width]
+                _add_rows(buffer[at : at + count, :width], rows, self._recorder.dtype)
+        return begin
+
+    def _behind_layer(self, layer: int) -> tuple[int, npt.NDArray[np.uint8]]:
+        """Index of the operation behind decoder layer ``layer``, which is not the last one, and the bytes of the
+        layer's result [T, ...]."""
+        operations = enumerate(self.plan.ops)
+        at = next((i for i, op in operations if op.kind == OpKind.QKV and op.fields["layer"] == layer + 1), 0) - 1
+        if at < 0 or self.plan.ops[at].kind != OpKind.RMS_NORM:
+            raise InvariantError(f"no norm and product begin layer {layer + 1}, so rows cannot be added before it")
+        buffer = self._buffers[self.plan.buffer_of[self.plan.ops[at].inputs[0]]]
+        return at, buffer.view(torch.uint8).numpy()
 
     @functools.cached_property
     def _embedded(self) -> tuple[int, npt.NDArray[np.uint8]]:
@@ -366,6 +393,23 @@ def _stride(width: int, itemsize: int) -> int:
     sets."""
     stride = -(-width // PANEL) * PANEL
     return stride + 512 // itemsize if stride * itemsize % 1024 == 0 else stride
+
+
+def _add_rows(into: npt.NDArray[np.uint8], rows: npt.NDArray[np.uint8], dtype: torch.dtype) -> None:
+    """Add rows to others of the same shape, in place. They are bytes of float32 or bfloat16 numbers.
+
+    It computes in numpy, because torch would start threads that spin on the pool's processors.
+    """
+    if dtype == torch.float32:
+        numbers = into.view(np.float32)
+        numbers += np.ascontiguousarray(rows).view(np.float32)
+        return
+    halves = into.view(np.uint16)
+    wide = [
+        (each.astype(np.uint32) << 16).view(np.float32) for each in (halves, np.ascontiguousarray(rows).view(np.uint16))
+    ]
+    bits = (wide[0] + wide[1]).view(np.uint32)
+    halves[:] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, ties to even
 
 
 def _buffer(rows: int, stride: int, dtype: torch.dtype) -> Tensor:

@@ -29,6 +29,8 @@ class RotaryEmbedding(nn.Module):
         found, self.attention_factor = inverse_frequencies(rotated, rope, max_position_embeddings)
         frequencies = torch.nn.functional.pad(found, (0, (head_dim - rotated) // 2))
         self._frequencies: dict[torch.device, Tensor] = {frequencies.device: frequencies}
+        with torch.device("cpu"):
+            self._axes = torch.tensor(rope.axes) if rope.axes else None
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Radians per position of each pair of dimensions, float32 [Dh/2]."""
@@ -39,7 +41,8 @@ class RotaryEmbedding(nn.Module):
         return frequencies
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> ops.Rotary:
-        return ops.rotary_table(positions, self.frequencies(positions.device), self.attention_factor, dtype)
+        how: dict[str, Tensor] = {} if self._axes is None else {"axes": self._axes}
+        return ops.rotary_table(positions, self.frequencies(positions.device), self.attention_factor, dtype, **how)
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig, max_position_embeddings: int) -> tuple[Tensor, float]:

@@ -1,0 +1,218 @@
+"""The image encoders of Qwen2.5-VL and Qwen3-VL: a transformer over the patches of an image of any size.
+
+A patch is rotated by its row and column. Patches are in the order of the squares that become one row. Like
+:mod:`chairlift.models.vision_tower` it computes one image in pieces of a bounded size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from chairlift.models.vision_config import PatchConfig
+from chairlift.models.vision_tower import PIECE, take_tensor
+from chairlift.vision.spans import ImageTile
+
+__all__ = ["PatchTower"]
+
+_EPS = 1e-6
+_SCORES = PIECE * 1024
+"""Most scores of a head in a piece of attention, where an image has many patches."""
+
+_Pair = tuple[Tensor, Tensor]
+"""A weight and its bias."""
+
+
+class PatchTower:
+    """``encode(tile)`` gives the rows of one image, [rows, (1 + levels) * text_width], in the tower's dtype.
+
+    Behind the embedding a row has what is added after each of the first layers of the text model. The arguments are
+    those of :class:`~chairlift.models.vision_tower.VisionTower`, also what they raise.
+    """
+
+    def __init__(
+        self,
+        config: PatchConfig,
+        tensors: Mapping[str, Any],
+        where: Path,
+        dtype: torch.dtype,
+        normalise: tuple[float, list[float], list[float]],
+    ) -> None:
+        self.config, self.dtype = config, dtype
+        width, inner, patch = config.hidden_size, config.intermediate_size, config.patch_size
+
+        top = "model.visual." if config.deep else "visual."
+
+        def take(name: str, *shape: int) -> Tensor:
+            return take_tensor(tensors, where, top + name, *shape).to(dtype, copy=True)
+
+        def pair(name: str, *shape: int) -> _Pair:
+            return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
+
+        def norm(name: str, size: int = width) -> tuple[Tensor, ...]:
+            return pair(name, size) if config.deep else (take(f"{name}.weight", size),)
+
+        # An image is `frames` equal ones, so their weights are added.
+        embedding = take_tensor(tensors, where, f"{top}patch_embed.proj.weight", width, 3, config.frames, patch, patch)
+        self._embedding = embedding.float().sum(2).flatten(1).to(dtype)
+        self._bias = take("patch_embed.proj.bias", width) if config.deep else None
+        self._positions = take("pos_embed.weight", config.side**2, width) if config.deep else None
+        self._layers = []
+        for index in range(config.num_hidden_layers):
+            at = f"blocks.{index}."
+            mlp = ("linear_fc1",) if config.deep else ("gate_proj", "up_proj")
+            ups = [pair(f"{at}mlp.{name}", inner, width) for name in mlp]
+            down = pair(f"{at}mlp.{'linear_fc2' if config.deep else 'down_proj'}", width, inner)
+            qkv, out = pair(f"{at}attn.qkv", 3 * width, width), pair(f"{at}attn.proj", width, width)
+            self._layers.append((norm(f"{at}norm1"), qkv, out, norm(f"{at}norm2"), ups, down))
+        merged = width * config.merge_size**2
+
+        def merger(at: str, names: tuple[str, str, str], normed: int) -> tuple[tuple[Tensor, ...], _Pair, _Pair]:
+            first, second, last = (f"{at}.{name}" for name in names)
+            return norm(first, normed), pair(second, merged, merged), pair(last, config.text_width, merged)
+
+        deep = ("norm", "linear_fc1", "linear_fc2")
+        self._merger = merger("merger", deep if config.deep else ("ln_q", "mlp.0", "mlp.2"), width)
+        self._mergers = {
+            layer: merger(f"deepstack_merger_list.{index}", deep, merged) for index, layer in enumerate(config.levels)
+        }
+        factor, mean, deviation = normalise
+        channels = [torch.tensor(values).view(3, 1, 1) for values in (mean, deviation)]
+        self._factor, self._mean, self._deviation = factor, *channels
+        size = width // config.num_attention_heads // 2
+        self._frequencies = 1.0 / config.rope_theta ** (torch.arange(0, size, 2).float() / size)
+
+    def encode(self, tile: ImageTile) -> Iterator[int | Tensor]:
+        """Compute an image of uint8 [3, height, width]. Yields the number of patches after each piece, and last the
+        rows."""
+        config = self.config
+        with torch.inference_mode():
+            order, sizes = self._windows(tile.grid)
+            rotation = tuple(self._ordered(each, order) for each in self._rotation(tile.grid))
+            state = self._ordered(self._embed(tile), order)
+        yield len(state)
+        levels = []
+        for index, layer in enumerate(self._layers):
+            whole = not config.window or index in config.full_layers
+            yield from self._attend(layer, state, rotation, [len(state)] if whole else sizes)
+            yield from self._transform(layer, state)
+            if index in self._mergers:
+                with torch.inference_mode():
+                    levels.append(self._merge(state, *self._mergers[index]))
+                yield len(state)
+        with torch.inference_mode():
+            rows = torch.cat([self._merge(state, *self._merger), *levels], 1)
+            rows = rows[torch.argsort(order)]
+        yield len(state)
+        yield rows
+
+    def _embed(self, tile: ImageTile) -> Tensor:
+        """Patches of a tile with their learned positions, [patches, width], in the order of squares."""
+        size, (rows, columns) = self.config.patch_size, tile.grid
+        pixels = torch.frombuffer(bytearray(tile.pixels), dtype=torch.uint8).view(3, rows * size, columns * size)
+        normal = (pixels.float() * self._factor - self._mean) / self._deviation
+        patches = normal.view(3, rows, size, columns, size).permute(1, 3, 0, 2, 4).flatten(2)
+        state = functional.linear(self._squares(patches).to(self.dtype), self._embedding, self._bias)
+        return state if self._positions is None else state + self._learned(self._positions, rows, columns)
+
+    def _learned(self, table: Tensor, rows: int, columns: int) -> Tensor:
+        """Learned positions [patches, width], interpolated from a square of them."""
+        side = self.config.side
+        places = [torch.arange(count).float() * (side - 1) / max(count - 1, 1) for count in (rows, columns)]
+        (top, low), (left, right) = ([each.long(), (each.long() + 1).clamp(max=side - 1)] for each in places)
+        down, along = places[0] - top, places[1] - left
+        weights = (1 - down, 1 - along), (1 - down, along), (down, 1 - along), (down, along)
+        corners = (top, left), (top, right), (low, left), (low, right)
+        parts = []
+        for (a, b), (row, column) in zip(weights, corners, strict=True):
+            found = table[(row[:, None] * side + column).flatten()].view(rows, columns, -1)
+            parts.append(self._squares(found * (a[:, None] * b)[..., None]))
+        return torch.stack(parts, 1).sum(1).to(self.dtype)
+
+    def _squares(self, patches: Tensor) -> Tensor:
+        """Patches [rows, columns, n] in the order of squares, [rows * columns, n]."""
+        side = self.config.merge_size
+        rows, columns, width = patches.shape
+        return patches.view(rows // side, side, columns // side, side, width).transpose(1, 2).reshape(-1, width)
+
+    def _rotation(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines per patch, each [patches, size of a head]."""
+        rows, columns = torch.meshgrid(*(torch.arange(count) for count in grid), indexing="ij")
+        places = self._squares(torch.stack([rows, columns], -1)).float()
+        angles = (places[..., None] * self._frequencies).flatten(1)
+        return angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+
+    def _windows(self, grid: tuple[int, int]) -> tuple[Tensor, list[int]]:
+        """Squares of patches by window, and the number of patches of each window."""
+        merge, side = self.config.merge_size, self.config.window
+        rows, columns = (count // merge for count in grid)
+        squares = torch.arange(rows * columns).view(rows, columns)
+        if not side:
+            return squares.flatten(), [grid[0] * grid[1]]
+        windows = [each.flatten() for band in torch.split(squares, side) for each in torch.split(band, side, 1)]
+        return torch.cat(windows), [len(each) * merge**2 for each in windows]
+
+    def _ordered(self, patches: Tensor, order: Tensor) -> Tensor:
+        return patches.view(len(order), -1, patches.shape[1])[order].view(len(patches), -1)
+
+    def _attend(self, layer: Any, state: Tensor, rotation: tuple[Tensor, ...], windows: list[int]) -> Iterator[int]:
+        """The first half of a layer, into ``state``. Patches see those of their window."""
+        norm, qkv, out, *_ = layer
+        heads, (cosines, sines) = self.config.num_attention_heads, rotation
+        with torch.inference_mode():
+            parts = [functional.linear(self._normed(part, norm), *qkv) for part in torch.split(state, PIECE)]
+            # [heads, patches, size]
+            q, k, v = torch.cat(parts).view(len(state), 3, heads, -1).permute(1, 2, 0, 3).unbind(0)
+            q, k = (_rotated(each, cosines, sines) for each in (q, k))
+        yield len(state)
+        begin = 0
+        for count in windows:
+            end, piece = begin + count, max(16, min(PIECE, _SCORES // count))
+            for at in range(begin, end, piece):
+                last = min(at + piece, end)
+                with torch.inference_mode():
+                    keys = k[None, :, begin:end], v[None, :, begin:end]
+                    some = functional.scaled_dot_product_attention(q[None, :, at:last], *keys)[0]
+                    state[at:last] += functional.linear(some.transpose(0, 1).flatten(1), *out)
+                yield PIECE * (last - at) // piece
+            begin = end
+
+    def _transform(self, layer: Any, state: Tensor) -> Iterator[int]:
+        """The second half of a layer, into ``state``."""
+        *_, norm, ups, down = layer
+        for at in range(0, len(state), PIECE):
+            with torch.inference_mode():
+                normed = self._normed(state[at : at + PIECE], norm)
+                inner, *gated = (functional.linear(normed, *each) for each in ups)
+                if gated:
+                    inner = functional.silu(inner) * gated[0]
+                else:
+                    approximate = "tanh" if self.config.activation == "gelu_tanh" else "none"
+                    inner = functional.gelu(inner, approximate=approximate)
+                state[at : at + PIECE] += functional.linear(inner, *down)
+            yield len(normed)
+
+    def _merge(self, state: Tensor, norm: tuple[Tensor, ...], first: _Pair, second: _Pair) -> Tensor:
+        """A row of each square of patches. A norm as wide as a square is applied to whole squares."""
+        width = first[0].shape[1]
+        normed = self._normed(state.view(-1, len(norm[0])), norm).view(-1, width)
+        return functional.linear(functional.gelu(functional.linear(normed, *first)), *second)
+
+    def _normed(self, rows: Tensor, norm: tuple[Tensor, ...]) -> Tensor:
+        if self.config.deep:
+            weight, bias = norm
+            return functional.layer_norm(rows, rows.shape[1:], weight, bias, _EPS)
+        wide = rows.float()
+        return norm[0] * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + _EPS)).to(rows.dtype)
+
+
+def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Heads [heads, patches, size], rotated: the first half of a head pairs with the second."""
+    wide, half = heads.float(), heads.shape[-1] // 2
+    turned = torch.cat((-wide[..., half:], wide[..., :half]), -1)
+    return (wide * cosines + turned * sines).to(heads.dtype)

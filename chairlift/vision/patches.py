@@ -1,0 +1,92 @@
+"""Images of any size as grids of patches, whose squares are rows (Qwen2.5-VL and Qwen3-VL).
+
+The pixels are those of transformers' image processor for Pillow, which the tests compare with. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, Final
+
+from chairlift.errors import ModelLoadError, RequestError
+from chairlift.vision.decode import to_rgb
+from chairlift.vision.processor import ImageProcessor, PreparedImage, Tokens, tile_of
+from chairlift.vision.spans import ImageSpan
+
+__all__ = ["PatchProcessor", "PatchSettings"]
+
+_MARKER: Final = "<|image_pad|>"
+_LONGEST: Final = 200
+"""Longest side divided by the shortest, at most; transformers has the same limit."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PatchSettings:
+    """How a model's images are resized, from ``preprocessor_config.json`` and ``config.json``."""
+
+    patch_size: int
+    """Pixels of a side of a patch."""
+    merge_size: int
+    """A square of this many patches a side becomes one row."""
+    least_pixels: int
+    most_pixels: int
+    """Bounds of width times height after resizing."""
+    resizes: bool
+    resample: int
+    """Pillow's number of the filter."""
+    image_token_id: int
+
+
+class PatchProcessor(ImageProcessor):
+    """Resizes images to whole squares of patches. Raises ModelLoadError where the marker is not one token."""
+
+    def __init__(self, settings: PatchSettings, tokens: Tokens, where: Path) -> None:
+        super().__init__(_MARKER, settings.image_token_id)
+        self.settings = settings
+        if (found := tokens.encode(_MARKER, False)) != [settings.image_token_id]:
+            raise ModelLoadError(
+                f"{where}: config.json says that image_token_id is {settings.image_token_id}, but the tokenizer reads"
+                f" {_MARKER!r} as {found}; download both files again"
+            )
+
+    def prepare(self, where: str, image: Any) -> PreparedImage:
+        """Resize an image of Pillow; ``where`` names it in errors. Raises RequestError."""
+        if isinstance(image, PreparedImage):
+            return image
+        settings, image = self.settings, to_rgb(where, image)
+        square = settings.patch_size * settings.merge_size
+        if max(image.size) > _LONGEST * min(image.size):
+            width, height = image.size
+            raise RequestError(
+                f"{where} has {width} x {height} pixels; one side may be {_LONGEST} times as long as the other: cut it"
+            )
+        if settings.resizes:
+            image = image.resize(self._size(image.size), resample=settings.resample)
+        if image.size[0] % square or image.size[1] % square:
+            raise RequestError(
+                f"{where} has {image.size[0]} x {image.size[1]} pixels, but this model resizes no images and takes"
+                f" multiples of {square}"
+            )
+        columns, rows = (side // square for side in image.size)
+        grid = rows * settings.merge_size, columns * settings.merge_size
+        return PreparedImage(rows, columns, (tile_of(image, grid),))
+
+    def lay_out(self, image: PreparedImage, found: list[int], spans: list[ImageSpan]) -> None:
+        count = image.rows * image.columns
+        spans.append(ImageSpan(len(found), count, image.tiles[0].key, (image.rows, image.columns)))
+        found.extend([self.image_token_id] * count)
+
+    def _size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Width and height as multiples of a square, with as many pixels as the settings allow."""
+        settings, (width, height) = self.settings, size
+        square = settings.patch_size * settings.merge_size
+        found = [round(side / square) * square for side in size]
+        if found[0] * found[1] > settings.most_pixels:
+            factor = math.sqrt(height * width / settings.most_pixels)
+            found = [max(square, math.floor(side / factor / square) * square) for side in size]
+        elif found[0] * found[1] < settings.least_pixels:
+            factor = math.sqrt(settings.least_pixels / (height * width))
+            found = [math.ceil(side * factor / square) * square for side in size]
+        return found[0], found[1]

@@ -1,0 +1,133 @@
+"""Images as square tiles, each with as many rows as the others (Idefics 3 and SmolVLM).
+
+The pixels are those of transformers' image processors for Pillow, which the tests compare with. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from chairlift.errors import ModelLoadError
+from chairlift.vision.decode import to_rgb
+from chairlift.vision.processor import ImageProcessor, PreparedImage, Tokens, tile_of
+from chairlift.vision.spans import ImageSpan
+
+__all__ = ["TileProcessor", "TileSettings"]
+
+_LARGEST_SIDE: Final = 4096
+"""Most pixels of a side after the first resizing; transformers has the same limit."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TileSettings:
+    """How a model's images are cut, from ``preprocessor_config.json`` and ``config.json``."""
+
+    tile_size: int
+    """Pixels of a side of a tile."""
+    longest_edge: int | None
+    """Pixels of an image's longer side before it is cut; None: images are not resized first."""
+    resample: int
+    """Pillow's number of the filter."""
+    splits: bool
+    """Whether images are cut into tiles."""
+    rows_per_tile: int
+    """Prompt positions of a tile."""
+    image_token_id: int
+
+
+class TileProcessor(ImageProcessor):
+    """Cuts images into tiles, with texts around each.
+
+    ``tokens`` gives the ids of the placeholders' texts. Any thread may use the object. Raises ModelLoadError where a
+    placeholder is not one token.
+    """
+
+    def __init__(self, settings: TileSettings, tokens: Tokens, where: Path) -> None:
+        super().__init__("<image>", settings.image_token_id)
+        self.settings = settings
+        self._encode: Callable[[str], list[int]] = lambda text: tokens.encode(text, False)
+        self._where = where
+        image = self._one("<image>")
+        if image != settings.image_token_id:
+            raise ModelLoadError(
+                f"{where}: config.json says that image_token_id is {settings.image_token_id}, but the tokenizer reads"
+                f" '<image>' as {image}; download both files again"
+            )
+        self._fake, self._whole = self._one("<fake_token_around_image>"), self._one("<global-img>")
+
+    def prepare(self, where: str, image: Any) -> PreparedImage:
+        """Resize and cut an image of Pillow; ``where`` names it in errors. Raises RequestError."""
+        if isinstance(image, PreparedImage):
+            return image
+        settings, image = self.settings, to_rgb(where, image)
+        size = settings.tile_size
+        if settings.longest_edge is not None:
+            image = self._resize(image, _first_size(image.size, settings.longest_edge))
+        if not settings.splits:
+            return PreparedImage(0, 0, (tile_of(self._resize(image, (size, size))),))
+        image = self._resize(image, _whole_tiles(image.size, size))
+        columns, rows = image.size[0] // size, image.size[1] // size
+        if rows * columns == 1:
+            return PreparedImage(0, 0, (tile_of(image),))
+        boxes = ((x * size, y * size, (x + 1) * size, (y + 1) * size) for y in range(rows) for x in range(columns))
+        parts = [image.crop(box) for box in boxes]
+        parts.append(self._resize(image, (size, size)))
+        return PreparedImage(rows, columns, tuple(map(tile_of, parts)))
+
+    def lay_out(self, image: PreparedImage, found: list[int], spans: list[ImageSpan]) -> None:
+        tiles = iter(image.tiles)
+
+        def add(head: list[int], mark: int) -> None:
+            found.extend([*head, self._fake, mark])
+            spans.append(ImageSpan(len(found), self.settings.rows_per_tile, next(tiles).key))
+            found.extend([self.settings.image_token_id] * self.settings.rows_per_tile)
+
+        for row in range(image.rows):
+            for column in range(image.columns):
+                newline = self._encode("\n") if row and not column else []
+                add(newline, self._one(f"<row_{row + 1}_col_{column + 1}>"))
+        add(self._encode("\n\n") if image.rows else [], self._whole)
+        found.append(self._fake)
+
+    def _one(self, text: str) -> int:
+        ids = self._encode(text)
+        if len(ids) != 1:
+            raise ModelLoadError(f"{self._where}: the tokenizer has no token {text!r}; download its files again")
+        return ids[0]
+
+    def _resize(self, image: Any, size: tuple[int, int]) -> Any:
+        return image.resize(size, resample=self.settings.resample)
+
+
+def _first_size(size: tuple[int, int], longest: int) -> tuple[int, int]:
+    """Width and height with the longer side of ``longest`` pixels; the other is even, as in transformers."""
+    width, height = size
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        height, width = longest, int(longest * ratio)
+        width += width % 2
+    width, height = max(width, 1), max(height, 1)
+    ratio = width / height
+    if width >= height and width > _LARGEST_SIDE:
+        width, height = _LARGEST_SIDE, int(_LARGEST_SIDE / ratio)
+    elif height > width and height > _LARGEST_SIDE:
+        height, width = _LARGEST_SIDE, int(_LARGEST_SIDE * ratio)
+    return max(width, 1), max(height, 1)
+
+
+def _whole_tiles(given: tuple[int, int], size: int) -> tuple[int, int]:
+    """Width and height as multiples of ``size``."""
+    width, height = given
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / size) * size
+        return width, math.ceil(int(width / ratio) / size) * size
+    height = math.ceil(height / size) * size
+    return math.ceil(int(height * ratio) / size) * size, height
