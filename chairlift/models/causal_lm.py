@@ -151,11 +151,16 @@ class CausalLM(nn.Module):
         return logits if self.config.logit_cap is None else ops.soft_cap(logits, self.config.logit_cap)
 
     def kv_cache_spec(self) -> list[LayerCache | LayerState]:
-        """Contents of each layer's cache: K and V per token, or a state per request."""
+        """What the layers keep, in their order: K and V per token, a state per request, or both, K and V first."""
         heads, size = self.config.num_key_value_heads, self.config.head_dim
-        mixers: list[Any] = [layer.mixer for layer in self.model.layers]
-        layers = zip(mixers, self.config.layer_windows, strict=True)
-        return [LayerCache(heads, size, window) if mixer is None else mixer.state for mixer, window in layers]
+        kept: list[LayerCache | LayerState] = []
+        layers: list[Any] = list(self.model.layers)
+        for layer, window in zip(layers, self.config.layer_windows, strict=True):
+            if layer.self_attn is not None:
+                kept.append(LayerCache(heads, size, window))
+            if layer.mixer is not None:
+                kept.append(layer.mixer.state)
+        return kept
 
 
 def lay_out_layers(formats: Mapping[Matrix, WeightFormat], dtype: torch.dtype, device: torch.device) -> None:

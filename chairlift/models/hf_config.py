@@ -192,7 +192,10 @@ class ModelConfig:
     vision: VisionConfig | PatchConfig | None = None
     """The encoder of images; None where the model reads texts only."""
     mixers: tuple[MixerConfig | None, ...] = ()
-    """Per layer, what it has in place of attention; None where it attends. Empty: all layers attend."""
+    """Per layer, its recurrent mixer; None where it has none. Empty: no layer has one."""
+
+    attention_layers: tuple[bool, ...] = ()
+    """Per layer, whether it attends. Empty: layers without a mixer attend. A layer that does both adds the results."""
 
     mlp_layers: tuple[bool, ...] = ()
     """Per layer, whether an MLP or experts follow. Empty: in all layers."""
@@ -202,8 +205,18 @@ class ModelConfig:
         return not self.mlp_layers or self.mlp_layers[layer]
 
     def mixer(self, layer: int) -> MixerConfig | None:
-        """The recurrent mixer that this layer has in place of attention, if any."""
+        """The recurrent mixer of this layer, if any."""
         return self.mixers[layer] if self.mixers else None
+
+    def attends_in(self, layer: int) -> bool:
+        """Whether this layer attends."""
+        return self.attention_layers[layer] if self.attention_layers else self.mixer(layer) is None
+
+    def cache_number(self, layer: int, *, state: bool) -> int:
+        """Index of this layer's state, or of its K and V, among all that the layers keep, in their order. K and V come
+        before the state."""
+        kept = sum(self.attends_in(each) + (self.mixer(each) is not None) for each in range(layer))
+        return kept + (state and self.attends_in(layer))
 
     @property
     def recurrent(self) -> bool:
@@ -213,7 +226,7 @@ class ModelConfig:
     @property
     def attends(self) -> bool:
         """Whether some layer attends."""
-        return any(self.mixer(layer) is None for layer in range(self.num_hidden_layers))
+        return any(map(self.attends_in, range(self.num_hidden_layers)))
 
     @property
     def gated(self) -> bool:

@@ -15,8 +15,8 @@ _MOST_TAPS = 64
 
 
 class Mamba2Keys(dict[str, str]):
-    """The file's names of ``heads``, ``head_dim``, ``state``, ``groups``, ``taps``, ``expand``, ``conv_bias`` and
-    ``bias``."""
+    """The file's names of ``heads``, ``head_dim``, ``state``, ``groups``, ``taps``, ``expand``, ``conv_bias``,
+    ``bias``, and of ``activation`` if it is not ``hidden_act``."""
 
 
 def read_mamba2(fields: Fields, keys: Mamba2Keys, *, inner: int | None = None, **how: Any) -> Mamba2Config:
@@ -36,9 +36,10 @@ def read_mamba2(fields: Fields, keys: Mamba2Keys, *, inner: int | None = None, *
     groups = fields.integer(keys["groups"], 1, 4_096)
     if heads % groups or inner % groups:
         fields.fail(f"{keys['heads']} {heads} is not a multiple of {keys['groups']} {groups}")
-    activation = fields.get("hidden_act")
+    name = keys.get("activation", "hidden_act")
+    activation = fields.get(name)
     if activation not in ("silu", "swish"):
-        fields.fail(f"hidden_act of a Mamba-2 layer must be silu, got {activation!r:.80}")
+        fields.fail(f"{name} of a Mamba-2 layer must be silu, got {activation!r:.80}")
     return Mamba2Config(
         heads=heads,
         head_dim=head_dim,

@@ -31,6 +31,7 @@ from chairlift.models.ministral import MINISTRAL
 from chairlift.models.ministral3 import MINISTRAL3
 from chairlift.models.mistral import MISTRAL
 from chairlift.models.mixtral import MIXTRAL
+from chairlift.models.nemotron_h import NEMOTRON_H
 from chairlift.models.olmo2 import OLMO2
 from chairlift.models.olmo3 import OLMO3
 from chairlift.models.olmoe import OLMOE
@@ -83,6 +84,7 @@ FAMILIES: dict[str, Family] = {
         MINISTRAL3,
         MISTRAL,
         MIXTRAL,
+        NEMOTRON_H,
         OLMO2,
         OLMO3,
         OLMOE,

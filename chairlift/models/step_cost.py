@@ -13,6 +13,7 @@ from chairlift.kernels.weights import PLAIN, QUANTIZED, MatrixShape, WeightForma
 from chairlift.models.context import LayerCache
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.mixers import make_mixer
+from chairlift.models.mixers import MixerConfig
 
 __all__ = ["ExpertCost", "ModelCost"]
 
@@ -79,7 +80,7 @@ class ModelCost:
         head_params = (hidden + network.head_bias) * network.vocab_size
         mixing = [_mixing(network, number) for number in layers]
         blocks = [_mlp_params(network, number) for number in layers]
-        own = [(norms if network.has_mlp(number) else norms - 1) * norm for number in layers]
+        own = [(norms - _num_missing(network, number)) * norm for number in layers]
         whole = sum(each.params for each in mixing) + sum(blocks) + sum(own)
         tail = mixing[-1].tail_params + blocks[-1] + own[-1]
         tail += norm if network.block == "post" else 0  # the final norm in place of that before attention, if any
@@ -93,7 +94,7 @@ class ModelCost:
             head = MatrixShape(network.vocab_size, hidden)
             head_saved = PLAIN.nbytes(head, dtype) - small.head.nbytes(head, dtype)
             saved, tail_saved = _saved(products, small, dtype) + sum(each), behind + each[-1]
-        attending = [window for number, window in enumerate(network.layer_windows) if network.mixer(number) is None]
+        attending = [window for number, window in enumerate(network.layer_windows) if network.attends_in(number)]
         cached = LayerCache(network.num_key_value_heads, network.head_dim, None).token_bytes(kv_dtype or dtype)
         read = [(window, cached * count) for window, count in collections.Counter(attending).items()]
         if states := sum(_state_bytes(network, number, dtype) for number in layers):
@@ -134,7 +135,7 @@ class ModelCost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Mixing:
-    """Cost of attention, or of the mixer in its place, in one layer."""
+    """Cost of attention, of a recurrent mixer, or of both, in one layer."""
 
     params: int
     tail_params: int
@@ -144,14 +145,32 @@ class _Mixing:
     tail_shapes: list[MatrixShape]
 
 
+def _num_missing(network: ModelConfig, layer: int) -> int:
+    """Halves of a layer that it lacks, each with its norm."""
+    mixes = network.attends_in(layer) or network.mixer(layer) is not None
+    return (not network.has_mlp(layer)) + (not mixes)
+
+
 def _mixing(network: ModelConfig, layer: int) -> _Mixing:
-    hidden, mixer = network.hidden_size, network.mixer(layer)
+    parts = [_attention(network)] if network.attends_in(layer) else []
+    mixer = network.mixer(layer)
     if mixer is not None:
-        before, behind = mixer.products(hidden)
-        plain, tail_plain = mixer.num_plain(hidden)
-        tail = tail_plain + sum(out * k for out, k in behind)
-        shapes = [[MatrixShape(*each) for each in products] for products in (before, behind)]
-        return _Mixing(plain + sum(out * k for out, k in before) + tail, tail, *shapes)
+        parts.append(_recurrence(network, mixer))
+    params, tail = (sum(getattr(each, name) for each in parts) for name in ("params", "tail_params"))
+    return _Mixing(params, tail, [s for each in parts for s in each.shapes], [s for e in parts for s in e.tail_shapes])
+
+
+def _recurrence(network: ModelConfig, mixer: MixerConfig) -> _Mixing:
+    hidden = network.hidden_size
+    before, behind = mixer.products(hidden)
+    plain, tail_plain = mixer.num_plain(hidden)
+    tail = tail_plain + sum(out * k for out, k in behind)
+    shapes = [[MatrixShape(*each) for each in products] for products in (before, behind)]
+    return _Mixing(plain + sum(out * k for out, k in before) + tail, tail, *shapes)
+
+
+def _attention(network: ModelConfig) -> _Mixing:
+    hidden = network.hidden_size
     q_width, kv_width = network.num_attention_heads * network.head_dim, network.num_key_value_heads * network.head_dim
     q_norm, k_norm = {None: (0, 0), "all": (q_width, kv_width)}.get(network.qk_norm, (network.head_dim,) * 2)
     gates = q_width if network.output_gate else 0
@@ -163,7 +182,7 @@ def _mixing(network: ModelConfig, layer: int) -> _Mixing:
 
 
 def _state_bytes(network: ModelConfig, layer: int, dtype: torch.dtype) -> int:
-    """Bytes of the recurrent state of a layer; 0 where it attends."""
+    """Bytes of the recurrent state of a layer; 0 where it has none."""
     with torch.device("meta"):
         mixer = make_mixer(network, layer)
     return 0 if mixer is None else sum(mixer.state.part_bytes(dtype))

@@ -11,6 +11,7 @@ from typing import Any
 from tests.models.published_config import config_of
 from tests.models.published_experts import PUBLISHED_EXPERTS
 from tests.models.published_more import PUBLISHED_MORE
+from tests.models.published_recurrent import PUBLISHED_RECURRENT
 
 __all__ = ["PUBLISHED"]
 
@@ -240,6 +241,7 @@ def _gpt_oss(**more: Any) -> dict[str, Any]:
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     **PUBLISHED_EXPERTS,
     **PUBLISHED_MORE,
+    **PUBLISHED_RECURRENT,
     "arcee": {
         "AFM-4.5B": config_of(
             *("arcee", "ArceeForCausalLM", "bfloat16"),

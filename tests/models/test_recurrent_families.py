@@ -60,6 +60,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mamba2-odd-sizes": ("mamba2", {"head_dim": 8, "num_heads": 16, "state_size": 7}),
     "mamba2-no-biases": ("mamba2", {"use_conv_bias": False, "time_step_limit": (0.3, 0.9)}),
+    "nemotron_h-biases": (
+        "nemotron_h",
+        {
+            **{"conv_kernel": 3, "mlp_bias": True, "n_groups": 1, "use_bias": True},
+            "use_conv_bias": False,
+        },
+    ),
+    "nemotron_h-mlp-first": ("nemotron_h", {"hybrid_override_pattern": "--M**", "mamba_head_dim": 32}),
     "qwen3_next-biases": (
         "qwen3_next",
         {"attention_bias": True, "linear_conv_kernel_dim": 3, "linear_num_key_heads": 4, "mlp_only_layers": [0]},
@@ -72,7 +80,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 DELTA_NETS = ("qwen3_next", "qwen3_next-biases", "qwen3_next-odd-sizes")
 CALLING_OUT: tuple[str, ...] = ("mamba2-odd-sizes", *DELTA_NETS)
 """Those of which PyTorch computes a part between the native kernels."""
-QUICK = [family for family in RECURRENT_FAMILIES if family not in DELTA_NETS]
+NIGHTLY = (*DELTA_NETS[:1], "nemotron_h")
+"""Families whose schedules are compared in nightly runs only: one with the same layers is compared in all."""
+QUICK = [family for family in RECURRENT_FAMILIES if family not in NIGHTLY]
 WITHOUT_KV = ("mamba2",)
 """Families that never attend."""
 KERNELS = (*supported_isas()[-1:], "torch")
@@ -136,7 +146,10 @@ def test_what_is_saved_is_what_was_loaded(variant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_defaults_are_those_of_transformers(family: str) -> None:
     whole = json.loads(AutoConfig.for_model(family).to_json_string(use_diff=False))
+    if "layers_block_type" in whole:  # the default has a layer of experts
+        whole["layers_block_type"] = ["linear_attention", "full_attention", "mlp"]
     sizes = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes += ("layers_block_type",)
     given = {key: whole[key] for key in sizes if key in whole}
     assert parse_config(given) == parse_config({**whole, "dtype": None})
 
@@ -175,7 +188,7 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(n, marks=pytest.mark.nightly) for n in DELTA_NETS[:1])])
+@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(n, marks=pytest.mark.nightly) for n in NIGHTLY)])
 def test_answers_do_not_depend_on_the_schedule(family: str, kernels: str, tmp_path: Path) -> None:
     """On native kernels not a bit of them does. The second time round the prompts are cached."""
     model_dir = tiny_hf_model(tmp_path, family)
@@ -248,6 +261,45 @@ def test_a_mamba2_config_that_cannot_be_is_refused(config: dict[str, Any], words
 
 
 @pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"hybrid_override_pattern": "M-X"}, "layers_block_type must list linear_attention, full_attention, mlp, moe"),
+        ({"layers_block_type": []}, "layers_block_type must list"),
+        ({"layers_block_type": ["mlp"] * 3}, "num_hidden_layers is 4, but the list or pattern of layers has 3"),
+        ({"hybrid_override_pattern": "M-*E"}, "layer 3 has experts without gates"),
+        ({"attention_bias": True}, "attention_bias is true"),
+        ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act of a Mamba-2 layer must be silu"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported; supported: relu2"),
+    ],
+)
+def test_a_nemotron_h_config_that_cannot_be_is_refused(config: dict[str, Any], words: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 4, "hybrid_override_pattern": "M-*M"}
+    assert parse_config({"model_type": "nemotron_h", **sizes}).recurrent
+    with pytest.raises(ModelLoadError, match=words):
+        parse_config({"model_type": "nemotron_h", **sizes, **config})
+
+
+def test_names_of_layers_that_transformers_no_longer_writes() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "model_type": "nemotron_h"}
+    pattern = parse_config({**sizes, "hybrid_override_pattern": "M*-"})
+    assert pattern == parse_config({**sizes, "layers_block_type": ["mamba", "attention", "mlp"]})
+    assert pattern.num_hidden_layers == 3
+
+
+def test_steps_of_nemotron_h_have_no_least_time(tmp_path: Path) -> None:
+    """transformers raises steps to ``time_step_min`` where it computes several tokens; neither it for one token nor the
+    published code does."""
+    model_dir = tiny_hf_model(tmp_path, "nemotron_h", time_step_min=0.5)
+    theirs, tokens = hf_model(model_dir), prompt(12, 7)
+    (found,) = packed_logits(load(model_dir), [tokens])
+    assert not close(found, hf_logits(theirs, tokens), 0.01)
+    for module in theirs.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))
+    assert close(found, hf_logits(theirs, tokens))
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"speculative_config": {"method": "ngram"}}, "recurrent states, which a wrong draft would change"),
@@ -312,6 +364,9 @@ CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     ("lfm2", "no norms of heads before the rotation", other(qk_norm="rotated")),
     ("lfm2", "no rotation", other(rope_layers=(False,) * 4)),
     ("lfm2", "another eps", other(norm_eps=0.1)),
+    ("nemotron_h", "no square behind the ReLU", other(mlp="relu")),
+    ("nemotron_h", "another eps of nemotron_h", other(norm_eps=0.1)),
+    ("nemotron_h", "other scores", other(layer_scales=(1.0,) * 5)),
     ("qwen3_next", "plain norms", other(norm="rms")),
     ("qwen3_next", "all of a head rotated", all_rotated),
 ]
@@ -423,15 +478,14 @@ def read_of_a_neighbour(pieces: list[Piece]) -> list[Piece]:
     ]
 
 
+SCAN_MISTAKES = (
+    *(tail_lost, tail_late, scan_state_lost, scan_state_late, scan_state_in_16_bits, decay_in_16_bits),
+    *(norm_over_all_groups, norm_before_the_gate),
+)
 CELLS: dict[str, tuple[type, tuple[Callable[[Scan], Scan], ...]]] = {
     "lfm2": (ShortConv, (tail_lost, tail_late, no_gate_within, no_gate_behind)),
-    "mamba2": (
-        Mamba2,
-        (
-            *(tail_lost, tail_late, scan_state_lost, scan_state_late, scan_state_in_16_bits, decay_in_16_bits),
-            *(no_time_limit, norm_over_all_groups, norm_before_the_gate),
-        ),
-    ),
+    "mamba2": (Mamba2, (*SCAN_MISTAKES, no_time_limit)),
+    "nemotron_h": (Mamba2, (tail_lost, scan_state_lost)),
 }
 """Family -> its cell, and mistakes in it."""
 PIECE_MISTAKES = {mistake.__name__: mistake for mistake in (not_reset, slot_of_a_neighbour, read_of_a_neighbour)}
@@ -446,7 +500,7 @@ MISTAKES = [
 def test_a_state_that_goes_wrong_is_noticed(
     family: str, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model_dir = tiny_hf_model(tmp_path, family, **({} if family == "lfm2" else {"time_step_limit": (0.0, 1.0)}))
+    model_dir = tiny_hf_model(tmp_path, family, **({"time_step_limit": (0.0, 1.0)} if family == "mamba2" else {}))
     theirs, tokens = hf_model(model_dir), [prompt(24, 5), prompt(24, 6)]
     cell, mistakes = CELLS[family]
     planted = {each.__name__: each for each in mistakes}

@@ -135,6 +135,16 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "num_heads": 8,
         "state_size": 24,
     },
+    "nemotron_h": {
+        "head_dim": 32,
+        "hybrid_override_pattern": "M-*M-",
+        "mamba_head_dim": 16,
+        "mamba_num_heads": 8,
+        "n_groups": 2,
+        "num_hidden_layers": 5,
+        "ssm_state_size": 32,
+        "time_step_min": 1e-12,
+    },
     "qwen3_next": {
         "head_dim": 32,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],

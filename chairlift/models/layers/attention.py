@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = config.cache_number(layer, state=False)
         self.window = config.layer_windows[layer]
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads

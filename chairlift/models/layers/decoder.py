@@ -19,9 +19,9 @@ __all__ = ["DecoderLayer"]
 
 
 class DecoderLayer(nn.Module):
-    """Attention or a recurrent mixer, and an MLP or experts, added to the residual stream: [T, D] -> [T, D].
+    """Attention, a recurrent mixer or both, and an MLP or experts, added to the residual stream: [T, D] -> [T, D].
 
-    ``config.block`` gives the places of the norms.
+    A layer may lack either half. ``config.block`` gives the places of the norms.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -30,9 +30,10 @@ class DecoderLayer(nn.Module):
         self.sums_first = config.block == "post_sum"
         self.parallel = config.block in ("parallel", "parallel_two")
         self.residual_scale = config.residual_scale
-        self.input_layernorm = make_norm(config) if before else None
         self.mixer = make_mixer(config, layer)
-        self.self_attn = Attention(config, layer) if self.mixer is None else None
+        self.self_attn = Attention(config, layer) if config.attends_in(layer) else None
+        self.mixes = self.mixer is not None or self.self_attn is not None
+        self.input_layernorm = make_norm(config) if before and self.mixes else None
         second = before and config.block != "parallel" and config.has_mlp(layer)
         self.post_attention_layernorm = make_norm(config) if second else None
         self.mlp: Any = _make_mlp(config, layer)
@@ -43,12 +44,17 @@ class DecoderLayer(nn.Module):
         if self.sums_first:
             x = _normed(self.input_layernorm, x + self._scaled(self._mixed(x, rotary, positions, ctx)))
             return _normed(self.post_attention_layernorm, x + self._scaled(self.mlp(x)))
+        if not self.mixes:
+            return self._fed(x)
         normed = _normed(self.input_layernorm, x)
         attended = self._scaled(_normed(self.attention_out_norm, self._mixed(normed, rotary, positions, ctx)))
         if self.parallel:
             second = self.post_attention_layernorm
             return x + attended + self._scaled(self.mlp(normed if second is None else second(x)))
-        x = x + attended
+        return self._fed(x + attended)
+
+    def _fed(self, x: Tensor) -> Tensor:
+        """``x`` and the result of the MLP for it, if there is one."""
         if self.mlp is None:
             return x
         inner: Tensor = self.mlp(_normed(self.post_attention_layernorm, x))

@@ -35,7 +35,7 @@ class ShortConvMixer(nn.Module):
     def __init__(self, config: ModelConfig, mixer: ShortConvConfig, layer: int) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.layer = layer
+        self.layer = config.cache_number(layer, state=True)
         self.in_proj = Linear(hidden, 3 * hidden, bias=mixer.bias)
         self.conv = _Taps(hidden, mixer.taps, bias=mixer.bias)
         self.out_proj = Linear(hidden, hidden, bias=mixer.bias)
@@ -70,7 +70,7 @@ class Mamba2Mixer(nn.Module):
     def __init__(self, config: ModelConfig, mixer: Mamba2Config, layer: int) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.layer = layer
+        self.layer = config.cache_number(layer, state=True)
         self.shape = Mamba2Shape(
             heads=mixer.heads,
             head_dim=mixer.head_dim,
@@ -109,7 +109,7 @@ Mixer = ShortConvMixer | Mamba2Mixer | DeltaNetMixer
 
 
 def make_mixer(config: ModelConfig, layer: int) -> Mixer | None:
-    """The recurrent layer in place of attention that ``config`` names; None where a layer has attention."""
+    """The recurrent mixer of a layer that ``config`` names; None where it has none."""
     mixer = config.mixer(layer)
     if isinstance(mixer, Mamba2Config):
         return Mamba2Mixer(config, mixer, layer)
