@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chairlift.errors import RequestError
+from chairlift.grammar.schemas import checked_schemas
 from chairlift.grammar.structural_tag import Markers, structural_tag_grammar
 from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
 from chairlift.tokenizer.tokenizer import Tokenizer
@@ -33,6 +34,8 @@ _LIMITS: Final[dict[str, Any]] = {
     "max_items_in_row": 1_000,
     "verbose_errors": False,
 }
+_JSON_ITEMS_IN_ROW: Final = 10_000
+"""Items in a row of the parser for JSON: four per optional property, so grammars of the largest size stay below."""
 _FIRST_MASK_SECONDS: Final = 2.0
 """Processor seconds for the first mask, which builds most of the lexer."""
 _MASK_SECONDS: Final = 0.1
@@ -40,6 +43,8 @@ _MASK_SECONDS: Final = 0.1
 _ALL_MASKS_SECONDS: Final = 10.0
 """Processor seconds for all masks of an answer."""
 _MAX_ERROR: Final = 400
+_OF_JSON: Final = ("json_schema", "structural_tag")
+"""Kinds of grammars made of JSON schemas; their text is JSON."""
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
@@ -272,7 +277,8 @@ def matcher_for(grammar: Grammar, tables: Any, markers: Markers) -> Any:
         raise RequestError(f"{CANNOT_BE_FOLLOWED}it is nested too deeply; make it flatter") from None
     except Exception as error:
         raise RequestError(CANNOT_BE_FOLLOWED + readable(str(error))) from None
-    matcher = LLMatcher(tables, text, log_level=0, limits=LLParserLimits(**_LIMITS))
+    limits = _LIMITS | ({"max_items_in_row": _JSON_ITEMS_IN_ROW} if grammar.kind in _OF_JSON else {})
+    matcher = LLMatcher(tables, text, log_level=0, limits=LLParserLimits(**limits))
     problems = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
     if problems:
         raise RequestError(CANNOT_BE_FOLLOWED + readable(problems[0]))
@@ -297,14 +303,15 @@ def _lowered(grammar: Grammar, markers: Markers) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     options = _json_options(grammar.compact)
+    schemas: Any = checked_schemas(json.loads(grammar.text)) if grammar.kind in _OF_JSON else None
     if grammar.kind == "json_schema":
-        return str(LLMatcher.grammar_from_json_schema(grammar.text, overrides=options))
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schemas), overrides=options))
     if grammar.kind == "regex":
         return str(LLMatcher.grammar_from_regex(grammar.text))
     if grammar.kind == "choice":
         return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(grammar.text)))))
     if grammar.kind == "structural_tag":
-        return str(LLMatcher.grammar_from_lark(structural_tag_grammar(json.loads(grammar.text), markers, options)))
+        return str(LLMatcher.grammar_from_lark(structural_tag_grammar(schemas, markers, options)))
     return str(LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.text) if grammar.kind == "gbnf" else grammar.text))
 
 
@@ -319,6 +326,8 @@ def readable(message: str) -> str:
         names = found[1].replace('\\"', '"')
         several = "keywords" if "," in names else "keyword"
         return f"the schema has the {several} {names}, and no answer can be held to that; write it another way"
+    if "NoExtensionBias" in message:
+        return "a $ref of the schema leads back to itself with nothing between, so it has no meaning; remove it"
     lines = [" ".join(line.split()) for line in message.splitlines()]
     lines = [line for line in lines if line and not set(line) <= set("^|0123456789 ") and "<non-verbose" not in line]
     told = [line for line in lines if line.startswith("error:")]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.grammar.part_schemas import PART_SCHEMAS, closed
+from tests.grammar.value_schemas import VALUE_SCHEMAS
+
 __all__ = ["REFUSED", "SCHEMAS"]
-
-
-def _object(properties: dict[str, Any], required: list[str] | None = None, **more: Any) -> dict[str, Any]:
-    names = list(properties) if required is None else required
-    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False, **more}
 
 
 _TEXT, _WHOLE, _NUMBER, _BOOL = ({"type": name} for name in ("string", "integer", "number", "boolean"))
 _TREE = {
     "$ref": "#/$defs/node",
-    "$defs": {"node": _object({"v": _WHOLE, "kids": {"type": "array", "items": {"$ref": "#/$defs/node"}}})},
+    "$defs": {"node": closed({"v": _WHOLE, "kids": {"type": "array", "items": {"$ref": "#/$defs/node"}}})},
 }
 _LIST = {
-    "$defs": {"l": {"anyOf": [{"type": "null"}, _object({"head": _WHOLE, "tail": {"$ref": "#/$defs/l"}})]}},
+    "$defs": {"l": {"anyOf": [{"type": "null"}, closed({"head": _WHOLE, "tail": {"$ref": "#/$defs/l"}})]}},
     "$ref": "#/$defs/l",
 }
 
@@ -33,17 +31,17 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "any array": ({"type": "array"}, [[], [1, "a", {}]], [{}, 1]),
     "two types": ({"type": ["string", "null"]}, ["a", None], [1, False, []]),
     "three flat fields": (
-        _object({"name": _TEXT, "age": _WHOLE, "ok": _BOOL}),
+        closed({"name": _TEXT, "age": _WHOLE, "ok": _BOOL}),
         [{"name": "Ann", "age": 3, "ok": True}],
         [{"name": "Ann", "age": 3}, {"name": 1, "age": 3, "ok": True}, {"name": "A", "age": 3, "ok": True, "x": 1}],
     ),
     "optional field": (
-        _object({"a": _WHOLE, "b": _TEXT}, ["a"]),
+        closed({"a": _WHOLE, "b": _TEXT}, ["a"]),
         [{"a": 1}, {"a": 1, "b": "x"}],
         [{}, {"b": "x"}, {"a": "1"}],
     ),
     "all optional": (
-        _object({"a": _WHOLE, "b": _WHOLE, "c": _WHOLE}, []),
+        closed({"a": _WHOLE, "b": _WHOLE, "c": _WHOLE}, []),
         [{}, {"b": 1}, {"a": 1, "c": 2}],
         [{"d": 1}],
     ),
@@ -63,7 +61,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"x": "1"}, {"x": None}],
     ),
     "nested": (
-        _object({"user": _object({"name": _TEXT, "tags": {"type": "array", "items": _TEXT}})}),
+        closed({"user": closed({"name": _TEXT, "tags": {"type": "array", "items": _TEXT}})}),
         [{"user": {"name": "A", "tags": []}}, {"user": {"name": "A", "tags": ["x", "y"]}}],
         [{"user": {"name": "A"}}, {"user": {"name": "A", "tags": [1]}}, {"user": []}],
     ),
@@ -109,7 +107,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [[], ["a", "b"]],
     ),
     "array of objects": (
-        {"type": "array", "items": _object({"id": _WHOLE, "ok": _BOOL})},
+        {"type": "array", "items": closed({"id": _WHOLE, "ok": _BOOL})},
         [[], [{"id": 1, "ok": True}, {"id": 2, "ok": False}]],
         [[{"id": 1}], [{"id": "1", "ok": True}]],
     ),
@@ -120,7 +118,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     ),
     "any of": ({"anyOf": [_WHOLE, {"type": "string", "maxLength": 2}]}, [5, "ab"], ["abc", None, 1.5]),
     "any of objects": (
-        {"anyOf": [_object({"a": _WHOLE}), _object({"b": _TEXT})]},
+        {"anyOf": [closed({"a": _WHOLE}), closed({"b": _TEXT})]},
         [{"a": 1}, {"b": "x"}],
         [{"a": 1, "b": "x"}, {"a": "x"}, {}],
     ),
@@ -128,8 +126,8 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "one of tagged": (
         {
             "oneOf": [
-                _object({"kind": {"const": "circle"}, "r": _NUMBER}),
-                _object({"kind": {"const": "square"}, "side": _NUMBER}),
+                closed({"kind": {"const": "circle"}, "r": _NUMBER}),
+                closed({"kind": {"const": "square"}, "side": _NUMBER}),
             ]
         },
         [{"kind": "circle", "r": 1}, {"kind": "square", "side": 2.5}],
@@ -152,8 +150,8 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     ),
     "reference": (
         {
-            **_object({"from": {"$ref": "#/$defs/p"}, "to": {"$ref": "#/$defs/p"}}),
-            "$defs": {"p": _object({"x": _WHOLE})},
+            **closed({"from": {"$ref": "#/$defs/p"}, "to": {"$ref": "#/$defs/p"}}),
+            "$defs": {"p": closed({"x": _WHOLE})},
         },
         [{"from": {"x": 1}, "to": {"x": 2}}],
         [{"from": {"x": 1}}, {"from": {"x": "1"}, "to": {"x": 2}}],
@@ -175,32 +173,30 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"n_a": "x"}, {"other": 1}],
     ),
     "property names with spaces": (
-        _object({"first name": _TEXT, 'say "hi"': _WHOLE, "größe": _NUMBER}),
+        closed({"first name": _TEXT, 'say "hi"': _WHOLE, "größe": _NUMBER}),
         [{"first name": "A", 'say "hi"': 1, "größe": 1.5}],
         [{"first name": "A"}, {"first name": "A", 'say "hi"': "1", "größe": 1}],
     ),
     "constant fields": (
-        _object({"type": {"const": "call"}, "version": {"const": 2}, "args": {"type": "object"}}),
+        closed({"type": {"const": "call"}, "version": {"const": 2}, "args": {"type": "object"}}),
         [{"type": "call", "version": 2, "args": {"x": 1}}],
         [{"type": "call", "version": 3, "args": {}}, {"type": "x", "version": 2, "args": {}}],
     ),
     "nullable object": (
-        {"anyOf": [_object({"a": _WHOLE}), {"type": "null"}]},
+        {"anyOf": [closed({"a": _WHOLE}), {"type": "null"}]},
         [None, {"a": 1}],
         [{}, "null", 0],
     ),
     "weather call": (
-        _object(
-            {"city": _TEXT, "unit": {"enum": ["celsius", "fahrenheit"]}, "days": {"type": "integer", "minimum": 1}}
-        ),
+        closed({"city": _TEXT, "unit": {"enum": ["celsius", "fahrenheit"]}, "days": {"type": "integer", "minimum": 1}}),
         [{"city": "Ulm", "unit": "celsius", "days": 3}],
         [{"city": "Ulm", "unit": "kelvin", "days": 3}, {"city": "Ulm", "unit": "celsius", "days": 0}],
     ),
     "invoice": (
-        _object(
+        closed(
             {
                 "number": {"type": "string", "pattern": "^INV-[0-9]{4}$"},
-                "lines": {"type": "array", "items": _object({"text": _TEXT, "cents": _WHOLE}), "minItems": 1},
+                "lines": {"type": "array", "items": closed({"text": _TEXT, "cents": _WHOLE}), "minItems": 1},
                 "paid": _BOOL,
             }
         ),
@@ -211,7 +207,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         ],
     ),
     "settings with defaults": (
-        _object({"level": {"type": "integer", "default": 3, "description": "how loud"}, "on": _BOOL}, title="Settings"),
+        closed({"level": {"type": "integer", "default": 3, "description": "how loud"}, "on": _BOOL}, title="Settings"),
         [{"level": 1, "on": True}],
         [{"level": None, "on": True}, {"on": True}],
     ),
@@ -219,28 +215,28 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "$id": "https://example.com/x",
-            **_object({"a": _BOOL}),
+            **closed({"a": _BOOL}),
         },
         [{"a": True}],
         [{"a": 1}, {}],
     ),
     "deep": (
-        _object(
-            {"a": _object({"b": _object({"c": _object({"d": {"type": "array", "items": _object({"e": _BOOL})}})})})}
-        ),
+        closed({"a": closed({"b": closed({"c": closed({"d": {"type": "array", "items": closed({"e": _BOOL})}})})})}),
         [{"a": {"b": {"c": {"d": [{"e": True}]}}}}],
         [{"a": {"b": {"c": {"d": [{"e": 1}]}}}}, {"a": {"b": {}}}],
     ),
     "a word that spells a marker": (
-        _object({"tag": {"enum": ["<|end|>", "<|user|>hi", "</s>"]}}),
+        closed({"tag": {"enum": ["<|end|>", "<|user|>hi", "</s>"]}}),
         [{"tag": "<|end|>"}, {"tag": "<|user|>hi"}, {"tag": "</s>"}],
         [{"tag": "<|assistant|>"}, {"tag": ""}],
     ),
     "many fields": (
-        _object({f"f{i}": _WHOLE if i % 2 else _TEXT for i in range(40)}),
+        closed({f"f{i}": _WHOLE if i % 2 else _TEXT for i in range(40)}),
         [{f"f{i}": i if i % 2 else str(i) for i in range(40)}],
         [{f"f{i}": i if i % 2 else str(i) for i in range(39)}],
     ),
+    **VALUE_SCHEMAS,
+    **PART_SCHEMAS,
 }
 """Name -> (schema, values that satisfy it, values that do not)."""
 
@@ -261,5 +257,40 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "impossible bounds": ({"type": "integer", "minimum": 5, "maximum": 4}, "minimum (5)"),
     "empty enum": ({"enum": []}, "empty"),
     "bad pattern": ({"type": "string", "pattern": "(a"}, "unclosed"),
+    "not inside allOf": ({"type": "object", "allOf": [{"not": {"required": ["a"]}}]}, '"not"'),
+    "then alone": ({"then": {}}, '"then"'),
+    "dependentSchemas": ({"type": "object", "dependentSchemas": {"a": {}}}, '"dependentSchemas"'),
+    "old dependencies": ({"dependencies": {"a": ["b"]}}, '"dependencies"'),
+    "dynamic reference": ({"$dynamicRef": "#a"}, '"$dynamicRef"'),
+    "unevaluatedItems": ({"type": "array", "unevaluatedItems": False}, '"unevaluatedItems"'),
+    "minContains": ({"type": "array", "minContains": 1}, '"minContains"'),
+    "maxContains in a property": (closed({"a": {"type": "array", "maxContains": 1}}), '"maxContains"'),
+    "oneOf of numbers": ({"oneOf": [_WHOLE, _NUMBER]}, "oneOf"),
+    "oneOf of bounds": ({"oneOf": [{"minimum": 1}, {"minimum": 2}]}, "oneOf"),
+    "format of other scripts": ({"type": "string", "format": "idn-email"}, "format: idn-email"),
+    "format of a pointer": ({"type": "string", "format": "json-pointer"}, "format: json-pointer"),
+    "look-behind": ({"type": "string", "pattern": "(?<!a)b"}, "look"),
+    "back reference": ({"type": "string", "pattern": "^(a|b)\\1$"}, "backreferences"),
+    "edge of a word": ({"type": "string", "pattern": "\\bcat\\b"}, "WordUnicode"),
+    "impossible lengths": ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength (3)"),
+    "impossible counts": ({"type": "array", "minItems": 3, "maxItems": 2}, "minItems (3)"),
+    "type that is a number": ({"type": 5}, "type must be"),
+    "bound that is a text": ({"type": "integer", "minimum": "3"}, "'minimum'"),
+    "length below zero": ({"type": "string", "maxLength": -1}, "'maxLength'"),
+    "bad pattern of names": ({"type": "object", "patternProperties": {"(": {}}}, "unclosed"),
+    "const of another type": ({"type": "string", "const": 1}, "incompatible types"),
+    "two types at once": ({"allOf": [_TEXT, _WHOLE]}, "incompatible types"),
+    "any of nothing": ({"anyOf": []}, "anyOf is empty"),
+    "reference to another file": ({"$ref": "other.json#/a"}, "other.json"),
+    "reference to itself": ({"$ref": "#"}, "leads back to itself"),
+    "two keys, whose names are free": ({"type": "object", "minProperties": 2}, '"minProperties"'),
+    "two keys of three, deep inside": (
+        {"type": "array", "items": {"anyOf": [_NUMBER, {"$ref": "#/$defs/a"}]}, "$defs": {"a": {"minProperties": 2}}},
+        '"minProperties"',
+    ),
+    "too many optional keys": (
+        {"type": "array", "items": closed({f"p{i}": _WHOLE for i in range(1_001)}, [])},
+        '1,001 "properties"',
+    ),
 }
 """Name -> (schema, part of the error message)."""

@@ -15,7 +15,8 @@ from chairlift.structured_outputs import MAX_GRAMMAR_CHARS, StructuredOutputsPar
 from tests.grammar.models import allowed, bundled, compiled, of_bytes, sampled, verdict
 from tests.tokenizer.tiny import make
 
-OPEN = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000)}}
+LARGE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}
+OPEN = {"type": "array", "prefixItems": [{**LARGE, "title": str(i)} for i in range(6)]}
 AMBIGUOUS = 'e: e e | "a"\nstart: e'
 
 
