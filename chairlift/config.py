@@ -110,7 +110,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 """Lowest and highest allowed value, inclusive."""
 _TEXTS = {
     *("model", "revision", "tokenizer", "swap_directory"),
-    *("host", "api_key_file", "chat_template", "otlp_traces_endpoint", "batch_dir", "lora_dir"),
+    *("host", "ray_address", "api_key_file", "chat_template", "otlp_traces_endpoint", "batch_dir", "lora_dir"),
 }
 """Settings that are free text. Other settings that are strings have a form that is checked."""
 
@@ -467,12 +467,15 @@ class ServerConfig:
     port: int = 8000
     """TCP port; 0 takes a free one."""
     replicas: int = 1
-    """Engine processes on this machine that share the requests. They divide its processors, and by default the memory
-    for KV; each holds the weights."""
+    """Engine processes that share the requests: on this machine, whose processors they divide, and by default the
+    memory for KV; or in a Ray cluster. Each holds the weights."""
     routing: str = "forecast"
     """Choice of a replica for a request: forecast (earliest first token), prefix (longest beginning in its cache),
     least (least work), p2c (better of two random ones) or rr (in turn). With the last two requests do not wait for a
     replica that has room."""
+    ray_address: str | None = None
+    """Ray cluster whose machines run the replicas: local (this machine; it ends with the server), auto (the one that
+    runs here), or HOST:PORT of its head. Needs chairlift[ray]. None: processes of this machine, without Ray."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model for clients; answers carry the first. None: the model's own name."""
     api_key: tuple[str, ...] = ()

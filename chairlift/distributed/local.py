@@ -10,11 +10,11 @@ from typing import Any, Final
 
 from chairlift.config import CPU_CACHE_SHARE, EngineConfig
 from chairlift.distributed.fleet import ConnectReplica
-from chairlift.engine.process_client import EngineEvents, ProcessClient
+from chairlift.engine.process_client import EngineEvents, ProcessClient, ThisMachine
 from chairlift.errors import ConfigError
 from chairlift.kernels.control_group import processor_limit, total_memory
 
-__all__ = ["local_replicas", "processors_by_replica"]
+__all__ = ["local_replicas", "machine_processors", "processors_by_replica"]
 
 _TOPOLOGY: Final = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
@@ -30,10 +30,10 @@ def local_replicas(config: EngineConfig, count: int) -> ConnectReplica:
     settings, cache = config.to_flat(), config.cache
     if cache.kv_cache_memory_bytes is None and cache.num_kv_blocks is None:
         settings["kv_cache_memory_bytes"] = int(total_memory() * CPU_CACHE_SHARE) // count
-    places = processors_by_replica(_processors(), count)
+    places = processors_by_replica(machine_processors(), count)
 
     def connect(index: int, events: EngineEvents) -> ProcessClient:
-        return ProcessClient(settings, events, places[index])
+        return ProcessClient(settings, events, ThisMachine(places[index]))
 
     return connect
 
@@ -48,7 +48,7 @@ def processors_by_replica(processors: Sequence[tuple[Any, ...]], count: int) -> 
     return [ordered[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
-def _processors() -> list[tuple[int, int, int]]:
+def machine_processors() -> list[tuple[int, int, int]]:
     """(socket, core, number) of the processors that this process may use, as many as its control groups allow."""
     if not hasattr(os, "sched_getaffinity"):
         return []  # without affinity the system places the processes

@@ -47,7 +47,7 @@ from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError
 from chairlift.metrics.stats import ReplicaStats
 from chairlift.parent import kill_child
 
-__all__ = ["EngineEvents", "ProcessClient", "RemoteCore"]
+__all__ = ["EngineEvents", "Place", "ProcessClient", "RemoteCore", "ThisMachine", "describe_exit", "engine_command"]
 
 _log = logging.getLogger(__name__)
 _ROOT: Final = str(Path(__file__).parents[2])
@@ -107,23 +107,75 @@ class RemoteCore(EngineClient, Protocol):
     async def close(self) -> None: ...
 
 
-class ProcessClient(RemoteCore):
-    """One engine process, from start to end; an :class:`~chairlift.engine.core.EngineClient`.
+class Place(Protocol):
+    """Where one engine process runs, and how it is started and ended there."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process; None if it does not run, or runs on another machine."""
+
+    async def launch(self) -> tuple[socket.socket, dict[str, Any]]:
+        """Start the process. Returns this side of the connection, and settings that this place adds. Raises ConfigError
+        or EngineDeadError."""
+
+    async def wait(self) -> str:
+        """Wait until the process has ended. Returns how it ended, in words. Several callers may wait."""
+
+    def kill(self) -> None:
+        """End the process at once. A process that does not run is ignored. :meth:`wait` returns soon."""
+
+
+class ThisMachine(Place):
+    """A child process of this one. With ``processors`` it runs on these only; otherwise on those of this process.
 
     The two processes use a pair of sockets. One end is the process's standard input, so no other process can open it,
-    and a full or read-only disk does no harm. With ``processors`` the process runs on these processors only; otherwise
-    on those of this process.
+    and a full or read-only disk does no harm.
     """
+
+    def __init__(self, processors: Sequence[int] = ()) -> None:
+        self._processors = processors
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def launch(self) -> tuple[socket.socket, dict[str, Any]]:
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *engine_command(self._processors),
+                stdin=theirs.fileno(),
+                # Ctrl-C signals the whole group of the terminal; the engine obeys only the server
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return ours, {}
+
+    async def wait(self) -> str:
+        return describe_exit(None if self._process is None else await self._process.wait())
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            kill_child(self._process.pid)
+
+
+class ProcessClient(RemoteCore):
+    """One engine process at a ``place``, from start to end; an :class:`~chairlift.engine.core.EngineClient`."""
 
     silent_since: float | None = None
 
-    def __init__(self, settings: Mapping[str, Any], events: EngineEvents, processors: Sequence[int] = ()) -> None:
+    def __init__(self, settings: Mapping[str, Any], events: EngineEvents, place: Place | None = None) -> None:
         self.silent_since: float | None = None
         """Since when the engine has sent nothing, although it owes an answer; None while it owes none. Callers that
         stop waiting do not change it."""
         self._settings = dict(settings)
-        self._events, self._processors = events, ",".join(map(str, processors))
-        self._process: asyncio.subprocess.Process | None = None
+        self._events = events
+        self._place: Place = ThisMachine() if place is None else place
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._updates: deque[asyncio.Future[EngineInfo]] = deque()  # in the order of the answers
@@ -131,7 +183,7 @@ class ProcessClient(RemoteCore):
 
     @property
     def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        return self._place.pid
 
     def shown(self) -> list[ReplicaStats]:
         """State of the replicas: none, because this is one engine."""
@@ -142,17 +194,13 @@ class ProcessClient(RemoteCore):
 
         Raises ConfigError or ModelLoadError when it cannot be loaded, EngineDeadError when the process dies over it.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            loop = asyncio.get_running_loop()
-            self._transport, _ = await loop.create_unix_connection(lambda: _Stream(self), sock=ours)
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-c", _BOOT, _ROOT, str(os.getpid()), self._processors),
-                stdin=theirs.fileno(),
-                # Ctrl-C signals the whole group of the terminal; the engine obeys only the server
-                start_new_session=True,
-            )
-        self._transport.write(encode(Start(self._settings, logging.getLogger("chairlift").getEffectiveLevel())))
+        sock, more = await self._place.launch()
+        loop = asyncio.get_running_loop()
+        local = sock.family == socket.AF_UNIX
+        connect = loop.create_unix_connection if local else loop.create_connection
+        self._transport, _ = await connect(lambda: _Stream(self), sock=sock)
+        level = logging.getLogger("chairlift").getEffectiveLevel()
+        self._transport.write(encode(Start(self._settings | more, level)))
         info: EngineInfo = await self._outcome(self._ready)
         return info
 
@@ -195,8 +243,7 @@ class ProcessClient(RemoteCore):
 
     def kill(self) -> None:
         """Kill the process. :meth:`died` then tells of its death."""
-        if self._process is not None and self._process.returncode is None:
-            kill_child(self._process.pid)
+        self._place.kill()
 
     async def roll(self, patience: float) -> None:
         """Refuse a rolling restart: there is one process."""
@@ -204,37 +251,36 @@ class ProcessClient(RemoteCore):
 
     async def died(self) -> str:
         """Wait for the end of the process. Returns how it ended, in words."""
-        if self._process is None:
+        if self._transport is None:
             return "the engine was not started"
-        await self._lost.wait()
-        if self._transport is not None:
-            self._transport.close()
+        lost, ended = asyncio.ensure_future(self._lost.wait()), asyncio.ensure_future(self._place.wait())
+        try:
+            await asyncio.wait({lost, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({lost}, timeout=0.5)  # its last messages may still be on the way
+        finally:
+            lost.cancel()
+            ended.cancel()
+        self._transport.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), 0.5)
-        await self._kill()
-        return _describe_exit(self._process.returncode)
+            return await asyncio.wait_for(self._place.wait(), 0.5)
+        self._place.kill()
+        return await self._place.wait()
 
     async def close(self) -> None:
         """End the process by closing the connection. A process that does not react is killed."""
         if self._transport is not None:
             self._transport.close()
-        if self._process is not None and self._ready.done() and not self._ready.cancelled():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), 2.0)
-        await self._kill()
-
-    async def _kill(self) -> None:
-        if self._process is None:
-            return
-        if self._process.returncode is None:
-            kill_child(self._process.pid)
-            await self._process.wait()
+            if self._ready.done() and not self._ready.cancelled():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._place.wait(), 2.0)
+        self._place.kill()
+        await self._place.wait()
 
     async def _outcome(self, future: asyncio.Future[Any]) -> Any:
         """Result of the future, unless the process ends first."""
-        if self._process is None:
+        if self._transport is None:
             raise EngineDeadError("the engine was not started")
-        ended = asyncio.ensure_future(self._process.wait())
+        ended = asyncio.ensure_future(self._place.wait())
         try:
             await asyncio.wait({future, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not future.done():
@@ -242,7 +288,7 @@ class ProcessClient(RemoteCore):
                 await asyncio.wait({future}, timeout=0.2)
             if future.done():
                 return future.result()
-            raise EngineDeadError(_describe_exit(ended.result()))
+            raise EngineDeadError(ended.result())
         finally:
             ended.cancel()
             if not future.done():
@@ -328,7 +374,13 @@ from chairlift.engine_process import main
 main()"""
 
 
-def _describe_exit(code: int | None) -> str:
+def engine_command(processors: Sequence[int] = ()) -> list[str]:
+    """Command of an engine process, whose standard input must be its socket. It dies with the process that calls this.
+    With ``processors`` it runs on these only."""
+    return [sys.executable, "-P", "-c", _BOOT, _ROOT, str(os.getpid()), ",".join(map(str, processors))]
+
+
+def describe_exit(code: int | None) -> str:
     if code is None:
         return "the engine's process does not answer"
     if code < 0:

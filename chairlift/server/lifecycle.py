@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.distributed.fleet import Fleet
 from chairlift.distributed.local import local_replicas
+from chairlift.distributed.ray import ray_replicas
 from chairlift.engine.async_engine import AsyncEngine
 from chairlift.engine.info import EngineInfo, PoolingInfo, describe_impl
 from chairlift.errors import ConfigError, EngineDeadError, TemplateError, TemplateFailedError
@@ -108,7 +109,7 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
     scheduler, count = engine_config.scheduler, config.replicas
     most, most_tokens = config.max_num_queued_reqs, config.max_num_queued_tokens
     connect = None
-    if count > 1:
+    if count > 1 or config.ray_address is not None:
         most = max(64, 4 * scheduler.max_num_seqs * count) if most is None else most
         most_tokens = 32 * scheduler.max_num_batched_tokens * count if most_tokens is None else most_tokens
         connect = _behind_a_door(engine_config, config)
@@ -130,14 +131,15 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
 
 def _behind_a_door(engine_config: EngineConfig, config: ServerConfig) -> Callable[[AsyncEngine], Fleet]:
     """Makes the replicas of an engine. Raises ConfigError for what replicas cannot serve."""
-    connect = local_replicas(engine_config, config.replicas)
+    address, count = config.ray_address, config.replicas
+    connect = local_replicas(engine_config, count) if address is None else ray_replicas(engine_config, count, address)
 
     def start(engine: AsyncEngine) -> Fleet:
         return Fleet(
             engine_config,
             engine,
             connect,
-            replicas=config.replicas,
+            replicas=count,
             routing=config.routing,
             restart=config.restart,
             health_timeout=config.health_timeout,
@@ -323,7 +325,8 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
     if info.pooling is not None:
         return _pooling_banner(state, info, info.pooling, url)
     config, engine = state.config, state.engine
-    count = config.replicas
+    count, several = config.replicas, bool(engine.replicas())
+    place = "" if config.ray_address is None else f", placed by Ray ({config.ray_address}),"
     rows = info.max_num_seqs // count
     length = min(_CHAT_TOKENS, info.max_model_len)
     chats = min(info.pool_tokens // length, info.max_num_seqs)
@@ -343,8 +346,8 @@ def banner(state: ServerState, info: EngineInfo, url: str) -> str:
         ("computes", f"{info.device}, {info.kernels} kernels, {info.threads} threads, {numbers}{graphs}"),
         ("layers", describe_impl(info.model_impl)),
         ("capacity", f"{room} ({info.pool_tokens:,} tokens of KV cache in blocks of {info.block_size})"),
-        *((("replicas", f"{count} engines behind one queue, shown by {url}/v1/replicas"),) if count > 1 else ()),
-        ("step", f"up to {rows:,} requests and {info.max_num_batched_tokens:,} tokens" + " each" * (count > 1)),
+        *((("replicas", f"{count} engines{place} behind one queue, shown by {url}/v1/replicas"),) if several else ()),
+        ("step", f"up to {rows:,} requests and {info.max_num_batched_tokens:,} tokens" + " each" * several),
         ("queue", f"up to {engine.intake.max_requests:,} requests and {engine.intake.max_tokens:,} prompt tokens"),
         (
             "limits",

@@ -119,6 +119,10 @@ ALLOWED: dict[str, list[str]] = {
         *("errors", "config", "distributed", "engine", "metrics.stats", "outputs", "scheduler", "service_class"),
     ],
     "distributed.local": ["errors", "config", "distributed", "engine.process_client", "kernels.control_group"],
+    "distributed.node": [
+        *("errors", "distributed.local", "engine.process_client", "kernels.control_group", "version"),
+    ],
+    "distributed.ray": ["errors", "config", "distributed", "engine.process_client", "version"],
     "replay": [
         *PLAIN,
         "distributed",

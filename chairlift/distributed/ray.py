@@ -1,0 +1,307 @@
+"""Replicas as actors of a Ray cluster, on any of its machines. Only this module imports Ray.
+
+Ray finds room (``num_cpus`` processors for each replica), starts the actor, and tells when it is lost. The actor holds
+a :class:`~chairlift.distributed.node.NodeReplica`. Its engine process is connected to this one directly, so requests
+and tokens do not pass through Ray. The door is the server's own process, outside Ray Serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from chairlift.config import CPU_CACHE_SHARE, EngineConfig
+from chairlift.distributed.fleet import ConnectReplica
+from chairlift.distributed.local import machine_processors
+from chairlift.distributed.node import SECRET_BYTES, NodeFacts, NodeReplica, keep_alive
+from chairlift.engine.process_client import EngineEvents, Place, ProcessClient
+from chairlift.errors import ConfigError, EngineDeadError
+from chairlift.version import __version__
+
+__all__ = ["LOCAL", "RayCluster", "ray_replicas"]
+
+_log = logging.getLogger(__name__)
+
+LOCAL: Final = "local"
+"""Address that starts a cluster of this machine alone, which ends with this process."""
+_OBJECT_STORE_BYTES: Final = 80 * 2**20
+_WAIT_SECONDS: Final = 20.0
+"""Seconds between two reports that a replica has no room yet."""
+_CONNECT_SECONDS: Final = 20.0
+_ACTOR_SECONDS: Final = 60.0
+
+
+def ray_replicas(config: EngineConfig, count: int, address: str) -> ConnectReplica:
+    """Makes ``count`` replicas in the Ray cluster at ``address``: :data:`LOCAL`, ``auto``, or the host and port of its
+    head. Raises ConfigError without Ray, without authentication by tokens, and for a model on a GPU."""
+    if config.model.device != "cpu":
+        raise ConfigError(
+            f"replicas in a Ray cluster compute on processors, and device is {config.model.device!r}; start a server"
+            " for each GPU, with CUDA_VISIBLE_DEVICES"
+        )
+    cluster = RayCluster(address, count, config.model.threads)
+    cache = config.cache
+    divide = cache.kv_cache_memory_bytes is None and cache.num_kv_blocks is None
+    settings = config.to_flat()
+
+    def connect(index: int, events: EngineEvents) -> ProcessClient:
+        return ProcessClient(settings, events, _Actor(cluster, index, divide))
+
+    return connect
+
+
+class RayCluster:
+    """The cluster, which is joined when the first replica starts, and the processors that replicas have there."""
+
+    def __init__(self, address: str, count: int, threads: int | None) -> None:
+        _check_authentication(address)
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read when Ray is imported
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        if address == LOCAL:
+            # Its memory monitor would kill replicas because another program fills the machine.
+            os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+        try:
+            import ray
+        except ImportError:
+            raise ConfigError("Ray is not installed; pip install 'chairlift[ray]'") from None
+        self.ray: Any = ray
+        self.node = ""
+        """Id of this machine's node."""
+        self.cores = 0
+        """Processors of each replica."""
+        self._address, self._count, self._threads = address, count, threads
+        self._joining = asyncio.Lock()
+        self._claims: dict[int, tuple[str, list[int]]] = {}
+        self._told: set[str] = set()
+
+    async def join(self) -> None:
+        """Join the cluster, once. Raises ConfigError."""
+        async with self._joining:
+            if not self.cores:
+                self.cores = await asyncio.to_thread(self._join)
+                handler = signal.getsignal(signal.SIGTERM)
+                if handler is not None and threading.current_thread() is threading.main_thread():
+                    signal.signal(signal.SIGTERM, handler)  # Ray's own writes a stack trace before it calls ours
+                    signal.siginterrupt(signal.SIGTERM, False)
+
+    def _join(self) -> int:
+        ray = self.ray
+        if not ray.is_initialized():
+            more: dict[str, Any] = {}
+            if self._address == LOCAL:
+                processors = len(machine_processors()) or os.cpu_count() or 1
+                more = {"num_cpus": processors, "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
+            try:
+                ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR, **more)
+            except Exception as error:  # Ray raises ConnectionError, RuntimeError, ValueError and others of its own
+                raise ConfigError(f"cannot join the Ray cluster at {self._address}: {error}") from None
+        self.node = ray.get_runtime_context().get_node_id()
+        if self._threads is not None:
+            return self._threads
+        sizes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+        return _cores_each(sizes, self._count)
+
+    def actor(self) -> Any:
+        """Start an actor. It waits for room."""
+        options = {
+            "num_cpus": self.cores,
+            "max_restarts": 0,  # the fleet starts replicas again
+            "max_task_retries": 0,
+            "scheduling_strategy": "SPREAD",
+        }
+        return self.ray.remote(**options)(_Replica).remote()
+
+    def check(self, node: str, facts: NodeFacts) -> None:
+        """Report the addresses of a machine, once. Raises ConfigError if it cannot be used."""
+        host = facts.address[0]
+        if not facts.authenticated:
+            raise ConfigError(
+                f"Ray on {host} takes commands without a token; start it with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on"
+                " every machine"
+            )
+        if facts.version != __version__:
+            raise ConfigError(f"Chairlift on {host} is {facts.version}, and here {__version__}; install the same")
+        if node not in self._told:
+            self._told.add(node)
+            shown = ", ".join(f"{address} ({name})" for address, name in facts.listening.items()) or "not known"
+            _log.warning("Ray on %s listens on, with a token and without encryption: %s", host, shown)
+
+    def claim(self, index: int, node: str, processors: list[int]) -> list[int]:
+        """Processors of a replica on a machine, which no other replica there has; empty if there are too few."""
+        taken = {each for at, (where, had) in self._claims.items() if where == node and at != index for each in had}
+        free = [each for each in processors if each not in taken]
+        self._claims[index] = node, (free[: self.cores] if len(free) >= self.cores else [])
+        return self._claims[index][1]
+
+    def room(self) -> str:
+        """Processors in the cluster, in words."""
+        free, most = self.ray.available_resources().get("CPU", 0), self.ray.cluster_resources().get("CPU", 0)
+        return f"{free:g} of {most:g} processors are free, {self.cores} on one machine are needed"
+
+
+class _Replica(NodeReplica):
+    """The actor."""
+
+    def open(self, secret: bytes, door: str) -> tuple[str, NodeFacts]:
+        """Listen on this machine's address in the cluster; on loopback only if the ``door`` is on the same node.
+        Returns the node's id."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        return node, self.listen("127.0.0.1" if node == door else ray.util.get_node_ip_address(), secret)
+
+
+class _Actor(Place):
+    """The place of one engine process."""
+
+    def __init__(self, cluster: RayCluster, index: int, divide: bool) -> None:
+        self._cluster, self._index, self._divide = cluster, index, divide
+        self._actor: Any = None
+        self._pid: int | None = None
+        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiter: asyncio.Task[None] | None = None
+        self._host = ""
+
+    @property
+    def pid(self) -> int | None:
+        return self._pid
+
+    async def launch(self) -> tuple[socket.socket, dict[str, Any]]:
+        cluster, secret = self._cluster, secrets.token_bytes(SECRET_BYTES)
+        await cluster.join()
+        self._actor = cluster.actor()
+        try:
+            node, facts = await self._place(self._actor.open.remote(secret, cluster.node))
+            self._host = facts.address[0]
+            cluster.check(node, facts)
+            processors = cluster.claim(self._index, node, facts.processors)
+            sock = await _connect(facts.address, secret)
+            try:
+                pid = await asyncio.wait_for(_future(self._actor.start.remote(processors)), _ACTOR_SECONDS)
+            except BaseException:
+                sock.close()
+                raise
+        except cluster.ray.exceptions.RayError as error:
+            raise EngineDeadError(
+                f"the replica's actor was lost: {_first_line(error)} Ray must run with RAY_AUTH_MODE=token, and with"
+                " the same Python and Chairlift, on every machine"
+            ) from None
+        except (OSError, TimeoutError) as error:
+            raise EngineDeadError(
+                f"the replica on {self._host} cannot be reached: {error or type(error).__name__}; the door needs the"
+                " ports above 1023 of every machine"
+            ) from None
+        if node == cluster.node:
+            self._pid = pid
+        self._waiter = asyncio.create_task(self._wait(self._actor.wait.remote()))
+        return sock, self._settings(facts, processors)
+
+    async def _place(self, opened: Any) -> tuple[str, NodeFacts]:
+        """Result of :meth:`_Replica.open`, which comes when Ray has found room."""
+        future = _future(opened)
+        while not (await asyncio.wait({future}, timeout=_WAIT_SECONDS))[0]:
+            _log.warning("replica %d waits for room in the Ray cluster: %s", self._index, self._cluster.room())
+        found: tuple[str, NodeFacts] = future.result()
+        return found
+
+    def _settings(self, facts: NodeFacts, processors: list[int]) -> dict[str, Any]:
+        settings: dict[str, Any] = {"threads": self._cluster.cores}
+        if self._divide:
+            share = len(processors) / len(facts.processors) if processors else 1.0
+            settings["kv_cache_memory_bytes"] = int(facts.memory * CPU_CACHE_SHARE * share)
+        return settings
+
+    async def _wait(self, ended: Any) -> None:
+        try:
+            why = await _future(ended)
+        except Exception as error:  # the actor or its machine is gone
+            why = f"the replica's actor was lost: {_first_line(error)}"
+        if not self._end.done():
+            self._end.set_result(f"{why}, on {self._host}")
+        self.kill()
+
+    async def wait(self) -> str:
+        return await asyncio.shield(self._end)
+
+    def kill(self) -> None:
+        self._pid = None
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            with contextlib.suppress(Exception):  # the cluster itself may be gone
+                self._cluster.ray.kill(actor)
+        if not self._end.done():
+            self._end.set_result("the replica's actor was killed")
+
+
+def _future(reference: Any) -> asyncio.Future[Any]:
+    """A result of an actor. That nobody waits for it any more is no failure."""
+    future = asyncio.wrap_future(reference.future())
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
+async def _connect(address: tuple[str, int], secret: bytes) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    sock, loop = socket.socket(family, socket.SOCK_STREAM), asyncio.get_running_loop()
+    try:
+        sock.setblocking(False)
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            await loop.sock_connect(sock, address)
+            await loop.sock_sendall(sock, secret)
+        keep_alive(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _cores_each(sizes: list[int], count: int) -> int:
+    """Most processors that each of ``count`` replicas can have on machines of these sizes. Raises ConfigError."""
+    for cores in range(max(sizes, default=0), 0, -1):
+        if sum(size // cores for size in sizes) >= count:
+            return cores
+    raise ConfigError(
+        f"the Ray cluster has {sum(sizes)} processors, fewer than {count} replicas; start fewer, or say with --threads"
+        " how many each needs if machines are added on demand"
+    )
+
+
+def _check_authentication(address: str, environ: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError unless Ray will ask for a token that only this user can read. A cluster of this machine gets a
+    token that is written nowhere."""
+    known = os.environ if environ is None else environ
+    mode = known.get("RAY_AUTH_MODE", "token")
+    if mode.lower() != "token":
+        raise ConfigError(
+            f"RAY_AUTH_MODE is {mode!r}, so whoever reaches Ray's ports could run programs; leave it out or set it to"
+            " token"
+        )
+    os.environ["RAY_AUTH_MODE"] = "token"
+    if known.get("RAY_AUTH_TOKEN"):
+        return
+    path = Path(known.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if address == LOCAL:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(SECRET_BYTES)
+        return
+    try:
+        status = path.stat()
+    except OSError:
+        raise ConfigError(
+            f"the Ray cluster's token is missing: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, or copy it to {path}"
+        ) from None
+    if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(f"other users can read the Ray cluster's token; run: chmod 600 {path}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

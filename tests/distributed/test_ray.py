@@ -1,0 +1,143 @@
+"""Replicas in a Ray cluster of this machine, where Ray is installed; and what is refused without a cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chairlift.config import EngineConfig, ServerConfig
+from chairlift.distributed.ray import ray_replicas
+from chairlift.engine.async_engine import AsyncEngine
+from chairlift.errors import ConfigError
+from chairlift.outputs import OutputKind
+from chairlift.sampling_params import SamplingParams
+from chairlift.server.lifecycle import start_engine
+from tests.distributed.test_local import bounded, until
+from tests.e2e.oracle import expected_hashlm
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+CONFIG = EngineConfig.from_flat({"model": "hashlm:2ms", "max_num_seqs": 4, "num_kv_blocks": 500})
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """An environment without settings of Ray, in which the home directory has no token."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USAGE_STATS_ENABLED"):
+        monkeypatch.setenv(name, "")  # so that what the code sets is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    yield monkeypatch
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+
+
+def test_a_cluster_without_a_token_is_refused(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"token is missing.*\.ray/auth_token"):
+        ray_replicas(CONFIG, 2, "auto")
+    token = tmp_path / "token"
+    token.write_text("secret")
+    token.chmod(0o644)
+    environment.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    with pytest.raises(ConfigError, match=f"chmod 600 {token}"):
+        ray_replicas(CONFIG, 2, "auto")
+    environment.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ConfigError, match="RAY_AUTH_MODE is 'disabled'"):
+        ray_replicas(CONFIG, 2, "local")
+
+
+def test_a_model_on_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device is 'cuda'; start a server for each GPU"):
+        ray_replicas(EngineConfig.from_flat({"device": "cuda"}), 2, "local")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_a_missing_package_is_named(environment: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'chairlift\[ray\]'"):
+        ray_replicas(CONFIG, 2, "local")
+
+
+def start() -> AsyncEngine:
+    return start_engine(CONFIG, ServerConfig(replicas=2, ray_address="local"), lambda label, share: None)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@needs_ray
+@pytest.mark.nightly
+def test_streams_survive_lost_engines_actors_and_restarts(environment: pytest.MonkeyPatch) -> None:
+    """An engine is killed, then an actor, then both replicas are drained and restarted: no stream is harmed."""
+
+    async def test() -> None:
+        engine = start()
+        try:
+            await engine.wait_ready()
+            assert not (Path.home() / ".ray").exists(), "the token was written to a file"
+            assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+            pids = [each.pid for each in engine.replicas() if each.pid is not None]
+            assert len(set(pids)) == 2
+            if len(os.sched_getaffinity(0)) > 1:
+                assert not os.sched_getaffinity(pids[0]) & os.sched_getaffinity(pids[1])
+            names = [Path(f"/proc/{pid}/environ").read_bytes() for pid in pids]
+            assert not any(b"RAY_AUTH_TOKEN" in each for each in names), "the engine knows the token"
+            params = SamplingParams(max_tokens=150, ignore_eos=True, seed=3)
+            for turn, harm in enumerate(("engine", "actor", "restart")):
+                told = engine.stats.generation_tokens
+                prompts = [[7, turn + 1, number] for number in range(1, 13)]
+                streams = [await engine.submit(prompt, params, kind=OutputKind.FINAL) for prompt in prompts]
+                await until(lambda told=told: engine.stats.generation_tokens > told + 100)
+                victim = engine.replicas()[turn % 2].pid
+                assert victim is not None
+                if harm == "engine":
+                    os.kill(victim, signal.SIGKILL)
+                elif harm == "actor":
+                    os.kill(parent_of(victim), signal.SIGKILL)
+                else:
+                    await engine.restart_replicas(30.0)
+                for prompt, stream in zip(prompts, streams, strict=True):
+                    (output,) = [each async for each in stream]
+                    assert output.outputs[0].token_ids == expected_hashlm(prompt, params).token_ids
+                await until(lambda: all(each.state == "ready" for each in engine.replicas()))
+                await until(lambda victim=victim: not Path(f"/proc/{victim}").exists())
+            assert [each.restarts for each in engine.replicas()] == [2, 2]
+            assert engine.stats.num_lost == 0
+        finally:
+            await engine.shutdown()
+
+    bounded(test)
+
+
+def refusal(*flags: str) -> str:
+    """What a server with these flags says when it refuses to start."""
+    command = [sys.executable, "-m", "chairlift", "serve", "hashlm", "--port", "0", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode in (2, 3), done.stderr
+    return done.stderr
+
+
+@needs_ray
+@pytest.mark.nightly
+def test_too_many_replicas_are_refused(environment: pytest.MonkeyPatch) -> None:
+    assert "fewer than 64 replicas; start fewer" in refusal("--replicas", "64", "--ray-address", "local")
+
+
+@needs_ray
+@pytest.mark.nightly
+def test_a_cluster_that_asks_for_no_token_is_refused(environment: pytest.MonkeyPatch) -> None:
+    command = Path(sys.executable).with_name("ray")
+    free = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    started = [command, "start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false"]
+    subprocess.run([*started, "--object-store-memory=80000000"], env=free, check=True, capture_output=True)
+    environment.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    try:
+        assert "RAY_AUTH_MODE=token" in refusal("--replicas", "2", "--ray-address", "auto")
+    finally:
+        subprocess.run([command, "stop", "--force"], env=free, check=True, capture_output=True)
