@@ -11,7 +11,7 @@ from typing import Any, Final
 from chairlift.server.errors import ApiError
 from chairlift.server.messages_types import CountTokensRequest, MessagesRequest, Metadata
 from chairlift.server.protocol import ChatRequest
-from chairlift.server.translation import Names, texts_of, wrong
+from chairlift.server.translation import Names, image_part, texts_of, wrong
 from chairlift.tool_calls import reasoning_format_of
 
 __all__ = ["names", "to_chat"]
@@ -25,6 +25,7 @@ _FIELDS: Final = {
     "stop": "stop_sequences",
     "user": "metadata.user_id",
     "thinking_token_budget": "thinking.budget_tokens",
+    r"image_url\.url": "source",
 }
 _SAME: Final = (
     *("stream", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
@@ -38,7 +39,7 @@ never match."""
 _THINKING: Final = re.compile(r"(?<![.\w])thinking is (?:not )?defined")
 _Asked = CountTokensRequest | MessagesRequest
 _MOST_USER: Final = 256
-_INSTEAD: Final = "; images and documents are not read"
+_INSTEAD: Final = "; documents are not read, and images only in a user's message"
 
 
 def names() -> Names:
@@ -149,9 +150,12 @@ class _Turns:
     def _others(self, where: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> None:
         """Add results of calls, and texts between them, in the order of the blocks."""
         texts: list[dict[str, Any]] = []
-        said, kinds = len(self.messages), ("text",) if role == "system" else ("text", "tool_result")
+        said, kinds = len(self.messages), ("text",) if role == "system" else ("text", "image", "tool_result")
         for index, block in enumerate(blocks):
             place = f"{where}.content[{index}]"
+            if block.get("type") == "image" and role == "user":
+                texts.append(_image(place, block))
+                continue
             if block.get("type") != "tool_result" or role == "system":
                 texts.append({"type": "text", "text": _text(place, block, kinds)})
                 continue
@@ -206,6 +210,21 @@ class _Turns:
         return {"id": block["id"], "type": "function", "function": function}
 
 
+def _image(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a chat's message for an image block, whose source is base64 or an address."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if not isinstance(source, Mapping) or kind not in ("base64", "url"):
+        message = f"{where}.source must be of type base64 or url, got {str(kind)[:60]!r}; files are not kept here"
+        raise ApiError(400, message, code="unsupported_content", param=f"{where}.source")
+    if kind == "url":
+        return image_part(source.get("url"), f"{where}.source.url")
+    for key in ("media_type", "data"):
+        if not isinstance(source.get(key), str):
+            wrong(f"{where}.source.{key}", "must be a text", source.get(key))
+    return image_part(f"data:{source['media_type']};base64,{source['data']}", where)
+
+
 def _text(where: str, block: Mapping[str, Any], kinds: Sequence[str]) -> str:
     """Text of a text block. ``kinds`` are the allowed types of blocks."""
     if block.get("type") != "text":
@@ -218,7 +237,7 @@ def _text(where: str, block: Mapping[str, Any], kinds: Sequence[str]) -> str:
 
 
 def _whole(texts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    return texts if len(texts) > 1 else texts[0]["text"] if texts else ""
+    return texts if len(texts) > 1 or (texts and "text" not in texts[0]) else texts[0]["text"] if texts else ""
 
 
 def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:

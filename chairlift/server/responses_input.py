@@ -13,7 +13,7 @@ from typing import Any, Final
 from chairlift.server.errors import ApiError
 from chairlift.server.protocol import ChatRequest
 from chairlift.server.responses_types import INCLUDABLE, ResponsesRequest
-from chairlift.server.translation import MAX_MESSAGES, Names, texts_of, wrong
+from chairlift.server.translation import MAX_MESSAGES, Names, image_part, texts_of, wrong
 
 __all__ = ["input_items", "listed_items", "names", "to_chat"]
 
@@ -26,8 +26,10 @@ _FIELDS: Final = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "the messages": "the input",
+    r"image_url\.url": "image_url",
     "messages": "input",
 }
+_INSTEAD: Final = "; files and audio are not read, and images only in a user's message"
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _TEXTS: Final = ("input_text", "output_text", "text", "refusal")
 _SAME: Final = (
@@ -177,7 +179,8 @@ class _Turns:
         role = item.get("role")
         if role not in _ROLES:
             wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}", role)
-        content = texts_of(f"{where}.content", item.get("content"), _TEXTS, "; images, files and audio are not read")
+        images = {"input_image": _image} if role == "user" else None
+        content = texts_of(f"{where}.content", item.get("content"), _TEXTS, _INSTEAD, images)
         if role != "assistant":
             if self._opening and role != "user":
                 first = self.messages[0]
@@ -229,6 +232,13 @@ class _Turns:
             wrong(f"{where}.call_id", "must be that of a function_call before it; send the call, too", call_id)
         content = texts_of(f"{where}.output", item.get("output"), _TEXTS, "; images and files are not read")
         self._message(where, {"role": "tool", "tool_call_id": call_id, "content": content})
+
+
+def _image(where: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    if part.get("file_id") is not None:
+        message = f"{where}.file_id names a file, and files are not kept here; send the image itself in image_url"
+        raise ApiError(400, message, code="unsupported_content", param=f"{where}.file_id")
+    return image_part(part.get("image_url"), f"{where}.image_url")
 
 
 def _joined(content: str | Iterable[Mapping[str, Any]]) -> str:

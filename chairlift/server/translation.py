@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from chairlift.errors import RequestError, TemplateError
 from chairlift.server.errors import ApiError, to_api_error
 from chairlift.server.state import ServerState
 
-__all__ = ["MAX_MESSAGES", "Names", "texts_of", "wrong"]
+__all__ = ["MAX_MESSAGES", "Names", "image_part", "texts_of", "wrong"]
 
 MAX_MESSAGES: Final = 1024
 _PLACE: Final = re.compile(r"messages\[[0-9]+\](\.tool_calls\[[0-9]+\])?")
@@ -54,10 +54,17 @@ class Names:
             raise told from None
 
 
-def texts_of(where: str, parts: Any, kinds: Sequence[str], instead: str = "") -> str | list[dict[str, Any]]:
+def texts_of(
+    where: str,
+    parts: Any,
+    kinds: Sequence[str],
+    instead: str = "",
+    others: Mapping[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] | None = None,
+) -> str | list[dict[str, Any]]:
     """Content of a chat's message: a text, or the text parts of a list whose types are among ``kinds``.
 
-    Raises ApiError with the name of a part of another type; ``instead`` is the remedy.
+    ``others`` maps further types to what makes a chat's part of one, from its place and itself. Raises ApiError with
+    the name of a part of another type; ``instead`` is the remedy.
     """
     if isinstance(parts, str):
         return parts
@@ -69,15 +76,25 @@ def texts_of(where: str, parts: Any, kinds: Sequence[str], instead: str = "") ->
         if not isinstance(part, dict):
             wrong(place, f'must be an object such as {{"type": "{kinds[0]}", ...}}', part)
         kind = part.get("type")
+        if make := (others or {}).get(str(kind)):
+            found.append(make(place, part))
+            continue
         if kind not in kinds:
-            served = ", ".join(kinds)
+            served = ", ".join([*kinds, *(others or ())])
             message = f"{place}.type is {str(kind)[:_LONGEST]!r}, which is not supported; send {served}{instead}"
             raise ApiError(400, message, code="unsupported_content", param=place)
         name = "refusal" if kind == "refusal" else "text"
         if not isinstance(part.get(name), str):
             wrong(f"{place}.{name}", "must be a text", part.get(name))
         found.append({"type": "text", "text": part[name]})
-    return found[0]["text"] if len(found) == 1 else found or ""
+    return found[0]["text"] if len(found) == 1 and "text" in found[0] else found or ""
+
+
+def image_part(url: Any, where: str) -> dict[str, Any]:
+    """The part of a chat's message with the image at an address. Raises ApiError where that is no text."""
+    if not isinstance(url, str):
+        wrong(where, "must be a data URL (data:image/png;base64,...)", url)
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def wrong(where: str, allowed: str, given: Any) -> NoReturn:

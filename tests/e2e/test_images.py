@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.e2e.server_process import ServerProcess
 from tests.native import needs_kernels
-from tests.vision.tiny import Reference, picture, tiny_vlm
+from tests.vision.tiny import Reference, picture, tiny_tokenizer, tiny_vlm
 
 pytestmark = needs_kernels
 KEY = "sk-of-the-tests"
@@ -63,6 +63,31 @@ def test_images_of_a_chat_are_read(client: openai.OpenAI, folder: Path) -> None:
     assert reply.prompt_token_ids == prompt and reply.choices[0].token_ids == tokens
     streamed = [chunk for chunk in ask(client, *content, stream=True) if chunk.choices]
     assert [token for chunk in streamed for token in getattr(chunk.choices[0], "token_ids", ())] == tokens
+
+
+def test_responses_and_messages_read_images(client: openai.OpenAI, folder: Path) -> None:
+    image = picture(1, 70, 50)
+    text = "<|im_start|>User:<image>or?<end_of_utterance>\nAssistant:"
+    prompt, tokens, _ = Reference(folder).answer(text, [image], 6)
+    assert 257 not in tokens, "the answer ends early"
+    wanted = tiny_tokenizer().decode(tokens, skip_special_tokens=True)
+    model, url = client.models.list().data[0].id, url_of(image)
+    parts: Any = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "or?"}]
+    how: dict[str, Any] = {"model": model, "temperature": 0}
+    first = client.responses.create(input=[{"role": "user", "content": parts}], max_output_tokens=6, store=True, **how)
+    assert (first.usage.input_tokens if first.usage else 0, first.output_text) == (len(prompt), wanted)
+    again = client.responses.create(input="more", previous_response_id=first.id, max_output_tokens=2, **how)
+    assert again.usage and again.usage.input_tokens > len(prompt), "the stored image was left out"
+    block = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    content = [{"type": "image", "source": block}, {"type": "text", "text": "or?"}]
+    body = {"model": model, "max_tokens": 6, "temperature": 0, "messages": [{"role": "user", "content": content}]}
+    reply = client.post("/messages", body=body, cast_to=dict[str, Any])
+    used = reply["usage"]
+    assert reply["content"][0]["text"] == wanted
+    assert used["input_tokens"] + used["cache_read_input_tokens"] == len(prompt)
+    content[0]["source"] = {"type": "url", "url": "http://127.0.0.1:1/x.png"}
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\]\.content\[0\]\.source must be a data URL"):
+        client.post("/messages", body=body, cast_to=dict[str, Any])
 
 
 @pytest.mark.parametrize(

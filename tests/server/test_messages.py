@@ -339,6 +339,9 @@ def test_choices_become_those_of_a_chat() -> None:
         assert chat.tools and chat.tools[0]["function"]["parameters"] == SCHEMA
 
 
+PIXELS = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+
+
 def of(role: str, *blocks: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(blocks)}]}
 
@@ -349,7 +352,12 @@ def of(role: str, *blocks: Any) -> dict[str, Any]:
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens must be a whole number from 1"),
         ({"messages": []}, "messages must be a list of 1"),
-        (of("user", {"type": "image", "source": {}}), "messages[0].content[0].type is 'image'"),
+        (of("user", {"type": "image", "source": {}}), "messages[0].content[0].source must be of type base64 or url"),
+        (of("user", {"type": "image", "source": {"type": "file", "file_id": "x"}}), "got 'file'; files are not kept"),
+        (of("user", {"type": "image", "source": {"type": "base64"}}), "content[0].source.media_type must be a text"),
+        (of("user", PIXELS), "messages[0].content[0] must be a text part"),
+        (of("user", PIXELS), "images and audio are not supported by this model"),
+        (of("assistant", PIXELS), "messages[0].content[0].type is 'image'"),
         (of("user", {"type": "document"}), "messages[0].content[0].type is 'document'"),
         (of("user", TEXT, {"type": "tool_use"}), "messages[0].content[1].type is 'tool_use'"),
         (of("user", back("x")), "messages[0].content[0].tool_use_id must be the id of a tool_use before it"),
@@ -408,7 +416,7 @@ def test_every_error_of_these_paths_has_anthropics_form(http: TestClient, engine
 
 def test_a_count_refuses_what_an_answer_refuses(http: TestClient) -> None:
     for body, words in (
-        ({**of("user", {"type": "image"})}, "'image'"),
+        ({**of("user", {"type": "image"})}, "source must be of type base64 or url"),
         ({"messages": ASK, "mcp_servers": [{}]}, "no other servers"),
     ):
         reply = http.post("/v1/messages/count_tokens", json=body)

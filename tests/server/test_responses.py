@@ -320,6 +320,10 @@ def test_tools_and_choices_are_one_level_deeper_in_a_chat() -> None:
         assert chat.tools and chat.tools[1] == {"type": "function", "function": {"name": "now", "parameters": None}}
 
 
+def picture(role: str = "user", **fields: Any) -> list[dict[str, Any]]:
+    return [{"role": role, "content": [{"type": "input_image", **fields}]}]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -352,7 +356,10 @@ def test_tools_and_choices_are_one_level_deeper_in_a_chat() -> None:
         ({"input": [{"type": "web_search_call"}]}, "input[0].type", "function_call_output"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "developer"),
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content", "list of parts"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "'input_image'"),
+        ({"input": picture()}, "input[0].content[0].image_url", "must be a data URL"),
+        ({"input": picture(file_id="x")}, "input[0].content[0].file_id", "files are not kept here"),
+        ({"input": picture(role="assistant")}, "input[0].content[0]", "'input_image'"),
+        ({"input": picture(image_url="data:image/png;base64,AA")}, None, "images and audio are not supported by this"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "a text"),
         ({"input": [LOOK, NOON]}, "input[1].call_id", "before it"),
         ({"input": [{**LOOK, "arguments": "["}]}, "input[0].arguments", "an object"),
