@@ -25,7 +25,7 @@ _FIELDS: Final = {
     "stop": "stop_sequences",
     "user": "metadata.user_id",
     "thinking_token_budget": "thinking.budget_tokens",
-    r"image_url\.url": "source",
+    r"(messages\[[0-9]+\]\.content\[[0-9]+\])\.image_url\.url": r"\1.source",
 }
 _SAME: Final = (
     *("stream", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),

@@ -26,7 +26,7 @@ _FIELDS: Final = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "the messages": "the input",
-    r"image_url\.url": "image_url",
+    r"(input\[[0-9]+\]\.content\[[0-9]+\])\.image_url\.url": r"\1.image_url",
     "messages": "input",
 }
 _INSTEAD: Final = "; files and audio are not read, and images only in a user's message"

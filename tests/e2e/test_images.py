@@ -88,6 +88,9 @@ def test_responses_and_messages_read_images(client: openai.OpenAI, folder: Path)
     content[0]["source"] = {"type": "url", "url": "http://127.0.0.1:1/x.png"}
     with pytest.raises(openai.BadRequestError, match=r"messages\[0\]\.content\[0\]\.source must be a data URL"):
         client.post("/messages", body=body, cast_to=dict[str, Any])
+    parts[0]["image_url"] = "https://example.com/x.png"
+    with pytest.raises(openai.BadRequestError, match=r"input\[0\]\.content\[0\]\.image_url must be a data URL"):
+        client.responses.create(input=[{"role": "user", "content": parts}], **how)
 
 
 @pytest.mark.parametrize(
