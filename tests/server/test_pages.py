@@ -24,7 +24,7 @@ from tests.server.openai_fake import FakeServer, serve_fake
 
 HTML = pages.page()
 STATIC = Path(pages.__file__).parent / "static"
-SCRIPT = "".join((STATIC / f"page{name}.js").read_text() for name in ("_show", "_code", "_api", ""))
+SCRIPT = "".join((STATIC / f"page{name}.js").read_text() for name in ("_show", "_code", "_api", "_images", ""))
 BORROWED = [path.read_text() for path in sorted((STATIC / "vendor").glob("*.js"))]
 OWN = HTML.replace(BORROWED[0], "").replace(BORROWED[1], "")
 
@@ -45,7 +45,7 @@ def test_headers_allow_the_page_and_nothing_else(client: TestClient, path: str) 
         contents = re.findall(f"<{tag}[^>]*>(.*?)</{tag}>", HTML, re.DOTALL)
         digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
         assert policy.pop(f"{tag}-src") == " ".join(f"'sha256-{digest}'" for digest in digests)
-        assert len(contents) == {"script": 6, "style": 1}[tag]
+        assert len(contents) == {"script": 7, "style": 1}[tag]
     assert policy.pop("connect-src") == "'self'"
     assert policy.pop("img-src") == "data:"
     assert policy.pop("require-trusted-types-for") == "'script'"
@@ -78,7 +78,7 @@ def test_the_page_asks_for_nothing_from_elsewhere() -> None:
         r"https?://|//[a-z]+\.|\burl\(|@import|<link(?! rel=\"icon\" href=\"data:)|<iframe", without_the_namespace
     )
     assert not re.search(r"\s(src|on[a-z]+|style)=", re.sub("<script>.*</script>", "", OWN, flags=re.DOTALL))
-    assert re.findall(r"<(?:script|style)\b[^>]*>", HTML) == ["<style>", *["<script>"] * 6]
+    assert re.findall(r"<(?:script|style)\b[^>]*>", HTML) == ["<style>", *["<script>"] * 7]
     assert not re.search("<!--", OWN)
 
 
@@ -104,7 +104,7 @@ def test_every_field_has_a_label_and_the_page_fits_a_phone() -> None:
 
 
 def test_the_page_stays_small() -> None:
-    assert len(OWN.splitlines()) < 1000
+    assert len(OWN.splitlines()) < 1200
     assert len(HTML) < 200_000
     assert max(map(len, SCRIPT.splitlines())) < 180
 
@@ -145,6 +145,53 @@ def test_a_column_that_says_nothing_is_not_shown() -> None:
         [["field", "type"], ["seed", "integer"]],
         [["field", "type", "default"], ["seed", "integer", "1"]],
     ], done.stderr
+
+
+_IMAGES = """
+const nodes = {};
+const $ = (id) => nodes[id] ??= { replaceChildren(...children) { this.children = children; } };
+const make = (tag) => ({ tag, append(...children) { this.children = children; } });
+const button = (text, press) => ({ text, press });
+class FileReader {
+  addEventListener(name, call) { this[name] = call; }
+  readAsDataURL(file) {
+    if (file.broken) { this.error = new Error(); this.error(); return; }
+    this.result = `data:${file.type};base64,${file.name}`;
+    this.load();
+  }
+}
+const file = (name, type = "image/png", size = 9) => ({ name, type, size });
+const told = [];
+takeImages([file("a"), file("b.txt", "text/plain"), file("huge", "image/png", 2 ** 26), file("c")]).then((problems) => {
+  const sent = content("what?");
+  told.push(problems, sent, textOf(sent), imagesOf(sent), $("pictures").hidden, $("pictures").children.length);
+  $("pictures").children[0].children[1].press();
+  told.push(content(""));
+  $("pictures").children[0].children[1].press();
+  told.push(content("text"), $("pictures").hidden, textOf("text"), imagesOf("text"));
+  console.log(JSON.stringify(told));
+});
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node on the PATH to run the page's script")
+def test_images_are_sent_in_front_of_the_text() -> None:
+    script = (STATIC / "page_images.js").read_text().replace('"use strict";', "") + _IMAGES
+    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60)
+    urls = ["data:image/png;base64,a", "data:image/png;base64,c"]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    problems, sent, text, images, hidden, count, one, none, *last = json.loads(done.stdout)
+    assert problems == "b.txt is no image. huge is larger than 32 MiB.", done.stderr
+    assert sent == [*parts, {"type": "text", "text": "what?"}] and (text, images) == ("what?", urls)
+    assert (hidden, count) == (False, 2)
+    assert one == parts[1:], "the removed image is sent"
+    assert [none, *last] == ["text", True, "text", []]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node on the PATH to run the page's script")
+def test_the_scripts_can_be_parsed_together() -> None:
+    done = subprocess.run(["node", "--check", "-"], input=SCRIPT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_headings_of_columns_are_not_broken_on_a_phone() -> None:

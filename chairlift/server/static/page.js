@@ -100,7 +100,12 @@ function restore() {
     if (isEmpty(last)) entries.pop();
     else last.note = "the page was left before the answer ended";
   }
-  if (entries.at(-1)?.role === "user") $("text").value = entries.pop().content;
+  if (entries.at(-1)?.role === "user") {
+    const { content: given } = entries.pop();
+    $("text").value = textOf(given);
+    pictures = imagesOf(given);
+    offerPictures();
+  }
   from = Math.min(from, entries.length);
   drawAll();
 }
@@ -285,7 +290,11 @@ function draw(entry) {
     shown.end();
     return shown.node;
   }
-  if (entry.role !== "tool") return make("div", entry.content, "mine");
+  if (entry.role !== "tool") {
+    const mine = make("div", textOf(entry.content), "mine");
+    mine.prepend(...imagesOf(entry.content).map(picture));
+    return mine;
+  }
   const box = make("details", "", "result"), value = parsed(entry.content);
   box.append(make("summary", "result"), value ? twoWays(value, entry.content) : make("pre", entry.content, "plain"));
   return box;
@@ -416,11 +425,30 @@ function show(problem = "") {
 
 $("say").addEventListener("submit", async (event) => {
   event.preventDefault();
-  const text = $("text").value.trim();
-  if (!text || stopping) return;
+  const text = $("text").value.trim(), sent = pictures;
+  if (!(text || sent.length) || stopping) return;
+  const message = { role: "user", content: content(text) };
   $("text").value = "";
-  if (!await send([{ role: "user", content: text }])) $("text").value ||= text;
+  pictures = [];
+  offerPictures();
+  if (await send([message])) return;
+  $("text").value ||= text;
+  pictures = [...sent, ...pictures];
+  offerPictures();
 });
+$("text").addEventListener("paste", async (event) => {
+  const { files } = event.clipboardData;
+  if (!files.length) return;
+  event.preventDefault();
+  show(await takeImages([...files]));
+});
+for (const name of ["dragover", "drop"]) {
+  document.addEventListener(name, async (event) => {
+    if (!event.dataTransfer?.types.includes("Files") || $("bottom").hidden) return;
+    event.preventDefault();  // otherwise the browser leaves the page for the file
+    if (name === "drop") show(await takeImages([...event.dataTransfer.files]));
+  });
+}
 $("text").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
