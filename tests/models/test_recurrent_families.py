@@ -26,6 +26,7 @@ from chairlift.models.checkpoint import hf_state_dict
 from chairlift.models.hf_config import ModelConfig, parse_config
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
+from chairlift.models.registry import FAMILIES
 from tests.models.logprobs import check_logprobs
 from tests.models.paged import PagedRunner, packed_logits
 from tests.models.test_families import close, load, prompt
@@ -68,6 +69,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "nemotron_h-mlp-first": ("nemotron_h", {"hybrid_override_pattern": "--M**", "mamba_head_dim": 32}),
+    "qwen3_5_text-odd-sizes": (
+        "qwen3_5_text",
+        {"linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_conv_kernel_dim": 3, "attention_bias": True},
+    ),
+    "qwen3_5_text-one-rate-a-key": (
+        "qwen3_5_text",
+        {"linear_num_key_heads": 4, "tie_word_embeddings": True, "layer_types": ["linear_attention"] * 3},
+    ),
     "qwen3_next-biases": (
         "qwen3_next",
         {"attention_bias": True, "linear_conv_kernel_dim": 3, "linear_num_key_heads": 4, "mlp_only_layers": [0]},
@@ -77,10 +86,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": ["linear_attention"] * 3, "linear_key_head_dim": 12, "linear_value_head_dim": 20},
     ),
 }
-DELTA_NETS = ("qwen3_next", "qwen3_next-biases", "qwen3_next-odd-sizes")
+DELTA_NETS = tuple(variant for variant in VARIANTS if variant.startswith(("qwen3_5", "qwen3_next")))
 CALLING_OUT: tuple[str, ...] = ("mamba2-odd-sizes", *DELTA_NETS)
 """Those of which PyTorch computes a part between the native kernels."""
-NIGHTLY = (*DELTA_NETS[:1], "nemotron_h")
+NIGHTLY = (*DELTA_NETS, "nemotron_h")
 """Families whose schedules are compared in nightly runs only: one with the same layers is compared in all."""
 QUICK = [family for family in RECURRENT_FAMILIES if family not in NIGHTLY]
 WITHOUT_KV = ("mamba2",)
@@ -360,6 +369,12 @@ def all_rotated(config: ModelConfig) -> ModelConfig:
     return other(rope=dataclasses.replace(config.rope, dim=None))(config)
 
 
+def not_normalised(config: ModelConfig) -> ModelConfig:
+    assert config.experts is not None
+    routing = dataclasses.replace(config.experts.routing, normalise=False)
+    return other(experts=dataclasses.replace(config.experts, routing=routing))(config)
+
+
 CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     ("lfm2", "no norms of heads before the rotation", other(qk_norm="rotated")),
     ("lfm2", "no rotation", other(rope_layers=(False,) * 4)),
@@ -369,6 +384,9 @@ CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     ("nemotron_h", "other scores", other(layer_scales=(1.0,) * 5)),
     ("qwen3_next", "plain norms", other(norm="rms")),
     ("qwen3_next", "all of a head rotated", all_rotated),
+    ("qwen3_5_text", "plain norms of Qwen3.5", other(norm="rms")),
+    ("qwen3_5_text", "all of a head of Qwen3.5 rotated", all_rotated),
+    ("qwen3_5_moe_text", "weights of experts as they are", not_normalised),
 ]
 
 
@@ -381,6 +399,16 @@ def test_a_feature_that_is_left_out_is_noticed(
     expected = hf_logits(hf_model(model_dir), prompt(40))
     model = load_model(model_dir, spoil(read_config(model_dir)), weight_format=PLAIN)
     assert not close(packed_logits(model, [prompt(40)])[0], expected, 0.01), what
+
+
+def test_rates_in_another_order_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate of decay in place of the rate of writing."""
+    model_dir = tiny_hf_model(tmp_path, "qwen3_5_text")
+    expected = hf_logits(hf_model(model_dir), prompt(40))
+    family, name = FAMILIES["qwen3_5_text"], "model.layers.*.mixer.rates_proj"
+    swapped = dataclasses.replace(family, tensors={**family.tensors, name: family.tensors[name][::-1]})
+    monkeypatch.setitem(FAMILIES, "qwen3_5_text", swapped)
+    assert not close(packed_logits(load(model_dir, weight_format=PLAIN), [prompt(40)])[0], expected, 0.01)
 
 
 Scan = Callable[[Any, tuple[Any, ...], tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]
