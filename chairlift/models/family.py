@@ -213,9 +213,9 @@ class Family:
     ``.weight`` or ``.bias``."""
     encoder: str = ""
     """Image encoder in ``vision_config``: ``tiles`` (Idefics 3), ``patches`` (Qwen2.5-VL) or ``deep_patches``
-    (Qwen3-VL). The text model is then in ``text_config``. Empty: the family reads texts only."""
+    (Qwen3-VL). Empty: the family reads texts only."""
     text_type: str = ""
-    """``model_type`` in ``text_config``."""
+    """``model_type`` in ``text_config``, which has the keys of the text model. Empty: ``config.json`` has them."""
     flat_text: bool = False
     """Whether older files have the keys of the text model beside ``vision_config``."""
     other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -440,7 +440,7 @@ def _family(model_type: Any, where: str) -> Family:
 
 def _text_part(raw: Mapping[str, Any], family: Family, where: str) -> Mapping[str, Any]:
     """The keys of the text model: ``raw`` itself, or its ``text_config`` with what the whole model says."""
-    if not family.sees_images:
+    if not family.text_type:
         return raw
     inner, tied = raw.get("text_config"), raw.get("tie_word_embeddings", False)
     if inner is None and family.flat_text:

@@ -43,6 +43,7 @@ from chairlift.models.pooled_network import PooledNetwork
 from chairlift.models.pooling import PooledConfig
 from chairlift.models.quantized_checkpoints import with_whole_weights
 from chairlift.models.registry import FAMILIES
+from chairlift.models.stored_names import with_usual_names
 from chairlift.models.stored_rows import MOST_NUMBERS, StoredRows
 
 __all__ = [
@@ -468,33 +469,11 @@ def open_tensors(model_dir: Path, config: ModelConfig | None, stack: contextlib.
     if config is not None and is_gguf(model_dir):
         return dict(gguf_tensors(GGUFModel(model_dir), config))
     tensors = with_whole_weights(_open_files(model_dir, stack), model_dir)
-    return tensors if config is None else _with_usual_names(tensors, FAMILIES[config.model_type].other_names)
-
-
-def _with_usual_names(tensors: dict[str, Any], other_names: Mapping[str, str]) -> dict[str, Any]:
-    """Tensors by the names that most checkpoints of the family have."""
-    found = {}
-    for name, tensor in tensors.items():
-        other = next((each for each in other_names if name.startswith(each)), None)
-        if other is None:
-            found[name] = tensor
-        else:
-            found[other_names[other] + name.removeprefix(other)] = _Renamed(tensor, name)
-    return found
-
-
-class _Renamed:
-    """A tensor in a file that has it by another name."""
-
-    def __init__(self, file: Any, name: str) -> None:
-        self._file, self._name = file, name
-
-    def get_tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(self._name)
-        return tensor
-
-    def get_slice(self, name: str) -> Any:
-        return self._file.get_slice(self._name)
+    if config is None:
+        return tensors
+    family = FAMILIES[config.model_type]
+    by_expert = any("#" in name for names in family.tensors.values() for name in names)
+    return with_usual_names(tensors, family.other_names, experts=by_expert)
 
 
 def _open_files(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:

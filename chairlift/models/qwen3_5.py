@@ -8,7 +8,7 @@ from typing import Any
 from chairlift.models.family import SPLIT_NAMES, Fields, read_experts
 from chairlift.models.qwen3_next import QWEN3_NEXT, read_delta_net
 
-__all__ = ["QWEN3_5_MOE_TEXT", "QWEN3_5_TEXT"]
+__all__ = ["QWEN3_5", "QWEN3_5_MOE", "QWEN3_5_MOE_TEXT", "QWEN3_5_TEXT"]
 
 _MIXER, _STORED = "model.layers.*.mixer", "model.layers.*.linear_attn"
 
@@ -33,6 +33,11 @@ def _read_moe(fields: Fields, layers: int) -> dict[str, Any]:
     experts = read_experts(fields, (True,) * layers, size, shared_size=shared, shared_gate=True, normalise=True)
     return {**_read(fields, layers), "experts": experts, "intermediate_size": size}
 
+
+_WHOLE: dict[str, Any] = {
+    "other_names": {"model.language_model.": "model."},
+    "ignored_tensors": rf"{QWEN3_NEXT.ignored_tensors}|^model\.visual\.",
+}
 
 QWEN3_5_TEXT = dataclasses.replace(
     QWEN3_NEXT,
@@ -59,4 +64,23 @@ QWEN3_5_MOE_TEXT = dataclasses.replace(
     defaults={**QWEN3_NEXT.defaults, "num_experts": 256, "num_experts_per_tok": 8},
     rope_keys=_AXES,
     tensors={**QWEN3_NEXT.tensors, **_NETS},
+)
+
+QWEN3_5 = dataclasses.replace(
+    QWEN3_5_TEXT,
+    model_type="qwen3_5",
+    architecture="Qwen3_5ForConditionalGeneration",
+    text_type="qwen3_5_text",
+    models="Qwen3.5, Qwen3.6 (texts only)",
+    differences="as `qwen3_5_text`; its image encoder is left out",
+    **_WHOLE,
+)
+QWEN3_5_MOE = dataclasses.replace(
+    QWEN3_5_MOE_TEXT,
+    model_type="qwen3_5_moe",
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    text_type="qwen3_5_moe_text",
+    models="Qwen3.5-35B-A3B, Qwen3.6-35B-A3B (texts only)",
+    differences="as `qwen3_5_moe_text`; its image encoder is left out",
+    **_WHOLE,
 )

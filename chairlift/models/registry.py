@@ -41,7 +41,7 @@ from chairlift.models.phi3 import PHI3
 from chairlift.models.qwen2 import QWEN2
 from chairlift.models.qwen2_moe import QWEN2_MOE
 from chairlift.models.qwen3 import QWEN3
-from chairlift.models.qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
+from chairlift.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from chairlift.models.qwen3_moe import QWEN3_MOE
 from chairlift.models.qwen3_next import QWEN3_NEXT
 from chairlift.models.qwen_vl import QWEN2_5_VL, QWEN3_VL
@@ -96,6 +96,8 @@ FAMILIES: dict[str, Family] = {
         QWEN2_5_VL,
         QWEN2_MOE,
         QWEN3,
+        QWEN3_5,
+        QWEN3_5_MOE,
         QWEN3_5_MOE_TEXT,
         QWEN3_5_TEXT,
         QWEN3_MOE,

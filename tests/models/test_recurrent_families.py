@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from chairlift import LLM, RequestOutput, SamplingParams
 from chairlift.cli.main import main
@@ -30,7 +30,7 @@ from chairlift.models.registry import FAMILIES
 from tests.models.logprobs import check_logprobs
 from tests.models.paged import PagedRunner, packed_logits
 from tests.models.test_families import close, load, prompt
-from tests.models.tiny import RECURRENT_FAMILIES, hf_logits, hf_model, tiny_hf_model
+from tests.models.tiny import RECURRENT_FAMILIES, hf_logits, hf_model, tiny_fields, tiny_hf_model
 from tests.native import needs_kernels
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -97,7 +97,10 @@ WITHOUT_KV = ("mamba2",)
 KERNELS = (*supported_isas()[-1:], "torch")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, marks=pytest.mark.nightly) if v.startswith("qwen3_5_text-") else v for v in VARIANTS],
+)
 def test_logits_and_greedy_answers_equal_transformers(variant: str, tmp_path: Path) -> None:
     family, overrides = VARIANTS[variant]
     model_dir = tiny_hf_model(tmp_path, family, **overrides)
@@ -399,6 +402,43 @@ def test_a_feature_that_is_left_out_is_noticed(
     expected = hf_logits(hf_model(model_dir), prompt(40))
     model = load_model(model_dir, spoil(read_config(model_dir)), weight_format=PLAIN)
     assert not close(packed_logits(model, [prompt(40)])[0], expected, 0.01), what
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_whole_checkpoint_answers_texts(family: str, stacked: bool, tmp_path: Path) -> None:
+    """Its image encoder and the layers that predict further tokens are left out; experts may be one tensor."""
+    text = {**tiny_fields(f"{family}_text"), "pad_token_id": None}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision)
+    torch.manual_seed(3)
+    theirs = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1 if "norm" in name else 0.25)
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["mtp.norm.weight"] = torch.ones(64)
+    if stacked:
+        for layer in range(3):
+            stack_experts(tensors, f"model.language_model.layers.{layer}.mlp.experts.")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with torch.no_grad():
+        expected = theirs(torch.tensor([prompt(40)]), use_cache=False).logits[0]
+    assert close(packed_logits(load(tmp_path, weight_format=PLAIN), [prompt(40)])[0], expected)
+
+
+def stack_experts(tensors: dict[str, torch.Tensor], prefix: str) -> None:
+    """Replace the tensors of single experts by stacks, as published checkpoints have them."""
+    count = sum(name.startswith(prefix) and name.endswith("down_proj.weight") for name in tensors)
+    parts = {
+        part: torch.stack([tensors.pop(f"{prefix}{expert}.{part}.weight") for expert in range(count)])
+        for part in ("gate_proj", "up_proj", "down_proj")
+        if count
+    }
+    if count:
+        tensors[f"{prefix}gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], 1)
+        tensors[f"{prefix}down_proj"] = parts["down_proj"]
 
 
 def test_rates_in_another_order_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

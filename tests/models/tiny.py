@@ -181,6 +181,12 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
 """Families with recurrent layers, which test_recurrent_families.py compares with transformers."""
 
 
+def tiny_fields(family: str) -> dict[str, Any]:
+    """Fields of the transformers config of a family's tiny model."""
+    own = {**_FAMILY_DEFAULTS, **MORE_FAMILIES, **EXPERT_FAMILIES, **RECURRENT_FAMILIES}.get(family, {})
+    return {**_DEFAULTS, **own}
+
+
 def tiny_hf_model(
     tmp_path: Path,
     family: str,
@@ -195,9 +201,7 @@ def tiny_hf_model(
     Matrices and biases have standard deviation ``std`` (with 0.25 logits are far apart, so that greedy ties do not
     occur); norms are around 1. ``overrides`` are fields of the family's transformers config. There is no tokenizer.
     """
-    own = {**_FAMILY_DEFAULTS, **MORE_FAMILIES, **EXPERT_FAMILIES, **RECURRENT_FAMILIES}.get(family, {})
-    fields = {**_DEFAULTS, **own, **overrides}
-    config = AutoConfig.for_model(family, **fields)
+    config = AutoConfig.for_model(family, **{**tiny_fields(family), **overrides})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]

@@ -1,0 +1,80 @@
+"""Gives the tensors of a checkpoint the names that most checkpoints of its family have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["with_usual_names"]
+
+_STACK = ".mlp.experts."
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Last names of stacks [E, out, in], and the layers of an expert whose rows they have one behind the other."""
+
+
+def with_usual_names(tensors: Mapping[str, Any], other_names: Mapping[str, str], *, experts: bool) -> dict[str, Any]:
+    """Tensors by their usual names.
+
+    ``other_names`` are beginnings of names, and those that replace them. With ``experts`` a stack of all experts'
+    weights in a layer is divided into a tensor for each expert and layer.
+    """
+    found: dict[str, Any] = {}
+    for stored, file in tensors.items():
+        other = next((each for each in other_names if stored.startswith(each)), None)
+        name = stored if other is None else other_names[other] + stored.removeprefix(other)
+        layer, stack, last = name.partition(_STACK)
+        if experts and stack and last in _PARTS:
+            found.update(_by_expert(file, stored, f"{layer}{stack}", _PARTS[last]))
+        else:
+            found[name] = file if name == stored else _Renamed(file, stored)
+    return found
+
+
+def _by_expert(file: Any, stored: str, prefix: str, parts: tuple[str, ...]) -> dict[str, Any]:
+    whole = file.get_slice(stored)
+    shape, dtype = list(whole.get_shape()), whole.get_dtype()
+    if len(shape) != 3 or shape[1] % len(parts):
+        return {prefix + stored.rpartition(".")[2]: file}  # its name will be reported as unexpected
+    rows = shape[1] // len(parts)
+    return {
+        f"{prefix}{expert}.{part}.weight": _Rows(file, stored, expert, index * rows, [rows, shape[2]], dtype)
+        for expert in range(shape[0])
+        for index, part in enumerate(parts)
+    }
+
+
+class _Renamed:
+    """A tensor in a file that has it by another name."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+
+    def get_tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(self._name)
+        return tensor
+
+    def get_slice(self, name: str) -> Any:
+        return self._file.get_slice(self._name)
+
+
+class _Rows:
+    """Rows of one expert in a stack, with the interface of a tensor in a safetensors file."""
+
+    def __init__(self, file: Any, name: str, expert: int, first: int, shape: list[int], dtype: str) -> None:
+        self._file, self._name, self._expert, self._first = file, name, expert, first
+        self._shape, self._dtype = shape, dtype
+
+    def get_tensor(self, name: str) -> Tensor:
+        rows: Tensor = self._file.get_tensor(self._name)[self._expert, self._first : self._first + self._shape[0]]
+        return rows
+
+    def get_slice(self, name: str) -> _Rows:
+        return self
+
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def get_dtype(self) -> str:
+        return self._dtype
