@@ -39,6 +39,7 @@ from tests.models.tiny import (
     FAMILIES,
     MORE_FAMILIES,
     RECURRENT_FAMILIES,
+    WHOLE_FAMILIES,
     hf_logits,
     hf_model,
     tiny_hf_model,
@@ -506,5 +507,5 @@ def test_names_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_family_is_compared_with_transformers() -> None:
-    compared = [*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES, *RECURRENT_FAMILIES, *VISION_FAMILIES]
+    compared = [*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES, *RECURRENT_FAMILIES, *WHOLE_FAMILIES, *VISION_FAMILIES]
     assert sorted(registry.FAMILIES) == sorted(compared)

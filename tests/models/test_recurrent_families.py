@@ -30,7 +30,7 @@ from chairlift.models.registry import FAMILIES
 from tests.models.logprobs import check_logprobs
 from tests.models.paged import PagedRunner, packed_logits
 from tests.models.test_families import close, load, prompt
-from tests.models.tiny import RECURRENT_FAMILIES, hf_logits, hf_model, tiny_fields, tiny_hf_model
+from tests.models.tiny import RECURRENT_FAMILIES, WHOLE_FAMILIES, hf_logits, hf_model, tiny_fields, tiny_hf_model
 from tests.native import needs_kernels
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -405,7 +405,7 @@ def test_a_feature_that_is_left_out_is_noticed(
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", WHOLE_FAMILIES)
 def test_a_whole_checkpoint_answers_texts(family: str, stacked: bool, tmp_path: Path) -> None:
     """Its image encoder and the layers that predict further tokens are left out; experts may be one tensor."""
     text = {**tiny_fields(f"{family}_text"), "pad_token_id": None}

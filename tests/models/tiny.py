@@ -179,6 +179,8 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """Families with recurrent layers, which test_recurrent_families.py compares with transformers."""
+WHOLE_FAMILIES = ("qwen3_5", "qwen3_5_moe")
+"""Families whose text model is one of the above, inside a checkpoint with more."""
 
 
 def tiny_fields(family: str) -> dict[str, Any]:
