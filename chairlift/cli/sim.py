@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     configs = _configs(settings, args.compare)
     trace, users, traffic = read_traffic(args)
     trace = promised_trace(trace, args.slo)
-    deployment = _deployment(args, configs[0][1])
+    deployment = choose_deployment(args, configs[0][1])
     if args.save is not None:
         from chairlift.replay.machines import write_deployment
 
@@ -252,7 +252,8 @@ def read_traffic(args: argparse.Namespace) -> tuple[list[TracedRequest], int | N
     return trace, users, f"workload {args.workload}, {count:,} requests, arrivals {form}, seed {args.seed}"
 
 
-def _deployment(args: argparse.Namespace, config: EngineConfig) -> Deployment:
+def choose_deployment(args: argparse.Namespace, config: EngineConfig) -> Deployment:
+    """Machine and model that the flags name. Raises ConfigError."""
     from chairlift.replay.machines import MACHINES, deploy, read_deployment, shape_from_name
 
     if args.save_steps is not None and args.fit is None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import chairlift
 from chairlift.cli.flags import add_engine_flags, read_settings
 from chairlift.cli.sim import add_traffic_flags, read_traffic
+from chairlift.cli.tune_fleet import add_fleet_size_flags, check_fleet_flags, run_fleet
 from chairlift.config import BUNDLED_MODEL, EngineConfig
 from chairlift.errors import ConfigError
 from chairlift.writing import replacing
@@ -38,6 +39,7 @@ for 99 of 100 requests, preempt fewer than 2 of 100, and get most work through.
   chairlift tune --workload chat --output tuned
   chairlift tune MODEL --trace traffic.jsonl --slo ttft:500,tpot:80 --price-per-hour 1.50 --output tuned
   chairlift serve MODEL --config tuned/chairlift.yaml
+  chairlift tune llama-3-8b --fleet --machine h100-sxm --workload assistant --arrivals poisson:60 --slo ttft:500,tpot:9
 
 The directory gets chairlift.yaml, report.html and tune.json. Ctrl-C loses nothing: the same command goes on. Settings
 that are given as flags stay as they are; the others are searched."""
@@ -62,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is promised to a request without promises of its own: ttft (time to first token), tpot (time per "
         "output token), e2el (whole request), in ms; as in ttft:500,tpot:80",
     )
-    wanted.add_argument("--output", metavar="DIR", type=Path, required=True, help="where the results go")
+    wanted.add_argument("--output", metavar="DIR", type=Path, help="where the results go")
     wanted.add_argument(
         "--time-limit", metavar="TIME", type=_duration, default=600.0, help="such as 90s or 10m (default: 10m)"
     )
@@ -72,13 +74,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     wanted.add_argument(
         "--rate-scale", metavar="X", type=_positive, default=1.0, help="requests come X times as fast (default: 1)"
     )
+    add_fleet_size_flags(parser)
     add_engine_flags(parser, leave_out={"model", "seed", "batching"})
 
 
 def run(args: argparse.Namespace) -> int:
     """Tune. Returns 0. Raises ChairliftError if it cannot run."""
+    check_fleet_flags(args)
     requests, users, what = read_traffic(args)
     what += "" if args.rate_scale == 1 else f", {args.rate_scale:g} times as fast"
+    if args.fleet:
+        promised = [_promised(request, args.slo) for request in _scaled(requests, args.rate_scale)]
+        return run_fleet(args, promised, users, what)
     fixed, _ = read_settings(args, sampling=False)
     name = fixed.pop("model", BUNDLED_MODEL) if args.model is None else args.model
     EngineConfig.from_flat(fixed)
@@ -163,6 +170,15 @@ def _scaled(requests: list[TracedRequest], scale: float) -> list[TracedRequest]:
     import dataclasses
 
     return [dataclasses.replace(request, arrival=request.arrival / scale) for request in requests]
+
+
+def _promised(request: TracedRequest, slo: Mapping[str, float]) -> TracedRequest:
+    """The request, with these promises if it has none of its own."""
+    import dataclasses
+
+    own = any(limit is not None for limit in (request.ttft_ms, request.tpot_ms, request.deadline_ms))
+    more: dict[str, Any] = {} if own else dict(slo)
+    return dataclasses.replace(request, **more)
 
 
 def _described(requests: Sequence[TracedRequest], users: int | None, what: str) -> str:

@@ -32,6 +32,10 @@ class Mamba2Shape:
     norm_eps: float = 1e-5
     norm_first: bool = False
     """Whether the norm comes before the gate."""
+    gate_factor: float = 1.0
+    """Factor of the gate's input."""
+    step_factor: float = 1.0
+    """Factor of the time steps' inputs, without their bias."""
 
     @property
     def inner(self) -> int:
@@ -88,7 +92,9 @@ class Mamba2:
         x, b, c = torch.split(mixed.float(), [shape.inner, wide, wide], dim=-1)
         x = x.view(*lead, shape.groups, -1, shape.head_dim)
         b, c = (each.view(*lead, shape.groups, shape.state_size) for each in (b, c))
-        times = torch.nn.functional.softplus(steps.float() + self.dt_bias.float()).clamp(*shape.time_limit)
+        times = torch.nn.functional.softplus(steps.float() * shape.step_factor + self.dt_bias.float()).clamp(
+            *shape.time_limit
+        )
         times = times.view(*lead, shape.groups, -1)
         rates = -self.a_log.float().exp().view(shape.groups, -1)
         kept = kept.view(len(kept), shape.groups, -1, shape.state_size, shape.head_dim)
@@ -104,7 +110,7 @@ class Mamba2:
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """Gate and norm, in float32."""
-        gate = torch.nn.functional.silu(gate)
+        gate = torch.nn.functional.silu(gate * self.shape.gate_factor)
         if self.norm is None:
             return y * gate
         y = y if self.shape.norm_first else y * gate

@@ -186,11 +186,11 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap)
 
 
-@operation(lambda gate_up: expect(gate_up) // 2)
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU's product (Shazeer, 2020): [..., 2 I] with the gate first -> silu(gate) * up, [..., I]."""
+@operation(lambda gate_up, factor=1.0: expect(gate_up) // 2)
+def silu_and_mul(gate_up: Tensor, factor: float = 1.0) -> Tensor:
+    """SwiGLU's product (Shazeer, 2020): [..., 2 I] with the gate first -> silu(factor * gate) * up, [..., I]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    return torch.nn.functional.silu(gate if factor == 1.0 else gate * factor) * up
 
 
 def _embedding_width(ids: Value, weight: Tensor | PackedMatrix) -> int:

@@ -26,6 +26,8 @@ class ShortConv:
     """[W]."""
     gated: bool = False
     silu: bool = False
+    factors: tuple[tuple[int, float], ...] = ()
+    """(channels, factor of their inputs x), side by side; empty: there are no factors."""
 
     @property
     def channels(self) -> int:
@@ -40,6 +42,12 @@ class ShortConv:
         """The last K - 1 inputs of the convolution, oldest first."""
         return (StatePart((self.taps - 1, self.channels)),)
 
+    def channel_factors(self, device: torch.device) -> Tensor | None:
+        """float32 [W]: the factor of each channel's input; None: there are no factors."""
+        if not self.factors:
+            return None
+        return torch.cat([torch.full((count,), factor, device=device) for count, factor in self.factors])
+
     def width(self, *widths: int) -> int:
         expected = self.channels * (3 if self.gated else 1)
         if widths != (expected,):
@@ -53,7 +61,9 @@ class ShortConv:
             b, gate, x = x.chunk(3, dim=-1)
             x = b * x
         count, whole = x.shape[1], torch.cat((before.to(x.dtype), x), dim=1)
-        taps = self.weight.float()
+        taps, factors = self.weight.float(), self.channel_factors(x.device)
+        if factors is not None:
+            taps = taps * factors[:, None, None]
         y = whole[:, :count].float() * taps[:, 0, 0]
         for tap in range(1, self.taps):
             y = y + whole[:, tap : tap + count].float() * taps[:, 0, tap]

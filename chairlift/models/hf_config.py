@@ -200,6 +200,13 @@ class ModelConfig:
     mlp_layers: tuple[bool, ...] = ()
     """Per layer, whether an MLP or experts follow. Empty: in all layers."""
 
+    mixer_scales: tuple[float, float] = (1.0, 1.0)
+    """Factors of the input and of the result of recurrent mixers (Falcon-H1)."""
+    attention_scales: tuple[float, float] = (1.0, 1.0)
+    """Factors of the input and of the result of attention."""
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
+    """Factors of the gate's input and of the result of MLPs."""
+
     def has_mlp(self, layer: int) -> bool:
         """Whether this layer has an MLP or experts."""
         return not self.mlp_layers or self.mlp_layers[layer]

@@ -46,6 +46,10 @@ class Mamba2Config:
     norm_groups: int = 1
     norm_first: bool = False
     time_limit: tuple[float, float] = (0.0, math.inf)
+    factors: tuple[float, ...] = (1.0,) * 5
+    """Factors of the first product's results: gate, x, B, C and time steps (Falcon-H1)."""
+    out_bias: bool | None = None
+    """Whether the second product has a bias, if it differs from :attr:`bias`."""
 
     @property
     def inner(self) -> int:
@@ -65,7 +69,8 @@ class Mamba2Config:
         """Numbers of other weights: before and in the state (including the gated norm), and after it."""
         conv = self.channels * (self.taps + self.conv_bias)
         before = (self.inner + self.channels + self.heads) * self.bias
-        return before + conv + 3 * self.heads + self.inner * self.norm, hidden * self.bias
+        behind = self.bias if self.out_bias is None else self.out_bias
+        return before + conv + 3 * self.heads + self.inner * self.norm, hidden * behind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

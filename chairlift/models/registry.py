@@ -7,6 +7,7 @@ from chairlift.models.cohere2 import COHERE2
 from chairlift.models.cwm import CWM
 from chairlift.models.ernie4_5 import ERNIE4_5
 from chairlift.models.exaone4 import EXAONE4
+from chairlift.models.falcon_h1 import FALCON_H1
 from chairlift.models.family import Family
 from chairlift.models.gemma import GEMMA
 from chairlift.models.gemma2 import GEMMA2
@@ -61,6 +62,7 @@ FAMILIES: dict[str, Family] = {
         CWM,
         ERNIE4_5,
         EXAONE4,
+        FALCON_H1,
         GEMMA,
         GEMMA2,
         GEMMA3_TEXT,

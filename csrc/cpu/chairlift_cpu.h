@@ -45,7 +45,7 @@ enum cl_op_kind {
   CL_OP_ROTARY = 2,       // float32 cos and sin of every token into rotary table `layer`: weight = inverse frequencies [head_dim / 2], scale = factor; bias = axis (0, 1, 2) of each frequency, or null
   CL_OP_RMS_NORM = 3,     // out[T, k] = rms_norm(in) * weight[k] (float32), eps
   CL_OP_LINEAR = 4,       // out[T, n] = scale * f(in[T, k] @ weight.T + bias) (+ aux[T, n]); out may be aux; flags: f, a cl_activation
-  CL_OP_LINEAR_SILU = 5,  // out[T, n / 2] = silu(gate) * up of the LINEAR product; gate and up panels alternate
+  CL_OP_LINEAR_SILU = 5,  // out[T, n / 2] = silu(scale * gate) * up of the LINEAR product; gate and up panels alternate
   // the LINEAR product as heads: norm, rotation, K and V to the cache of `layer`, q to out[T, heads * head_dim]
   CL_OP_QKV = 6,
   CL_OP_ATTENTION = 7,    // out[T, heads * head_dim] = causal attention of in (q) over the cache of `layer`; see cap, sinks
@@ -59,14 +59,14 @@ enum cl_op_kind {
   CL_OP_HEADS = 19,
   // out[T, n] = causal convolution over k tokens of each channel, with the states of `layer`. The input is in[T, n]; with
   // CL_GATED it is b * x of in[T, 3 n] = (b, c, x), and the sum is multiplied with c. weight float32 [k, n]; flag CL_SILU.
-  // The input begins at column `window`
+  // The input begins at column `window`. q_norm: float32 [n], a factor of each channel's input, or null
   CL_OP_SHORT_CONV = 20,
   // out[T, n] = scan of Mamba-2 over in[T, n + 2 kv_heads k] = (x, B, C) and the steps of `heads` heads of head_dim from
   // column `window` of aux on, with kv_heads groups and states [heads, k, head_dim] float32 of `layer`. float32 [heads]:
-  // weight (A_log), bias (of steps), q_norm (D). Steps lie between scale and cap
+  // weight (A_log), bias (of steps), q_norm (D). Steps lie between scale and cap; eps is a factor of their input (0: 1)
   CL_OP_MAMBA_SCAN = 24,
   // out[T, n] = rms_norm(in * silu(aux)) * weight[n] (float32), with one mean for each of `heads` groups, and eps; flag
-  // CL_NORM_FIRST. Without a weight it is in * silu(aux)
+  // CL_NORM_FIRST. Without a weight it is in * silu(aux). scale is a factor of aux
   CL_OP_GATED_NORM = 25,
 };
 enum {

@@ -73,9 +73,11 @@ struct StoreResult {
   }
 };
 
-// silu(gate) * up.
+// silu(factor * gate) * up.
 struct SiluGate {
+  float factor = 1.0f;
   vf operator()(vf gate, vf up) const {
+    gate = vmul(gate, vset(factor));
     return vmul(vdiv(gate, vadd(vset(1.0f), vexp(vsub(vset(0.0f), gate)))), up);
   }
 };
@@ -366,7 +368,7 @@ static void linear(cl_pool& pool, int thread, const cl_op& op, const Panels<Weig
     multiply(StoreResult<Row>{out, out_stride, residual, op.aux >= 0 ? program.strides[op.aux] : 0, op.bias, op.n, op.flags,
                               op.scale != 0.0f ? op.scale : 1.0f});
   } else if (op.kind == CL_OP_LINEAR_SILU) {
-    multiply(StoreGated<Row, SiluGate>{out, out_stride, op.bias, {}});
+    multiply(StoreGated<Row, SiluGate>{out, out_stride, op.bias, {op.scale != 0.0f ? op.scale : 1.0f}});
   } else if (op.kind == CL_OP_LINEAR_GELU) {
     multiply(StoreGated<Row, GeluGate>{out, out_stride, op.bias, {}});
   } else {

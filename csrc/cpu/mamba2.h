@@ -35,9 +35,10 @@ template <typename T>
 static void read_tokens(const cl_op& op, int head, int count, const T* mixed, int64_t mixed_stride, const T* steps,
                         int64_t steps_stride, ScanTokens& tokens) {
   const int states = op.k, group = head / (op.heads / op.kv_heads);
+  const float factor = op.eps != 0.0f ? op.eps : 1.0f;
   alignas(64) float given[LANES] = {};
   for (int t = 0; t < count; t++) {
-    given[t] = to_float(steps[t * steps_stride + op.window + head]) + op.bias[head];
+    given[t] = to_float(steps[t * steps_stride + op.window + head]) * factor + op.bias[head];
     const T* b = mixed + t * mixed_stride + op.n + group * states;
     const T* c = b + op.kv_heads * states;
     for (int i = 0; i < states; i++) tokens.b[t][i] = to_float(b[i]);
@@ -147,13 +148,15 @@ static void gated_norm(const cl_op& op, const cl_program& program, const cl_batc
   const float* weight = static_cast<const float*>(op.weight);
   const int size = op.n / op.heads;
   const bool first = op.flags & CL_NORM_FIRST;
+  const vf opened = vset(op.scale != 0.0f ? op.scale : 1.0f);
   const Share share = share_of(batch.num_tokens * op.heads, thread, num_threads);
   for (int each = share.begin; each < share.end; each++) {
     const int t = each / op.heads, at = each % op.heads * size;
     const T* x = in + t * program.strides[op.in] + at;
     const T* z = gate + t * program.strides[op.aux] + at;
     T* y = out + t * program.strides[op.out] + at;
-    const auto value = [&](int i) { return first || !weight ? vload(x + i) : vmul(vload(x + i), vsilu(vload(z + i))); };
+    const auto silu = [&](int i) { return vsilu(vmul(vload(z + i), opened)); };
+    const auto value = [&](int i) { return first || !weight ? vload(x + i) : vmul(vload(x + i), silu(i)); };
     vf factor = vset(1.0f);
     if (weight) {
       vf sum[4] = {vset(0.0f), vset(0.0f), vset(0.0f), vset(0.0f)};
@@ -163,7 +166,7 @@ static void gated_norm(const cl_op& op, const cl_program& program, const cl_batc
     for (int i = 0; i < size; i += LANES) {
       vf result = value(i);
       if (weight) result = vmul(vmul(result, factor), vload(weight + at + i));
-      if (first || !weight) result = vmul(result, vsilu(vload(z + i)));
+      if (first || !weight) result = vmul(result, silu(i));
       vstore(y + i, result);
     }
     if (each % op.heads + 1 == op.heads && op.n % CL_K_MULTIPLE) memset(y + size, 0, sizeof(T) * LANES);

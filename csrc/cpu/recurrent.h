@@ -52,7 +52,8 @@ static void convolve(const cl_op& op, const RowState& state, int channel, int co
   const float* weight = static_cast<const float*>(op.weight) + channel;
   vf tail[MOST_TAPS], taps[MOST_TAPS];
   const T* before = state.before<T>();
-  for (int i = 0; i < op.k; i++) taps[i] = vload(weight + int64_t(i) * width);
+  const vf factor = op.q_norm ? vload(op.q_norm + channel) : vset(1.0f);
+  for (int i = 0; i < op.k; i++) taps[i] = vmul(vload(weight + int64_t(i) * width), factor);
   for (int i = 0; i < kept; i++) tail[i] = before ? vload(before + int64_t(i) * width + channel) : vset(0.0f);
   const vf bias = op.bias ? vload(op.bias + channel) : vset(0.0f);
   for (int t = 0; t < count; t++, in += in_stride, out += out_stride) {

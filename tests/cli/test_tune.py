@@ -75,3 +75,24 @@ def test_the_traffic_is_announced_as_it_is_sent(chairlift: Run, tmp_path: Path) 
 def test_promises_and_times() -> None:
     assert tune._slo("ttft:500, tpot:80,e2el:9e3") == {"ttft_ms": 500.0, "tpot_ms": 80.0, "deadline_ms": 9000.0}
     assert [tune._duration(text) for text in ("90", "90s", "1.5m", "2h")] == [90, 90, 90, 7200]
+
+
+def test_the_number_of_replicas(chairlift: Run, tmp_path: Path) -> None:
+    command = ("tune", "llama-3-8b", "--fleet", "--machine", "h100-sxm", "--workload", "chat", "--num-prompts", "40")
+    more = ("--arrivals", "poisson:20", "--price-per-hour", "2.5", "--output", tmp_path / "fleet")
+    code, out, err = chairlift(*command, *more, "--slo", "ttft:500,tpot:30")
+    assert (code, err) == (0, [])
+    lines = {line[:16].strip(): line[16:] for line in out if line[:14].strip().isalpha() or line.startswith("with")}
+    assert lines["replicas"].startswith("1: the promises of 100.0% of the requests are kept (target 99.0%)")
+    assert lines["with a spare"].startswith("2: ") and lines["cost"].startswith("2.50 an hour, 60.00 a day; ")
+    written = json.loads((tmp_path / "fleet" / "fleet.json").read_text())
+    assert written["replicas"] == 1 and written["tried"][0]["served"]["requests"] == 40
+    for wrong, why in (
+        (("--slo", "ttft:500", "--target", "1.5"), "--target is a share above 0"),
+        (("--slo", "ttft:500", "--cost-model", "x.json"), "leave one out"),
+        ((), "no promises to keep"),
+    ):
+        code, _, err = chairlift(*command, *wrong)
+        assert code == 2 and why in err[0]
+    code, _, err = chairlift("tune", "--workload", "chat", "--output", tmp_path, "--target", "0.9")
+    assert code == 2 and "--target is about a fleet; add --fleet" in err[0]

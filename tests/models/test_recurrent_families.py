@@ -35,6 +35,17 @@ from tests.native import needs_kernels
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in RECURRENT_FAMILIES},
+    "falcon_h1-norm": (
+        "falcon_h1",
+        {
+            **{"attention_bias": True, "mamba_conv_bias": False, "mamba_proj_bias": True, "mamba_rms_norm": True},
+            **{"mlp_bias": True, "projectors_bias": True, "mamba_d_ssm": None},
+        },
+    ),
+    "falcon_h1-norm-behind": (
+        "falcon_h1",
+        {"head_dim": 32, "mamba_norm_before_gate": False, "mamba_rms_norm": True, "tie_word_embeddings": True},
+    ),
     "lfm2-biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
     "lfm2-convolutions-only": ("lfm2", {"layer_types": ["conv"] * 3, "num_hidden_layers": 3}),
     "lfm2-attention-last": (
@@ -89,7 +100,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 DELTA_NETS = tuple(variant for variant in VARIANTS if variant.startswith(("qwen3_5", "qwen3_next")))
 CALLING_OUT: tuple[str, ...] = ("mamba2-odd-sizes", *DELTA_NETS)
 """Those of which PyTorch computes a part between the native kernels."""
-NIGHTLY = (*DELTA_NETS, "nemotron_h")
+NIGHTLY = (*DELTA_NETS, "falcon_h1", "nemotron_h")
 """Families whose schedules are compared in nightly runs only: one with the same layers is compared in all."""
 QUICK = [family for family in RECURRENT_FAMILIES if family not in NIGHTLY]
 WITHOUT_KV = ("mamba2",)
@@ -275,6 +286,24 @@ def test_a_mamba2_config_that_cannot_be_is_refused(config: dict[str, Any], words
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        ({"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers must be a list of 5 numbers"),
+        ({"mlp_multipliers": [1.0, "2"]}, "mlp_multipliers must be a list of 2 numbers above 0"),
+        ({"key_multiplier": 0}, "key_multiplier must be a number above 0"),
+        ({"mamba_d_ssm": 100}, "must make the inner width 100"),
+    ],
+)
+def test_a_falcon_h1_config_that_cannot_be_is_refused(config: dict[str, Any], words: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "mamba_d_ssm": 128, "mamba_n_heads": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_d_state": 16}
+    parsed = parse_config({"model_type": "falcon_h1", **sizes})
+    assert parsed.recurrent and parsed.attends
+    with pytest.raises(ModelLoadError, match=words):
+        parse_config({"model_type": "falcon_h1", **sizes, **config})
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
         ({"hybrid_override_pattern": "M-X"}, "layers_block_type must list linear_attention, full_attention, mlp, moe"),
         ({"layers_block_type": []}, "layers_block_type must list"),
         ({"layers_block_type": ["mlp"] * 3}, "num_hidden_layers is 4, but the list or pattern of layers has 3"),
@@ -378,7 +407,23 @@ def not_normalised(config: ModelConfig) -> ModelConfig:
     return other(experts=dataclasses.replace(config.experts, routing=routing))(config)
 
 
+def without_factor(part: int) -> Callable[[ModelConfig], ModelConfig]:
+    """Leave out a factor of the parts of the first product of a Mamba-2 layer."""
+
+    def spoil(config: ModelConfig) -> ModelConfig:
+        mixer: Any = config.mixers[0]
+        factors = (*mixer.factors[:part], 1.0, *mixer.factors[part + 1 :])
+        return other(mixers=(dataclasses.replace(mixer, factors=factors),) * len(config.mixers))(config)
+
+    return spoil
+
+
 CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
+    ("falcon_h1", "mixers without factors", other(mixer_scales=(1.0, 1.0))),
+    ("falcon_h1", "attention without factors", other(attention_scales=(1.0, 1.0))),
+    ("falcon_h1", "no factor of gates", other(mlp_scales=(1.0, 0.5))),
+    ("falcon_h1", "no factor of keys", other(layer_scales=(0.25,) * 3)),
+    *(("falcon_h1", f"no factor of part {part}", without_factor(part)) for part in range(5)),
     ("lfm2", "no norms of heads before the rotation", other(qk_norm="rotated")),
     ("lfm2", "no rotation", other(rope_layers=(False,) * 4)),
     ("lfm2", "another eps", other(norm_eps=0.1)),
@@ -551,6 +596,7 @@ SCAN_MISTAKES = (
     *(norm_over_all_groups, norm_before_the_gate),
 )
 CELLS: dict[str, tuple[type, tuple[Callable[[Scan], Scan], ...]]] = {
+    "falcon_h1": (Mamba2, (tail_lost, scan_state_lost)),
     "lfm2": (ShortConv, (tail_lost, tail_late, no_gate_within, no_gate_behind)),
     "mamba2": (Mamba2, (*SCAN_MISTAKES, no_time_limit)),
     "nemotron_h": (Mamba2, (tail_lost, scan_state_lost)),

@@ -112,6 +112,15 @@ EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Families with experts, which test_expert_families.py compares with transformers."""
 RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "falcon_h1": {
+        **{"attention_in_multiplier": 0.5, "attention_out_multiplier": 0.75, "embedding_multiplier": 3.0},
+        **{"key_multiplier": 0.5, "lm_head_multiplier": 0.5, "mlp_multipliers": [0.75, 0.5]},
+        **{"ssm_in_multiplier": 1.5, "ssm_multipliers": [0.7, 0.5, 1.25, 0.8, 0.6], "ssm_out_multiplier": 0.3},
+        "mamba_d_ssm": 128,
+        "mamba_d_state": 32,
+        "mamba_n_groups": 2,
+        "mamba_n_heads": 8,
+    },
     "granitemoehybrid": {
         "attention_multiplier": 0.25,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],

@@ -228,7 +228,9 @@ def _gated(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     if product is None:
         yield from _call(fuser, node)
     else:
-        yield _product(_GATED[node.op], product, node.out)
+        op = _product(_GATED[node.op], product, node.out)
+        op.fields["scale"] = node.attributes.get("factor", 1.0)
+        yield op
 
 
 def _activation(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
@@ -303,7 +305,8 @@ def _short_conv(node: Node, cell: ShortConv, out: Value, column: int = 0) -> lis
     flags = (OpFlag.GATED if cell.gated else 0) | (OpFlag.SILU if cell.silu else 0)
     fields = {"n": channels, "k": taps, "layer": node.attributes["layer"], "flags": int(flags), "window": column}
     weight = cell.weight.detach().view(channels, taps).t()
-    return [FusedOp(OpKind.SHORT_CONV, out, node.inputs, fields, weight, bias=cell.bias)]
+    factors = cell.channel_factors(weight.device)
+    return [FusedOp(OpKind.SHORT_CONV, out, node.inputs, fields, weight, bias=cell.bias, q_norm=factors)]
 
 
 def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
@@ -322,7 +325,7 @@ def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
         {
             **{"n": shape.inner, "k": shape.state_size, "heads": shape.heads, "kv_heads": shape.groups},
             **{"head_dim": shape.head_dim, "window": shape.inner + shape.channels, "layer": node.attributes["layer"]},
-            **{"scale": least, "cap": most},
+            **{"scale": least, "cap": most, "eps": shape.step_factor},
         },
         cell.a_log,
         bias=cell.dt_bias,
@@ -331,6 +334,7 @@ def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
     )
     flags = int(OpFlag.NORM_FIRST) if shape.norm_first else 0
     fields = {"n": shape.inner, "heads": shape.norm_groups, "eps": shape.norm_eps, "flags": flags}
+    fields["scale"] = shape.gate_factor
     return [*conv, scan, FusedOp(OpKind.GATED_NORM, out, (scanned, given), fields, cell.norm)]
 
 

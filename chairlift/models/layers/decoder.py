@@ -30,6 +30,7 @@ class DecoderLayer(nn.Module):
         self.sums_first = config.block == "post_sum"
         self.parallel = config.block in ("parallel", "parallel_two")
         self.residual_scale = config.residual_scale
+        self.attention_scales, self.mixer_scales = config.attention_scales, config.mixer_scales
         self.mixer = make_mixer(config, layer)
         self.self_attn = Attention(config, layer) if config.attends_in(layer) else None
         self.mixes = self.mixer is not None or self.self_attn is not None
@@ -47,6 +48,9 @@ class DecoderLayer(nn.Module):
         if not self.mixes:
             return self._fed(x)
         normed = _normed(self.input_layernorm, x)
+        if self.mixer is not None and self.self_attn is not None:  # one after the other, so that kernels add each
+            x = x + self._scaled(self._recurred(normed, ctx))
+            return self._fed(x + self._scaled(self._attended(normed, rotary, positions, ctx)))
         attended = self._scaled(_normed(self.attention_out_norm, self._mixed(normed, rotary, positions, ctx)))
         if self.parallel:
             second = self.post_attention_layernorm
@@ -62,21 +66,30 @@ class DecoderLayer(nn.Module):
 
     def _mixed(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
         """Result of attention, or of the mixer in its place, for ``x``."""
-        out: Tensor
-        if self.mixer is not None:
-            out = self.mixer(x, ctx)
-        elif self.self_attn is not None:
-            out = self.self_attn(x, rotary, positions, ctx)
-        return out
+        return self._attended(x, rotary, positions, ctx) if self.mixer is None else self._recurred(x, ctx)
+
+    def _attended(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        attention: Any = self.self_attn
+        before, behind = self.attention_scales
+        return _times(attention(_times(x, before), rotary, positions, ctx), behind)
+
+    def _recurred(self, x: Tensor, ctx: AttentionContext) -> Tensor:
+        mixer: Any = self.mixer
+        before, behind = self.mixer_scales
+        return _times(mixer(_times(x, before), ctx), behind)
 
     def _scaled(self, branch: Tensor) -> Tensor:
-        return branch if self.residual_scale == 1.0 else ops.scale(branch, self.residual_scale)
+        return _times(branch, self.residual_scale)
 
 
 def _make_mlp(config: ModelConfig, layer: int) -> MLP | MixtureOfExperts | None:
     if not config.has_mlp(layer):
         return None
     return MixtureOfExperts(config) if config.has_experts(layer) else MLP(config)
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else ops.scale(x, factor)
 
 
 def _normed(norm: RMSNorm | LayerNorm | None, x: Tensor) -> Tensor:

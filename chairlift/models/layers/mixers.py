@@ -80,7 +80,12 @@ class Mamba2Mixer(nn.Module):
             norm_groups=mixer.norm_groups,
             norm_eps=config.norm_eps,
             norm_first=mixer.norm_first,
+            gate_factor=mixer.factors[0],
+            step_factor=mixer.factors[4],
         )
+        wide = mixer.groups * mixer.state_size
+        parts = tuple(zip((mixer.inner, wide, wide), mixer.factors[1:4], strict=True))
+        self.factors = parts if set(mixer.factors[1:4]) != {1.0} else ()
         self.in_proj = Linear(hidden, self.shape.columns, bias=mixer.bias)
         self.conv = _Taps(self.shape.channels, mixer.taps, bias=mixer.conv_bias)
         self.A_log = nn.Parameter(torch.arange(1, mixer.heads + 1).float().log())
@@ -88,7 +93,7 @@ class Mamba2Mixer(nn.Module):
         # softplus of these are time steps from 0.001 to 0.1, evenly spaced on a logarithmic scale
         self.dt_bias = nn.Parameter(torch.logspace(-3, -1, mixer.heads).expm1().log())
         self.norm = _GateNorm(mixer.inner) if mixer.norm else None
-        self.out_proj = Linear(mixer.inner, hidden, bias=mixer.bias)
+        self.out_proj = Linear(mixer.inner, hidden, bias=mixer.bias if mixer.out_bias is None else mixer.out_bias)
 
     @property
     def state(self) -> LayerState:
@@ -101,7 +106,7 @@ class Mamba2Mixer(nn.Module):
 
     def _cell(self) -> Mamba2:
         norm = None if self.norm is None else self.norm.weight
-        conv = ShortConv(self.conv.weight, self.conv.bias, silu=True)
+        conv = ShortConv(self.conv.weight, self.conv.bias, silu=True, factors=self.factors)
         return Mamba2(self.shape, conv, self.A_log, self.dt_bias, self.D, norm)
 
 

@@ -27,6 +27,7 @@ class MLP(nn.Module):
 
     ``swiglu`` (Shazeer, 2020) is down(silu(gate(x)) * up(x)), with gate and up as one product. ``geglu_tanh`` is the
     same with gelu. ``gelu``, ``gelu_tanh``, ``relu`` and ``relu2`` (So et al., 2021) are down(activation(up(x))).
+    ``config.mlp_scales`` are factors of silu's input and of the result.
     """
 
     def __init__(self, config: ModelConfig, inner: int | None = None) -> None:
@@ -35,6 +36,7 @@ class MLP(nn.Module):
         hidden, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
         self.activation = _ACTIVATIONS[config.mlp]
         self.gated = config.gated
+        self.gate_factor, self.factor = config.mlp_scales
         if self.gated:
             self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, interleaved=True)
         else:
@@ -43,5 +45,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         activation = getattr(ops, self.activation)
-        out: Tensor = self.down_proj(activation(self.gate_up_proj(x) if self.gated else self.up_proj(x)))
-        return out
+        product = self.gate_up_proj(x) if self.gated else self.up_proj(x)
+        inner = activation(product) if self.gate_factor == 1.0 else ops.silu_and_mul(product, self.gate_factor)
+        out: Tensor = self.down_proj(inner)
+        return out if self.factor == 1.0 else ops.scale(out, self.factor)

@@ -1,0 +1,145 @@
+"""``chairlift tune --fleet``: how many replicas a traffic needs, and what they cost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import chairlift
+from chairlift.cli.flags import read_settings
+from chairlift.cli.sim import choose_deployment
+from chairlift.cli.sim_fleet import fleet_lines
+from chairlift.config import BUNDLED_MODEL, EngineConfig
+from chairlift.errors import ConfigError
+from chairlift.writing import replacing
+
+if TYPE_CHECKING:
+    from chairlift.replay.fleet_size import FleetSize
+    from chairlift.workbench.workload.trace import TracedRequest
+
+__all__ = ["add_fleet_size_flags", "check_fleet_flags", "fleet_size_lines", "run_fleet"]
+
+_ONLY_FLEET: Final = ("machine", "cost_model", "target", "routing", "start_seconds")
+_DAY: Final = 86_400
+
+
+def add_fleet_size_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``--fleet`` to ``chairlift tune``."""
+    fleet = parser.add_argument_group("how many replicas (nothing but a simulation; --output is optional)")
+    fleet.add_argument(
+        "--fleet",
+        action="store_true",
+        help="find the fewest replicas that keep the promises, and their cost",
+    )
+    fleet.add_argument("--machine", metavar="NAME", help="of each replica, such as h100-sxm (default: this one, timed)")
+    fleet.add_argument("--cost-model", metavar="FILE", type=Path, help="the same, as chairlift sim --save wrote it")
+    fleet.add_argument(
+        "--target", metavar="SHARE", type=float, help="share of requests whose promises must be kept (default: 0.99)"
+    )
+    fleet.add_argument("--routing", metavar="NAME", help="forecast (default), prefix, least, p2c or rr")
+    fleet.add_argument(
+        "--start-seconds", metavar="S", type=float, help="time in which a replica is back that died (default: 60)"
+    )
+
+
+def check_fleet_flags(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that do not go together."""
+    if args.fleet:
+        if args.machine is not None and args.cost_model is not None:
+            raise ConfigError("--machine and --cost-model both say what a replica runs on; leave one out")
+        if args.target is not None and not 0 < args.target <= 1:
+            raise ConfigError(f"--target is a share above 0 and at most 1, got {args.target}")
+        return
+    for name in _ONLY_FLEET:
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} is about a fleet; add --fleet")
+    if args.output is None:
+        raise ConfigError("the following arguments are required: --output")
+
+
+def run_fleet(args: argparse.Namespace, trace: list[TracedRequest], users: int | None, traffic: str) -> int:
+    """Search for the smallest fleet and print it. Returns 0. Raises ChairliftError."""
+    from chairlift.replay.fleet_size import smallest_fleet
+
+    settings, _ = read_settings(args, sampling=False)
+    model = settings.pop("model", BUNDLED_MODEL) if args.model is None else args.model
+    here = args.machine is None and args.cost_model is None
+    asked = argparse.Namespace(**vars(args) | {"save_steps": None, "step_log": None, "fit": model if here else None})
+    asked.model = model
+    config = EngineConfig.from_flat(settings)
+    deployment = choose_deployment(asked, config)
+    target = 0.99 if args.target is None else args.target
+    found = smallest_fleet(
+        trace,
+        config,
+        deployment,
+        target=target,
+        routing=args.routing or "forecast",
+        start_seconds=60.0 if args.start_seconds is None else args.start_seconds,
+        max_concurrency=users,
+    )
+    print(f"{traffic}\n{deployment.model} on {deployment.machine} ({deployment.validity})\n")
+    print("\n".join(fleet_size_lines(found, target, args.price_per_hour)))
+    if args.output is not None:
+        record = {
+            "chairlift": chairlift.__version__,
+            "machine": deployment.machine,
+            "model": deployment.model,
+            "validity": deployment.validity,
+            "traffic": traffic,
+            "target": target,
+            "replicas": found.replicas,
+            "parts": found.parts,
+            "requests_per_second": found.rate,
+            "division_error": found.division_error,
+            "price_per_hour": args.price_per_hour,
+            "tried": [each.to_dict() for each in found.tried],
+        }
+        args.output.mkdir(parents=True, exist_ok=True)
+        with replacing(args.output / "fleet.json") as file:
+            file.write(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def fleet_size_lines(found: FleetSize, target: float, price: float) -> list[str]:
+    """The fleets that were tried, the answer, and what it costs at ``price`` per replica and hour."""
+    lines = fleet_lines(found.tried, None, None)
+    if found.parts > 1:
+        lines.insert(0, f"one of {found.parts} equal parts of the traffic:")
+    chosen, count = found.chosen, found.replicas
+    if chosen is None or count is None:
+        best = max(each.served.goodput or 0.0 for each in found.tried)
+        return [
+            *lines,
+            "",
+            f"no number of replicas keeps the promises of {target:.1%} of the requests; {best:.1%} is the best. Promise"
+            " less, or take a faster machine",
+        ]
+    served = chosen.served
+    rate = found.parts * served.requests_per_second if found.rate is None else found.rate
+    tokens = rate * served.output_tokens / served.requests
+    lines += [
+        "",
+        f"replicas        {count}: the promises of {served.goodput:.1%} of the requests are kept (target {target:.1%})",
+        f"each serves     {rate / count:.2f} requests/s, {tokens / count:,.0f} tokens/s",
+    ]
+    if found.failing is not None:
+        lines.append(
+            f"with a spare    {count + found.parts}: {found.failing.served.goodput:.1%} kept while one"
+            f"{' of each part' if found.parts > 1 else ''} dies and comes back"
+        )
+    lines += [
+        f"cost            {price * count:,.2f} an hour, {price * count * 24:,.2f} a day;"
+        f" {1e6 * price * count / (tokens * 3600):.2f} per million tokens of answers",
+        f"a day           {rate * _DAY:,.0f} requests at this rate",
+    ]
+    if found.halved is not None:
+        (whole, half), error = found.halved, found.division_error or 0.0
+        lines.append(
+            f"dividing        {whole.replicas} replicas keep {whole.served.goodput:.1%} with a part, {half.replicas}"
+            f" with half of it {half.served.goodput:.1%}: an error of {100 * error:.1f} points;"
+            f" TTFT p99 {1000 * whole.served.ttft.p99:.0f} and {1000 * half.served.ttft.p99:.0f} ms"
+        )
+    return lines
