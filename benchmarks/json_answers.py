@@ -5,8 +5,9 @@ python benchmarks/json_answers.py FOLDER [MODEL] [--answers 200] [--longest 800]
 FOLDER has one JSON file per schema, as for json_schemas.py; schemas of more than ``--longest`` characters and refused
 ones are passed over, and the rest are taken in turn until there are ``--answers``. Schemas are part of the prompt, so
 their length and ``--max-tokens`` must fit the model. MODEL is a model's directory or file (default: the bundled one);
-``random`` is a tiny one of random weights, whose answers are random within the grammar. ``--bounded`` gives each
-schema a bound where it has none: strings have at most 24 characters, arrays 4 items, and objects no other keys.
+``random`` is a tiny one of random weights, whose answers are random within the grammar. ``--bounded`` bounds what has
+no bound in a schema: strings have at most 24 characters, arrays 4 items, numbers lie within a million, objects have no
+other keys, and a value of any kind is no object or array.
 Complete answers are checked by jsonschema-rs, with formats. The exit code is 1 where one of them does not satisfy its
 schema.
 """
@@ -46,7 +47,7 @@ _TINY = {
     "rms_norm_eps": 1e-5,
     "torch_dtype": "float32",
 }
-_AT_ONCE = 512
+_AT_ONCE = 256
 """Answers per call of the engine, between two lines of progress."""
 
 
@@ -58,19 +59,31 @@ def schemas(folder: Path, longest: int, seed: int) -> list[dict[str, Any]]:
     return [each for each in found if isinstance(each, dict) and len(json.dumps(each)) <= longest]
 
 
+_KINDS = {"type", "anyOf", "oneOf", "allOf", "enum", "const", "$ref", "properties", "items", "patternProperties"}
+_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const"}
+
+
 def bounded(schema: Any) -> Any:
-    """The schema with bounds for strings, arrays and objects that have none."""
+    """The schema with bounds for values that have none."""
     if isinstance(schema, list):
         return [bounded(each) for each in schema]
+    if schema is True:
+        schema = {}
     if not isinstance(schema, dict):
         return schema
     result = {name: _bounded_inside(name, each) for name, each in schema.items()}
+    if not result.keys() & _KINDS:
+        result["type"] = ["string", "number", "boolean", "null"]
     kind = result.get("type")
     kinds = set(kind) if isinstance(kind, list) else {kind}
     if "string" in kinds and not result.keys() & {"pattern", "format", "enum", "const", "maxLength"}:
         result["maxLength"] = max(24, result.get("minLength", 0))
-    if "array" in kinds and "maxItems" not in result:
-        result["maxItems"] = max(4, result.get("minItems", 0), len(result.get("prefixItems", [])))
+    if kinds & {"integer", "number"} and not result.keys() & _NUMBERS:
+        result |= {"minimum": -1_000_000, "maximum": 1_000_000}
+    if "array" in kinds:
+        result.setdefault("items", bounded({}))
+        if "maxItems" not in result:
+            result["maxItems"] = max(4, result.get("minItems", 0), len(result.get("prefixItems", [])))
     if "object" in kinds and not result.keys() & {"patternProperties", "allOf", "anyOf", "oneOf"}:
         result["additionalProperties"] = False
     return result
@@ -79,7 +92,9 @@ def bounded(schema: Any) -> Any:
 def _bounded_inside(name: str, value: Any) -> Any:
     if name in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
         return {key: bounded(each) for key, each in value.items()}
-    return value if name in ("const", "enum", "default", "examples", "required") else bounded(value)
+    if name in ("items", "additionalProperties", "prefixItems", "anyOf", "oneOf", "allOf"):
+        return value if value is False else bounded(value)
+    return value
 
 
 def usable(llm: LLM, found: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], StructuredOutputsParams]]:
