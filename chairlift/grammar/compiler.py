@@ -26,8 +26,9 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Compiled", "Compiler", "GrammarCompiler", "Matcher", "have_llguidance", "markers_of"]
 
-_WHITESPACE: Final = "[ \\n\\t]{0,8}"
-"""Whitespace between the parts of a JSON text. Without a limit, models write blanks up to ``max_tokens``."""
+_WHITESPACE: Final = "(?:[ \\t]|\\n(?: {0,16}|\\t{0,8}))?"
+"""Whitespace between the parts of a JSON text: nothing, a blank, or a new line with its indentation. With more freedom,
+small models write blanks and empty lines up to ``max_tokens``."""
 _LIMITS: Final[dict[str, Any]] = {
     "max_grammar_size": 20_000,
     "step_max_items": 50_000,

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -146,10 +147,38 @@ def _context_length(state: ServerState) -> str:
 
 def error_response(error: ApiError, path: str = "", request_id: str = "") -> Response:
     """The error object as a response to a request for ``path``."""
-    of_messages = path in ("/v1/messages", "/v1/messages/count_tokens")
+    of_messages = path == "/v1/messages" or path.startswith("/v1/messages/")
+    if error.code in _OF_PATHS and (found := _not_served(path)):
+        error = ApiError(404, found, code="not_found")
     body = msgspec.json.encode(messages_error_body(error, request_id) if of_messages else error_body(error))
     headers = {**error.headers, "request-id": request_id} if of_messages else error.headers
     return Response(body, status_code=error.status, headers=headers, media_type="application/json")
+
+
+_OF_PATHS: Final = ("not_found", "method_not_allowed")
+"""Codes of errors that say that nothing is at a path."""
+_NOT_SERVED: Final = {
+    "/v1/messages/batches": "message batches are not served; POST /v1/batches takes a file of chats, or send the"
+    " messages one by one",
+    "/v1/responses/compact": "conversations are not compacted; send what the model is to read in input",
+    "/v1/conversations": "conversations are not kept; send their items in input, or previous_response_id",
+    "/v1/complete": "Anthropic's older completions are not served; send POST /v1/messages",
+    "/v1/assistants": "assistants are not served; send POST /v1/responses",
+    "/v1/threads": "threads are not served; send POST /v1/responses",
+    "/v1/moderations": "nothing is moderated here; a model of classes answers POST /v1/classify",
+    "/v1/images": "no images are made here; chats read them as image_url parts where the model can",
+    "/v1/audio": "audio is neither read nor made here",
+    "/v1/fine_tuning": "the server trains nothing; chairlift train does",
+    "/v1/vector_stores": "nothing is searched here; POST /v1/embeddings makes vectors",
+    "/v1/realtime": "there are no sessions of audio here; send stream true to /v1/responses",
+    "/v1/uploads": "uploads in parts are not served; POST /v1/files takes a whole file",
+}
+"""What OpenAI or Anthropic have at a path and this server has not, and what to send instead."""
+
+
+def _not_served(path: str) -> str:
+    """Text about a path of OpenAI or Anthropic that is not served; empty for any other."""
+    return next((text for known, text in _NOT_SERVED.items() if path == known or path.startswith(known + "/")), "")
 
 
 def _routing_error(error: HTTPException) -> ApiError:

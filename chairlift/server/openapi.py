@@ -36,7 +36,7 @@ from chairlift.server.promises import TTFT_HEADER
 from chairlift.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from chairlift.server.queue import QueueReply
 from chairlift.server.replicas import ReplicasReply
-from chairlift.server.responses_types import DeletedResponse, InputItemList, ResponsesRequest
+from chairlift.server.responses_types import DeletedResponse, InputItemList, InputTokenCount, ResponsesRequest
 from chairlift.server.responses_types import Response as ModelResponse
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import json_response
@@ -105,7 +105,7 @@ _TYPES: Final = (
     *(EmbeddingRequest, EmbeddingReply, ClassifyRequest, ClassifyReply, ScoreRequest, ScoreReply),
     *(RerankRequest, RerankReply),
     *(FileObject, FileList, FileDeleted, BatchRequest, BatchObject, BatchList),
-    *(ResponsesRequest, ModelResponse, DeletedResponse, InputItemList),
+    *(ResponsesRequest, ModelResponse, DeletedResponse, InputItemList, InputTokenCount),
     *(MessagesRequest, MessageReply, CountTokensRequest, TokenCount, MessagesError),
     *(QueueReply, RequestsReply, ReplicasReply, TrafficRecord, WeightsRequest, WeightsReply),
 )
@@ -177,6 +177,13 @@ def _responses_paths() -> dict[str, Any]:
     cancel = _operation("Refused: only background responses can be cancelled", _ref(ModelResponse), (404,))
     return {
         "/v1/responses": created,
+        "/v1/responses/input_tokens": _post(
+            "Tokens of such a conversation",
+            ResponsesRequest,
+            InputTokenCount,
+            (404, 429),
+            example={"input": _ASK[0]["content"]},
+        ),
         "/v1/responses/{response_id}": {**kept, "delete": deleted},
         "/v1/responses/{response_id}/input_items": listed,
         "/v1/responses/{response_id}/cancel": {"post": {**cancel, "parameters": [_RESPONSE_PARAMETER]}},

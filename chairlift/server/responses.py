@@ -19,10 +19,12 @@ from starlette.routing import Route
 
 from chairlift.outputs import RequestOutput
 from chairlift.server.auth import Caller
-from chairlift.server.chat_run import ChatRun, begin_chat
+from chairlift.server.chat_reading import plan_prompt
+from chairlift.server.chat_run import ChatRun, begin_chat, encode_messages
 from chairlift.server.errors import ApiError
 from chairlift.server.files import page_of
-from chairlift.server.limits import read_json
+from chairlift.server.limits import read_json, until_tokens
+from chairlift.server.models import check_model, generating_info
 from chairlift.server.protocol import parse, unknown_inside, warning_headers
 from chairlift.server.response_store import StoredResponse
 from chairlift.server.responses_events import ResponseBuilder, Told
@@ -32,6 +34,7 @@ from chairlift.server.responses_types import (
     DeletedResponse,
     FunctionCall,
     InputItemList,
+    InputTokenCount,
     OutputMessage,
     ReasoningOptions,
     Response,
@@ -246,6 +249,23 @@ async def _list_input_items(request: Request) -> HttpResponse:
     return json_response(InputItemList(data=page, first_id=first, last_id=last, has_more=len(items) > limit))
 
 
+async def _count_input_tokens(request: Request) -> HttpResponse:
+    """Count the tokens in the prompt of a conversation."""
+    state: ServerState = request.app.state.server
+    asked, ignored = parse(ResponsesRequest, await read_json(request), REFUSED)
+    check_model(state, asked.model)
+    generating_info(state)
+    told = names()
+    chat = to_chat(asked, _earlier(request, asked), told)
+    with told.telling(state, request.state.request_id):
+        plan = plan_prompt(state, chat, ignored)
+        async with until_tokens(request):
+            prompt = await encode_messages(state, chat, plan)
+    return json_response(
+        InputTokenCount(input_tokens=len(prompt)), warning_headers([told.told(each) for each in ignored])
+    )
+
+
 async def _cancel_response(request: Request) -> HttpResponse:
     """Refuse to cancel: only responses with ``background`` can be cancelled, and these are not served."""
     response_id = request.path_params["response_id"]
@@ -259,6 +279,7 @@ async def _cancel_response(request: Request) -> HttpResponse:
 
 routes: Final = [
     Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/v1/responses/input_tokens", _count_input_tokens, methods=["POST"]),
     Route("/v1/responses/{response_id}", _get_response, methods=["GET"]),
     Route("/v1/responses/{response_id}", _delete_response, methods=["DELETE"]),
     Route("/v1/responses/{response_id}/input_items", _list_input_items, methods=["GET"]),

@@ -29,6 +29,7 @@ __all__ = [
     "DeletedResponse",
     "FunctionCall",
     "InputItemList",
+    "InputTokenCount",
     "OutputMessage",
     "OutputText",
     "ReasoningItem",
@@ -273,6 +274,13 @@ class DeletedResponse(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     deleted: bool = True
+
+
+class InputTokenCount(msgspec.Struct, kw_only=True):
+    """Number of tokens in the prompt of a conversation."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class InputItemList(msgspec.Struct, kw_only=True):

@@ -85,8 +85,10 @@ def test_tokenizers_without_bytes_are_refused(family: str) -> None:
 
 
 def test_whitespace_has_an_end() -> None:
-    assert verdict('{"a":' + 8 * " " + "1}", json_object=True) == "complete"
-    assert verdict('{"a":' + 9 * " ", json_object=True) == "refused"
+    for blanks in ("", " ", "\t", "\n", "\n" + 16 * " ", "\n" + 8 * "\t"):
+        assert verdict('{"a":' + blanks + "1" + blanks + "}", json_object=True) == "complete"
+    for blanks in ("  ", "\n\n", " \n", "\n" + 17 * " ", "\n \t"):
+        assert verdict('{"a":' + blanks + "1}", json_object=True) == "refused"
     assert verdict('{ "a"', json_object=True, disable_any_whitespace=True) == "refused"
     assert verdict('{"a":[1,2]}', json_object=True, disable_any_whitespace=True) == "complete"
 

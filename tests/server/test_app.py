@@ -186,6 +186,14 @@ def test_unknown_paths_and_methods() -> None:
             reply = await client.get(path)
             assert (reply.status, reply.error["code"]) == (404, "not_found")
             assert path.strip("/") not in reply.error["message"]
+        for path, named in (
+            ("/v1/audio/speech", "audio"),
+            ("/v1/threads", "/v1/responses"),
+            ("/v1/uploads/x", "/v1/files"),
+        ):
+            reply = await client.get(path, method="POST")
+            assert (reply.status, reply.error["code"]) == (404, "not_found") and named in reply.error["message"]
+        assert "nothing at this path" in (await client.get("/v1/audiobook")).error["message"]
         for method in ("POST", "DELETE", "OPTIONS", "PATCH", "PROPFIND"):
             reply = await client.get("/health", method=method)
             assert (reply.status, reply.error["code"]) == (405, "method_not_allowed")

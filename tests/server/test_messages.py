@@ -405,6 +405,8 @@ def test_every_error_of_these_paths_has_anthropics_form(http: TestClient, engine
         return found
 
     assert kind(http.get("/v1/messages"), 405) == "invalid_request_error"
+    for reply in (http.post("/v1/messages/batches", json={"requests": []}), http.get("/v1/messages/batches/x/results")):
+        assert kind(reply, 404) == "not_found_error" and "POST /v1/batches" in reply.json()["error"]["message"]
     assert kind(http.post("/v1/messages", json=asked(model="gone")), 404) == "not_found_error"
     assert kind(http.post("/v1/messages/count_tokens", json={}), 400) == "invalid_request_error"
     assert kind(http.post("/v1/messages", content=b"x"), 415) == "invalid_request_error"

@@ -40,7 +40,7 @@ from tests.server.fake_engine import FakeEngine, make_state
 POSTS = {
     *("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
     *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-    "/v1/responses/{response_id}/cancel",
+    *("/v1/responses/{response_id}/cancel", "/v1/responses/input_tokens"),
 }
 NAMED = {"/v1/models/{name:path}", "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"}
 GETS = {
@@ -56,6 +56,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},
     "/v1/responses": {"input": "x", "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": "x"},
     "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
 }
@@ -65,6 +66,7 @@ BODIES: dict[str, Any] = {
     "/tokenize": protocol.TokenizeRequest,
     "/detokenize": protocol.DetokenizeRequest,
     "/v1/responses": responses_types.ResponsesRequest,
+    "/v1/responses/input_tokens": responses_types.ResponsesRequest,
     "/v1/messages": messages_types.MessagesRequest,
     "/v1/messages/count_tokens": messages_types.CountTokensRequest,
 }

@@ -384,6 +384,22 @@ def test_a_prompt_that_is_too_long_is_the_inputs(http: TestClient) -> None:
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
 
 
+def test_input_tokens_are_those_of_the_prompt(client: openai.OpenAI, http: TestClient) -> None:
+    first = create(client, tools=TOOLS, store=True)
+    fields: dict[str, Any] = {"model": "fake", "input": "Rain?", "tools": TOOLS, "instructions": "Be brief."}
+    for more in ({}, {"previous_response_id": first.id}):
+        counted = client.responses.input_tokens.count(**fields, **more)
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == create(client, **fields, **more).usage.input_tokens
+    assert client.responses.input_tokens.count(**fields).input_tokens < counted.input_tokens
+    with pytest.raises(openai.BadRequestError, match="input is missing"):
+        client.responses.input_tokens.count()
+    with pytest.raises(openai.BadRequestError, match="input is missing") as caught:
+        client.responses.create()  # type: ignore[call-overload]
+    assert (caught.value.param, caught.value.code) == ("input", "missing_required_parameter")
+    assert http.post("/v1/responses/compact", json={"model": "fake"}).status_code == 404
+
+
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
