@@ -30,7 +30,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, outer or config.hidden_size)
         self.project_in = Linear(outer, config.hidden_size) if outer else None
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = make_norm(config) if config.block != "post_sum" else None
+        self.norm = make_norm(config) if config.block not in ("post_sum", "chain") else None
         self.project_out = Linear(config.hidden_size, outer) if outer else None
         context = config.max_position_embeddings
         layer_ropes = [None if config.rotates_apart else rope for rope in config.layer_ropes]
@@ -121,7 +121,13 @@ class CausalLM(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the activations."""
-        return next(value.dtype for name, value in self.named_parameters() if name.endswith("norm.weight"))
+        for module in self.modules():
+            kept = getattr(module, "float32_parameters", ())
+            for name, value in module.named_parameters(recurse=False) if not isinstance(module, Matrix) else ():
+                if name not in kept:
+                    return value.dtype
+        dtype: torch.dtype = self.model.embed_tokens.weight.dtype  # a model without norms and biases
+        return dtype
 
     @property
     def quantization(self) -> str | None:

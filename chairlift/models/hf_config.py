@@ -158,7 +158,8 @@ class ModelConfig:
     block: str = "pre"
     """Places of norms: ``pre`` (before attention and MLP), ``post`` (after them, before the addition), ``both``,
     ``post_sum`` (after the addition, and none after the last layer), ``parallel`` (one norm, read by both attention and
-    MLP) or ``parallel_two`` (one norm for each)."""
+    MLP), ``parallel_two`` (one norm for each) or ``chain`` (no norms and no additions: a layer's result is the next
+    one's input)."""
     mlp: str = "swiglu"
     """``swiglu`` or ``geglu_tanh`` (gated); ``gelu``, ``gelu_tanh``, ``relu`` or ``relu2`` between two products."""
     embedding_scale: float = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-__all__ = ["DeltaNetConfig", "Mamba2Config", "MixerConfig", "ShortConvConfig", "StoredPart"]
+__all__ = ["DeltaNetConfig", "LSTMConfig", "Mamba2Config", "MixerConfig", "ShortConvConfig", "StoredPart"]
 
 StoredPart = tuple[int, tuple[int, ...]]
 """Rows of one tensor of a checkpoint, and for each row of a layer here its row in that tensor (empty: the same)."""
@@ -125,5 +125,22 @@ class DeltaNetConfig:
         )
 
 
-MixerConfig = ShortConvConfig | Mamba2Config | DeltaNetConfig
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LSTMConfig:
+    """An LSTM of the model's width."""
+
+    bias: bool = True
+    """Whether both products have a bias."""
+
+    def products(self, hidden: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(out, in) of the products before the state, and of those after it."""
+        return [(4 * hidden, hidden)], []
+
+    def num_plain(self, hidden: int) -> tuple[int, int]:
+        """Numbers of other weights: before and in the state (the product of hidden states, and biases), and after
+        it."""
+        return 4 * hidden * (hidden + 2 * self.bias), 0
+
+
+MixerConfig = ShortConvConfig | Mamba2Config | DeltaNetConfig | LSTMConfig
 """Any of them."""

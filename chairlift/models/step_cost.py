@@ -76,11 +76,12 @@ class ModelCost:
         and V kept in ``kv_dtype``."""
         hidden, layers = network.hidden_size, range(network.num_hidden_layers)
         norm = 2 * hidden if network.norm == "layer" else hidden
-        norms = {"parallel": 1, "both": 4}.get(network.block, 2)
+        norms = {"parallel": 1, "both": 4, "chain": 0}.get(network.block, 2)
+        final_norm = norm if network.block != "chain" else 0
         head_params = (hidden + network.head_bias) * network.vocab_size
         mixing = [_mixing(network, number) for number in layers]
         blocks = [_mlp_params(network, number) for number in layers]
-        own = [(norms - _num_missing(network, number)) * norm for number in layers]
+        own = [max(norms - _num_missing(network, number), 0) * norm for number in layers]
         whole = sum(each.params for each in mixing) + sum(blocks) + sum(own)
         tail = mixing[-1].tail_params + blocks[-1] + own[-1]
         tail += norm if network.block == "post" else 0  # the final norm in place of that before attention, if any
@@ -100,7 +101,7 @@ class ModelCost:
         if states := sum(_state_bytes(network, number, dtype) for number in layers):
             read.append((1, 2 * states))  # read and written, however long the text is
         return cls(
-            body_params=whole + norm - tail,
+            body_params=whole + final_norm - tail,
             head_params=head_params + tail,
             itemsize=dtype.itemsize,
             kv_bytes=tuple(read),

@@ -26,7 +26,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        before, after = config.block != "post", config.block in ("post", "both")
+        before, after = config.block not in ("post", "chain"), config.block in ("post", "both")
+        self.chained = config.block == "chain"
         self.sums_first = config.block == "post_sum"
         self.parallel = config.block in ("parallel", "parallel_two")
         self.residual_scale = config.residual_scale
@@ -42,6 +43,8 @@ class DecoderLayer(nn.Module):
         self.mlp_out_norm = make_norm(config) if after else None
 
     def forward(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        if self.chained:
+            return self._mixed(x, rotary, positions, ctx)
         if self.sums_first:
             x = _normed(self.input_layernorm, x + self._scaled(self._mixed(x, rotary, positions, ctx)))
             return _normed(self.post_attention_layernorm, x + self._scaled(self.mlp(x)))

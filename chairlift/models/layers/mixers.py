@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from chairlift.kernels.lstm import LSTM
 from chairlift.kernels.mamba2 import Mamba2, Mamba2Shape
 from chairlift.kernels.short_conv import ShortConv
 from chairlift.models.context import AttentionContext, LayerState
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.delta_net import DeltaNetMixer
 from chairlift.models.layers.linear import Linear
-from chairlift.models.mixers import DeltaNetConfig, Mamba2Config, ShortConvConfig
+from chairlift.models.mixers import DeltaNetConfig, LSTMConfig, Mamba2Config, ShortConvConfig
 
-__all__ = ["Mamba2Mixer", "Mixer", "ShortConvMixer", "make_mixer"]
+__all__ = ["LSTMMixer", "Mamba2Mixer", "Mixer", "ShortConvMixer", "make_mixer"]
 
 
 class _Taps(nn.Module):
@@ -110,7 +111,36 @@ class Mamba2Mixer(nn.Module):
         return Mamba2(self.shape, conv, self.A_log, self.dt_bias, self.D, norm)
 
 
-Mixer = ShortConvMixer | Mamba2Mixer | DeltaNetMixer
+class LSTMMixer(nn.Module):
+    """[T, D] -> [T, D]: the product of the inputs, then the cell :class:`~chairlift.kernels.lstm.LSTM`."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, mixer: LSTMConfig, layer: int) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.layer = config.cache_number(layer, state=True)
+        self.in_proj = Linear(hidden, 4 * hidden, bias=mixer.bias)
+        self.recurrent = nn.Parameter(torch.empty(4 * hidden, hidden))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(4 * hidden)) if mixer.bias else None)
+        if not self.recurrent.is_meta:
+            nn.init.normal_(self.recurrent, std=hidden**-0.5)
+            if self.bias is not None:  # new models remember: their forget gates are open (Jozefowicz et al., 2015)
+                nn.init.ones_(self.bias[hidden : 2 * hidden])
+
+    @property
+    def state(self) -> LayerState:
+        """Shape of the layer's state per request."""
+        return LayerState(self._cell().parts)
+
+    def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
+        return ctx.recur(self.layer, self._cell(), self.in_proj(x))
+
+    def _cell(self) -> LSTM:
+        return LSTM(self.recurrent, self.bias)
+
+
+Mixer = ShortConvMixer | Mamba2Mixer | DeltaNetMixer | LSTMMixer
 
 
 def make_mixer(config: ModelConfig, layer: int) -> Mixer | None:
@@ -120,4 +150,6 @@ def make_mixer(config: ModelConfig, layer: int) -> Mixer | None:
         return Mamba2Mixer(config, mixer, layer)
     if isinstance(mixer, DeltaNetConfig):
         return DeltaNetMixer(config, mixer, layer)
+    if isinstance(mixer, LSTMConfig):
+        return LSTMMixer(config, mixer, layer)
     return None if mixer is None else ShortConvMixer(config, mixer, layer)
