@@ -33,7 +33,8 @@ def pack_linears(hf: Any) -> int:
         packed = pack_weight(weight)
         if packed is None:
             continue
-        module.forward = functools.partial(_product, packed, module.bias)
+        layer: Any = module
+        layer.forward = functools.partial(_product, packed, module.bias)
         if shared[id(weight)] > 1:
             added += weight.nbytes
         else:
