@@ -100,10 +100,11 @@ def load_transformers_model(
         tensors = open_tensors(model_dir, None, stack)
         hf = _build(model_dir, config, dtype, tensors, progress)
     hf.to(device).requires_grad_(False)
-    added = pack_linears(hf) if device.type == "cpu" else 0
     where = f"{model_dir}: model_type {config.model_type!r} through transformers"
     try:
-        model = TransformersLM(config, hf, probe_layers(hf, config.max_model_len), added).eval()
+        layers = probe_layers(hf, config.max_model_len)
+        added = pack_linears(hf) if device.type == "cpu" else 0
+        model = TransformersLM(config, hf, layers, added).eval()
         found = compare_with_eager(model)
     except ModelLoadError as error:
         raise ModelLoadError(f"{where}: {error}") from None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from chairlift.kernels.onednn import pack_weight, packed_linear
+from chairlift.models.fallback.model import ATTENTION, use_attention
 
 __all__ = ["pack_linears"]
 
@@ -20,15 +21,14 @@ __all__ = ["pack_linears"]
 def pack_linears(hf: Any) -> int:
     """Pack the weight of each ``nn.Linear``, where the processor has such kernels, and return the bytes that this adds.
 
+    A layer that a pass does not call stays as it is: its weight may be read by other code (LongCat's router).
     A weight that another module shares (a tied head) stays beside its packed copy. Every other one is given up: it
     keeps its shape, without memory, and each number is NaN, so that code that reads it is noticed by the comparison at
     load.
     """
     shared = Counter(id(weight) for module in hf.modules() for weight in module.parameters(recurse=False))
     added = 0
-    for module in hf.modules():
-        if type(module) is not nn.Linear or module.weight.is_meta or not module.weight.numel():
-            continue
+    for module in _called(hf):
         weight = module.weight
         packed = pack_weight(weight)
         if packed is None:
@@ -40,6 +40,27 @@ def pack_linears(hf: Any) -> int:
         else:
             weight.data = torch.full((1, 1), float("nan"), dtype=weight.dtype).expand(weight.shape)
     return added
+
+
+@torch.inference_mode()
+def _called(hf: Any) -> list[nn.Linear]:
+    """The linear layers that a pass of two tokens calls, each once."""
+    found: dict[int, nn.Linear] = {}
+
+    def note(module: nn.Module, _: Any) -> None:
+        if type(module) is nn.Linear:
+            found[id(module)] = module
+
+    hooks = [module.register_forward_pre_hook(note) for module in hf.modules() if type(module) is nn.Linear]
+    use_attention(hf, "eager")
+    try:
+        ids = torch.arange(2, device=hf.device)[None]
+        hf(input_ids=ids, position_ids=ids, use_cache=False)
+    finally:
+        use_attention(hf, ATTENTION)
+        for hook in hooks:
+            hook.remove()
+    return list(found.values())
 
 
 def _product(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
