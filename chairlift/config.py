@@ -111,6 +111,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 _TEXTS = {
     *("model", "revision", "tokenizer", "swap_directory"),
     *("host", "ray_address", "api_key_file", "chat_template", "otlp_traces_endpoint", "batch_dir", "lora_dir"),
+    "allowed_local_media_path",
 }
 """Settings that are free text. Other settings that are strings have a form that is checked."""
 
@@ -539,6 +540,11 @@ class ServerConfig:
     """Most requests of batches in the engine at a time. None: half of max_num_seqs."""
     max_batch_file_bytes: int = 200 * 1024 * 1024
     """Largest file that may be uploaded for a batch."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """Host from which images are fetched for requests that name an http or https address; may be repeated. Its private
+    addresses are refused. None: the server fetches nothing."""
+    allowed_local_media_path: str | None = None
+    """Directory whose image files requests may name by file addresses: every client can read them. None: no files."""
     cors_origin: tuple[str, ...] = ()
     """Origin of web pages that may call this server, such as https://app.example.org; may be repeated. *: all
     origins."""
@@ -551,6 +557,15 @@ class ServerConfig:
                     "cors_origin must be scheme, host and port as browsers send them, such as https://app.example.org"
                     f" or http://localhost:3000, in lower case and without a path, or *; got {origin!r}"
                 )
+        for host in self.allowed_media_domains:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}", host):
+                raise ConfigError(
+                    f"allowed_media_domains must be names of hosts such as images.example.org, got {host!r:.100}"
+                )
+        if self.allowed_local_media_path is not None and not os.path.isdir(self.allowed_local_media_path):
+            raise ConfigError(
+                f"allowed_local_media_path {self.allowed_local_media_path!r:.200} is no directory; name one"
+            )
         for model_name in self.served_model_name:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}", model_name):
                 raise ConfigError(f"served_model_name must be of letters, digits and ._/:-, got {model_name!r}")

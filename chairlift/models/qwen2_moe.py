@@ -8,6 +8,7 @@ from chairlift.models.family import (
     EXPERT_KEYS,
     EXPERT_NAMES,
     MAX_CONTEXT,
+    ExpertLayers,
     Family,
     Fields,
     pattern_windows,
@@ -16,9 +17,22 @@ from chairlift.models.family import (
 )
 from chairlift.models.qwen2 import QWEN2_DEFAULTS
 
-__all__ = ["QWEN2_MOE"]
+__all__ = ["QWEN2_MOE", "read_qwen_experts"]
 
 _SHARED = "model.layers.*.mlp.shared_expert"
+
+
+def read_qwen_experts(fields: Fields, layers: int, *, shared: bool, normalise: bool) -> ExpertLayers:
+    """Experts in the layers that Qwen's keys name, and with ``shared`` a gated one for all tokens. ``normalise`` is the
+    value of ``norm_topk_prob`` where the file has none."""
+    return read_experts(
+        fields,
+        sparse_layers(fields, layers),
+        fields.integer("moe_intermediate_size", 1, 2**20),
+        shared_size=fields.integer("shared_expert_intermediate_size", 1, 2**20) if shared else 0,
+        shared_gate=shared,
+        normalise=fields.boolean("norm_topk_prob", normalise),
+    )
 
 
 def _read(fields: Fields, layers: int) -> dict[str, Any]:
@@ -31,14 +45,7 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
     return {
         "qkv_bias": fields.boolean("qkv_bias", True),
         "layer_windows": pattern_windows(fields, layers, window, windowed),
-        "experts": read_experts(
-            fields,
-            sparse_layers(fields, layers),
-            fields.integer("moe_intermediate_size", 1, 2**20),
-            shared_size=fields.integer("shared_expert_intermediate_size", 1, 2**20),
-            shared_gate=True,
-            normalise=fields.boolean("norm_topk_prob", False),
-        ),
+        "experts": read_qwen_experts(fields, layers, shared=True, normalise=False),
     }
 
 

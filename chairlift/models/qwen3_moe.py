@@ -11,10 +11,9 @@ from chairlift.models.family import (
     Family,
     Fields,
     layer_windows,
-    read_experts,
-    sparse_layers,
 )
 from chairlift.models.qwen2 import QWEN2_DEFAULTS
+from chairlift.models.qwen2_moe import read_qwen_experts
 
 __all__ = ["QWEN3_MOE"]
 
@@ -28,12 +27,7 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
         "o_bias": biased,
         "qk_norm": "head",
         "layer_windows": layer_windows(fields, layers, window, 0),
-        "experts": read_experts(
-            fields,
-            sparse_layers(fields, layers),
-            fields.integer("moe_intermediate_size", 1, 2**20),
-            normalise=fields.boolean("norm_topk_prob", False),
-        ),
+        "experts": read_qwen_experts(fields, layers, shared=False, normalise=False),
     }
 
 

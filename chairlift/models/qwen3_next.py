@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from chairlift.models.family import EXPERT_KEYS, EXPERT_NAMES, Family, Fields, read_experts, sparse_layers
+from chairlift.models.family import EXPERT_KEYS, EXPERT_NAMES, Family, Fields
 from chairlift.models.mixers import DeltaNetConfig
 from chairlift.models.qwen2 import QWEN2_DEFAULTS
+from chairlift.models.qwen2_moe import read_qwen_experts
 
 __all__ = ["DELTA_NET_DEFAULTS", "DELTA_NET_RENAMED", "QWEN3_NEXT", "read_delta_net"]
 
@@ -73,14 +74,7 @@ def read_delta_net(fields: Fields, layers: int, *, by_key_head: bool) -> dict[st
 def _read(fields: Fields, layers: int) -> dict[str, Any]:
     return {
         **read_delta_net(fields, layers, by_key_head=True),
-        "experts": read_experts(
-            fields,
-            sparse_layers(fields, layers),
-            fields.integer("moe_intermediate_size", 1, 2**20),
-            shared_size=fields.integer("shared_expert_intermediate_size", 1, 2**20),
-            shared_gate=True,
-            normalise=fields.boolean("norm_topk_prob", True),
-        ),
+        "experts": read_qwen_experts(fields, layers, shared=True, normalise=True),
     }
 
 

@@ -7,6 +7,7 @@ So validation, admission and reading of tools and reasoning are the same for eve
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from chairlift.server.protocol import ChatRequest, TokenizeRequest, no_prompt_lo
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import TokenTexts, reply_head, submit_all, truncate
 from chairlift.tool_calls import check_history
+from chairlift.vision.chats import read_addresses
 from chairlift.vision.processor import PlacedImages
 
 __all__ = ["ChatRun", "begin_chat", "encode_messages"]
@@ -118,8 +120,12 @@ async def lay_out_messages(
     if opens and request.continue_final_message:
         message = "add_generation_prompt and continue_final_message exclude each other; leave one out"
         raise ApiError(400, message, code="invalid_value", param="continue_final_message")
+    messages = check_history(request.messages or ())
+    info = state.engine.info
+    if state.media is not None and info is not None and info.takes_images:
+        messages = await state.media.run(functools.partial(read_addresses, messages, state.media))
     return await state.engine.lay_out_chat(
-        check_history(request.messages or ()),
+        messages,
         add_generation_prompt=not request.continue_final_message if opens is None else opens,
         continue_final_message=bool(request.continue_final_message),
         tools=plan.tools.offered or None,

@@ -35,6 +35,7 @@ from chairlift.server.state import ServerState
 from chairlift.server.status_line import PreemptionAlarm, StatusLine
 from chairlift.server.tracing import RequestTracer, otlp_exporter
 from chairlift.tokenizer.chat_template import ChatTemplate
+from chairlift.vision.addresses import MediaSource
 
 __all__ = ["ExitCode", "Stop", "banner", "bind", "drain", "serve", "served_names", "start_engine"]
 
@@ -179,6 +180,8 @@ async def serve(
             store.close()
         raise
     state = ServerState(config, engine, served_names(config, engine_config), api_keys=keys, started_at=int(time.time()))
+    if config.allowed_media_domains or config.allowed_local_media_path is not None:
+        state.media = MediaSource(config.allowed_media_domains, config.allowed_local_media_path)
     if exporter is not None:
         state.tracer = RequestTracer(exporter, state.model_names[0])
         engine.events.subscribe("the tracer", state.tracer)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from chairlift.config import ServerConfig
 from chairlift.server.response_store import ResponseStore
+from chairlift.vision.addresses import MediaSource
 
 if TYPE_CHECKING:
     from chairlift.engine.async_engine import AsyncEngine
@@ -47,6 +48,8 @@ class ServerState:
     """Responses that clients asked to be stored."""
     live: LiveFeed | None = None
     """Data of the live view; None before its first viewer."""
+    media: MediaSource | None = None
+    """Reads images from addresses, if the settings name some that may be read."""
     tracer: RequestTracer | None = None
     """Writes a trace of every request, if the settings ask for it."""
     batches: BatchWorker | None = None

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from chairlift.errors import RequestError
+from chairlift.vision.addresses import MediaSource
 from chairlift.vision.decode import from_data_url
 from chairlift.vision.processor import ImageProcessor, PreparedImage
 
-__all__ = ["GivenImage", "prepare_images", "take_images"]
+__all__ = ["GivenImage", "prepare_images", "read_addresses", "take_images"]
+
+MOST_ADDRESSES: Final = 16
+"""Most images of a request that are read from addresses, one after another."""
 
 GivenImage = tuple[str, Any]
 """(path of an image in the messages, its URL or image of Pillow)."""
@@ -32,6 +37,29 @@ def take_images(messages: Any) -> tuple[Any, list[GivenImage]]:
             message = {**message, "content": parts}
         found.append(message)
     return found, images
+
+
+def read_addresses(messages: Sequence[Any], source: MediaSource) -> list[Any]:
+    """Messages with the images at addresses that ``source`` reads, in place of the addresses. Other parts are as
+    before. Raises RequestError with the path of an image that cannot be read."""
+    found, count, end = list(messages), 0, time.monotonic() + source.seconds
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, (list, tuple)):
+            continue
+        parts = list(content)
+        for place, part in enumerate(parts):
+            given = part.get("image_url") if isinstance(part, Mapping) and part.get("type") == "image_url" else None
+            url = given.get("url") if isinstance(given, Mapping) else given
+            if not isinstance(url, str) or not source.reads(url):
+                continue
+            count += 1
+            if count > MOST_ADDRESSES:
+                raise RequestError(f"the messages name more than {MOST_ADDRESSES} images by address; send some as data")
+            where = f"messages[{index}].content[{place}].image_url.url"
+            parts[place] = {"type": "image", "image": source.read(where, url, end)}
+        found[index] = {**message, "content": parts}
+    return found
 
 
 def prepare_images(processor: ImageProcessor, images: Sequence[GivenImage]) -> list[PreparedImage]:

@@ -111,7 +111,7 @@ ALLOWED: dict[str, list[str]] = {
     "server": [
         *PLAIN,
         *("version", "batches", "distributed", "engine", "loading", "metrics", "parent", "replay"),
-        *("tokenizer", "tool_calls", "vision.processor"),
+        *("tokenizer", "tool_calls", "vision"),
     ],
     "writing": ["errors"],
     "distributed": ["errors", "request", "scheduler"],

@@ -27,7 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(folder: Path) -> Iterator[openai.OpenAI]:
-    flags = ("--api-key", KEY, "--num-kv-blocks", "80", "--threads", "1", "--dtype", "float32")
+    (folder / "images").mkdir()
+    picture(1, 70, 50).save(folder / "images" / "one.png")
+    flags = ("--allowed-local-media-path", str(folder / "images"), "--allowed-media-domains", "127.0.0.1")
+    flags += ("--api-key", KEY, "--num-kv-blocks", "80", "--threads", "1", "--dtype", "float32")
     with (
         ServerProcess(str(folder), *flags) as server,
         openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=KEY, max_retries=0) as client,
@@ -61,6 +64,8 @@ def test_images_of_a_chat_are_read(client: openai.OpenAI, folder: Path) -> None:
     content = part(url_of(one)), {"type": "text", "text": "or"}, part(url_of(two))
     reply = ask(client, *content)
     assert reply.prompt_token_ids == prompt and reply.choices[0].token_ids == tokens
+    named = part(f"file://{folder}/images/one.png"), *content[1:]
+    assert ask(client, *named).choices[0].token_ids == tokens
     streamed = [chunk for chunk in ask(client, *content, stream=True) if chunk.choices]
     assert [token for chunk in streamed for token in getattr(chunk.choices[0], "token_ids", ())] == tokens
 
@@ -85,10 +90,10 @@ def test_responses_and_messages_read_images(client: openai.OpenAI, folder: Path)
     used = reply["usage"]
     assert reply["content"][0]["text"] == wanted
     assert used["input_tokens"] + used["cache_read_input_tokens"] == len(prompt)
-    content[0]["source"] = {"type": "url", "url": "http://127.0.0.1:1/x.png"}
+    content[0]["source"] = {"type": "url", "url": "ftp://127.0.0.1:1/x.png"}
     with pytest.raises(openai.BadRequestError, match=r"messages\[0\]\.content\[0\]\.source must be a data URL"):
         client.post("/messages", body=body, cast_to=dict[str, Any])
-    parts[0]["image_url"] = "https://example.com/x.png"
+    parts[0]["image_url"] = "ftp://example.com/x.png"
     with pytest.raises(openai.BadRequestError, match=r"input\[0\]\.content\[0\]\.image_url must be a data URL"):
         client.responses.create(input=[{"role": "user", "content": parts}], **how)
 
@@ -96,14 +101,17 @@ def test_responses_and_messages_read_images(client: openai.OpenAI, folder: Path)
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ((part("http://127.0.0.1:1/cat.png"),), "must be a data URL"),
+        ((part("http://127.0.0.1:1/cat.png"),), "has a private address, which is not read"),
+        ((part("https://example.com/cat.png"),), r"images are read from 127\.0\.0\.1 only"),
+        ((part("file:///etc/passwd"),), "names no image file in the server's folder"),
+        ((part("ftp://example.com/cat.png"),), "must be a data URL"),
         ((part("data:image/png;base64,AAAA"),), "is no image that can be read"),
         (({"type": "image"},), "must be an image of Pillow"),
         (({"type": "input_audio", "input_audio": {}},), "must be a text part"),
         ((part(url_of(picture(1))), {"type": "text", "text": "<image>"}), "has 2 places for images"),
         ((*[part(url_of(picture(1, 70, 50)))] * 20,), "tokens, but the model takes 512"),
     ],
-    ids=["address", "broken", "no image", "audio", "marker in a text", "too long"],
+    ids=["private", "host", "file", "address", "broken", "no image", "audio", "marker in a text", "too long"],
 )
 def test_images_are_refused_with_the_reason(client: openai.OpenAI, content: Any, reason: str) -> None:
     with pytest.raises(openai.BadRequestError, match=reason):

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from chairlift import LLM, SamplingParams
 from chairlift.cli.main import main
 from chairlift.errors import ChairliftError, ConfigError, ModelLoadError
+from chairlift.kernels.onednn import pack_weight
 from chairlift.models.fallback import config as fallback_config
 from chairlift.models.fallback import model as fallback_model
 from chairlift.models.fallback import probe
@@ -155,9 +156,46 @@ def test_half_precision_is_told_from_a_mistake(family: str, dtype: torch.dtype, 
 def test_a_quantised_checkpoint_becomes_floats(tmp_path: Path) -> None:
     settings, pack = packers.gptq()
     quantised, twin = model_pair(tmp_path, settings, pack)
-    loaded, same = (load(model_dir).hf.state_dict() for model_dir in (quantised, twin))
-    assert loaded.keys() == same.keys()
-    assert all(close(loaded[name], same[name], 1e-5) for name in same)
+    loaded, same = (load(model_dir) for model_dir in (quantised, twin))
+    assert loaded.hf.state_dict().keys() == same.hf.state_dict().keys()
+    logits, expected = (PagedRunner(model, 8).step([("a", prompt(40))])[0] for model in (loaded, same))
+    assert close(logits, expected, 1e-5)
+
+
+def test_weights_are_held_once_except_a_tied_head(tmp_path: Path) -> None:
+    for tied in (False, True):
+        model_dir = tiny_transformers_model(tmp_path / str(tied), "llama", tie_word_embeddings=tied)
+        model, theirs = load(model_dir), hf_model(model_dir)
+        layers = [module for module in model.hf.modules() if type(module) is torch.nn.Linear]
+        packs = pack_weight(torch.zeros(16, 16)) is not None
+        held = {id(each) for each in layers if each.weight.isfinite().all()}
+        beside = {id(model.hf.lm_head)} if tied else set()
+        assert held == (beside if packs else set(map(id, layers)))
+        sizes = sum(parameter.nbytes for parameter in theirs.parameters())
+        assert model.weight_bytes == sizes + (theirs.lm_head.weight.nbytes if tied and packs else 0)
+        assert close(PagedRunner(model, 8).step([("a", prompt(40))])[0], hf_logits(theirs, prompt(40)))
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_code_that_reads_a_weight_gets_it_or_is_noticed(
+    called: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def reads(self: Any, x: torch.Tensor) -> torch.Tensor:
+        gate = torch.nn.functional.linear(x, self.gate_proj.weight)
+        gate = gate + 0 * self.gate_proj(x) if called else gate
+        out: torch.Tensor = self.down_proj(self.act_fn(gate) * self.up_proj(x))
+        return out
+
+    model_dir = tiny_transformers_model(tmp_path, "llama")
+    expected = hf_logits(hf_model(model_dir), prompt(40))
+    monkeypatch.setattr(LlamaMLP, "forward", reads)
+    if not called:
+        assert close(PagedRunner(load(model_dir), 8).step([("a", prompt(40))])[0], expected)
+    elif pack_weight(torch.zeros(16, 16)) is not None:
+        with pytest.raises(ModelLoadError, match="logits differ by nan"):
+            load(model_dir)
 
 
 # -- each way of getting it wrong is noticed, by the comparison at load ------------------------------------------------

@@ -24,6 +24,7 @@ from chairlift.kernels.cpu.packing import by_slices
 from chairlift.kernels.grouped import dequantized
 from chairlift.models.fallback.config import TransformersConfig, hf_config
 from chairlift.models.fallback.model import ATTENTION, TransformersLM, register_attention
+from chairlift.models.fallback.packed import pack_linears
 from chairlift.models.fallback.probe import Comparison, compare_with_eager, probe_layers
 from chairlift.models.loader import open_tensors
 from chairlift.models.stored_rows import MOST_NUMBERS, StoredRows
@@ -101,7 +102,9 @@ def load_transformers_model(
     hf.to(device).requires_grad_(False)
     where = f"{model_dir}: model_type {config.model_type!r} through transformers"
     try:
-        model = TransformersLM(config, hf, probe_layers(hf, config.max_model_len)).eval()
+        layers = probe_layers(hf, config.max_model_len)
+        added = pack_linears(hf) if device.type == "cpu" else 0
+        model = TransformersLM(config, hf, layers, added).eval()
         found = compare_with_eager(model)
     except ModelLoadError as error:
         raise ModelLoadError(f"{where}: {error}") from None

@@ -151,15 +151,17 @@ class TransformersLM(nn.Module):
     """``model(token_ids[T], positions[T], ctx) -> hidden[T, D]`` and ``compute_logits(hidden[R, D]) -> [R, V]``.
 
     ``hf`` is a model of transformers with its weights. ``layers`` are the shapes of each layer's K and V per token.
+    ``added_bytes`` are those of weights that it holds twice.
     """
 
     quantization: str | None = None
 
-    def __init__(self, config: TransformersConfig, hf: Any, layers: list[LayerCache]) -> None:
+    def __init__(self, config: TransformersConfig, hf: Any, layers: list[LayerCache], added_bytes: int = 0) -> None:
         super().__init__()
         self.config = config
         self.hf = hf
         self.layers = layers
+        self._added_bytes = added_bytes
         self._body = body_of(hf)
         self._output_type: Any = None
         forward = self._body.forward
@@ -180,8 +182,9 @@ class TransformersLM(nn.Module):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights; a tied head counts once."""
-        return sum(parameter.nbytes for parameter in {id(each): each for each in self.parameters()}.values())
+        """Bytes of all weights; a tied head counts as often as it is held."""
+        once = sum(parameter.nbytes for parameter in {id(each): each for each in self.parameters()}.values())
+        return once + self._added_bytes
 
     def run(self, token_ids: Tensor, positions: Tensor, who: Attends) -> Tensor:
         """Hidden states [T, D] of a flat batch. ``who`` computes the attention calls."""

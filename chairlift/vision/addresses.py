@@ -1,0 +1,231 @@
+"""Reads images from addresses that a server's operator has named. Callers choose the address: nothing of it is trusted.
+
+A host must be named, and may have public addresses only, so that nobody reaches the operator's own network through the
+server. The address that was checked is the one that is connected to. Redirects are checked like the first address.
+Size, time and number of redirects are limited. A file must lie in the named folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import http.client
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+
+from chairlift.errors import RequestError
+from chairlift.vision.decode import MAX_BYTES, decode_image
+
+__all__ = ["MediaSource", "is_public"]
+
+_SECONDS: Final = 10.0
+"""Longest time for the images of a request, redirects included."""
+_THREADS: Final = 8
+_REDIRECTS: Final = 3
+_PIECE: Final = 1 << 16
+_LONGEST: Final = 2048
+"""Most characters of an address."""
+_PORTS: Final = {"http": 80, "https": 443}
+_MOVED: Final = (301, 302, 303, 307, 308)
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+
+_T = TypeVar("_T")
+
+Resolve = Callable[[str, int], list[str]]
+"""(host, port) -> its IP addresses."""
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the internet, and leads to no private one in another form."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1])
+        if ip in _NAT64:
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner:
+            return False
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+
+
+class MediaSource:
+    """The hosts in ``domains``, and the files in ``folder``. ``read(where, url)`` gives the image at an address.
+
+    ``resolve`` and ``public`` stand for the name service and :func:`is_public`. Any thread may use the object.
+    """
+
+    def __init__(
+        self,
+        domains: Sequence[str],
+        folder: str | None,
+        *,
+        seconds: float = _SECONDS,
+        resolve: Resolve | None = None,
+        public: Callable[[str], bool] = is_public,
+    ) -> None:
+        self._domains = {each.lower().rstrip(".") for each in domains}
+        self._folder = None if folder is None else Path(folder).resolve()
+        self.seconds, self._resolve, self._public = seconds, resolve or _addresses, public
+        # Threads of its own: those of the server must not wait for other machines.
+        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="chairlift-images")
+
+    def reads(self, url: str) -> bool:
+        """Whether an address is of a kind that is read here: ``http:``, ``https:`` or ``file:``."""
+        scheme = url[:6].lower().partition(":")[0]
+        return (bool(self._domains) and scheme in _PORTS) or (self._folder is not None and scheme == "file")
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        """Result of ``work``, which reads images, on one of the threads for that."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def read(self, where: str, url: str, end: float | None = None) -> Any:
+        """The RGB image at an address; ``where`` names it in errors. ``end`` is a time of the monotonic clock. Raises
+        RequestError."""
+        parts, end = _split(where, url), time.monotonic() + self.seconds if end is None else end
+        data = self._file(where, parts) if parts.scheme == "file" else self._fetch(where, url, end)
+        return decode_image(where, data)
+
+    def _file(self, where: str, parts: SplitResult) -> bytes:
+        folder = self._folder
+        if folder is None or parts.netloc not in ("", "localhost"):
+            raise RequestError(f"{where} names a file of another machine; send the image itself")
+        missing = f"{where} names no image file in the server's folder for images; send the image itself"
+        try:
+            path = Path(unquote(parts.path, errors="strict")).resolve(strict=True)
+            if not path.is_relative_to(folder):
+                raise RequestError(missing)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(descriptor, "rb") as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise RequestError(missing)
+                data = file.read(MAX_BYTES + 1)
+        except (OSError, ValueError, RuntimeError):
+            raise RequestError(missing) from None
+        return data
+
+    def _fetch(self, where: str, url: str, end: float) -> bytes:
+        secure = False
+        for _ in range(_REDIRECTS + 1):
+            parts = _split(where, url)
+            if parts.scheme not in _PORTS or (secure and parts.scheme != "https"):
+                raise RequestError(f"{where} leads to an address of {parts.scheme!r:.20}; send the image itself")
+            secure = parts.scheme == "https"
+            found = self._get(where, parts, end)
+            if isinstance(found, bytes):
+                return found
+            url = urljoin(url, found)
+        raise RequestError(f"{where} was redirected more than {_REDIRECTS} times; send the last address")
+
+    def _get(self, where: str, parts: SplitResult, end: float) -> bytes | str:
+        """The content at one address, or the address that it redirects to."""
+        host, port = (parts.hostname or "").rstrip("."), parts.port or _PORTS[parts.scheme]
+        if host not in self._domains:
+            named = ", ".join(sorted(self._domains))
+            raise RequestError(f"{where} is on {host!r:.80}, but images are read from {named} only; send it itself")
+        try:
+            addresses = self._resolve(host, port)
+        except OSError:
+            raise RequestError(f"{where}: the host {host!r:.80} is not found; check its spelling") from None
+        if not addresses or not all(map(self._public, addresses)):
+            raise RequestError(f"{where}: the host {host!r:.80} has a private address, which is not read")
+        connection = _Connection(host, port, addresses[0], parts.scheme == "https", end)
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        try:
+            with connection.limited():
+                connection.request("GET", path, headers={"User-Agent": "chairlift", "Accept": "image/*"})
+                return _content(where, connection.getresponse())
+        except RequestError:
+            raise
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if time.monotonic() >= end:
+                raise RequestError(f"{where} took longer than {self.seconds:g} s; send the image itself") from None
+            raise RequestError(f"{where} cannot be read ({type(error).__name__}); send the image itself") from None
+        finally:
+            connection.close()
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection to one IP address of a host, which ends at a time of the monotonic clock whatever it sends."""
+
+    def __init__(self, host: str, port: int, address: str, secure: bool, end: float) -> None:
+        super().__init__(host, port, timeout=max(end - time.monotonic(), 0.001))
+        self._address, self._end = address, end
+        self._context = ssl.create_default_context() if secure else None
+        self._guard: socket.socket | None = None
+
+    def connect(self) -> None:
+        plain = socket.create_connection((self._address, self.port), self.timeout)
+        self._guard = plain.dup()  # the timer ends the connection by it, below TLS
+        self.sock = plain if self._context is None else self._context.wrap_socket(plain, server_hostname=self.host)
+
+    def limited(self) -> _Limit:
+        return _Limit(self._end, self._stop)
+
+    def _stop(self) -> None:
+        if self._guard is not None:
+            try:
+                self._guard.shutdown(socket.SHUT_RDWR)
+            except OSError:  # it has ended
+                return
+
+    def close(self) -> None:
+        super().close()
+        if self._guard is not None:
+            self._guard.close()
+
+
+class _Limit:
+    """Calls ``stop`` at a time of the monotonic clock, unless the block has ended before."""
+
+    def __init__(self, end: float, stop: Callable[[], None]) -> None:
+        self._timer = threading.Timer(max(end - time.monotonic(), 0.001), stop)
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._timer.join()
+
+
+def _content(where: str, response: http.client.HTTPResponse) -> bytes | str:
+    if response.status in _MOVED and (location := response.headers.get("Location")):
+        return location
+    if response.status != 200:
+        raise RequestError(f"{where} answers {response.status}; send the address of an image, or the image itself")
+    data = bytearray()
+    while piece := response.read(_PIECE):
+        data += piece
+        if len(data) > MAX_BYTES:
+            raise RequestError(f"{where} is larger than {MAX_BYTES:,} bytes, the most of an image file")
+    if response.length:  # the connection ended before
+        raise http.client.IncompleteRead(b"")
+    return bytes(data)
+
+
+def _split(where: str, url: str) -> SplitResult:
+    wrong = f"{where} is no address of an image"
+    if len(url) > _LONGEST or not url.isascii() or any(each <= " " or each == "\x7f" for each in url):
+        raise RequestError(f"{wrong}: up to {_LONGEST:,} printable ASCII characters are read; encode others")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise RequestError(f"{wrong}; send one such as https://example.com/cat.png") from None
+    if parts.username is not None or parts.password is not None or port == 0:
+        raise RequestError(f"{wrong}: names of users, passwords and port 0 are refused")
+    return parts
+
+
+def _addresses(host: str, port: int) -> list[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(each[4][0]) for each in found))

@@ -1,0 +1,258 @@
+"""Images at addresses: those of named hosts and folders are read, everything else is refused before it is reached."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from chairlift.config import ServerConfig
+from chairlift.errors import ConfigError, RequestError
+from chairlift.vision.addresses import MediaSource, is_public
+from chairlift.vision.chats import MOST_ADDRESSES, read_addresses
+from chairlift.vision.decode import MAX_BYTES
+from tests.vision.tiny import picture
+
+IMAGE = picture(1, 7, 5)
+
+
+def file_of(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class Site:
+    """A web server on loopback. Tests give its port another host name, which resolves to loopback."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.left, self.asked = threading.Event(), list[str]()
+        site = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                site.paths.append(f"{self.headers['Host']}{self.path}")
+                site.answer(self)
+
+            def log_message(self, *_: Any) -> None:
+                """Print nothing."""
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self.server.server_address[1]
+
+    def answer(self, to: http.server.BaseHTTPRequestHandler) -> None:
+        name = to.path.lstrip("/").partition("?")[0]
+        if name.startswith("to="):
+            to.send_response(302)
+            to.send_header("Location", name.removeprefix("to=").replace("PORT", str(self.port)))
+            to.end_headers()
+        elif name == "slow.png":
+            to.send_response(200)
+            to.end_headers()
+            to.wfile.write(file_of(IMAGE)[:20])
+            to.wfile.flush()
+            self.left.wait(60)  # until the test has ended
+        elif name == "huge.png":
+            to.send_response(200)
+            to.end_headers()
+            try:
+                for _ in range(MAX_BYTES // (1 << 20) + 2):
+                    to.wfile.write(b"x" * (1 << 20))
+            except OSError:
+                self.left.set()
+        elif name == "short.png":
+            to.send_response(200)
+            to.send_header("Content-Length", "1000000")
+            to.end_headers()
+            to.wfile.write(file_of(IMAGE))
+        elif name in ("cat.png", "page.html"):
+            to.send_response(200)
+            to.end_headers()
+            to.wfile.write(file_of(IMAGE) if name == "cat.png" else b"<html>")
+        else:
+            to.send_error(404)
+
+    def resolve(self, host: str, port: int) -> list[str]:
+        self.asked.append(host)
+        return ["127.0.0.1"]
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site = Site()
+    thread = threading.Thread(target=site.server.serve_forever)
+    thread.start()
+    yield site
+    site.left.set()
+    site.server.shutdown()
+    thread.join()
+    site.server.server_close()
+
+
+def source(site: Site, *domains: str, seconds: float = 30.0) -> MediaSource:
+    named = domains or ("images.example",)
+    return MediaSource(named, None, seconds=seconds, resolve=site.resolve, public=lambda address: True)
+
+
+def test_an_image_of_a_named_host_is_read(site: Site) -> None:
+    reader = source(site)
+    assert reader.reads("http://x") and reader.reads("HTTPS://x")
+    assert not reader.reads("file:///x") and not reader.reads("data:image/png;base64,") and not reader.reads("ftp://x")
+    for host in ("images.example", "IMAGES.example", "images.example."):
+        found = reader.read("it", f"http://{host}:{site.port}/cat.png?size=1#top")
+        assert np.array_equal(np.asarray(found), np.asarray(IMAGE))
+    assert {each.partition(":")[2] for each in site.paths} == {f"{site.port}/cat.png?size=1"}
+
+
+def test_the_address_that_was_checked_is_the_one_that_is_reached(site: Site) -> None:
+    """A name service that answers otherwise the second time (DNS rebinding) gains nothing: it is asked once."""
+    source(site).read("it", f"http://images.example:{site.port}/cat.png")
+    assert site.asked == ["images.example"]
+
+
+def test_private_addresses_are_refused_before_a_connection(site: Site) -> None:
+    for addresses in (["127.0.0.1"], ["93.184.215.14", "10.0.0.1"], ["::ffff:127.0.0.1"], []):
+        reader = MediaSource(["images.example"], None, resolve=lambda host, port, found=addresses: found)  # type: ignore[misc]
+        with pytest.raises(RequestError, match="has a private address, which is not read"):
+            reader.read("it", f"http://images.example:{site.port}/cat.png")
+    with pytest.raises(RequestError, match="has a private address"):
+        MediaSource(["127.0.0.1"], None).read("it", f"http://127.0.0.1:{site.port}/cat.png")
+    assert site.paths == []
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.215.14", True),
+        ("2606:2800:21f:cb07:6820:80da:af6b:8b2c", True),
+        *((each, False) for each in ("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.0.1", "169.254.169.254")),
+        *((each, False) for each in ("0.0.0.0", "100.64.0.1", "224.0.0.1", "255.255.255.255", "240.0.0.1")),
+        *((each, False) for each in ("::1", "::", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:10.0.0.1")),
+        *((each, False) for each in ("64:ff9b::a00:1", "2002:a00:1::", "2001:0:a00:1::", "::ffff:8.8.8.8")),
+    ],
+)
+def test_public_addresses(address: str, public: bool) -> None:
+    assert is_public(address) is public
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("to=/cat.png", ""),
+        ("to=http://images.example:PORT/to=/cat.png", ""),
+        ("to=http://internal:PORT/cat.png", "is on 'internal', but images are read from images.example only"),
+        ("to=file:///etc/passwd", "leads to an address of 'file'"),
+        ("to=http://user@images.example:PORT/cat.png", "names of users"),
+        ("to=/to=/to=/to=/cat.png", "redirected more than 3 times"),
+    ],
+)
+def test_redirects_are_checked_like_the_first_address(site: Site, path: str, reason: str) -> None:
+    url = f"http://images.example:{site.port}/{path}"
+    if not reason:
+        assert source(site).read("it", url).size == IMAGE.size
+        return
+    with pytest.raises(RequestError, match=reason) as error:
+        source(site).read("it", url)
+    assert str(error.value).startswith("it")
+    assert not any("internal" in each.partition("/")[0] for each in site.paths)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("nothing.png", "answers 404"),
+        ("page.html", "is no image that can be read"),
+        ("huge.png", "is larger than"),
+        ("short.png", r"cannot be read \(IncompleteRead\)"),
+    ],
+)
+def test_answers_that_are_no_images_are_refused(site: Site, path: str, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason):
+        source(site).read("it", f"http://images.example:{site.port}/{path}")
+
+
+def test_an_answer_that_does_not_end_is_given_up(site: Site) -> None:
+    with pytest.raises(RequestError, match=r"took longer than 0\.5 s"):
+        source(site, seconds=0.5).read("it", f"http://images.example:{site.port}/slow.png")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://other.example/cat.png",
+        "http://images.example.evil.example/cat.png",
+        "http://images.example@other.example/cat.png",
+        "http://other.example/images.example",
+        "http://[::1]/cat.png",
+        "http://0x7f000001/cat.png",
+        "http://images.example:0/cat.png",
+        "http://images.example:99999/cat.png",
+        "http://images.example/\r\nHost: other",
+        "http://images.example/ä.png",
+        "http:///cat.png",
+        "http://images.example/" + "x" * 3000,
+    ],
+)
+def test_other_addresses_are_refused_before_a_name_is_looked_up(site: Site, url: str) -> None:
+    with pytest.raises(RequestError, match=r"^it "):
+        source(site).read("it", url)
+    assert site.asked == []
+
+
+def test_files_of_the_named_folder_are_read(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "images", tmp_path / "secret.png"
+    (folder / "a b").mkdir(parents=True)
+    for path in (folder / "cat.png", folder / "a b" / "cat.png", outside):
+        path.write_bytes(file_of(IMAGE))
+    (folder / "link.png").symlink_to(outside)
+    os.mkfifo(folder / "pipe.png")
+    reader = MediaSource([], str(folder))
+    assert reader.reads("file:///x") and not reader.reads("http://x")
+    for url in (f"file://{folder}/cat.png", f"file://localhost{folder}/cat.png", f"file://{folder}/a%20b/cat.png"):
+        assert reader.read("it", url).size == IMAGE.size
+    for path in (
+        *("/../secret.png", "/%2e%2e/secret.png", "/link.png", "/pipe.png", "/gone.png", "", "/cat.png%00", "/a%20b"),
+    ):
+        with pytest.raises(RequestError, match="names no image file in the server's folder"):
+            reader.read("it", f"file://{folder}{path}")
+    with pytest.raises(RequestError, match="of another machine"):
+        reader.read("it", f"file://other{folder}/cat.png")
+    with pytest.raises(RequestError, match="of another machine"):
+        MediaSource(["images.example"], None).read("it", f"file://{folder}/cat.png")
+
+
+def test_addresses_in_messages_become_images(site: Site) -> None:
+    url = f"http://images.example:{site.port}/cat.png"
+    part = {"type": "image_url", "image_url": {"url": url}}
+    data = {"type": "image_url", "image_url": {"url": "data:x"}}
+    given = [
+        {"role": "user", "content": "text"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, part, data]},
+    ]
+    first, second = read_addresses(given, source(site))
+    assert first is given[0] and given[1]["content"][1] is part  # type: ignore[index]
+    text, image, kept = second["content"]
+    assert (text, kept, image["type"]) == ({"type": "text", "text": "a"}, data, "image")
+    assert image["image"].size == IMAGE.size
+    with pytest.raises(RequestError, match=r"^messages\[0\]\.content\[1\]\.image_url\.url answers 404"):
+        read_addresses(
+            [{"role": "user", "content": [part, {"type": "image_url", "image_url": url + "x"}]}], source(site)
+        )
+    with pytest.raises(RequestError, match=f"more than {MOST_ADDRESSES} images by address"):
+        read_addresses([{"role": "user", "content": [part] * (MOST_ADDRESSES + 1)}], source(site))
+
+
+def test_settings_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="allowed_media_domains must be names of hosts"):
+        ServerConfig(allowed_media_domains=("https://images.example/",))
+    with pytest.raises(ConfigError, match="is no directory"):
+        ServerConfig(allowed_local_media_path=str(tmp_path / "gone"))
