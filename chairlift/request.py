@@ -253,7 +253,7 @@ class Request:
         self.short_of_blocks = False
         """Whether it keeps its row, has lost blocks at the end of its table, and waits for new ones."""
         self.num_ever_computed = 0
-        """Largest number of positions computed before it lost some."""
+        """Largest number of positions that were computed before a preemption discarded some."""
         self.due_at = -1
         """Tick of the decode clock at which the scheduler must check this decoding request next."""
         self.refused_at: tuple[int, int, float] = NOT_REFUSED

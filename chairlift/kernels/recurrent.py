@@ -52,9 +52,9 @@ class Piece:
     start: int
     end: int
     read: int
-    """Block with the state before them; -1 for the first piece of a sequence."""
+    """Block with the state before these tokens; -1 for the first piece of a sequence."""
     write: int
-    """Block for the state after them."""
+    """Block for the state after these tokens."""
     alone: bool = False
     """Whether it is the only token of its row in the step."""
 

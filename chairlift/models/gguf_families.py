@@ -16,7 +16,7 @@ ROPE_FACTORS: Final = {"long_factor": "rope_factors_long.weight", "short_factor"
 
 
 class Metadata(Protocol):
-    """Numbers of a file's architecture by the rest of their key."""
+    """Numeric metadata of the file's architecture, by key without the architecture's name."""
 
     def number(self, name: str, default: float | None = None) -> Any:
         """A number; None where it is missing and there is no default."""

@@ -83,7 +83,6 @@ QWEN3_NEXT = Family(
     architecture="Qwen3NextForCausalLM",
     models="Qwen3-Next-80B-A3B",
     differences="gated delta nets in three of four layers; gated attention; experts; a gated expert for all tokens",
-    called_out="delta nets, gates",
     read=_read,
     defaults={
         **QWEN2_DEFAULTS,

@@ -25,7 +25,7 @@ __all__ = ["serve_recording"]
 
 
 class _NoEngine:
-    """The engine's attributes that the application needs, when there is no engine."""
+    """Stands in for the engine where a recording is shown: it has only the attributes that the application reads."""
 
     def __init__(self) -> None:
         self.stats = RequestStats()

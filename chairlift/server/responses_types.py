@@ -265,7 +265,7 @@ class Response(msgspec.Struct, kw_only=True):
     user: str | None
     metadata: dict[str, str]
     tool_call_errors: list[str] | UnsetType = UNSET
-    """Errors of text that began like a tool call and stayed in a message."""
+    """What was wrong with text that began like a tool call and is part of a message."""
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True):

@@ -14,7 +14,7 @@ from typing import Final
 __all__ = ["PredictedText"]
 
 _LEAST_MATCH: Final = 2
-"""Tokens that must be equal for the place to be found again."""
+"""Number of equal tokens by which the place in the predicted text is found again."""
 _MOST_MATCH: Final = 16
 """Longer matches are as good as this."""
 _MOST_COMPARED: Final = 64

@@ -172,7 +172,7 @@ def trl_writer(output: Path) -> Iterator[Write]:
 
 
 def _ignore(_value: object) -> None:
-    """Nothing: a function that returns something becomes one that does not."""
+    """Drop a result, so that a function with a result can stand where none is expected."""
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ class LaneBatch:
     ids: tuple[tuple[int, ...], ...]
     """Per lane and segment, which document of the source, from 0; -1 for filling."""
     carry: npt.NDArray[np.bool_]
-    """[lanes]: whether the lane's last document goes on in the next batch, so that its state is needed there."""
+    """[lanes]: whether the lane's last document continues in the next batch. The next batch then needs its state."""
 
     @property
     def reset(self) -> npt.NDArray[np.bool_]:

@@ -285,11 +285,11 @@ class StalenessGate:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _can_keep_up(self, left: Sequence[Finished], taken: int, *, at: int | None = None) -> bool:
-        """Whether all that is ``left`` or runs can be trained on in time, ``batch`` at each version.
+        """Whether all rollouts that are ``left`` or still run can be trained on in time, ``batch`` at each version.
 
-        What version v made must be taken at v + bound at the latest. Oldest first keeps up if anything does (Jackson's
-        rule), so counting what is due by each version is enough. ``taken`` more are taken now; ``at`` is the first
-        version.
+        A rollout of version v must be taken at version v + bound at the latest. Taking the oldest first meets all these
+        times if any order does (Jackson's rule), so it is enough to count how many are due by each version. ``taken``
+        more are taken now; ``at`` is the first version.
         """
         now = self.version if at is None else at
         room = self.batch if at is not None else max(0, self.batch - self._taken - taken)

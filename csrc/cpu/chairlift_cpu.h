@@ -13,7 +13,7 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 7 };
+enum { CL_ABI_VERSION = 8 };
 
 // Dtype of a program's activations, KV and dense weights (a KV layer may have another kind). Sums are always float32.
 enum cl_dtype { CL_F32 = 0, CL_BF16 = 1 };
@@ -55,7 +55,8 @@ enum cl_op_kind {
   CL_OP_LAYER_NORM = 16,  // out[T, k] = layer_norm(in) * weight[k] + bias[k] (float32; bias may be null), eps
   CL_OP_LINEAR_GELU = 17,  // as LINEAR_SILU, with the tanh form of GELU
   CL_OP_SCALE = 18,       // out[T, n] = in * scale
-  // what QKV does after its product, for rows in[T, (heads + 2 kv_heads) * head_dim]; flags: CL_ALL_HEADS
+  // what QKV does after its product, for rows in[T, (heads + 2 kv_heads) * head_dim] from column `window` on; flags:
+  // CL_ALL_HEADS
   CL_OP_HEADS = 19,
   // out[T, n] = causal convolution over k tokens of each channel, with the states of `layer`. The input is in[T, n]; with
   // CL_GATED it is b * x of in[T, 3 n] = (b, c, x), and the sum is multiplied with c. weight float32 [k, n]; flag CL_SILU.
@@ -66,8 +67,12 @@ enum cl_op_kind {
   // weight (A_log), bias (of steps), q_norm (D). Steps lie between scale and cap; eps is a factor of their input (0: 1)
   CL_OP_MAMBA_SCAN = 24,
   // out[T, n] = rms_norm(in * silu(aux)) * weight[n] (float32), with one mean for each of `heads` groups, and eps; flag
-  // CL_NORM_FIRST. Without a weight it is in * silu(aux). scale is a factor of aux
+  // CL_NORM_FIRST. Without a weight it is in * silu(aux); flag CL_SIGMOID_GATE: sigmoid in place of silu. scale is a factor of aux, which begins at column `window`
   CL_OP_GATED_NORM = 25,
+  // out[T, n] = what gated delta nets read, for in = (q, k of kv_heads heads of k columns each; v of `heads` heads of
+  // head_dim) and aux[T, 2 heads] = (rates, decays), with memories [heads, head_dim / p, k, p] float32 of `layer`, where p
+  // is 32 if that divides head_dim, else 16. float32 [heads]: weight (logarithms of decays), bias (of decays)
+  CL_OP_DELTA_SCAN = 26,
 };
 enum {
   CL_PACKED = 1,     // the weight is packed
@@ -75,6 +80,7 @@ enum {
   CL_GATED = 8,      // SHORT_CONV: the input is (b, c, x)
   CL_SILU = 16,      // SHORT_CONV: silu of the sum
   CL_NORM_FIRST = 32,  // GATED_NORM: rms_norm(in) * silu(aux)
+  CL_SIGMOID_GATE = 64,  // GATED_NORM: sigmoid(aux) in place of silu(aux)
   CL_ALL_HEADS = 4,  // q_norm [heads * head_dim] and k_norm [kv_heads * head_dim] are norms over all heads together
 };
 enum cl_activation { CL_NONE = 0, CL_GELU = 1, CL_GELU_TANH = 2, CL_RELU = 3, CL_RELU_SQUARED = 4 };

@@ -388,7 +388,7 @@ static void heads(const cl_op& op, const cl_program& program, const cl_batch& ba
   T* q = static_cast<T*>(program.buffers[op.out]);
   const int64_t stride = program.strides[op.out];
   const StoreHeads<T> store{op, layer, batch.slot_mapping + int64_t(layer.group) * m, m, rotary, q, stride};
-  store.store(static_cast<const T*>(program.buffers[op.in]), program.strides[op.in], share);
+  store.store(static_cast<const T*>(program.buffers[op.in]) + op.window, program.strides[op.in], share);
   for (int t = share.begin; t < share.end; t++) clear_pad(q + t * stride, op.heads * op.head_dim);
 }
 

@@ -143,11 +143,11 @@ static void mamba_scan(const cl_op& op, const cl_program& program, const cl_batc
 template <typename T>
 static void gated_norm(const cl_op& op, const cl_program& program, const cl_batch& batch, int thread, int num_threads) {
   const T* in = static_cast<const T*>(program.buffers[op.in]);
-  const T* gate = static_cast<const T*>(program.buffers[op.aux]);
+  const T* gate = static_cast<const T*>(program.buffers[op.aux]) + op.window;
   T* out = static_cast<T*>(program.buffers[op.out]);
   const float* weight = static_cast<const float*>(op.weight);
   const int size = op.n / op.heads;
-  const bool first = op.flags & CL_NORM_FIRST;
+  const bool first = op.flags & CL_NORM_FIRST, sigmoid = op.flags & CL_SIGMOID_GATE;
   const vf opened = vset(op.scale != 0.0f ? op.scale : 1.0f);
   const Share share = share_of(batch.num_tokens * op.heads, thread, num_threads);
   for (int each = share.begin; each < share.end; each++) {
@@ -155,7 +155,10 @@ static void gated_norm(const cl_op& op, const cl_program& program, const cl_batc
     const T* x = in + t * program.strides[op.in] + at;
     const T* z = gate + t * program.strides[op.aux] + at;
     T* y = out + t * program.strides[op.out] + at;
-    const auto silu = [&](int i) { return vsilu(vmul(vload(z + i), opened)); };
+    const auto silu = [&](int i) {
+      const vf given = vmul(vload(z + i), opened);
+      return sigmoid ? vdiv(vset(1.0f), vadd(vset(1.0f), vexp(vsub(vset(0.0f), given)))) : vsilu(given);
+    };
     const auto value = [&](int i) { return first || !weight ? vload(x + i) : vmul(vload(x + i), silu(i)); };
     vf factor = vset(1.0f);
     if (weight) {

@@ -198,7 +198,7 @@ class Growth:
 
     @property
     def told(self) -> bool:
-        """Whether this many requests would have shown a leak."""
+        """Whether there were enough requests to show a leak."""
         return self.too_much or LEAK_BYTES_PER_REQUEST * self.requests > NOISE_BYTES
 
     def __str__(self) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
 from chairlift.kernels.cpu.packing import PANEL, PackedMatrix
+from chairlift.kernels.delta_rule import DeltaRule
 from chairlift.kernels.mamba2 import Mamba2
 from chairlift.kernels.recording import Node, Op, Value, add, attention, recurrence
 from chairlift.kernels.short_conv import ShortConv
@@ -47,6 +48,7 @@ class OpKind(enum.IntEnum):
     SHORT_CONV = 20
     MAMBA_SCAN = 24
     GATED_NORM = 25
+    DELTA_SCAN = 26
 
 
 class OpFlag(enum.IntFlag):
@@ -58,6 +60,7 @@ class OpFlag(enum.IntFlag):
     GATED = 8
     SILU = 16
     NORM_FIRST = 32
+    SIGMOID_GATE = 64
 
 
 class Activation(enum.IntEnum):
@@ -120,7 +123,8 @@ def lower(nodes: Sequence[Node], output: Value) -> Plan:
 def narrow_at(ops: Sequence[FusedOp], output: Value) -> tuple[int, set[Value]]:
     """Index of the first operation after which tokens do not depend on each other, and the activations read from there
     on."""
-    shared = (OpKind.EMBED, OpKind.ROTARY, OpKind.QKV, OpKind.HEADS, OpKind.SHORT_CONV, OpKind.MAMBA_SCAN)
+    rows = (OpKind.EMBED, OpKind.ROTARY, OpKind.QKV, OpKind.HEADS)
+    shared = (*rows, OpKind.SHORT_CONV, OpKind.MAMBA_SCAN, OpKind.DELTA_SCAN)
     recurrent = [op.call is not None and op.call.op is recurrence for op in ops]
     at = max((i for i, op in enumerate(ops) if op.kind in shared or recurrent[i]), default=-1) + 1
     read = {value for op in ops[at:] for value in op.inputs} | {output}
@@ -149,7 +153,8 @@ class _Fuser:
             return
         # A sum of two products fuses the later one. The earlier one may have been computed before its input was
         # overwritten.
-        candidates = reversed(node.inputs) if node.op is add else node.inputs[:1]
+        # The gate of attention's result is its second input.
+        candidates = reversed(node.inputs) if node.op in (add, ops.sigmoid_gate) else node.inputs[:1]
         for value in candidates:
             claimed = value.node
             if claimed is None or claimed.op not in _CLAIMED[node.op] or not self._only_reader(node, value):
@@ -233,6 +238,16 @@ def _gated(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
         yield op
 
 
+def _sigmoid_gate(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
+    gate = fuser.absorbed.get(node.inputs[1])
+    if gate is None or node.out.width % LANES:
+        yield from () if gate is None else _call(fuser, gate)
+        yield from _call(fuser, node)
+        return
+    fields = {"n": node.out.width, "heads": 1, "flags": int(OpFlag.SIGMOID_GATE), "window": gate.attributes["first"]}
+    yield FusedOp(OpKind.GATED_NORM, node.out, (node.inputs[0], gate.inputs[0]), fields)
+
+
 def _activation(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     product = fuser.absorbed.get(node.inputs[0])
     if product is None:
@@ -277,6 +292,8 @@ def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     q = Value(qkv.recorder, "rows", node.out.width)
     if found is None:
         op = FusedOp(OpKind.HEADS, q, (qkv,))
+    elif found.op is ops.columns:
+        op = FusedOp(OpKind.HEADS, q, found.inputs, {"window": found.attributes["first"]})
     elif found.op is ops.norm_all_heads:
         op = FusedOp(OpKind.HEADS, q, found.inputs, {"flags": int(OpFlag.ALL_HEADS)})
         given = given | found.attributes
@@ -306,7 +323,7 @@ def _short_conv(node: Node, cell: ShortConv, out: Value, column: int = 0) -> lis
     fields = {"n": channels, "k": taps, "layer": node.attributes["layer"], "flags": int(flags), "window": column}
     weight = cell.weight.detach().view(channels, taps).t()
     factors = cell.channel_factors(weight.device)
-    return [FusedOp(OpKind.SHORT_CONV, out, node.inputs, fields, weight, bias=cell.bias, q_norm=factors)]
+    return [FusedOp(OpKind.SHORT_CONV, out, node.inputs[:1], fields, weight, bias=cell.bias, q_norm=factors)]
 
 
 def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
@@ -338,12 +355,33 @@ def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
     return [*conv, scan, FusedOp(OpKind.GATED_NORM, out, (scanned, given), fields, cell.norm)]
 
 
+def _delta_rule(node: Node, cell: DeltaRule, out: Value) -> list[FusedOp]:
+    """The convolution, the scan, and the gate with its norm; empty if their sizes have no kernel."""
+    given, rates = node.inputs
+    width = cell.value_heads * cell.value_dim
+    mixed, scanned = Value(out.recorder, "rows", cell.channels), Value(out.recorder, "rows", width)
+    conv = _short_conv(node, ShortConv(cell.conv, None, silu=True), mixed)
+    if not conv or cell.value_dim % LANES or cell.key_dim % LANES or cell.key_dim > MOST_STATE:
+        return []
+    fields = {"n": width, "k": cell.key_dim, "heads": cell.value_heads, "kv_heads": cell.key_heads}
+    fields |= {"head_dim": cell.value_dim, "layer": node.attributes["layer"]}
+    scan = FusedOp(OpKind.DELTA_SCAN, scanned, (mixed, rates), fields, cell.decay_log, bias=cell.step_bias, part=1)
+    gate = {"n": width, "heads": cell.value_heads, "eps": cell.eps, "flags": int(OpFlag.NORM_FIRST)}
+    gate["window"] = cell.channels
+    weight = cell.norm.detach().expand(cell.value_heads, -1)
+    return [*conv, scan, FusedOp(OpKind.GATED_NORM, out, (scanned, given), gate, weight)]
+
+
 MOST_TAPS = 8
 """``MOST_TAPS`` of ``csrc/cpu/recurrent.h``."""
 LANES, MOST_STATE = 16, 256
 """``LANES`` and ``MOST_STATE`` of ``csrc/cpu/mamba2.h``."""
 
-_CELLS: dict[type, Callable[[Node, Any, Value], list[FusedOp]]] = {Mamba2: _mamba2, ShortConv: _short_conv}
+_CELLS: dict[type, Callable[[Node, Any, Value], list[FusedOp]]] = {
+    DeltaRule: _delta_rule,
+    Mamba2: _mamba2,
+    ShortConv: _short_conv,
+}
 """Cells of recurrent layers that have a native kernel."""
 
 _GATED: dict[Op[..., Any], OpKind] = {
@@ -361,8 +399,9 @@ _ACTIVATIONS: dict[Op[..., Any], Activation] = {
 
 _CLAIMED: dict[Op[..., Any], tuple[Op[..., Any], ...]] = {
     add: (ops.native_linear, ops.scale),
-    ops.rotary_heads: (ops.native_linear, ops.norm_all_heads),
+    ops.rotary_heads: (ops.columns, ops.native_linear, ops.norm_all_heads),
     ops.scale: (ops.embedding,),
+    ops.sigmoid_gate: (ops.columns,),
     **dict.fromkeys((*_GATED, *_ACTIVATIONS), (ops.native_linear,)),
 }
 """For each operation, the operations that can be fused into it."""
@@ -380,6 +419,7 @@ _KERNELS: dict[Op[..., Any], Callable[[_Fuser, Node], Iterable[FusedOp]]] = {
     ops.rotary_heads: lambda fuser, node: (),  # fused into the attention that reads it
     ops.rotary_table: _rotary_table,
     ops.scale: _scale,
+    ops.sigmoid_gate: _sigmoid_gate,
     **dict.fromkeys(_ACTIVATIONS, _activation),
     **dict.fromkeys(_GATED, _gated),
 }

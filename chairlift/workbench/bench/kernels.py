@@ -91,8 +91,8 @@ class Measurement:
     count: int
     """Operations per run."""
     timings: dict[str, Timing]
-    """``all`` for products and experts, on a GPU ``streamed`` (few rows) and ``library`` (cuBLAS); ``paged`` and
-    ``in order`` for attention, ``greedy`` and ``drawn`` for output heads."""
+    """Times of variants. Products and experts have ``all``, on GPUs ``streamed`` (few rows) and ``library`` (cuBLAS);
+    attention has ``paged`` and ``in order``; output heads have ``greedy`` and ``drawn``."""
     extra_cost: float | None
     """Additional time as a fraction (median over rounds): of paged attention over attention in order, of sampling over
     the arg max, or of the product that streams its weight over cuBLAS. None for other products."""

@@ -43,7 +43,7 @@ class Violation(Exception):
 class PolicyWatch:
     """Answers as ``policy`` does. Raises Violation at the first answer that breaks a promise.
 
-    ``checked`` counts, per promise, how often it was looked at.
+    ``checked`` counts the checks of each promise.
     """
 
     def __init__(self, policy: Policy) -> None:
