@@ -113,7 +113,7 @@ class InProcess(RemoteCore):
 class FleetInProcess:
     """A front end over replicas in this process. ``cores[i]`` is the present core of replica i."""
 
-    def __init__(self, replicas: int, settings: dict[str, Any], **more: Any) -> None:
+    def __init__(self, replicas: int, settings: dict[str, Any], most_queued: int = 10_000, **more: Any) -> None:
         config = EngineConfig.from_flat({"model": "hashlm", "max_num_seqs": 8, "num_kv_blocks": 2000} | settings)
         self.cores: dict[int, InProcess] = {}
         self.slept: list[float] = []
@@ -130,7 +130,9 @@ class FleetInProcess:
             self.fleet = Fleet(config, engine, connect, replicas=replicas, sleep=sleep, **more)
             return self.fleet
 
-        self.engine = AsyncEngine.start(config, read_tokenizer=read_tokenizer, connect=make, max_queued_requests=10_000)
+        self.engine = AsyncEngine.start(
+            config, read_tokenizer=read_tokenizer, connect=make, max_queued_requests=most_queued
+        )
 
 
 @asynccontextmanager
