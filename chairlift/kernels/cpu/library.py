@@ -52,7 +52,7 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 """``CL_ABI_VERSION`` of the header that this module mirrors."""
 
 ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")

@@ -58,6 +58,7 @@ class OpFlag(enum.IntFlag):
     GATED = 8
     SILU = 16
     NORM_FIRST = 32
+    BOTH_WAYS = 64
 
 
 class Activation(enum.IntEnum):
@@ -288,6 +289,7 @@ def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     op.rotary = heads.inputs[1] if len(heads.inputs) == 2 else None
     yield op
     fields = {**sizes, "scale": attended["scale"], "window": attended["window"] or 0, "cap": attended["cap"] or 0.0}
+    fields["flags"] = int(OpFlag.BOTH_WAYS) if attended["both_ways"] else 0
     yield FusedOp(OpKind.ATTENTION, node.out, (q,), fields, sinks=attended["sinks"])
 
 
