@@ -36,14 +36,21 @@ class Door:
         self._keys: dict[str, Sequence[int]] = {}
         self._requests: dict[str, Request] = {}
         self._at: dict[str, Replica] = {}
+        self._pinned: dict[str, int] = {}
+        """Requests that only weights of this version may continue."""
+        self._newest: dict[int, int] = {}
+        """Last keys of prompts, and the version of the weights that compute them, while replicas have several."""
         self._num_seen = 0
 
     def __len__(self) -> int:
         """Requests that wait at the door."""
         return len(self._waiting)
 
-    def add(self, request: Request, keys: Sequence[int], now: float) -> None:
-        """Add a request that has arrived, or whose replica has died. ``keys`` are those of its prompt."""
+    def add(self, request: Request, keys: Sequence[int], now: float, version: int | None = None) -> None:
+        """Add a request that has arrived, or whose replica has died. ``keys`` are those of its prompt. With ``version``
+        it only goes to replicas with these weights."""
+        if version is not None:
+            self._pinned[request.request_id] = version
         request.sequence = self._num_seen
         self._num_seen += 1
         self._requests[request.request_id], self._keys[request.request_id] = request, keys
@@ -60,10 +67,16 @@ class Door:
         self._follow_policy(now)
         passed: list[Request] = []
         for request in self._waiting.line(now):
-            able = [each for each in self.replicas if each.accepting and (each.has_room or not self._router.late)]
-            if not able:
+            if not any(each.accepting and (each.has_room or not self._router.late) for each in self.replicas):
                 break
-            chosen = self._choose(request, [each for each in self.replicas if each.accepting])
+            suited = self._suited(request)
+            able = [each for each in suited if each.has_room or not self._router.late]
+            if not able:
+                if suited and not self._waiting.may_pass([*passed, request]):
+                    break
+                passed.append(request)
+                continue
+            chosen = self._choose(request, suited)
             if chosen not in able:
                 if self._waiting.may_pass([*passed, request]):
                     passed.append(request)
@@ -73,11 +86,29 @@ class Door:
             for other in passed:
                 other.times_passed += 1
         for request in passed:
-            idle = [each for each in self.replicas if each.accepting and each.has_room and not each.unstarted]
+            idle = [each for each in self._suited(request) if each.has_room and not each.unstarted]
             if not idle:
-                break
+                continue
             sent.append(self._send_to(request, self._choose(request, idle), now))
         return sent
+
+    def _suited(self, request: Request) -> list[Replica]:
+        """Replicas that may serve a request. While weights are replaced one replica after another, a chat does not go
+        back to the old ones."""
+        accepting = [each for each in self.replicas if each.accepting]
+        if (pinned := self._pinned.get(request.request_id)) is not None:
+            return [each for each in accepting if each.version == pinned]
+        if self._newest:
+            seen = max((self._newest.get(key, 0) for key in self._keys[request.request_id]), default=0)
+            return [each for each in accepting if each.version >= seen] or accepting
+        return accepting
+
+    def versions_changed(self) -> list[str]:
+        """Note that the weights of a replica have changed. Returns requests that no replica can continue any more."""
+        versions = {each.version for each in self.replicas}
+        if len(versions) == 1:
+            self._newest.clear()
+        return [name for name, pinned in self._pinned.items() if pinned not in versions and name not in self._at]
 
     def _choose(self, request: Request, replicas: Sequence[Replica]) -> Replica:
         return self._router.choose(self._keys[request.request_id], request.num_prompt_tokens, replicas)
@@ -89,6 +120,8 @@ class Door:
         uncached = request.num_prompt_tokens - PREFIX_BLOCK * replica.prefixes.matched(keys)
         replica.sent(request.request_id, max(1, uncached), keys)
         self._at[request.request_id] = replica
+        if keys and any(each.version != replica.version for each in self.replicas):
+            self._newest[keys[-1]] = max(replica.version, self._newest.get(keys[-1], 0))
         return request, replica
 
     def _follow_policy(self, now: float) -> None:
@@ -122,6 +155,7 @@ class Door:
         if request is None:
             return
         del self._keys[request_id]
+        self._pinned.pop(request_id, None)
         if (replica := self._at.pop(request_id, None)) is not None:
             replica.ended(request_id)
             request.num_computed_tokens = request.num_prompt_tokens + num_tokens
@@ -139,6 +173,7 @@ class Door:
             for name in names:
                 request = self._requests.pop(name)
                 del self._keys[name], self._at[name]
+                self._pinned.pop(name, None)
                 self._policy.left(request)
                 self._policy.forgotten(request)
                 kind.append(request)

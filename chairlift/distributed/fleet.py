@@ -27,7 +27,7 @@ from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.messages import PassBegun, Pooled, Refused, Step
 from chairlift.engine.pooling_core import PooledText
 from chairlift.engine.process_client import EngineEvents, RemoteCore
-from chairlift.errors import ConfigError, EngineDeadError, RequestError
+from chairlift.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
 from chairlift.metrics.stats import EngineStats, ReplicaStats, merge_stats
 from chairlift.outputs import FinishReason
 from chairlift.scheduler.policies import policy_from_config
@@ -51,6 +51,8 @@ class FleetEvents(EngineEvents, Protocol):
 
     def on_lost(self, request_ids: Sequence[str], why: str) -> None: ...
 
+    def on_weights(self, sequence_ids: Sequence[str], version: int) -> None: ...
+
 
 ConnectReplica = Callable[[int, EngineEvents], RemoteCore]
 """Makes the core of the replica with this index, which sends its events there."""
@@ -68,6 +70,8 @@ class _Job:
     """Answers that have not ended."""
     member: _Member | None = None
     """Where it was sent; None while it waits at the door."""
+    version: int = 0
+    """Version of the weights that compute it."""
 
 
 class _Member:
@@ -82,6 +86,8 @@ class _Member:
         """``alive``: the process has loaded its model and has not died."""
         self.stats = EngineStats()
         self.num_sent = self.num_restarts = 0
+        self.generation = 0
+        """Number of the replacement of weights that its process has taken, as the fleet counts them."""
         self.busy_since: float | None = None
         """Time of its newest step, or of the first request since it was idle; None while it is idle."""
         self.quiet, self.opened = asyncio.Event(), asyncio.Event()
@@ -90,6 +96,11 @@ class _Member:
     @property
     def num_requests(self) -> int:
         return self.view.num_requests
+
+    async def lost(self, core: RemoteCore) -> None:
+        """Wait until the fleet has noticed that this process is gone."""
+        while self.alive and self.core is core:
+            await asyncio.sleep(0.01)
 
     @property
     def state(self) -> str:
@@ -132,7 +143,7 @@ class _Member:
             self._fleet.events.on_watched(lines)
 
     def on_updated(self, info: EngineInfo) -> None:
-        self.info = info
+        self._fleet.weights_changed(self, info)
 
     def on_adapter(self, state: AdapterState) -> None:
         self._fleet.adapter_loaded(self, state)
@@ -156,11 +167,13 @@ class Fleet(RemoteCore):
         routing: str = "forecast",
         restart: bool = True,
         health_timeout: float = 30.0,
+        drain_timeout: float = 30.0,
         now: Callable[[], float] = time.monotonic,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.config, self.events = config, events
         self._connect, self._restart, self._health_timeout = connect, restart, health_timeout
+        self._drain_timeout = drain_timeout
         self._now, self._sleep = now, sleep
         self._pace, scheduler = MeasuredPace(), config.scheduler
         pace = self._pace.pace(scheduler.max_num_batched_tokens)
@@ -183,6 +196,10 @@ class Fleet(RemoteCore):
         self._loads: dict[int, AdapterLoad] = {}
         self._loading: dict[int, tuple[set[int], str]] = {}
         """Adapters that are being read: the replicas that have not answered, and the first error."""
+        self._info: EngineInfo | None = None
+        """All replicas as one."""
+        self._generation = 0
+        """Number of times that the weights were replaced."""
         self._watched = self._alike = False
         self._tasks: list[asyncio.Task[None]] = []
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -225,13 +242,14 @@ class Fleet(RemoteCore):
             self._open(member)
             self._tasks.append(asyncio.create_task(self._keep(member), name=f"keeper of replica {member.view.index}"))
         self._tasks.append(asyncio.create_task(self._watch_silence(), name="watch over replicas"))
-        return dataclasses.replace(
+        self._info = dataclasses.replace(
             first,
             pool_tokens=sum(info.pool_tokens for info in infos),
             num_blocks=sum(info.num_blocks for info in infos),
             max_num_seqs=sum(info.max_num_seqs for info in infos),
             threads=sum(info.threads for info in infos),
         )
+        return self._info
 
     def add(self, request: PreparedRequest) -> None:
         job = _Job(request, request.sequence_ids[0], set(request.sequence_ids))
@@ -272,10 +290,41 @@ class Fleet(RemoteCore):
             core.unload_adapter(adapter_id)
 
     async def update_weights(self, source: str, version: int, in_flight: str) -> EngineInfo:
-        raise ConfigError(
-            "weights are replaced in one engine only, and this server has several replicas; write the new weights to"
-            " the model's directory and restart the replicas one after another"
-        )
+        """Replace the weights of all replicas, one after another; the others serve meanwhile. Each finishes its
+        requests first, within ``drain_timeout``; what then still runs goes on with the new weights, as in one engine.
+
+        Raises ConfigError or ModelLoadError if the first replica cannot read them; then nothing has changed. A later
+        one that cannot is killed, and started again with them.
+        """
+        async with self._rolling:
+            if self._info is None:
+                raise EngineDeadError("no replica is there")
+            updated, target = self._info.updated(source, version), self._generation + 1
+            while (behind := next((m for m in self._members if m.alive and m.generation < target), None)) is not None:
+                if sum(each.alive for each in self._members) > 1:
+                    await self._drain(behind, self._drain_timeout)
+                core = behind.core
+                if core is None or not behind.alive:
+                    continue
+                try:
+                    await core.update_weights(source, version, in_flight)
+                except EngineDeadError:
+                    await behind.lost(core)
+                    continue
+                except (ConfigError, ModelLoadError) as error:
+                    if self._generation < target:
+                        self._undrain(behind)
+                        raise
+                    _log.error("replica %d cannot take the new weights: %s", behind.view.index, error)
+                    core.kill()
+                    await behind.lost(core)
+                    continue
+                self._info, self._generation, behind.generation = updated, target, target
+                self._undrain(behind)
+            if self._generation < target:
+                raise EngineDeadError("the last replica died while its weights were to be replaced")
+            self.events.on_updated(updated)
+            return updated
 
     def kill(self) -> None:
         for core in self._cores():
@@ -306,14 +355,45 @@ class Fleet(RemoteCore):
                 if not member.alive or member.core is None:
                     continue
                 _log.info("replica %d is drained and restarted", member.view.index)
-                member.draining, member.view.accepting = True, False
-                member.opened.clear()
-                if member.num_requests:
-                    member.quiet.clear()
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(member.quiet.wait(), patience)
-                member.core.kill()
+                await self._drain(member, patience)
+                if member.core is not None:
+                    member.core.kill()
                 await member.opened.wait()
+
+    async def _drain(self, member: _Member, patience: float) -> None:
+        """Send a replica nothing more, and wait until it has no request, at most ``patience`` seconds."""
+        member.draining, member.view.accepting = True, False
+        member.opened.clear()
+        if member.num_requests:
+            member.quiet.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(member.quiet.wait(), patience)
+
+    def _undrain(self, member: _Member) -> None:
+        """Send requests to a replica again."""
+        member.draining = False
+        if member.alive:
+            member.view.accepting = True
+            member.opened.set()
+            self._report_failed(self._send())
+
+    def weights_changed(self, member: _Member, info: EngineInfo) -> None:
+        """A replica's later steps come from other weights. Its prefix cache is empty."""
+        member.info = info
+        member.view.version = info.weight_version
+        member.view.prefixes.clear()
+        for job in self._jobs.values():
+            if job.member is member:
+                self._computed_by(job, info.weight_version)
+        stranded = [self._jobs[name] for name in self.door.versions_changed()]
+        for job in stranded:
+            self._forget(job)
+        self.events.on_lost([job.prepared.request_id for job in stranded], "its weights were replaced everywhere")
+
+    def _computed_by(self, job: _Job, version: int) -> None:
+        """Note the weights that compute the later tokens of a request."""
+        job.version = version
+        self.events.on_weights(list(job.left), version)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -324,7 +404,8 @@ class Fleet(RemoteCore):
         salt = (prepared.cache_salt, prepared.adapter_id)
         keys = prefix_keys(known, salt) if self.config.cache.enable_prefix_caching else []
         job.member = None
-        self.door.add(prepared.make_sequences()[0], keys, self._now())
+        version = job.version if prepared.answer_token_ids else None
+        self.door.add(prepared.make_sequences()[0], keys, self._now(), version)
 
     def _send(self) -> dict[str, RequestError]:
         """Send the requests that replicas have room for. Returns those that could not be sent, by id."""
@@ -391,6 +472,7 @@ class Fleet(RemoteCore):
             fresh = view.unstarted.keys() & set(outputs.sequence_ids)
             for name in [each for each in view.unstarted if each in fresh]:
                 self.door.begun(name)
+                self._computed_by(self._jobs[name], view.version)
                 self._forecast.started(now)
         if member.busy_since is not None:
             self._pace.stepped(step.stats.step_tokens, now - member.busy_since)
@@ -424,6 +506,11 @@ class Fleet(RemoteCore):
         member.core = self._connect(member.view.index, member)
         try:
             member.info = await member.core.start()
+            member.generation = 0
+            while self._info is not None and member.generation < self._generation:
+                weights, generation = (self._info.weights, self._info.weight_version), self._generation
+                member.info = await member.core.update_weights(*weights, "continue")
+                member.generation = generation
         except BaseException:
             core, member.core = member.core, None
             await core.close()
@@ -437,6 +524,7 @@ class Fleet(RemoteCore):
         member.alive, member.draining, member.busy_since = True, False, None
         cached = info.pool_tokens if self.config.cache.enable_prefix_caching else 0
         member.view.opened(cached)
+        member.view.version = info.weight_version
         scheduler = self.config.scheduler  # what the process tells with its first step
         member.stats = EngineStats(
             free_blocks=info.num_blocks,
@@ -518,7 +606,8 @@ class Fleet(RemoteCore):
         if any(answers) or job.left != set(prepared.sequence_ids):
             params = prepared.params
             followed = params.structured_outputs is not None or params.thinking is not None
-            if not self._alike or params.n > 1 or followed:
+            same = any(each.alive and each.view.version == job.version for each in self._members)
+            if not self._alike or params.n > 1 or followed or not same:
                 return None
             (known,) = answers
             if known[-1] in prepared.stop_token_ids:

@@ -142,6 +142,8 @@ class Replica:
         self.started: set[str] = set()
         """Requests sent there that have a token and have not ended."""
         self.prefixes = PrefixIndex(max(1, cache_tokens // PREFIX_BLOCK))
+        self.version = 0
+        """Version of its weights."""
         self._unstarted_tokens = 0
         # Late binding: a replica holds no more than two steps of prompts ahead, so that all others wait at the door,
         # in the order of the whole fleet. A few requests above its rows take the place of those that end meanwhile.

@@ -609,6 +609,11 @@ class AsyncEngine:
             self._outputs.weights_changed(info.weight_version)
             self.info = dataclasses.replace(info, eos_token_ids=self.info.eos_token_ids)
 
+    def on_weights(self, sequence_ids: Sequence[str], version: int) -> None:
+        """Note that later tokens of these answers come from weights of this version."""
+        if self._outputs is not None:
+            self._outputs.weights_of(sequence_ids, version)
+
     def on_adapter(self, state: AdapterState) -> None:
         """An adapter was loaded, or could not be."""
         waiting = self._loads.get(state.adapter_id)

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from chairlift.engine.causes import DecodeSeconds, causes_until
 from chairlift.engine.core import CoreOutputs, FinishedSequence, Progress
@@ -99,6 +99,8 @@ class _Answer:
 
     def weights_changed(self, version: int) -> None:
         """Note that later tokens come from other weights."""
+        if self.weight_versions[-1][1] == version:
+            return
         if self.weight_versions[-1][0] == len(self.token_ids):
             self.weight_versions.pop()
         self.weight_versions.append((len(self.token_ids), version))
@@ -349,6 +351,12 @@ class OutputProcessor:
         self.weight_version = version
         for _, answer in self._answers.values():
             answer.weights_changed(version)
+
+    def weights_of(self, sequence_ids: Iterable[str], version: int) -> None:
+        """Note that later tokens of these answers come from weights of this version. Ended ones are ignored."""
+        for name in sequence_ids:
+            if name in self._answers:
+                self._answers[name][1].weights_changed(version)
 
     def remove(self, request_id: str, now: float | None = None, *, died: bool = False) -> list[str]:
         """Remove a request, and return its unfinished sequences. With ``now`` it is counted as aborted, or as failed if

@@ -1,7 +1,7 @@
 """Executor of models for embeddings, scores and classes: texts side by side in, one vector per text out.
 
-There is no KV cache and no padding: a pass is one flat batch of whole texts. Decoders in the native kernels write K and
-V of a pass into scratch memory, which the next pass overwrites.
+There is no KV cache and no padding: a pass is one flat batch of whole texts. The native kernels write K and V of a pass
+into scratch memory, which the next pass overwrites; the layers of an encoder share it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from chairlift.kernels.cpu.library import Pool
 from chairlift.kernels.cpu.program import StepProgram
 from chairlift.kernels.recording import Recorder
 from chairlift.models.context import PackedContext
-from chairlift.models.encoder import Encoder, EncoderBatch
+from chairlift.models.encoder import Encoder, EncoderBatch, kernel_attention_cache
+from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.pooled_network import PooledNetwork
 from chairlift.step_batch import StepBatch
 
@@ -68,7 +69,10 @@ class NativePooledRunner:
         self, model: PooledNetwork, dtype: torch.dtype, pool: Pool, *, isa: str, max_tokens: int, max_rows: int
     ) -> None:
         body, recorder, spec = model.model, Recorder(dtype), model.kv_cache_spec()
-        self._batch = EncoderBatch()
+        if isinstance(model.config.network, EncoderConfig):
+            shared = kernel_attention_cache(model.config.network)
+            spec = [] if shared is None else [shared]
+        self._batch = EncoderBatch(recorder=recorder)
         context: Any = self._batch if isinstance(body, Encoder) else recorder
         hidden: Any = body(recorder.token_ids, recorder.positions, context)
         layers = []
@@ -79,7 +83,7 @@ class NativePooledRunner:
             )
             self._kv = NativeKV(spec, plan)
             layers = self._kv.layers
-        self.num_groups = len({layer.window for layer in spec})
+        self.num_groups = len({layer.window for layer in spec}) if context is recorder else 0
         self._program = StepProgram(recorder, hidden, layers, pool, isa=isa, max_tokens=max_tokens)
         self.calls: Sequence[str] = self._program.plan.calls
 

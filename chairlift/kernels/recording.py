@@ -191,10 +191,11 @@ class Recorder:
         window: int | None,
         cap: float | None = None,
         sinks: Tensor | None = None,
+        both_ways: bool = False,
     ) -> Value:
         """Record attention; see :class:`~chairlift.models.context.AttentionContext`. q, k and v come from one
-        ``ops.rotary_heads``."""
-        given = {"layer": layer, "scale": scale, "window": window, "cap": cap, "sinks": sinks}
+        ``ops.rotary_heads``. With ``both_ways`` a token sees all tokens of its text (no window), also later ones."""
+        given = {"layer": layer, "scale": scale, "window": window, "cap": cap, "sinks": sinks, "both_ways": both_ways}
         out = self.record(attention, (q, k, v), given)
         return cast(Value, out)
 
@@ -236,9 +237,10 @@ def attention(
     window: int | None,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    both_ways: bool = False,
 ) -> Tensor:
-    """Causal attention in one layer, heads -> [T, Hq * Dh]. It has no definition in plain torch, because it needs the
-    step's cache."""
+    """Causal attention in one layer, or in both directions, heads -> [T, Hq * Dh]. It has no definition in plain
+    torch, because it needs the step's cache."""
     raise InvariantError("attention has no call-out; see AttentionContext.attend")
 
 

@@ -4,16 +4,19 @@ it."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from chairlift.kernels import ops
+from chairlift.kernels.recording import Recorder
+from chairlift.models.context import LayerCache
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.layers.linear import Embedding, Linear
 from chairlift.models.layers.norm import LayerNorm
 
-__all__ = ["Encoder", "EncoderBatch"]
+__all__ = ["Encoder", "EncoderBatch", "kernel_attention_cache"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -24,6 +27,8 @@ class EncoderBatch:
     """[N + 1] offsets of the texts in the flat batch."""
     token_types: Tensor | None = None
     """int64 [T]; None: all are 0."""
+    recorder: Recorder | None = None
+    """What records the network for the native kernels; None where tensors are computed."""
     _tables: dict[float, ops.Rotary] = dataclasses.field(default_factory=dict)
 
     def begin(self, cu_seqlens: list[int], token_types: Tensor | None) -> None:
@@ -84,6 +89,7 @@ class _Layer(nn.Module):
         self.window = config.layer_windows[layer]
         self.theta = config.layer_thetas[layer] if config.layer_thetas else None
         self.head_dim, self.width = config.head_dim, hidden
+        self.in_kernels = kernel_attention_cache(config) is not None
 
     def forward(self, x: Tensor, positions: Tensor, batch: EncoderBatch) -> Tensor:
         if self.pre_norm:
@@ -101,6 +107,13 @@ class _Layer(nn.Module):
         return out
 
     def _attend(self, qkv: Tensor, positions: Tensor, batch: EncoderBatch) -> Tensor:
+        if batch.recorder is not None and self.in_kernels:
+            heads = self.width // self.head_dim
+            found: Any = ops.rotary_heads(qkv, None, heads, heads, self.head_dim)
+            # Layers run one after the other, so all write K and V of a pass into the same cache.
+            out: Any = batch.recorder.attend(0, *found, scale=self.head_dim**-0.5, window=None, both_ways=True)
+            return cast(Tensor, out)
+
         def encoder_attention(rows: Tensor, places: Tensor) -> Tensor:
             q, k, v = rows.reshape(len(rows), 3, -1, self.head_dim).unbind(1)
             if self.theta is not None:
@@ -110,6 +123,18 @@ class _Layer(nn.Module):
             return ops.bidirectional_attention(q, k, v, batch.cu_seqlens, scale=scale, window=self.window).flatten(1)
 
         return ops.call_out(encoder_attention, qkv, positions, width=self.width)
+
+
+def kernel_attention_cache(config: EncoderConfig) -> LayerCache | None:
+    """K and V of one pass for attention in the native kernels, which all layers share; None where PyTorch computes it,
+    because heads are rotated, layers have windows, or the size of a head is no multiple of 16."""
+    if config.layer_thetas or any(config.layer_windows) or config.head_dim % 16 or config.head_dim > _WIDEST_HEAD:
+        return None
+    return LayerCache(config.num_attention_heads, config.head_dim, None)
+
+
+_WIDEST_HEAD = 256
+"""Largest size of a head in the native kernels."""
 
 
 def _norm(config: EncoderConfig) -> LayerNorm:

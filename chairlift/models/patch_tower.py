@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from chairlift.models.vision_config import PatchConfig
-from chairlift.models.vision_tower import PIECE, take_tensor
+from chairlift.models.vision_tower import PIECE, Product, take_tensor
 from chairlift.vision.spans import ImageTile
 
 __all__ = ["PatchTower"]
@@ -23,9 +23,6 @@ __all__ = ["PatchTower"]
 _EPS = 1e-6
 _SCORES = PIECE * 1024
 """Most scores of a head in a piece of attention, where an image has many patches."""
-
-_Pair = tuple[Tensor, Tensor]
-"""A weight and its bias."""
 
 
 class PatchTower:
@@ -51,30 +48,31 @@ class PatchTower:
         def take(name: str, *shape: int) -> Tensor:
             return take_tensor(tensors, where, top + name, *shape).to(dtype, copy=True)
 
-        def pair(name: str, *shape: int) -> _Pair:
-            return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
+        def product(name: str, *shape: int) -> Product:
+            return Product(take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0]))
 
         def norm(name: str, size: int = width) -> tuple[Tensor, ...]:
-            return pair(name, size) if config.deep else (take(f"{name}.weight", size),)
+            names = (f"{name}.weight", f"{name}.bias") if config.deep else (f"{name}.weight",)
+            return tuple(take(each, size) for each in names)
 
         # An image is `frames` equal ones, so their weights are added.
         embedding = take_tensor(tensors, where, f"{top}patch_embed.proj.weight", width, 3, config.frames, patch, patch)
-        self._embedding = embedding.float().sum(2).flatten(1).to(dtype)
-        self._bias = take("patch_embed.proj.bias", width) if config.deep else None
+        bias = take("patch_embed.proj.bias", width) if config.deep else None
+        self._embedding = Product(embedding.float().sum(2).flatten(1).to(dtype), bias)
         self._positions = take("pos_embed.weight", config.side**2, width) if config.deep else None
         self._layers = []
         for index in range(config.num_hidden_layers):
             at = f"blocks.{index}."
             mlp = ("linear_fc1",) if config.deep else ("gate_proj", "up_proj")
-            ups = [pair(f"{at}mlp.{name}", inner, width) for name in mlp]
-            down = pair(f"{at}mlp.{'linear_fc2' if config.deep else 'down_proj'}", width, inner)
-            qkv, out = pair(f"{at}attn.qkv", 3 * width, width), pair(f"{at}attn.proj", width, width)
+            ups = [product(f"{at}mlp.{name}", inner, width) for name in mlp]
+            down = product(f"{at}mlp.{'linear_fc2' if config.deep else 'down_proj'}", width, inner)
+            qkv, out = product(f"{at}attn.qkv", 3 * width, width), product(f"{at}attn.proj", width, width)
             self._layers.append((norm(f"{at}norm1"), qkv, out, norm(f"{at}norm2"), ups, down))
         merged = width * config.merge_size**2
 
-        def merger(at: str, names: tuple[str, str, str], normed: int) -> tuple[tuple[Tensor, ...], _Pair, _Pair]:
+        def merger(at: str, names: tuple[str, str, str], normed: int) -> tuple[tuple[Tensor, ...], Product, Product]:
             first, second, last = (f"{at}.{name}" for name in names)
-            return norm(first, normed), pair(second, merged, merged), pair(last, config.text_width, merged)
+            return norm(first, normed), product(second, merged, merged), product(last, config.text_width, merged)
 
         deep = ("norm", "linear_fc1", "linear_fc2")
         self._merger = merger("merger", deep if config.deep else ("ln_q", "mlp.0", "mlp.2"), width)
@@ -117,7 +115,7 @@ class PatchTower:
         pixels = torch.frombuffer(bytearray(tile.pixels), dtype=torch.uint8).view(3, rows * size, columns * size)
         normal = (pixels.float() * self._factor - self._mean) / self._deviation
         patches = normal.view(3, rows, size, columns, size).permute(1, 3, 0, 2, 4).flatten(2)
-        state = functional.linear(self._squares(patches).to(self.dtype), self._embedding, self._bias)
+        state = self._embedding(self._squares(patches).to(self.dtype))
         return state if self._positions is None else state + self._learned(self._positions, rows, columns)
 
     def _learned(self, table: Tensor, rows: int, columns: int) -> Tensor:
@@ -165,7 +163,7 @@ class PatchTower:
         norm, qkv, out, *_ = layer
         heads, (cosines, sines) = self.config.num_attention_heads, rotation
         with torch.inference_mode():
-            parts = [functional.linear(self._normed(part, norm), *qkv) for part in torch.split(state, PIECE)]
+            parts = [qkv(self._normed(part, norm)) for part in torch.split(state, PIECE)]
             # [heads, patches, size]
             q, k, v = torch.cat(parts).view(len(state), 3, heads, -1).permute(1, 2, 0, 3).unbind(0)
             q, k = (_rotated(each, cosines, sines) for each in (q, k))
@@ -178,7 +176,7 @@ class PatchTower:
                 with torch.inference_mode():
                     keys = k[None, :, begin:end], v[None, :, begin:end]
                     some = functional.scaled_dot_product_attention(q[None, :, at:last], *keys)[0]
-                    state[at:last] += functional.linear(some.transpose(0, 1).flatten(1), *out)
+                    state[at:last] += out(some.transpose(0, 1).flatten(1))
                 yield PIECE * (last - at) // piece
             begin = end
 
@@ -188,20 +186,19 @@ class PatchTower:
         for at in range(0, len(state), PIECE):
             with torch.inference_mode():
                 normed = self._normed(state[at : at + PIECE], norm)
-                inner, *gated = (functional.linear(normed, *each) for each in ups)
+                inner, *gated = (each(normed) for each in ups)
                 if gated:
                     inner = functional.silu(inner) * gated[0]
                 else:
                     approximate = "tanh" if self.config.activation == "gelu_tanh" else "none"
                     inner = functional.gelu(inner, approximate=approximate)
-                state[at : at + PIECE] += functional.linear(inner, *down)
+                state[at : at + PIECE] += down(inner)
             yield len(normed)
 
-    def _merge(self, state: Tensor, norm: tuple[Tensor, ...], first: _Pair, second: _Pair) -> Tensor:
+    def _merge(self, state: Tensor, norm: tuple[Tensor, ...], first: Product, second: Product) -> Tensor:
         """A row of each square of patches. A norm as wide as a square is applied to whole squares."""
-        width = first[0].shape[1]
-        normed = self._normed(state.view(-1, len(norm[0])), norm).view(-1, width)
-        return functional.linear(functional.gelu(functional.linear(normed, *first)), *second)
+        normed = self._normed(state.view(-1, len(norm[0])), norm).view(-1, first.width)
+        return second(functional.gelu(first(normed)))
 
     def _normed(self, rows: Tensor, norm: tuple[Tensor, ...]) -> Tensor:
         if self.config.deep:

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from chairlift.errors import ModelLoadError
+from chairlift.kernels.onednn import pack_weight, packed_linear
 from chairlift.models.vision_config import VisionConfig
 from chairlift.vision.spans import ImageTile
 
-__all__ = ["PIECE", "Tower", "VisionTower", "take_tensor"]
+__all__ = ["PIECE", "Product", "Tower", "VisionTower", "take_tensor"]
 
 PIECE = 128
 """Most patches of a piece of work."""
@@ -47,6 +48,21 @@ def take_tensor(tensors: Mapping[str, Any], where: Path, name: str, *shape: int)
     return tensor
 
 
+class Product:
+    """``x @ weight.T + bias``, with the weight packed once where the processor's kernels allow it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        packed = pack_weight(weight)
+        self.width = weight.shape[1]
+        self._packs = packed is not None
+        self._weight, self._bias = weight if packed is None else packed, bias
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if self._packs:
+            return packed_linear(rows, self._weight, self._bias)
+        return functional.linear(rows, self._weight, self._bias)
+
+
 class VisionTower:
     """``encode(tile)`` gives the rows of one tile, [rows_per_tile, text_width], in the tower's dtype.
 
@@ -72,6 +88,9 @@ class VisionTower:
         def pair(name: str, *shape: int) -> tuple[Tensor, Tensor]:
             return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
 
+        def product(name: str, *shape: int) -> Product:
+            return Product(*pair(name, *shape))
+
         top = "model.vision_model."
         self._patches = pair(f"{top}embeddings.patch_embedding", width, 3, patch, patch)
         positions = take(f"{top}embeddings.position_embedding.weight", config.side**2, width)
@@ -80,15 +99,14 @@ class VisionTower:
         for index in range(config.num_hidden_layers):
             at = f"{_LAYER}{index}."
             parts = [pair(f"{at}self_attn.{name}_proj", width, width) for name in "qkv"]
-            qkv = torch.cat([weight for weight, _ in parts]), torch.cat([bias for _, bias in parts])
+            qkv = Product(torch.cat([weight for weight, _ in parts]), torch.cat([bias for _, bias in parts]))
             norms = pair(f"{at}layer_norm1", width), pair(f"{at}layer_norm2", width)
-            out = pair(f"{at}self_attn.out_proj", width, width)
-            self._layers.append(
-                (norms, qkv, out, pair(f"{at}mlp.fc1", inner, width), pair(f"{at}mlp.fc2", width, inner))
-            )
+            out = product(f"{at}self_attn.out_proj", width, width)
+            mlp = product(f"{at}mlp.fc1", inner, width), product(f"{at}mlp.fc2", width, inner)
+            self._layers.append((norms, qkv, out, *mlp))
         self._norm = pair(f"{top}post_layernorm", width)
         merged = width * config.scale_factor**2
-        self._project = take("model.connector.modality_projection.proj.weight", config.text_width, merged)
+        self._project = Product(take("model.connector.modality_projection.proj.weight", config.text_width, merged))
         factor, mean, deviation = normalise
         self._factor, self._mean, self._deviation = factor, _channels(mean), _channels(deviation)
 
@@ -117,7 +135,7 @@ class VisionTower:
         """The first half of a layer, into ``state``."""
         ((norm, _), qkv, out, *_), heads = layer, self.config.num_attention_heads
         with torch.inference_mode():
-            parts = [functional.linear(self._normed(part, norm), *qkv) for part in torch.split(state, PIECE)]
+            parts = [qkv(self._normed(part, norm)) for part in torch.split(state, PIECE)]
             width, size = state.shape[1], state.shape[1] // heads
             # [heads, patches, size]
             q, k, v = (
@@ -127,7 +145,7 @@ class VisionTower:
         for at in range(0, len(state), PIECE):
             with torch.inference_mode():
                 some = functional.scaled_dot_product_attention(q[None, :, at : at + PIECE], k[None], v[None])[0]
-                state[at : at + PIECE] += functional.linear(some.transpose(0, 1).flatten(1), *out)
+                state[at : at + PIECE] += out(some.transpose(0, 1).flatten(1))
             yield some.shape[1]
 
     def _transform(self, layer: Any, state: Tensor) -> Iterator[int]:
@@ -136,8 +154,8 @@ class VisionTower:
         approximate = "tanh" if self.config.activation == "gelu_tanh" else "none"
         for at in range(0, len(state), PIECE):
             with torch.inference_mode():
-                inner = functional.linear(self._normed(state[at : at + PIECE], norm), *first)
-                state[at : at + PIECE] += functional.linear(functional.gelu(inner, approximate=approximate), *second)
+                inner = first(self._normed(state[at : at + PIECE], norm))
+                state[at : at + PIECE] += second(functional.gelu(inner, approximate=approximate))
             yield len(inner)
 
     def _normed(self, rows: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
@@ -147,7 +165,7 @@ class VisionTower:
         """Merge squares of patches, row by row, and project them."""
         scale, side = self.config.scale_factor, self.config.side
         squares = self._normed(state, self._norm).view(side // scale, scale, side // scale, scale, -1)
-        return functional.linear(squares.transpose(1, 2).reshape(self.config.rows_per_tile, -1), self._project)
+        return self._project(squares.transpose(1, 2).reshape(self.config.rows_per_tile, -1))
 
 
 def _channels(values: list[float]) -> Tensor:

@@ -144,6 +144,7 @@ def _behind_a_door(engine_config: EngineConfig, config: ServerConfig) -> Callabl
             routing=config.routing,
             restart=config.restart,
             health_timeout=config.health_timeout,
+            drain_timeout=config.shutdown_timeout,
         )
 
     return start

@@ -1,4 +1,4 @@
-// Causal attention of ragged rows over the paged cache (PagedAttention: Kwon et al., 2023; online softmax: Milakov and
+// Attention of ragged rows over the paged cache, causal unless CL_BOTH_WAYS says otherwise (PagedAttention: Kwon et al., 2023; online softmax: Milakov and
 // Gimelshein, 2018; fixed KV splits: Flash-Decoding, Dao et al., 2023).
 //
 // The arithmetic of a query depends on its own sequence alone. Tiles of 256 and splits of 1,024 tokens begin at fixed
@@ -419,12 +419,14 @@ struct AttentionPiece {
   int position(int row) const {
     return batch.seq_lens[span.row] - (batch.cu_seqlens[span.row + 1] - token(row));
   }
+  // The row sees positions below this one.
+  int seen_end(int row) const { return op.flags & CL_BOTH_WAYS ? batch.seq_lens[span.row] : position(row) + 1; }
 };
 
 // Prefetches the first keys of the piece with tokens [begin, end): as many as one prefetch distance holds.
 template <typename Stored>
 static Sixteens<Stored> first_keys(const AttentionPiece& piece, const AttentionTask& task, int begin, int end) {
-  const int high = piece.position(0) + 1, window = piece.op.window;
+  const int high = piece.seen_end(0), window = piece.op.window;
   const int low = window > 0 && high > window ? high - window : 0;
   const int from = begin > low ? begin : low, to = end < high ? end : high;
   const int first = from / CL_KV_TOKENS, limit = from < to ? (to + CL_KV_TOKENS - 1) / CL_KV_TOKENS : first;
@@ -450,7 +452,7 @@ static void load_queries(const AttentionPiece& piece, const T* q, int64_t stride
   for (int row = 0; row < piece.rows; row++) {
     const T* from = q + piece.token(row) * stride + piece.head(row) * dim;
     for (int d = 0; d < dim; d += LANES) store_rounded(s.q + row * dim + d, vload(from + d), T());
-    s.high[row] = piece.position(row) + 1;
+    s.high[row] = piece.seen_end(row);
     s.low[row] = window > 0 && s.high[row] > window ? s.high[row] - window : 0;
   }
   round_queries(s, piece.rows, dim, Stored());

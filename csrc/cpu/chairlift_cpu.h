@@ -48,7 +48,8 @@ enum cl_op_kind {
   CL_OP_LINEAR_SILU = 5,  // out[T, n / 2] = silu(scale * gate) * up of the LINEAR product; gate and up panels alternate
   // the LINEAR product as heads: norm, rotation, K and V to the cache of `layer`, q to out[T, heads * head_dim]
   CL_OP_QKV = 6,
-  CL_OP_ATTENTION = 7,    // out[T, heads * head_dim] = causal attention of in (q) over the cache of `layer`; see cap, sinks
+  // out[T, heads * head_dim] = causal attention of in (q) over the cache of `layer`; see cap, sinks; flag CL_BOTH_WAYS
+  CL_OP_ATTENTION = 7,
   CL_OP_ADD = 8,          // out[T, n] = in + aux
   // out[T, k] = sum of the chosen experts for each token of in[T, k] (+ aux[T, k]); see cl_experts
   CL_OP_EXPERTS = 9,
@@ -80,7 +81,8 @@ enum {
   CL_GATED = 8,      // SHORT_CONV: the input is (b, c, x)
   CL_SILU = 16,      // SHORT_CONV: silu of the sum
   CL_NORM_FIRST = 32,  // GATED_NORM: rms_norm(in) * silu(aux)
-  CL_SIGMOID_GATE = 64,  // GATED_NORM: sigmoid(aux) in place of silu(aux)
+  CL_BOTH_WAYS = 64,   // ATTENTION: every query sees its whole sequence, which has no window
+  CL_SIGMOID_GATE = 128,  // GATED_NORM: sigmoid(aux) in place of silu(aux)
   CL_ALL_HEADS = 4,  // q_norm [heads * head_dim] and k_norm [kv_heads * head_dim] are norms over all heads together
 };
 enum cl_activation { CL_NONE = 0, CL_GELU = 1, CL_GELU_TANH = 2, CL_RELU = 3, CL_RELU_SQUARED = 4 };

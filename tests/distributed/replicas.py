@@ -19,7 +19,7 @@ from chairlift.engine.input_processor import PreparedRequest
 from chairlift.engine.messages import Add, Refused, Step, decode, encode
 from chairlift.engine.pooling_core import PooledText
 from chairlift.engine.process_client import EngineEvents, RemoteCore
-from chairlift.errors import RequestError
+from chairlift.errors import EngineDeadError, RequestError
 from chairlift.loading import load_executor, read_tokenizer
 from chairlift.metrics.stats import ReplicaStats
 
@@ -32,7 +32,7 @@ class InProcess(RemoteCore):
 
     def __init__(self, config: EngineConfig, events: EngineEvents) -> None:
         self._config, self._events = config, events
-        self.stuck = False
+        self.stuck = self.dies_over_weights = False
         self.dead = asyncio.Event()
         self.reason = "killed"
         self._pump: asyncio.Task[None] | None = None
@@ -48,7 +48,8 @@ class InProcess(RemoteCore):
             cache_secret=os.urandom(16),
         )
         self._pump = asyncio.create_task(self._run())
-        return loaded.info(self._config, self.core.kv.capacity_tokens)
+        self.info = loaded.info(self._config, self.core.kv.capacity_tokens)
+        return self.info
 
     async def _run(self) -> None:
         while not self.dead.is_set():
@@ -98,13 +99,21 @@ class InProcess(RemoteCore):
     def unload_adapter(self, adapter_id: int) -> None: ...
 
     async def update_weights(self, source: str, version: int, in_flight: str) -> EngineInfo:
-        raise NotImplementedError
+        while (outputs := self.core.land()) is not None:
+            self._events.on_step(Step(outputs, self.core.stats()))
+        if self.dies_over_weights:
+            self.kill()
+            raise EngineDeadError("killed")
+        self.core.update_weights(source, version, in_flight)
+        self.info = self.info.updated(source, version)
+        self._events.on_updated(self.info)
+        return self.info
 
 
 class FleetInProcess:
     """A front end over replicas in this process. ``cores[i]`` is the present core of replica i."""
 
-    def __init__(self, replicas: int, settings: dict[str, Any], **more: Any) -> None:
+    def __init__(self, replicas: int, settings: dict[str, Any], most_queued: int = 10_000, **more: Any) -> None:
         config = EngineConfig.from_flat({"model": "hashlm", "max_num_seqs": 8, "num_kv_blocks": 2000} | settings)
         self.cores: dict[int, InProcess] = {}
         self.slept: list[float] = []
@@ -121,7 +130,9 @@ class FleetInProcess:
             self.fleet = Fleet(config, engine, connect, replicas=replicas, sleep=sleep, **more)
             return self.fleet
 
-        self.engine = AsyncEngine.start(config, read_tokenizer=read_tokenizer, connect=make, max_queued_requests=10_000)
+        self.engine = AsyncEngine.start(
+            config, read_tokenizer=read_tokenizer, connect=make, max_queued_requests=most_queued
+        )
 
 
 @asynccontextmanager

@@ -222,3 +222,41 @@ def test_the_speed_of_replicas_is_measured() -> None:
 def test_unknown_routing() -> None:
     with pytest.raises(ConfigError, match="routing must be one of rr, p2c, least, prefix, forecast; got 'best'"):
         router_from_name("best")
+
+
+def test_a_chat_does_not_go_back_to_old_weights() -> None:
+    """While two versions serve, a prompt that continues one of the new weights goes there, however long it waits."""
+    door = fleet(2)
+    door.replicas[1].version = 1
+    keys = [(1, 2), (1, 2, 3), (1, 2, 3, 4), (1, 5)]
+    for name, each in zip("abcd", keys, strict=True):
+        door.add(prompt(name, 400), each, 0.0)
+        door.send(0.0)
+    assert {name: door.replica_of(name).index for name in "abcd"} == {"a": 0, "b": 1, "c": 1, "d": 0}
+    door.replicas[1].accepting = False
+    door.add(prompt("e", 400), (1, 2, 3, 4, 5), 0.0)
+    assert names(door.send(0.0)) == [("e", 0)], "nobody else is there"
+    door.replicas[1].accepting, door.replicas[0].version = True, 1
+    assert door.versions_changed() == []
+    for name in "abcde":
+        door.ended(name, 1)
+    door.replicas[1].unstarted["busy"] = 1
+    door.add(prompt("f", 400), (1, 2, 3, 4, 5), 0.0)
+    assert names(door.send(0.0)) == [("f", 0)], "all versions are one again"
+
+
+def test_an_answer_goes_on_with_its_weights_only() -> None:
+    door = fleet(2)
+    door.replicas[0].version = 1
+    door.replicas[1].accepting = False
+    door.add(prompt("half", 40), [], 0.0, 0)
+    door.add(prompt("other", 40), [], 0.0)
+    assert names(door.send(0.0)) == [("other", 0)]
+    assert door.versions_changed() == []
+    door.replicas[1].accepting = True
+    assert names(door.send(0.0)) == [("half", 1)]
+    door.add(prompt("late", 40), [], 0.0, 0)
+    door.replicas[1].version = 1
+    assert not door.send(0.0) and door.versions_changed() == ["late"], "no replica has these weights any more"
+    door.ended("late", 0)
+    assert not len(door) and door.versions_changed() == []

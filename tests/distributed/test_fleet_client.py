@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chairlift.engine.async_engine import AsyncEngine, EngineState
-from chairlift.errors import ConfigError, EngineDeadError, RequestError
+from chairlift.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
 from chairlift.outputs import OutputKind, RequestOutput
 from chairlift.sampling_params import SamplingParams
 from tests.distributed.replicas import FleetInProcess, fleet_of
@@ -237,12 +237,12 @@ def test_a_rolling_restart_breaks_nobody() -> None:
     run(test)
 
 
-def test_a_fleet_of_one_is_not_rolled_and_weights_stay() -> None:
+def test_a_fleet_of_one_is_not_rolled_and_keeps_its_weights() -> None:
     async def test() -> None:
         async with fleet_of(1) as world:
             with pytest.raises(ConfigError, match="needs two replicas that are alive"):
                 await world.fleet.roll(1.0)
-            with pytest.raises(ConfigError, match="this server has several replicas"):
+            with pytest.raises(ConfigError, match="HashLM has no weights to replace"):
                 await world.engine.update_weights("somewhere", 1)
             assert tokens(await collect(world.engine, [3], SamplingParams(max_tokens=4, seed=1)))
 
@@ -271,5 +271,59 @@ def test_final_outputs_are_whole_after_a_move() -> None:
             next(each for each in world.cores.values() if each.seen).kill()
             (output,) = [each async for each in stream]
             assert output.outputs[0].token_ids == expected_hashlm([5, 6], params).token_ids
+
+    run(test)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_tenants_share_all_replicas(replicas: int) -> None:
+    """One tenant is far ahead in the queue. From the other's arrival on, both get as much, but for what replicas hold:
+    their rows and one request more each."""
+
+    async def test() -> None:
+        rows = 4
+        settings = {"scheduling_policy": "priority", "max_num_seqs": rows, "enable_prefix_caching": False}
+        async with fleet_of(replicas, settings) as world:
+            params, ended = SamplingParams(max_tokens=20, ignore_eos=True, seed=1), list[str]()
+
+            async def one(tenant: str, number: int) -> None:
+                async for _ in await world.engine.submit([7, number + 1, 3], params, tenant=tenant):
+                    pass
+                ended.append(tenant)
+
+            jobs = [asyncio.create_task(one("many", number)) for number in range(40 * replicas)]
+            await turns(10)
+            few = 10 * replicas
+            before = len(ended)
+            jobs += [asyncio.create_task(one("few", number)) for number in range(few)]
+            while ended.count("few") < few:
+                await asyncio.sleep(0)
+            others = len(ended) - before - few
+            held = replicas * (rows + 1)
+            assert few - held <= others <= few + 2 * held, (few, others)
+            await asyncio.gather(*jobs)
+            await quiet(world)
+
+    run(test)
+
+
+def test_a_full_door_says_when_to_come_back() -> None:
+    """The limit counts what waits at the door and in replicas; the time is the whole fleet's, and is kept."""
+
+    async def test() -> None:
+        async with fleet_of(2, {"max_num_seqs": 2}, most_queued=12) as world:
+            params = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
+            await asyncio.gather(*(collect(world.engine, [5, i], params) for i in range(1, 9)))
+            streams = [await world.engine.submit([7, i], params) for i in range(1, 13)]
+            with pytest.raises(OverloadedError) as refused:
+                await world.engine.submit([9], params)
+            assert 1 <= refused.value.retry_after < 60 and world.engine.num_queued == 12
+            world.cores[0].kill()
+            with pytest.raises(OverloadedError):
+                await world.engine.submit([9], params)
+            for number, stream in enumerate(streams, start=1):
+                answer = [output async for output in stream]
+                assert tokens(answer) == expected_hashlm([7, number], params).token_ids
+            assert tokens(await collect(world.engine, [9], params)) == expected_hashlm([9], params).token_ids
 
     run(test)

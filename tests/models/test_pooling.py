@@ -17,7 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from chairlift import LLM
 from chairlift.errors import ConfigError, ModelLoadError, PromptTooLongError, RequestError
-from chairlift.executor.pooled_runner import PooledExecutor, TorchPooledRunner
+from chairlift.executor.pooled_runner import NativePooledRunner, PooledExecutor, TorchPooledRunner
+from chairlift.executor.select import choose_format
+from chairlift.kernels.cpu.library import Pool, supported_isas
+from chairlift.kernels.recording import Recorder
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.loader import load_pooled
 from chairlift.models.pooled_network import PooledNetwork
@@ -76,6 +79,37 @@ def test_bits_do_not_depend_on_company(family: str, tmp_path: Path) -> None:
         assert np.array_equal(together, np.concatenate([embeddings(llm, [text]) for text in TEXTS]))
         assert np.array_equal(together[::-1], embeddings(llm, TEXTS[::-1]))
         assert llm.info.deterministic
+
+
+def native_runner(where: Path) -> NativePooledRunner:
+    network = load_pooled(
+        where, read_pooled_config(where), torch.float32, torch.device("cpu"), weight_format=choose_format("avx2", None)
+    )
+    return NativePooledRunner(network, torch.float32, Pool(1), isa=supported_isas()[-1], max_tokens=512, max_rows=8)
+
+
+@needs_kernels
+def test_attention_of_encoders_is_in_the_kernels_unless_heads_turn_or_have_an_odd_size(tmp_path: Path) -> None:
+    found = {family: native_runner(pooled_model(tmp_path, family)[0]).calls for family in ENCODERS}
+    assert {family for family, calls in found.items() if "encoder_attention" in calls} == {"modernbert"}
+    where, theirs = pooled_model(tmp_path / "odd", "bert", num_attention_heads=8)
+    assert "encoder_attention" in native_runner(where).calls
+    expected = expected_embeddings(theirs, TEXTS, "MEAN")
+    assert error(list(embeddings(load(where, pooling_type="MEAN"), TEXTS)), expected) < 1e-5
+
+
+@needs_kernels
+def test_an_encoder_that_sees_no_later_tokens_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, theirs = pooled_model(tmp_path, "bert")
+    expected = expected_embeddings(theirs, TEXTS, "MEAN")
+    attend = Recorder.attend
+
+    def causal(self: Recorder, *args: Any, both_ways: bool, **given: Any) -> Any:
+        assert both_ways
+        return attend(self, *args, **given)
+
+    monkeypatch.setattr(Recorder, "attend", causal)
+    assert error(list(embeddings(load(where, pooling_type="MEAN"), TEXTS)), expected) > 1e-2
 
 
 @pytest.mark.parametrize("family", [name for name in EMBEDDERS if name not in ("mistral", "gpt2")])

@@ -60,7 +60,8 @@ class OpFlag(enum.IntFlag):
     GATED = 8
     SILU = 16
     NORM_FIRST = 32
-    SIGMOID_GATE = 64
+    BOTH_WAYS = 64
+    SIGMOID_GATE = 128
 
 
 class Activation(enum.IntEnum):
@@ -305,6 +306,7 @@ def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     op.rotary = heads.inputs[1] if len(heads.inputs) == 2 else None
     yield op
     fields = {**sizes, "scale": attended["scale"], "window": attended["window"] or 0, "cap": attended["cap"] or 0.0}
+    fields["flags"] = int(OpFlag.BOTH_WAYS) if attended["both_ways"] else 0
     yield FusedOp(OpKind.ATTENTION, node.out, (q,), fields, sinks=attended["sinks"])
 
 

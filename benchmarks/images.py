@@ -1,0 +1,191 @@
+"""Images: the encoder's speed compared with transformers, and the pauses of text streams while images arrive.
+
+``python benchmarks/images.py [--images N] [--pixels P] [--streams N] [--tokens N]`` makes a random Qwen3-VL
+with the encoder of the published 2B model and a text model like SmolLM-135M's. First both encode the same images in
+turns, one at a time, on the same threads. Then text streams run alone, and again while images arrive, in turns; the gap
+between two tokens of a stream is measured. Prints medians, ratios and the difference of the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from chairlift import LLM, SamplingParams
+from chairlift.models.hf_config import read_hf_config
+from chairlift.models.vision_files import load_tower, read_processor
+from chairlift.tokenizer.byte_level import byte_tokenizer
+
+_SPECIAL = ("<|im_end|>", "<|image_pad|>")
+_MEAN = [0.5, 0.5, 0.5]
+
+
+def write_model(folder: Path) -> Any:
+    """Write the random model with its files. Returns transformers' model."""
+    text = {
+        "vocab_size": 256 + len(_SPECIAL),
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [12, 10, 10]},
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": 256,
+    }
+    vision = {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "patch_size": 16,
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [5, 11, 17],
+    }
+    config = AutoConfig.for_model("qwen3_vl", text_config=text, vision_config=vision, image_token_id=257)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(folder)
+    settings = {"size": {"shortest_edge": 1024, "longest_edge": 2**24}, "image_mean": _MEAN, "image_std": _MEAN}
+    settings |= {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    byte_tokenizer(_SPECIAL, eos="<|im_end|>").backend.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    return model
+
+
+def in_turns(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
+    """Results of each way in each round; the order changes from round to round."""
+    found: dict[str, list[Any]] = {name: [] for name in ways}
+    for index in range(rounds):
+        for name in list(ways)[:: 1 if index % 2 else -1]:
+            found[name].append(ways[name]())
+    return found
+
+
+def compare_encoders(folder: Path, model: Any, images: Sequence[Image.Image], rounds: int) -> None:
+    """Print images per second of both, and the ratio."""
+    processor = read_processor(folder, byte_tokenizer(_SPECIAL, eos="<|im_end|>"))
+    assert processor is not None
+    tiles = [processor.prepare("it", image).tiles[0] for image in images]
+    tower = load_tower(folder, read_hf_config(folder), torch.float32)
+    theirs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for tile in tiles:
+        rows, columns = tile.grid
+        pixels = torch.frombuffer(bytearray(tile.pixels), dtype=torch.uint8).view(3, rows * 16, columns * 16)
+        parts = (pixels / 255 - 0.5).div(0.5).view(3, rows // 2, 2, 16, columns // 2, 2, 16)
+        patches = parts.permute(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, 3, 1, 256).repeat(1, 1, 2, 1).flatten(1)
+        theirs.append((patches, torch.tensor([[1, rows, columns]])))
+
+    def ours() -> tuple[float, Any]:
+        begin = time.perf_counter()
+        found = [list(tower.encode(tile))[-1] for tile in tiles]
+        return time.perf_counter() - begin, found[0]
+
+    def other() -> tuple[float, Any]:
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            found = [model.model.visual(patches, grid_thw=grid) for patches, grid in theirs]
+        return time.perf_counter() - begin, torch.cat([found[0].pooler_output, *found[0].deepstack_features], 1)
+
+    found = in_turns({"chairlift": ours, "transformers": other}, rounds + 1)
+    times = {name: [each[0] for each in results[1:]] for name, results in found.items()}  # the first is not measured
+    difference = (found["chairlift"][0][1] - found["transformers"][0][1]).abs().max()
+    patches = sum(tile.grid[0] * tile.grid[1] for tile in tiles) // len(tiles)
+    for name, seconds in times.items():
+        print(f"{name}: {len(tiles) / statistics.median(seconds):.2f} images/s of {patches} patches")
+    ratios = sorted(b / a for a, b in zip(times["chairlift"], times["transformers"], strict=True))
+    middle = statistics.median(ratios)
+    print(f"ratio {middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}); largest difference {difference:.1e}", flush=True)
+
+
+def run_streams(llm: LLM, streams: int, tokens: int, images: Sequence[Image.Image], seed: int) -> tuple[float, int]:
+    """p99 of the gaps between two tokens of a text stream in seconds, and the images that were answered meanwhile.
+
+    An image arrives at every second step from the tenth on.
+    """
+    engine, rng = llm.engine, np.random.default_rng(seed)
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    texts = {
+        engine.add_request({"prompt_token_ids": rng.integers(0, 256, 64).tolist()}, params) for _ in range(streams)
+    }
+    last: dict[str, float] = {}
+    gaps, left, answered, steps = list[float](), list(images), 0, 0
+    short = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    asked = set[str]()
+    while texts:
+        steps += 1
+        if left and steps > 10 and steps % 2:
+            prompt = {"prompt_token_ids": [1, 257, 2, 3], "multi_modal_data": {"image": left.pop()}}
+            asked.add(engine.add_request(prompt, short))
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            if output.request_id in texts:
+                if output.request_id in last and steps > 10:
+                    gaps.append(now - last[output.request_id])
+                last[output.request_id] = now
+                if output.finished:
+                    texts.discard(output.request_id)
+            answered += output.request_id in asked and output.finished
+    for request_id in asked:
+        engine.abort(request_id)
+    while engine.has_unfinished:
+        engine.step()
+    return float(np.percentile(gaps, 99)), answered
+
+
+def main() -> None:
+    """Measure, and print a line for each figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=50)
+    parser.add_argument("--pixels", type=int, default=160, help="of a side")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    rng = np.random.default_rng(0)
+    count = args.images * (args.rounds + 1)  # no image comes twice
+    pixels = rng.integers(0, 256, (count, args.pixels, args.pixels, 3), dtype=np.uint8)
+    images = [Image.fromarray(each) for each in pixels]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = write_model(folder)
+        compare_encoders(folder, model, images[:4], args.rounds)
+        del model
+        llm = LLM(folder, dtype="float32", max_num_seqs=args.streams + 8, enable_prefix_caching=False)
+    left = list(images)
+
+    def with_images() -> tuple[float, int]:
+        fresh = [left.pop() for _ in range(args.images)]
+        return run_streams(llm, args.streams, args.tokens, fresh, 1)
+
+    run_streams(llm, args.streams, 30, [], 0)  # not measured
+    found = in_turns(
+        {"alone": lambda: run_streams(llm, args.streams, args.tokens, [], 1), "with": with_images}, args.rounds
+    )
+    for way, results in found.items():
+        listed = ", ".join(f"{1000 * p99:.1f}" for p99, _ in results)
+        print(f"{way}: p99 of gaps {listed} ms; images answered meanwhile: {[each[1] for each in results]}")
+    ratios = sorted(b[0] / a[0] for a, b in zip(found["alone"], found["with"], strict=True))
+    print(f"ratio {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Compares a token behind a long text with one behind a short text: a recurrent state does not grow.
+
+    python benchmarks/state_length.py --rounds 7 --json state_length.json
+
+A purely recurrent model (Mamba-2) and a Llama decode behind prompts of ``--short`` and of ``--long`` tokens,
+interleaved in every round. The figure is the median time of a step that decodes all rows and computes no prompt, and
+its ratio, long to short, within each round. A recurrent model should stay within 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.scheduling import turns
+from chairlift import LLM, SamplingParams
+from chairlift.models.random_weights import write_random_model
+from chairlift.workbench.bench.machine import describe_machine
+
+VOCABULARY = 8192
+MODELS: dict[str, dict[str, Any]] = {
+    "mamba2": {
+        **{"model_type": "mamba2", "hidden_size": 768, "num_hidden_layers": 12, "num_heads": 24, "head_dim": 64},
+        **{"n_groups": 1, "state_size": 128, "expand": 2, "tie_word_embeddings": True},
+    },
+    "llama": {
+        **{"model_type": "llama", "hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 8},
+        **{"num_attention_heads": 12, "num_key_value_heads": 4, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    },
+}
+
+
+def step_seconds(llm: LLM, rows: int, length: int, tokens: int) -> float:
+    """Median seconds of a step that decodes all ``rows``, behind prompts of ``length`` tokens."""
+    log, generator = llm.engine.step_log, torch.Generator().manual_seed(length)
+    prompts = torch.randint(VOCABULARY, (rows, length), generator=generator).tolist()
+    before = len(log)
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+    taken = [
+        record.end - record.start
+        for record in list(log)[before:]
+        if record.features.num_decodes == rows and not record.features.prefill_tokens
+    ]
+    if len(taken) < tokens // 2:
+        raise SystemExit(f"only {len(taken)} steps decoded all {rows} rows; take more --tokens")
+    return statistics.median(taken)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 4])
+    parser.add_argument("--short", type=int, default=10)
+    parser.add_argument("--long", type=int, default=4000)
+    parser.add_argument("--tokens", type=int, default=48, help="tokens of an answer")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    lengths = (args.short, args.long)
+    seconds: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for name, config in MODELS.items():
+            whole = {**config, "vocab_size": VOCABULARY, "max_position_embeddings": 8192, "eos_token_id": 0}
+            where = write_random_model(Path(directory) / name, whole, dtype="bfloat16")
+            for rows in args.rows:
+                llm = LLM(
+                    where,
+                    **{"skip_tokenizer_init": True, "threads": args.threads, "max_num_seqs": rows},
+                    **{"enable_prefix_caching": False, "max_model_len": args.long + args.tokens + 16},
+                )
+                for number in range(-1, args.rounds):  # the first round warms up
+                    for length in turns(lengths, number):
+                        taken = step_seconds(llm, rows, length, args.tokens)
+                        if number >= 0:
+                            seconds.setdefault(f"{name} {rows} {length}", []).append(taken)
+                llm.engine.core.shutdown()
+                report(name, rows, seconds, lengths)
+    if args.json:
+        record = {"machine": describe_machine(), "settings": {**vars(args), "json": None}, "seconds": seconds}
+        args.json.write_text(json.dumps(record, indent=2, default=str) + "\n")
+
+
+def report(name: str, rows: int, seconds: dict[str, list[float]], lengths: tuple[int, int]) -> None:
+    """Print the median step behind each length, and the ratio of the long one to the short one."""
+    short, long = (seconds[f"{name} {rows} {length}"] for length in lengths)
+    ratios = sorted(b / a for a, b in zip(short, long, strict=True))
+    print(
+        f"{name:7s} {rows:2d} rows: behind {lengths[0]} tokens {1e3 * statistics.median(short):6.2f} ms, behind"
+        f" {lengths[1]:,} tokens {1e3 * statistics.median(long):6.2f} ms, ratio {statistics.median(ratios):.3f}"
+        f" ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+    )
+
+
+if __name__ == "__main__":
+    main()
