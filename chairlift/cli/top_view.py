@@ -22,8 +22,16 @@ _SAMPLE: Final = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _BAR: Final = 20
 _PROMPT_BAR: Final = 8
-_REST: Final = 77
-"""Columns of a request's line without its id."""
+_PROGRESS: Final = 11
+_CLASS: Final = 9
+_WITH_CLASS: Final = 90
+"""Columns of a window in which requests have their class."""
+_LEAST: Final = 80
+"""Columns of the narrowest window into which lines are fitted."""
+_TWO_COLUMNS: Final = 96
+"""Columns of a window in which the gauges and the rates stand side by side."""
+_WITH_BARS: Final = 100
+"""Columns of a window in which requests have a bar of their prompt's progress."""
 
 Line = list[tuple[str, str]]
 """Pieces of text and what each is: ``title``, ``good``, ``watch``, ``bad``, ``dim``, ``busy``, or empty."""
@@ -108,9 +116,9 @@ def quantile(before: Mapping[float, float], after: Mapping[float, float], share:
 def view(
     now: Snapshot, before: Snapshot | None, *, width: int, height: int, sort: str = "age", keys: str = ""
 ) -> list[Line]:
-    """The screen: at most ``height`` lines; the caller cuts them at ``width``. Rates and latencies cover the time since
-    ``before``, if given. ``keys`` is the help text for keys."""
-    lines = [*_header(now, width), *_gauges(now, before), *_replicas(now.metrics), [(keys, "dim")]]
+    """The screen: at most ``height`` lines. From 80 columns on they fit into ``width``; below, the caller cuts them.
+    Rates and latencies cover the time since ``before``, if given. ``keys`` is the help text for keys."""
+    lines = [*_header(now, width), *_gauges(now, before, width), *_replicas(now.metrics), [(keys, "dim")]]
     if now.requests is None:
         why = "this server does not list its requests" if now.metrics is not None else ""
         return [*lines, [(why, "dim")]][:height]
@@ -150,15 +158,20 @@ def span(seconds: float | None) -> str:
 
 
 def _header(now: Snapshot, width: int) -> list[Line]:
-    about = [f"{plain(now.model)} at {now.url}" if now.model else now.url]
-    about += [f"version {plain(now.version)}"] if now.version else []
-    about += [f"up {span(now.uptime)}"] if now.uptime is not None else []
+    about = [f"  {plain(now.model)}", f" at {now.url}"] if now.model else [f"  {now.url}"]
+    about += [f"  version {plain(now.version)}"] if now.version else []
+    about += [f"  up {span(now.uptime)}"] if now.uptime is not None else []
     style = "good" if now.state == "serving" else "bad"
     state: list[Line] = [[(part, style)] for part in textwrap.wrap(plain(now.state), max(1, width))]
-    return [[("chairlift top", "title"), ("  " + "  ".join(about), "")], *state]
+    lines: list[Line] = [[("chairlift top", "title")]]
+    for part in about:
+        if len(text_of(lines[-1])) + len(part) > width >= _LEAST and len(lines[-1]) > 1:
+            lines.append([])
+        lines[-1].append((part, ""))
+    return [*lines, *state]
 
 
-def _gauges(now: Snapshot, before: Snapshot | None) -> list[Line]:
+def _gauges(now: Snapshot, before: Snapshot | None, width: int) -> list[Line]:
     metrics = now.metrics
     if metrics is None:
         return []
@@ -178,8 +191,14 @@ def _gauges(now: Snapshot, before: Snapshot | None) -> list[Line]:
         _latencies(now, before, "ITL", "inter_token_latency_seconds"),
         _machine(metrics.value("floor_share"), metrics.most("expert_imbalance")),
     ]
-    padded = [[*line, (" " * max(2, 46 - len(text_of(line))), "")] for line in left]
-    return [[*line, (more, "")] for line, more in zip(padded, right, strict=True)]
+    if _LEAST <= width < _TWO_COLUMNS:
+        return [*left, *([(more, "")] for more in right if more)]
+    lines = []
+    for line, more in zip(left, right, strict=True):
+        gap = max(2, 46 - len(text_of(line)))
+        fits = len(text_of(line)) + gap + len(more) <= width or width < _LEAST
+        lines += [[*line, (" " * gap + more, "")]] if fits else [line, [(more, "")]]
+    return lines
 
 
 def _replicas(metrics: Metrics | None) -> list[Line]:
@@ -243,13 +262,13 @@ def _of(most: float | None) -> str:
 
 
 def _columns(width: int) -> Line:
-    heads = (f"{'ID':<{_id_width(width)}}", f"{'STATUS':<9}", f"{'AGE':>6}", f"{'PROMPT':<21}", f"{'ETA':>6}")
-    more = (f"{'OUTPUT':>11}", f"{'TOK/S':>6}", f"{'QUEUED':>6}", "CLASS")
+    prompt = f"{'PROMPT':<{_prompt_width(width)}}"
+    heads = (f"{'ID':<{_id_width(width)}}", f"{'STATUS':<9}", f"{'AGE':>6}", prompt, f"{'ETA':>6}")
+    more = (f"{'OUTPUT':>11}", f"{'TOK/S':>6}", f"{'QUEUED':>6}", *(["CLASS"] if width >= _WITH_CLASS else []))
     return [(" ".join((*heads, *more)), "title")]
 
 
 def _row(request: Mapping[str, Any], width: int) -> Line:
-    room = _id_width(width)
     name, status = plain(str(request.get("id", ""))), plain(str(request.get("status", "")))
     prompt, computed = _count(request, "prompt_tokens"), _count(request, "computed_tokens")
     output, most = _count(request, "output_tokens"), _count(request, "max_tokens") * max(1, _count(request, "n"))
@@ -257,25 +276,38 @@ def _row(request: Mapping[str, Any], width: int) -> Line:
     eta = _time(request, "expected_start_seconds" if status == "waiting" else "expected_token_seconds")
     style = {"decode": "good", "prefill": "busy", "preempted": "bad"}.get(status, "dim")
     progress = _short(prompt) if done == prompt else f"{_short(done)}/{_short(prompt)}"
-    speed = _speed(request)
-    rest = (
-        f" {span(eta) if eta is not None else '-':>6} {_short(output) + '/' + _short(most):>11}"
-        f" {'-' if speed is None else f'{speed:.1f}':>6} {span(_time(request, 'queue_seconds')):>6}"
-        f" {plain(str(request.get('service_tier', '')))}"
-    )
-    tenant = plain(str(request.get("tenant", "")))
-    return [
-        (f"{name if len(name) <= room else name[: room - 1] + '~':<{room}} ", ""),
+    speed, tenant = _speed(request), plain(str(request.get("tenant", "")))
+    line: Line = [
+        (f"{_cut(name, _id_width(width)):<{_id_width(width)}} ", ""),
         (f"{status:<9} ", style),
         (f"{span(_time(request, 'age_seconds')):>6} ", ""),
-        *_bar(done, prompt, _PROMPT_BAR),
-        (f" {progress:<10}", ""),
-        (rest + (f" ({tenant})" if tenant else ""), ""),
+        *([*_bar(done, prompt, _PROMPT_BAR), (" ", "")] if width >= _WITH_BARS else []),
+        (f"{progress:<{_PROGRESS}}", ""),
+        (
+            f" {span(eta) if eta is not None else '-':>6} {_short(output) + '/' + _short(most):>11}"
+            f" {'-' if speed is None else f'{speed:.1f}':>6} {span(_time(request, 'queue_seconds')):>6}",
+            "",
+        ),
     ]
+    if width >= _WITH_CLASS:
+        whose = plain(str(request.get("service_tier", ""))) + (f" ({tenant})" if tenant else "")
+        line.append((" " + _cut(whose, width - len("".join(text for text, _ in line)) - 1), ""))
+    return line
+
+
+def _cut(text: str, room: int) -> str:
+    """The text, or its beginning and a mark where there is no room for all of it."""
+    return text if len(text) <= room else text[: max(0, room - 1)] + "~"
+
+
+def _prompt_width(width: int) -> int:
+    return _PROGRESS + (_PROMPT_BAR + 3 if width >= _WITH_BARS else 0)
 
 
 def _id_width(width: int) -> int:
-    return max(8, min(36, width - _REST))
+    """What the other columns leave for ids."""
+    others = 9 + 6 + _prompt_width(width) + 6 + 11 + 6 + 6 + 7 + (_CLASS + 1 if width >= _WITH_CLASS else 0)
+    return max(8, min(36, width - others))
 
 
 def _speed(request: Mapping[str, Any]) -> float | None:

@@ -39,8 +39,8 @@ __all__ = [
     "salt_for",
 ]
 
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/", "/live"})
-"""Paths that need no key: two answers for probes, and two pages without data."""
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/", "/live", "/live/"})
+"""Paths that need no key: two answers for probes, and pages without data."""
 
 PAGES: Final = OPEN_PATHS | {"/docs"}
 """Paths that a page of another origin may link to, embed or request: they do no work and take no place in a queue."""

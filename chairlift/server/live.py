@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from chairlift.engine.step_export import to_perfetto
@@ -55,6 +55,10 @@ def live_page() -> str:
 
 async def _show(request: Request) -> Response:
     return page_response(live_page())
+
+
+async def _to_page(request: Request) -> Response:
+    return RedirectResponse("../live")  # relative: a proxy may serve it below another path
 
 
 def _feed(request: Request) -> LiveFeed:
@@ -237,6 +241,7 @@ async def _simulate(what: str, lines: bytes) -> bytes:
 
 routes: Final = [
     Route("/live", _show, methods=["GET"]),
+    Route("/live/", _to_page, methods=["GET"]),
     Route("/live/events", _events, methods=["GET"]),
     Route("/live/export", _export, methods=["GET"]),
     Route("/live/static", _static, methods=["GET"]),

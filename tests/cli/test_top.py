@@ -78,11 +78,11 @@ def test_the_view_says_what_the_server_says() -> None:
         "waiting   5                                   ITL   p50 30ms  p99 40ms",
         "preempted 3.1% of the last minute's, keep an eye on it",
         "",
-        "ID                        STATUS       AGE PROMPT                   ETA      OUTPUT  TOK/S QUEUED CLASS",
-        "first                     decode      3.0s [||||||||] 100             -       41/50   20.0  500ms default",
-        "second                    prefill     3.0s [||||    ] 50/100       2.5s        0/50      -  500ms default",
-        "third                     preempted   3.0s [        ] 0/100           -       11/50    5.0  500ms flex (al)",
-        "fourth                    waiting     3.0s [        ] 0/7         750ms        0/50      -  500ms default",
+        "ID                  STATUS       AGE PROMPT                    ETA      OUTPUT  TOK/S QUEUED CLASS",
+        "first               decode      3.0s [||||||||] 100              -       41/50   20.0  500ms default",
+        "second              prefill     3.0s [||||    ] 50/100        2.5s        0/50      -  500ms default",
+        "third               preempted   3.0s [        ] 0/100            -       11/50    5.0  500ms flex (al)",
+        "fourth              waiting     3.0s [        ] 0/7          750ms        0/50      -  500ms default",
     ]
 
 
@@ -109,6 +109,45 @@ def test_what_is_wrong_is_said_whole_in_a_narrow_window() -> None:
     assert all(len(text) <= 40 and style == "bad" for text, style in said)
 
 
+LONG = live(
+    "chatcmpl-0123456789abcdef0123456789abcdef",
+    **{"prompt_tokens": 131_072, "computed_tokens": 98_765, "output_tokens": 123_456, "max_tokens": 200_000, "n": 8},
+    **{
+        "service_tier": "priority",
+        "tenant": "a tenant with a long name",
+        "age_seconds": 86_000.0,
+        "status": "preempted",
+    },
+    **{"queue_seconds": 86_000.0, "expected_token_seconds": 86_000.0, "first_token_seconds": 2.0},
+)
+
+
+@pytest.mark.parametrize("width", [80, 89, 90, 96, 99, 100, 120, 200])
+def test_no_line_is_longer_than_the_window(width: int) -> None:
+    layers = 'chairlift:expert_imbalance{layer="1"} 12.75\nchairlift:floor_share{engine="0"} 0.784\n'
+    metrics = Metrics(measured(3_000, 0.5) + layers)
+    where = {"model": "a-company/a-long-name-of-a-model-70B-Instruct", "version": "0.1.0.dev1", "uptime": 8_640_000.0}
+    now = Snapshot(12.0, "http://a-host.example.org:8000", metrics=metrics, requests=[LONG, *REQUESTS], **where)
+    lines = shown(view(now, at(10.0, 1), width=width, height=40, keys="sorted by age: s changes it, q quits")).split(
+        "\n"
+    )
+    assert [line for line in lines if len(line) > width] == []
+    text = "\n".join(lines)
+    for part in (
+        "a-company/a-long-name-of-a-model-70B-Instruct",
+        " at http",
+        "version 0.1",
+        "up 100d",
+        "busiest expert 12.8x",
+    ):
+        assert part in text
+    (head,) = [line for line in lines if line.startswith("ID ")]
+    assert ("CLASS" in head) == (width >= 90) and ("priority" in text) == (width >= 90)
+    for name in ("STATUS", "ETA", "TOK/S", "QUEUED"):
+        end = head.index(name) + len(name)
+        assert all(len(line) >= end for line in lines[lines.index(head) + 1 :])
+
+
 def test_an_idle_server_has_nothing_to_list() -> None:
     assert shown(view(at(0.0, 1, []), None, width=80, height=24)).endswith("\nnothing runs or waits")
     assert "nothing runs" not in shown(view(at(0.0, 1, [], state="it is loading"), None, width=80, height=24))
@@ -116,7 +155,7 @@ def test_an_idle_server_has_nothing_to_list() -> None:
 
 def test_before_its_first_step_a_server_knows_no_limit() -> None:
     idle = Metrics("vllm:num_requests_running 0\nchairlift:running_limit 0\n")
-    lines = shown(view(Snapshot(0.0, "http://here", metrics=idle), None, width=80, height=24))
+    lines = shown(view(Snapshot(0.0, "http://here", metrics=idle), None, width=110, height=24))
     assert "] 0 " in lines and " of 0" not in lines
 
 
@@ -155,7 +194,7 @@ def test_the_list_is_cut_to_the_height_and_sorted() -> None:
 def test_long_names_are_shortened_and_nothing_can_move_the_cursor() -> None:
     nasty = live("x" * 90, service_tier="\x1b[2Jred", tenant="\u202eback", status="\x07")
     text = shown(view(at(0.0, 1, [nasty], state="\x1b[31m", model="\x9b"), None, width=100, height=20))
-    assert "x" * 22 + "~ " in text
+    assert "x" * 16 + "~ " in text
     assert not any(not char.isprintable() for char in text.replace("\n", ""))
 
 

@@ -130,7 +130,9 @@ def test_the_page_is_open_and_its_policy_allows_its_scripts_only() -> None:
             digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in SCRIPTS]
             assert policy["script-src"] == " ".join(f"'sha256-{digest}'" for digest in digests)
             assert policy["default-src"] == "'none'"
-            for path in ("/live/", "/live/live.js", "/static/live.js", "/LIVE", "/%6cive"):
+            reply = await client.get("/live/")
+            assert (reply.status, reply.headers["location"]) == (307, "../live")
+            for path in ("/live/live.js", "/static/live.js", "/LIVE", "/%6cive"):
                 assert (await client.get(path)).status in (401, 404), path
 
     run(test())
