@@ -413,7 +413,7 @@ def test_versions_of_several_updates_and_of_deltas(models: tuple[Path, Path]) ->
     llm.update_weights(models[0], 6)  # the same version again is no news, but allowed
     answer = finish(llm)["r"].outputs[0]
     assert answer.weight_versions[0] == (0, 4)
-    assert [version for _, version in answer.weight_versions] == [4, 6, 6]
+    assert [version for _, version in answer.weight_versions] == [4, 6]
     with pytest.raises(ConfigError, match="at least 6"):
         llm.update_weights(models[1], 5)
 

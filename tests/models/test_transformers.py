@@ -316,7 +316,6 @@ def test_every_family_of_transformers_is_served_or_refused_with_a_reason() -> No
     ("family", "words"),
     [
         ("zamba2", "zamba2' is not supported, natively or through transformers: some of its layers keep a rec"),
-        ("falcon_h1", "recurrent state"),
         ("bamba", "recurrent state"),
         ("jamba", "recurrent state"),
         ("lfm3", "recurrent state"),
