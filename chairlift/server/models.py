@@ -56,6 +56,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     """int8: K and V have 8 bits; null: they are in the dtype."""
     speculative_method: str | None = None
     """Method of speculative decoding (docs/speculation.md); null: only requests with a prediction have drafts."""
+    takes_images: bool | None = None
+    """Whether messages may have images; null while the model loads."""
     deterministic: bool | None = None
     determinism: str | None = None
     """Guarantee about equal answers, in words."""
@@ -122,7 +124,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
     if info is not None:
         card.max_model_len, card.deterministic = info.max_model_len, info.deterministic
         card.quantization, card.kv_cache_dtype = info.quantization, info.kv_cache_dtype
-        card.speculative_method = info.speculative_method
+        card.speculative_method, card.takes_images = info.speculative_method, info.takes_images
         card.determinism = _BITS if info.deterministic else _NOISE
     return card
 

@@ -235,8 +235,8 @@ def test_pointing_choosing_and_following(chromium: Chromium, recording: bytes) -
         # a decode run in the first row, in the middle of the picture
         place = chromium.value(
             "(() => { const v = chairlift.view(), run = chairlift.model.runs[0].filter((r) => r.phase === 'decode')"
-            ".sort((a, b) => (b.b - b.a) - (a.b - a.a))[0], w = document.querySelector('#timeline').clientWidth - 34;"
-            " return [34 + ((run.a + run.b) / 2 - v.left) / (v.right - v.left) * w, run.n]; })()"
+            ".sort((a, b) => (b.b - b.a) - (a.b - a.a))[0], w = document.querySelector('#timeline').clientWidth - 44;"
+            " return [44 + ((run.a + run.b) / 2 - v.left) / (v.right - v.left) * w, run.n]; })()"
         )
         point(chromium, "#timeline", place[0], 52)
         chromium.wait_for("document.querySelector('#tip').innerText !== ''")

@@ -9,7 +9,7 @@ const CAUSES = {  // docs/why-slow.md says more
   waiting_batch: "its batch had not begun, or not ended", waiting_grammar: "its grammar was compiled",
   waiting_image: "its images were encoded",
   waiting_adapter: "its adapter was not among those of the steps",
-  preempted: "it gave way to others", prefill: "its own prompt", decode: "its own answer",
+  preempted: "it was preempted", prefill: "its own prompt", decode: "its own answer",
   stretched: "others' work in its steps", host: "between two steps", delivery: "on the way back",
   waiting: "before its first step", "first token": "from its first step to its first token", writing: "from its first token on, pauses included",
 };
@@ -192,7 +192,7 @@ function facts(r, phase) {
   if (r.chunks) row("computed in", `${r.chunks} ${r.chunks === 1 ? "chunk" : "chunks"}`);
   row("answer", `${r.tokens}${r.most ? ` of at most ${r.most}` : ""} tokens`);
   if (r.timed > 1) row("between tokens", seconds((r.lastToken - r.firstToken) / (r.timed - 1)));
-  if (r.preemptions) row("gave way", `${r.preemptions} ×`);
+  if (r.preemptions) row("preempted", `${r.preemptions} ×`);
   if (r.ended !== null) row("ended", r.reason || "yes");
   return list;
 }
@@ -225,7 +225,7 @@ function detail() {
   });
   right.append(make("h3", found.length ? title : "Its times are not known: it came before anybody watched"), bar, list);
   const names = r.by.map((by) => label(model.requests.get(by)) || by).join(", ");
-  if (names) right.append(make("p", `It gave way to ${names}.`, "hint"));
+  if (names) right.append(make("p", `Preempted by ${names}.`, "hint"));
   const left = make("div");
   left.append(make("h3", label(r)), facts(r));
   columns.append(left, right);

@@ -2,11 +2,11 @@
 // Drawing: a Timeline of one model on one canvas, and the map of KV blocks. Colours come from the style sheet.
 
 const PHASES = {
-  prefill: "reads its prompt", decode: "writes", recompute: "computes again what it lost", stalled: "catches up after waiting for a block", verify: "decodes, with drafts",
-  held: "has ended, but its batch has not", seat: "has a row, computes nothing", away: "gave way: will compute again", swap: "gave way: kept in host memory",
+  prefill: "prefill", decode: "decode", recompute: "recompute", stalled: "catches up after waiting for a block", verify: "decode with drafts",
+  held: "ended, its static batch has not", seat: "has a row, not in this step", away: "preempted: recompute", swap: "preempted: swapped out",
 };
-const MARKS = { add: "arrives", join: "joins", back: "comes back", preempt: "gives way", end: "ends", abort: "is aborted", hold: "is done, and held" };
-const STRIP = 46, AXIS = 18, AWAY_LANE = 5, MOST_AWAY = 6, LEFT = 34;
+const MARKS = { add: "arrives", join: "joins", back: "resumes", preempt: "is preempted", end: "ends", abort: "is aborted", hold: "ends, and is held" };
+const STRIP = 46, AXIS = 18, AWAY_LANE = 5, MOST_AWAY = 6, LEFT = 44;
 
 function palette() {
   const colours = {};
@@ -96,7 +96,7 @@ class Timeline {
     const { model, lane } = this;
     ctx.fillStyle = colours.soft;
     ctx.textAlign = "right";
-    ctx.fillText("door", LEFT - 5, STRIP / 2);
+    ctx.fillText("queue", LEFT - 5, STRIP / 2);
     const every = lane >= 12 ? 1 : Math.ceil(12 / lane);
     for (let slot = 0; slot < model.slots; slot++) {
       if (slot % every === 0) ctx.fillText(slot, LEFT - 5, this.laneY(slot) + lane / 2);
@@ -155,7 +155,7 @@ class Timeline {
 
   fade(ctx, n) { ctx.globalAlpha = this.view.chosen === undefined || this.view.chosen === n ? 1 : 0.3; }
 
-  placeAway(view) {  // lanes below the rows for those who gave way
+  placeAway(view) {  // lanes below the rows for preempted requests
     this.view = view;
     const ends = [], shown = [];
     const low = this.stepOf(view.left), high = this.stepOf(view.right);

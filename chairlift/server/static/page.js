@@ -54,6 +54,7 @@ async function look() {
       model = data[0].id;
       room = data[0].max_model_len ?? Infinity;
       $("tokens").placeholder = longest();
+      $("sees").hidden = !data[0].takes_images;
     }
     const load = await (await ask("/load")).json();
     const { running = load.server_load, waiting = 0 } = load;
