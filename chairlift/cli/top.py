@@ -36,6 +36,8 @@ A server that loads, hangs or is gone is said to be so, and asked again. Where t
 terminal, and with --once, the view is printed once, as plain text."""
 
 _ASK_SECONDS: Final = 5.0
+_PIPE: Final = 120
+"""Columns into which lines for a file or a pipe are fitted."""
 _MOST_LISTED: Final = 500
 _MOST_BYTES: Final = 16 * MOST_BYTES
 _STYLES: Final = {
@@ -74,9 +76,10 @@ def _print_once(observer: _Observer, interval: float) -> int:
         raise observer.failure
     time.sleep(interval)
     now = observer.look()
-    width = shutil.get_terminal_size((120, 24)).columns
+    whole = not sys.stdout.isatty()  # a file or a pipe has no width, whatever COLUMNS says
+    width = _PIPE if whole else shutil.get_terminal_size((_PIPE, 24)).columns
     for line in view(now, before, width=width, height=_MOST_LISTED + 20):
-        print(text_of(line)[:width] if sys.stdout.isatty() else text_of(line))
+        print(text_of(line) if whole else text_of(line)[:width])
     return 0
 
 
