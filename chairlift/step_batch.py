@@ -103,8 +103,8 @@ class StepBatch:
         return [self.tokens[slot, :length] for slot, length in ends]
 
     def only(self, kept: npt.NDArray[np.intp]) -> StepBatch:
-        """A step of the tokens ``kept`` [K] only, for attention. They are in order, and each is the last of its row or
-        followed by the next."""
+        """The step reduced to its tokens ``kept`` [K], for attention. They are in order. Those of a row are its last
+        tokens, without gaps."""
         rows, counts = np.unique(np.searchsorted(self.cu_seqlens, kept, side="right") - 1, return_counts=True)
         return StepBatch(
             self.token_ids[kept],

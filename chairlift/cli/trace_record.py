@@ -185,7 +185,7 @@ class _TraceFile:
 
 
 class _Feed(threading.Thread):
-    """Reads the server's events, and comes back when the connection breaks. ``records`` ends with None."""
+    """Reads the server's events, and reconnects when the connection breaks. The last item of ``records`` is None."""
 
     def __init__(self, server: RemoteServer, block_size: int, duration: float | None, requests: int | None) -> None:
         super().__init__(name="traffic", daemon=True)

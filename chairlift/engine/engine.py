@@ -210,7 +210,7 @@ class Engine:
         self.scheduler.check_invariants()
 
     def shutdown(self) -> None:
-        """End every request without an output, and free the executor."""
+        """End all requests, report no outputs for them, and free the executor."""
         for request_id in self._outputs.ids():
             self._outputs.remove(request_id)
         self._ready.clear()

@@ -26,7 +26,8 @@ _INSIDE: Final = 1
 _AFTER: Final = 2
 _OVER: Final = 3
 _State = tuple[int, int]
-"""(phase, count). The count is the number of tokens of ``begin`` seen, of reasoning, or of ``after`` forced."""
+"""(phase, count). What is counted depends on the phase: tokens of ``begin`` that were seen, tokens of the reasoning, or
+tokens of ``after`` that were forced."""
 
 
 class ThinkingMatcher:

@@ -106,8 +106,8 @@ class CudaGraphs:
         torch.cuda.empty_cache()  # capturing does it too, and would count it
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        # The beginning of a capture writes to tensors of the first capture. PyTorch 2.11 requires the same mode for
-        # both.
+        # Starting a capture writes to tensors that the first capture made. PyTorch 2.11 requires that all captures
+        # start in the same inference mode.
         with (
             _without_collecting(),
             torch.inference_mode(False),

@@ -124,9 +124,9 @@ def render(
     """All metrics in the text exposition format, UTF-8; its content type is :data:`CONTENT_TYPE`.
 
     ``info`` is None until the engine is loaded. ``up`` tells whether the engine serves now; otherwise nothing runs.
-    ``num_waiting`` is the number of accepted requests that wait for a step. ``now`` is on the clock of
-    ``stats.last_token_time``, in seconds. ``oldest_wait`` is the wait of the oldest of them in seconds. ``engine_pid``
-    is the engine's process. ``replicas`` are those of a server with several. ``num_tasks`` is the number of tasks in
+    ``num_waiting`` is the number of accepted requests that wait for a step, and ``oldest_wait`` the seconds that the
+    oldest of these has waited. ``now`` is on the clock of ``stats.last_token_time``, in seconds. ``engine_pid`` is the
+    engine's process. ``replicas`` are those of a server with several. ``num_tasks`` is the number of tasks in
     the server's event loop. ``classes`` maps classes of service to their reserved rows. ``forecast_within`` has, for
     each of FORECAST_RATIOS, the share of requests whose wait was at most that many times the predicted one.
     """

@@ -193,7 +193,7 @@ class ReplicaStats:
     """Requests sent there that have no token yet, and the next ones those that have."""
     started: int
     unstarted_tokens: int
-    """Prompt tokens it has yet to compute, without those that the door expects in its prefix cache."""
+    """Prompt tokens that the replica has yet to compute, without those expected in its prefix cache."""
     kv_cache_usage: float
     """Share of its KV cache that requests hold, 0 to 1."""
     sent: int

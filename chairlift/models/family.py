@@ -287,7 +287,8 @@ def read_experts(
     clamp: tuple[float, float] | None = None,
     **routing: Any,
 ) -> ExpertLayers:
-    """Experts of inner width ``size`` in these ``layers``. The first of ``count_keys`` in the file is their number.
+    """Experts of inner width ``size`` in these ``layers``. Their number is the first of ``count_keys`` that the file
+    has.
 
     ``routing`` are fields of :class:`~chairlift.kernels.routing.Routing`. Raises
     :class:`~chairlift.errors.ModelLoadError` for numbers that do not fit together.

@@ -233,8 +233,10 @@ class HttpProtocol(HttpToolsProtocol):
         return self.transport.get_write_buffer_size() + int(struct.unpack("i", held)[0])
 
     def _look_for_reading(self, num_read: int, owed: int, by: float) -> None:
-        """Disconnect a client that has not read enough by the time ``by`` of the loop. It had read ``num_read`` bytes
-        before, and ``owed`` bytes were waiting."""
+        """Disconnect the client if it has not read enough before ``by``, a time of the event loop.
+
+        At the start of this check it had read ``num_read`` bytes, and ``owed`` bytes were waiting for it.
+        """
         self._stall = None
         left = self._num_owed()
         if not left:

@@ -112,7 +112,7 @@ _ALIKE: Final = 0.88
 """Similarity (0 to 1) above which an unknown name counts as a misspelling of a known one rather than another server's
 field."""
 _OTHERS: Final = frozenset(("speed",))
-"""Fields of other servers that look like misspellings of known ones."""
+"""Fields that other servers know. They resemble known fields here, but are no misspellings of them."""
 
 _END: Final = r"$(?!\n)"
 """End of a pattern. ``$`` alone also matches before a final newline."""

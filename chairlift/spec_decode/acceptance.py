@@ -22,7 +22,7 @@ class Source(enum.Enum):
     """Source of drafts, and the prior acceptance of its first draft."""
 
     FORCED = 0.95
-    """A grammar, where it leaves one text: only its split into tokens is a guess."""
+    """Drafts from a grammar that allows only one text: the text is certain, and its split into tokens is a guess."""
     PREDICTED = 0.9
     """The text that the caller expects."""
     PROPOSED = 0.5

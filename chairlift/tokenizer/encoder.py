@@ -28,7 +28,7 @@ characters of several texts are also one turn in that queue. A million take 1 to
 _MAX_CHARS_PER_TOKEN: Final = 64
 """Texts with more characters per token of the model's length are refused before they are tokenized."""
 _ALWAYS_ALLOWED: Final = 262_144
-"""Characters that all texts of a call may always have together: 64 prompts of 1,024 tokens."""
+"""Total characters per call that are always allowed, however short the model: 64 prompts of 1,024 tokens."""
 
 _T = TypeVar("_T")
 

@@ -1,4 +1,5 @@
-"""Arguments of tool calls: the end of JSON values, Python and Gemma literals, and text converted by a schema.
+"""Parses arguments of tool calls: finds where a JSON value ends, reads literals of Python and Gemma, and converts text
+by a schema.
 
 Nothing is evaluated (CVE-2025-9141 was a parser that did), no pattern has nested quantifiers, and depth is limited.
 """

@@ -60,7 +60,7 @@ _HEALTH_SECONDS: Final = 20.0
 """Seconds that a busy machine may take for two seconds of work; shorter than any timeout of the server."""
 _ORPHAN_SECONDS: Final = 20.0
 _BACK_SECONDS: Final = 60.0
-"""Seconds for a restart of the engine, after the pause before it."""
+"""Seconds that a restart of the engine may take, without the pause that precedes it."""
 _LITTLE: Final = 400
 _LONG: Final = 3500
 """Tokens of an answer that takes seconds, with :data:`LITTLE_MEMORY` and with enough memory. Half of all requests

@@ -290,4 +290,4 @@ BROKEN: dict[type[FirstComeFirstServed], str] = {
     DependsOnTheRun: "determinism",
     EatsDeadlines: "engine",
 }
-"""The promise that each of them breaks."""
+"""For each policy that is wrong on purpose, the promise that it breaks."""

@@ -87,8 +87,8 @@ class Column:
     rate_measured: bool
     """Whether real runs confirmed that rate."""
     tokens_per_second: float | None
-    """Output tokens per second that it can sustain: at that rate, or with all requests at once if there are no
-    promises."""
+    """Output tokens per second, measured at the highest request rate that keeps the promises. Without promises, all
+    requests are sent at once."""
     latencies: list[float]
 
     @property

@@ -16,7 +16,7 @@ __all__ = ["AdapterFiles", "ScriptedAdapters", "content_tag", "request_for"]
 
 _TAG = 0x9E3779B97F4A7C15
 BROKEN = -1
-"""Content of a file that cannot be read."""
+"""Content that marks a simulated file as damaged: loading it fails."""
 
 
 def content_tag(content: int) -> int:

@@ -92,8 +92,8 @@ def read_texts(
 ) -> Iterator[tuple[Row, Said]]:
     """One row per answer, with the content of its request. The prompt of a chat is all earlier text.
 
-    Without a ``tokenizer`` lengths are estimated. Without ``keep`` texts are dropped after counting. Raises ConfigError
-    with the number of a bad line.
+    Without a ``tokenizer``, lengths are estimated. If ``keep`` is false, texts are dropped after counting.
+    Raises ConfigError with the number of a bad line.
     """
     count = tokenizer or (lambda text: max(1, round(len(text) / _CHARACTERS_PER_TOKEN)))
     reader = {"custom": _prompt, "openai-batch": _batch}.get(format, _chat)
