@@ -52,8 +52,12 @@ def config(**changes: Any) -> TrainerConfig:
     return TrainerConfig(**{"steps": 3, "warmup_steps": 0, "max_grad_norm": 1e9, **changes})
 
 
-def one_step(model: CausalLM, data: list[Example], capacity: int = 1000, **changes: Any) -> tuple[Trainer, Any]:
+def one_step(
+    model: CausalLM, data: list[Example], capacity: int = 1000, *, double: bool = False, **changes: Any
+) -> tuple[Trainer, Any]:
     trainer = Trainer(model, config(**changes), PackStream(data, capacity, step=f"sequences:{len(data)}"))
+    if double:  # the trainer takes float32 weights only; their values stay
+        model.double()
     return trainer, next(trainer.run())
 
 
@@ -76,7 +80,7 @@ def one_by_one(model: CausalLM, data: list[Example], reduce: str) -> tuple[float
     for example, count in zip(data, counts, strict=True):
         ids = torch.tensor(example["input_ids"])
         hidden = model(ids, torch.arange(len(ids)), PackedContext([0, len(ids)]))
-        nll = functional.cross_entropy(model.compute_logits(hidden[:-1]).float(), ids[1:], reduction="none")
+        nll = functional.cross_entropy(model.compute_logits(hidden[:-1]), ids[1:], reduction="none")
         part = (nll * torch.tensor(example["completion_mask"][1:])).sum() * factor[reduce](count) / total
         part.backward()  # type: ignore[no-untyped-call]
         loss += float(part.detach())
