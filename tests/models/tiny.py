@@ -111,6 +111,21 @@ EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 3},
 }
 """Families with experts, which test_expert_families.py compares with transformers."""
+_DELTA_NETS: dict[str, Any] = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 32,
+}
+_SHARED_EXPERT: dict[str, Any] = {
+    "moe_intermediate_size": 40,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "shared_expert_intermediate_size": 72,
+}
+
 RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_h1": {
         **{"attention_in_multiplier": 0.5, "attention_out_multiplier": 0.75, "embedding_multiplier": 3.0},
@@ -154,38 +169,9 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 32,
         "time_step_min": 1e-12,
     },
-    "qwen3_5_text": {
-        "head_dim": 32,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_key_head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_value_head_dim": 32,
-    },
-    "qwen3_5_moe_text": {
-        "head_dim": 32,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_key_head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_value_head_dim": 32,
-        "moe_intermediate_size": 40,
-        "num_experts": 6,
-        "num_experts_per_tok": 3,
-        "shared_expert_intermediate_size": 72,
-    },
-    "qwen3_next": {
-        "head_dim": 32,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_key_head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_value_head_dim": 32,
-        "moe_intermediate_size": 40,
-        "num_experts": 6,
-        "num_experts_per_tok": 3,
-        "shared_expert_intermediate_size": 72,
-    },
+    "qwen3_5_text": _DELTA_NETS,
+    "qwen3_5_moe_text": {**_DELTA_NETS, **_SHARED_EXPERT},
+    "qwen3_next": {**_DELTA_NETS, **_SHARED_EXPERT},
 }
 """Families with recurrent layers, which test_recurrent_families.py compares with transformers."""
 WHOLE_FAMILIES = ("qwen3_5", "qwen3_5_moe")
