@@ -45,7 +45,7 @@ Prompt = tuple[list[int], int]
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Scores of every position that counts."""
+    """Scores of all positions that are measured."""
 
     logprobs: list[float]
     """Log-probability of the actual token."""

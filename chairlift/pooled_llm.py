@@ -134,7 +134,8 @@ class PooledTexts:
         self.calls = PooledCalls(inputs)
 
     def run(self, call: PooledCall[_Result]) -> list[PoolingRequestOutput[_Result]]:
-        """Compute a call. Raises RequestError for a text without a vector, and KeyboardInterrupt between two passes."""
+        """Compute the results of one call. Raises RequestError if a text yields no vector, and KeyboardInterrupt only
+        between two forward passes."""
         core, found, texts = self._core, dict[str, bytes](), call.texts
         places = {text.request_id: place for place, text in enumerate(texts)}
         for text in texts:

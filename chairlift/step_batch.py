@@ -95,9 +95,10 @@ class StepBatch:
 
     @property
     def histories(self) -> list[_Int32]:
-        """P views of the tokens up to each sample position, valid until the tokens of this step are stored.
+        """For each of the P sample positions, a view of its row's tokens up to it, valid until this step's are stored.
 
-        They are complete if all tokens of the row were sampled on the host, since those are known at once.
+        A view is complete if all tokens of the row were sampled on the host. Tokens that a device sampled may not have
+        arrived yet.
         """
         ends = zip(self.sample_slots.tolist(), self.sample_lengths.tolist(), strict=True)
         return [self.tokens[slot, :length] for slot, length in ends]

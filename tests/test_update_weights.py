@@ -370,7 +370,7 @@ def test_recomputed_requests_go_on_exactly_as_the_new_weights_would(
 
 
 def test_computing_again_is_no_second_admission(models: tuple[Path, Path]) -> None:
-    """What is read from the cache then may be more than the prompt, and was looked up before."""
+    """A request may then read more from the cache than its prompt, and the look-up was before the update."""
     llm = make(models[0])
     for name in "ab":
         llm.engine.add_request(SHARED, params(60), request_id=name)
@@ -419,7 +419,7 @@ def test_versions_of_several_updates_and_of_deltas(models: tuple[Path, Path]) ->
 
 
 def test_swapped_requests_are_computed_again(models: tuple[Path, Path]) -> None:
-    """What lies in host memory was computed by the old weights."""
+    """Blocks in host memory were computed by the old weights."""
     llm = make(models[0], preemption_mode="swap", swap_space_bytes=1 << 20, num_lookahead_steps=0)
     llm.engine.add_request(SHARED, params(20), request_id="r")
     run_until(llm, "r", 5)
@@ -473,7 +473,7 @@ def test_what_was_in_flight_is_reported_by_the_next_step(models: tuple[Path, Pat
 
 
 class WeightedHashLM(HashLM):
-    """What it keeps of a token, and so every token after it, depends on the weights that computed it."""
+    """KV of a token depends on the weights that computed it, and so does every later token."""
 
     weights = 0
 

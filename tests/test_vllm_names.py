@@ -1,4 +1,4 @@
-"""What was made for vLLM works after its import or first word is changed, or is told what to use."""
+"""Code for vLLM works once its import or first word is changed, or gets an error that names the counterpart."""
 
 from __future__ import annotations
 

@@ -236,9 +236,9 @@ def check_ranges(args: argparse.Namespace, **more: tuple[float, float]) -> None:
 def loads_of(
     args: argparse.Namespace, slo: Mapping[str, float], **fields: Any
 ) -> tuple[list[Load], list[dict[str, Any]]]:
-    """A load for each rate, or with ``--compare`` for each round, and additional facts of each for the record.
+    """A load for each rate, or with ``--compare`` for each round; and for each load, facts to write into its record.
 
-    ``fields`` are further fields of the loads.
+    ``fields`` are given to every load.
     """
     from chairlift.workbench.bench.serve_run import Load
 

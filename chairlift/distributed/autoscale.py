@@ -1,4 +1,4 @@
-"""How many replicas a fleet should have, from forecast waits, kept promises and load."""
+"""Decides how many replicas a fleet should have, from forecast waits, the share of kept promises, and load."""
 
 from __future__ import annotations
 

@@ -152,9 +152,10 @@ class _Member:
 class Fleet(RemoteCore):
     """``replicas`` cores that act as one. ``routing`` chooses among them.
 
-    ``connect`` makes the core of a replica, each time it starts. A replica that is silent for ``health_timeout``
-    seconds with work in it is killed while another one is alive. Without ``restart`` a dead one stays away. When the
-    last one dies, the fleet has died: :meth:`died` returns. ``now`` is the clock of requests' arrivals.
+    ``connect`` makes the core of a replica, each time it starts. A replica that has work and is silent for
+    ``health_timeout`` seconds is killed, unless it is the last one alive. Without ``restart``, dead replicas are not
+    replaced. When the last one dies, the fleet has died: :meth:`died` returns. Arrival times are measured with the
+    clock ``now``.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class _Known:
     users: int = 0
     """Requests that have not ended."""
     active: int = 0
-    """Number of these requests that may be in a step; the adapter must be in memory for them."""
+    """Requests with this adapter that may be in a step. While there are any, the adapter must be in memory."""
 
 
 class Adapters:

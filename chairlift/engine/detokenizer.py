@@ -231,8 +231,10 @@ class _SpelledStops:
         """Number of characters of the visible text that no stop string can cut off any more."""
 
     def find(self, piece: str, token_id: int | None, counts: bool) -> tuple[str, int, int] | None:
-        """The stop string that a token with this ``piece`` of visible text completes: (stop string, offset in the piece
-        behind it, offset in the visible text where it begins)."""
+        """The stop string that a token with this ``piece`` of visible text completes; None if it completes none.
+
+        The result is (stop string, offset of its end in ``piece``, offset of its beginning in the visible text).
+        """
         spelling = None if token_id is None else self._tokenizer.special_texts.get(token_id)
         if token_id is None or not spelling:
             return self._read(piece, counts)

@@ -283,7 +283,7 @@ class Grammars:
     # -- following -----------------------------------------------------------------------------------------------
 
     def rows_of(self, out: SchedulerOutput) -> list[HeldPlace]:
-        """Places of the step at which requests with a grammar sample."""
+        """The step's sample positions that belong to requests with a grammar."""
         if not self._rows:
             return []
         if out.decode_rows is not self._decode_rows:

@@ -87,7 +87,7 @@ class EngineInfo:
     capacity_tokens: int
     """Most positions of one request that the KV cache can hold. Positions behind a sliding window take no space."""
     pool_tokens: int
-    """Positions in the whole KV cache, in its smallest pool."""
+    """Token positions that the whole KV cache holds; with several pools, those of the smallest."""
     block_size: int
     num_blocks: int
     """Blocks available to requests, over all cache groups."""

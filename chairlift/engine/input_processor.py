@@ -302,7 +302,7 @@ class InputProcessor:
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         # The last sampled token is never an input, so the cache holds one position less than the sequence.
-        # one token is generated and dropped; it may lie one past the model's last position
+        # A request for 0 tokens generates one and drops it. It may lie one past the model's last position.
         scored = params.max_tokens == 0
         length = self.limits.max_model_len + scored
         room = min(length, self._cache.capacity_tokens + 1) - num_prompt_tokens

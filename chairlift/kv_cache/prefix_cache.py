@@ -133,7 +133,7 @@ class PrefixCache:
             self.lost_copy(group, node)
 
     def forget(self, request: Request) -> None:
-        """Drop the request's whole path, also behind windows, because its content cannot be trusted."""
+        """Drop the request's whole path, blocks behind sliding windows included: its content cannot be trusted."""
         # Blocks that came back from host memory and are not published yet are found by their tokens only.
         for known in self.walk(request, request.num_computed_tokens // self.block_size):
             for group in range(len(self._pools)):

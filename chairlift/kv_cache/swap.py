@@ -1,7 +1,7 @@
 """Host blocks and their owners.
 
-They hold KV of preempted requests (swap preemption; vLLM, Kwon et al., SOSP 2023). The rest holds blocks that the
-prefix cache evicted (hierarchical caches, as in SGLang and TensorRT-LLM).
+Some blocks hold KV of preempted requests (swap preemption; vLLM, Kwon et al., SOSP 2023). The remaining ones hold
+blocks that the prefix cache evicted (hierarchical caches, as in SGLang and TensorRT-LLM).
 """
 
 from __future__ import annotations

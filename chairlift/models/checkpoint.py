@@ -1,7 +1,7 @@
 """Maps parameters to the tensor names of a Hugging Face checkpoint.
 
-A model's :class:`~chairlift.models.family.Family` has the names that differ, and the products that are stored in
-pieces: q, k and v are the rows of ``qkv_proj``, gate and up those of ``gate_up_proj``.
+A model's :class:`~chairlift.models.family.Family` lists the names that differ, and the layers here whose weight a
+checkpoint stores in parts: q, k and v are ranges of rows of ``qkv_proj``, gate and up of ``gate_up_proj``.
 """
 
 from __future__ import annotations

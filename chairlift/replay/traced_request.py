@@ -45,7 +45,7 @@ class TracedRequest:
     """Lower goes first."""
     service_tier: str = ""
     ttft_ms: float | None = None
-    """Promised time to the first token, in ms; None without a promise. So are the next two fields."""
+    """Promised time to the first token, in ms; None without a promise. The next two fields are also in ms or None."""
     tpot_ms: float | None = None
     """Promised time per output token after the first."""
     deadline_ms: float | None = None

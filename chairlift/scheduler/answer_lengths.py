@@ -66,7 +66,7 @@ class _Curve:
         self._share: list[float] = []
         """Share of longer answers, from each of these lengths to the next."""
         self._area: list[float] = []
-        """Area under the curve from 0 to each of these lengths."""
+        """Area under the curve of those shares, from 0 to each of the lengths."""
         self._longest = 0
 
     @property

@@ -277,7 +277,7 @@ class Scheduler:
 
     def _run_decodes(self, step: Step) -> None:
         stalled = [request for request in self.decodes.due() if not self._prepare_next_position(request, step)]
-        # A request that also lost blocks since is in the list already.
+        # A request that has also lost blocks since then is in ``catching_up`` already.
         self.batch.catching_up[:0] = [r for r in stalled if r.slot >= 0 and r not in self.batch.catching_up]
         if stalled:
             step.out.stalled = tuple([request.request_id for request in stalled])

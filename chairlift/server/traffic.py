@@ -38,7 +38,7 @@ __all__ = ["Recording", "RequestsReply", "TrafficRecord", "prefix_hashes", "rout
 _MOST_LISTED: Final = 1000
 _MOST_RECORDINGS: Final = 8
 _MOST_RECORDINGS_OF_ONE: Final = 3
-"""Most recordings of one tenant, where keys distinguish tenants, so that no tenant takes all."""
+"""Maximum number of recordings of one tenant, if keys distinguish tenants, so that no tenant takes all of them."""
 _MOST_WAITING: Final = 4096
 _MOST_WAITING_TOKENS: Final = 1 << 22
 """Most records that a slow listener may leave unread, and most prompt tokens kept with them."""

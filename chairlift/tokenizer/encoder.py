@@ -42,8 +42,9 @@ def _worker_for(tokenizer: Tokenizer | None, max_model_len: int, most_waiting: i
 
 
 class Encoder:
-    """Tokenizes on an event loop. ``tokenizer`` is None if only token ids are accepted. At most ``most_waiting``
-    conversations, and as many texts and long texts, wait in a queue; further ones raise QueueFullError. Without
+    """Tokenizes on an event loop. ``tokenizer`` is None if only token ids are accepted. There are
+    three queues, for conversations, texts and long texts. Each holds at most ``most_waiting``; further ones raise
+    QueueFullError. Without
     ``chats`` no conversations are accepted. One event loop owns the object."""
 
     def __init__(

@@ -100,7 +100,8 @@ _INNER: Final = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
 def _pattern(step: Mapping[str, Any]) -> tuple[str, str]:
-    """(kind, text) of a step's pattern: String, Regex, or empty."""
+    """Pattern of a normalizer or pre-tokenizer as (kind, text), with kind String or Regex; two empty strings if it has
+    none."""
     pattern = step.get("pattern")
     for kind in ("String", "Regex"):
         if isinstance(pattern, Mapping) and isinstance(pattern.get(kind), str):

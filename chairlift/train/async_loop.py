@@ -197,7 +197,8 @@ class AsyncLoop:
 
     def _publish(self) -> None:
         self._unpublished = True
-        # Before the gate: nothing may be admitted as of a version that the generator does not have yet.
+        # Weights are sent before the gate opens, so that no request is admitted under a version that the generator
+        # does not have yet.
         self._generator.update_weights(self._weights(), self.gate.version + 1)
         self.gate.publish()
         self._unpublished = False

@@ -58,7 +58,8 @@ class PageHinkley:
 
     def _restart(self) -> None:
         self._count, self._mean, self._squares = 0, 0.0, 0.0
-        # For each direction (up, down): the sum, the number of values since it began to grow, and their total.
+        # For each direction (up, down): the CUSUM statistic, the number of values since it left zero, and the total of
+        # these values.
         self._runs: list[list[float]] = [[0.0, 0, 0.0], [0.0, 0, 0.0]]
 
     def update(self, value: float) -> bool:

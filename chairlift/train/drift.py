@@ -32,7 +32,7 @@ class DriftEvent:
 
     source: str
     old: str
-    """Name under which its old items are replayed: ``"<source>@<n>"``."""
+    """Name under which old items of the source are replayed: ``"<source>@<n>"`` after its n-th change."""
     drawn: int
     """Number of items that the sampler had given when the change was noticed."""
     before: float
@@ -176,7 +176,8 @@ class DriftSampler:
         self._rng = np.random.Generator(self._bits)
         self._drawn = self._replayed = self._observed = 0
         self._recent = np.zeros((_REMEMBERED, 2), np.int64)
-        """[item % _REMEMBERED]: (index in ``_names``, number of the item in that source)."""
+        """Ring of the last items: row ``item % _REMEMBERED`` has the source's index in ``_names`` and the item's
+        number in that source."""
         self.events: list[DriftEvent] = []
         """Changes noticed so far."""
 

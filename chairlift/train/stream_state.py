@@ -71,7 +71,7 @@ class StreamSettings:
 
     @functools.cached_property
     def goal(self) -> tuple[str, int]:
-        """(unit, count) that ends an optimiser step."""
+        """(unit, count): an optimiser step ends after this many tokens, sequences or packs."""
         if self.step is None:
             return "packs", self.ranks
         match = _GOAL.fullmatch(self.step) if isinstance(self.step, str) else None

@@ -233,7 +233,7 @@ class HFPatch:
         self._hooks, self._before = [], []
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """A copied model's hooks come here as well: what is kept is of one forward pass, whoever's it is."""
+        """Hooks of a copied model call this object too: its state is of one forward pass, of either model."""
         self._copied = True
         return self
 

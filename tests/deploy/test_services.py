@@ -68,7 +68,7 @@ def seconds(span: str) -> float:
 
 
 def settings(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What ``chairlift`` makes of a command line, by its own --dry-run."""
+    """Settings that ``chairlift`` reads from a command line, by its own --dry-run."""
     words = [word.replace(CONFIG, str(DEPLOY / "chairlift.yaml")) for word in arguments]
     assert main([*words, "--dry-run"]) == 0, capsys.readouterr().err
     found: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)

@@ -27,7 +27,7 @@ class Expected:
 
 
 def expected_hashlm(prompt: Sequence[int], params: SamplingParams, index: int = 0, salt: str = "") -> Expected:
-    """Answer number ``index`` to token ids. ``params`` needs a seed and ``max_tokens``."""
+    """The answer with number ``index`` to a prompt of token ids. ``params`` needs a seed and ``max_tokens``."""
     if params.seed is None or params.max_tokens is None:
         raise ValueError("an answer can be foretold only with a seed and max_tokens")
     row = SamplingRow(

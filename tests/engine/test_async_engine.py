@@ -164,7 +164,7 @@ def test_what_cannot_be_served_is_refused_with_both_numbers() -> None:
 
 
 class Noting:
-    """Who was told of, in this order."""
+    """Notes the ids that are reported, in order."""
 
     def __init__(self) -> None:
         self.began_with: list[OutputStream] = []

@@ -1,4 +1,4 @@
-"""What is said of forecasts is what became of the last of them."""
+"""The figures about forecasts are those of the latest forecasts that came true or failed."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_alone_it_computes_and_the_engine_turns_round_between_steps() -> None:
 
 
 def running_ahead(depth: int) -> tuple[dict[str, dict[str, float]], float]:
-    """What two are charged whose steps run beside the engine, and how long the step took in which the second came."""
+    """Charges of two requests whose steps run beside the engine, and the duration of the step in which one joins."""
     flat = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "num_kv_blocks": 200, "num_lookahead_steps": depth}
     core, limits = simulated_core(deploy("ryzen-9950x", shape_from_name("qwen2.5-0.5b")), EngineConfig.from_flat(flat))
     door = InputProcessor(limits, None, core.kv, seed=0)
@@ -135,7 +135,7 @@ def test_who_runs_ahead_waits_for_steps_in_flight_and_not_between_steps(depth: i
 
 
 def test_a_long_prompt_waits_for_its_turns_between_its_chunks() -> None:
-    """What is alone in its steps stretches nothing."""
+    """A request that is alone in its steps does not stretch another's."""
     line = Timeline()
     line.add("a", 40, 1)
     assert line.run() == {"a": pytest.approx({"prefill": 3 * STEP + 40 * TOKEN, "host": 2 * HOST})}
@@ -196,7 +196,7 @@ def test_a_batch_that_waits_for_more_is_waited_for(batching: str) -> None:
     charged = line.run()
     assert line.held_up_by() == {""}  # no step ran while they waited
     assert charged["b"]["waiting_batch"] == pytest.approx(0.5 + HOST)
-    # What has ended stays in a static batch until the longest answer has.
+    # A request that has ended stays in a static batch until the longest answer has ended.
     until_the_end = 6 * (STEP + 3 * TOKEN) + 5 * HOST if batching == "static" else 0.0
     assert charged["a"]["waiting_batch"] == pytest.approx(0.5 + HOST + until_the_end)
     assert charged["c"]["waiting_batch"] == pytest.approx(0.375 + HOST + until_the_end)

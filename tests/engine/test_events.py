@@ -1,4 +1,4 @@
-"""Whoever subscribes is told of what it has a method for, and cannot harm those who tell."""
+"""A subscriber gets the events that it has methods for, and its faults do not reach the publisher."""
 
 from __future__ import annotations
 

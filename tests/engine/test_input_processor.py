@@ -267,7 +267,7 @@ def test_bad_words_are_masked_wherever_a_word_begins(family: str) -> None:
 
 
 def test_bad_words_do_not_begin_as_texts_do() -> None:
-    """Where a text begins with a token of its own, no word in the middle of an answer does."""
+    """A tokenizer may begin a text with a token of its own; words in the middle of an answer have no such token."""
     tokenizer = make("byte_level")
     at = InputProcessor(ModelLimits(tokenizer.vocab_size, LENGTH), tokenizer, _Room())
     request = prepare(at, "chairlift", bad_words=["chairlift"])

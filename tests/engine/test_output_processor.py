@@ -1,4 +1,4 @@
-"""What is known of a request while it runs, and what is kept of it when it has ended."""
+"""The output processor knows enough of a running request, and keeps nothing of an ended one that is not needed."""
 
 from __future__ import annotations
 

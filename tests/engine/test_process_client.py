@@ -1,4 +1,4 @@
-"""What the engine's process says reaches whom it is for."""
+"""Messages of the engine's process reach the requests that they are for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of promises: kept, missed, dropped, and who had how much of the engine."""
+"""Promises are counted as kept, missed or dropped, and each tenant's share of the engine is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recording says is what happened, and what is exported from it keeps to the format it claims."""
+"""A recording says what happened, and its exports keep to the formats that they claim."""
 
 from __future__ import annotations
 

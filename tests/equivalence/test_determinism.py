@@ -33,7 +33,7 @@ MOST_TOKENS = 1500
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
     "mistral-200": ("mistral", {"sliding_window": 200}),
-    # What PyTorch computes between the kernels must not depend on the batch either.
+    # Operations that PyTorch computes between the kernels must not depend on the batch either.
     "gemma3_text": ("gemma3_text", {"sliding_window": 24}),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5, "num_key_value_heads": 4}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),

@@ -56,7 +56,7 @@ AFTER_A_FLIP = 0.05
 
 
 def rounded(rows: Tensor) -> Tensor:
-    """What the fp8 of ``rows`` stands for, on the way back."""
+    """The numbers that the fp8 of ``rows`` stand for."""
     values, scales = quantize(rows.flatten(0, -2))
     return (values.float() * scales[:, None]).view(rows.shape)
 
@@ -86,7 +86,7 @@ def test_few_rows_meet_the_rounded_weights(family: str, models: Any, device: tor
 def test_many_rows_are_rounded_too_where_the_library_multiplies(
     family: str, scaled: bool, models: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which it does for sizes that are multiples of 16; others are streamed, and rows are as they are."""
+    """Sizes that are multiples of 16 use it; others are streamed, and their rows stay as they are."""
     needs_rowwise_products(device)
     plain_dir, reference = models(family, intermediate_size=48 if scaled else 40)
     calls = []

@@ -1,4 +1,4 @@
-"""Who runs a model, and what is said when it is not the native kernels."""
+"""An executor is chosen for a model, and a note says why if it is not the one with native kernels."""
 
 from __future__ import annotations
 

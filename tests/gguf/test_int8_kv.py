@@ -1,4 +1,4 @@
-"""What K and V in 8 bits cost: the perplexity of a real model over texts in the public domain and our own."""
+"""K and V in 8 bits cost little: the perplexity of a real model over texts in the public domain and our own."""
 
 from __future__ import annotations
 

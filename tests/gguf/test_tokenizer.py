@@ -27,7 +27,7 @@ TEXTS = (
 
 
 def as_metadata(backend: tokenizers.Tokenizer, kind: str) -> dict[str, Any]:
-    """What llama.cpp's converter writes for a tokenizer."""
+    """The metadata that llama.cpp's converter writes for a tokenizer."""
     content = json.loads(backend.to_str())
     added = {token["id"]: token for token in content["added_tokens"]}
     tokens = {number: text for text, number in backend.get_vocab(with_added_tokens=True).items()}

@@ -1,4 +1,4 @@
-"""What a compiled grammar allows: where it ends, what it never offers, how it goes back, what is too much."""
+"""A compiled grammar ends where it should, never offers a wrong token, goes back, and has limits."""
 
 from __future__ import annotations
 

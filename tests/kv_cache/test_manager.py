@@ -262,7 +262,7 @@ def test_what_a_guaranteed_request_left_behind_is_not_given_to_others() -> None:
 
 
 def test_guaranteed_requests_that_share_are_promised_what_they_need_apart() -> None:
-    """What one leaves behind does not come free while the other reads it."""
+    """Blocks of a request that left are not freed while another reads them."""
     kv = manager(10, 8)
     one = guaranteed("one", 13)
     admit(kv, one, one.reserve)

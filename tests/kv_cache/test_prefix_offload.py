@@ -1,4 +1,4 @@
-"""What the prefix cache evicts is kept in host memory and comes back: when it may be read, by whom, and who goes."""
+"""Blocks that the prefix cache evicts are kept in host memory and come back: when, for whom, and which are dropped."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_block_that_was_in_use_until_it_was_evicted_has_the_newest_copy() -> N
     kv = offloading(9, num_host_blocks=4)
 
     def evict_all(step: int) -> None:
-        """Somebody takes all blocks, and offers none."""
+        """Another request takes all blocks, and leaves none to the prefix cache."""
         other = request(f"other {step}", 8 * BLOCK - 1)
         admit(kv, other)
         kv.scheduled(step)

@@ -48,7 +48,7 @@ _Content = tuple[Any, ...]
 
 @dataclasses.dataclass
 class Step:
-    """What the executor is told to do in one step."""
+    """Work of the executor in one step."""
 
     swap_out: _Moves = dataclasses.field(default_factory=list)
     copies: _Moves = dataclasses.field(default_factory=list)
@@ -81,7 +81,7 @@ class Operations:
         self.watermark = self.rng.choice([0.0, 0.0, 0.2])
         self.depth = self.rng.choice([1, 2])
         self.guaranteed = self.rng.choice(["nobody", "some", "all"])
-        """Who can always go on; some, then those share nothing."""
+        """Requests that can always go on. With ``some``, those share no blocks."""
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.step = self.done = self.names = 0

@@ -27,7 +27,7 @@ class Info:
 
 
 def samples(stats: RequestStats, *, info: Info | None = None, up: bool = True, **settings: object) -> Samples:
-    """What Prometheus reads, by name and by the labels that not all metrics have."""
+    """Metrics as Prometheus reads them, by name and by the labels that not all of them have."""
     options: dict[str, object] = {"model_name": "tiny", "prefix": "chairlift", "num_waiting": 0, "now": 0.0} | settings
     text = render(stats, info, up=up, **options).decode()  # type: ignore[arg-type]
     found: Samples = {}

@@ -64,7 +64,7 @@ def weights(model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def decompressed(out: Path) -> dict[str, torch.Tensor]:
-    """What compressed-tensors makes of the layers, in float32."""
+    """The layers as compressed-tensors reads them, in float32."""
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     scheme = QuantizationScheme(
         targets=["Linear"], weights=QuantizationArgs(**config["config_groups"]["group_0"]["weights"])

@@ -141,7 +141,7 @@ class FakeEngine:
         self.failure = ""
         self.adapters = AdapterNames()
         self.adapters_asked: list[str] = []
-        """What each request that was submitted asked for."""
+        """Parameters of each request that was submitted."""
         self.info: EngineInfo | None = INFO if state is EngineState.READY else None
         self.tokenizer = byte_tokenizer() if with_tokenizer else None
         self.stats = RequestStats()

@@ -1,4 +1,4 @@
-"""What every request passes: ids, errors, the drain, and a task that ends when its client leaves."""
+"""Every request passes ids, errors and the drain, and its task ends when the client leaves."""
 
 from __future__ import annotations
 

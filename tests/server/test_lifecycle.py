@@ -383,7 +383,7 @@ def test_files_for_all_connections() -> None:
 
 @contextlib.contextmanager
 def hangups(action: signal.Handlers) -> Iterator[None]:
-    """What SIGHUP does to this process, however it was started."""
+    """The handling of SIGHUP in this process, however it was started."""
     before = signal.signal(signal.SIGHUP, action)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What is served."""
+"""The list of models that a server has."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ sys.addaudithook(_listen)
 
 @contextmanager
 def heard() -> Iterator[list[tuple[str, str]]]:
-    """What the process reaches for meanwhile: files, sockets, programs, code."""
+    """Files, sockets, programs and code that the process opens meanwhile."""
     global _heard
     _heard = found = []
     try:

@@ -230,7 +230,7 @@ def page(chromium: Chromium, fake: FakeServer) -> Iterator[Page]:
 
 
 class Page:
-    """What a person does and sees."""
+    """A person uses the page and sees the results."""
 
     def __init__(self, browser: Chromium) -> None:
         self.browser = browser

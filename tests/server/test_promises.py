@@ -36,7 +36,7 @@ def client(engine: FakeEngine) -> Iterator[TestClient]:
 
 
 def tiers(client: TestClient, path: str, body: dict[str, Any], **fields: Any) -> set[str]:
-    """What the reply says, and each chunk of the same as a stream."""
+    """The reply, and each chunk of the same request as a stream."""
     body = {**body, "max_tokens": 5, **fields}
     whole = client.post(path, json=body)
     assert whole.status_code == 200, whole.text
@@ -52,7 +52,7 @@ def refused(client: TestClient, path: str, body: dict[str, Any], **fields: Any) 
 
 
 def service(engine: FakeEngine) -> Service:
-    """What the newest request was promised."""
+    """Promises to the newest request."""
     return engine.services[-1]
 
 

@@ -72,7 +72,7 @@ def prompt_of(engine: FakeEngine) -> str:
 
 
 def plain(response: Any) -> dict[str, Any]:
-    """What does not differ from one call to the next."""
+    """The parts of a response that are equal in every call."""
     told: dict[str, Any] = response.to_dict()
     for name in ("id", "created_at", "completed_at"):
         del told[name]

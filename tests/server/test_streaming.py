@@ -63,7 +63,7 @@ def stream(client: TestClient, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 def assembled(chunks: list[Any]) -> dict[int, dict[str, Any]]:
-    """What a client makes of the chunks: per choice its text, tokens, logprobs and end."""
+    """The chunks put together as a client does: text, tokens, log-probabilities and end of each choice."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for part in chunk["choices"]:

@@ -115,7 +115,7 @@ class Server:
 
 
 class Events:
-    """What a listener hears, and all bytes of it."""
+    """Records that a listener gets, and all their bytes."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -654,7 +654,7 @@ def test_hashes_depend_on_the_secret_and_on_the_salt() -> None:
 
 
 def test_the_engine_tells_how_far_long_prompts_are() -> None:
-    """What it says is what the scheduler knows, and the times it expects are those of steps to come."""
+    """The list shows what the scheduler knows, and its expected times are those of coming steps."""
     engine = make_engine(max_num_batched_tokens=8)
     core = engine.core
     name = engine.add_request([1 + i % 7 for i in range(30)], greedy(4))

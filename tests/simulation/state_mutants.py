@@ -86,7 +86,7 @@ def state_not_restored_by_a_swap(patch: Patch) -> None:
 
 @mutant
 def state_ahead_of_the_saved_position(patch: Patch) -> None:
-    """A state that steps in flight have moved on is saved for fewer tokens."""
+    """Bug: steps in flight have advanced a state, and it is saved as if it covered fewer tokens."""
     patch(StateKind, "continues_at", lambda self, position, num_computed: True)
 
 

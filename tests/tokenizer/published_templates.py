@@ -73,7 +73,8 @@ def compare(source: str, name: str, truth: Any) -> str:
         return "other"
     if ours == theirs:
         return "same"
-    # transformers prints lists in Python's form, and drops parts that a template does not loop over.
+    # Where a template does not loop over the parts of a message, transformers prints them in Python's form or drops
+    # them.
     broken = "'text'" in theirs or '"text"' in theirs or any(word not in theirs for word in words)
     return "other" if broken or "reasoning" in name else "differs"
 

@@ -65,7 +65,7 @@ class OpFlag(enum.IntFlag):
 
 
 class Activation(enum.IntEnum):
-    """``cl_activation``."""
+    """Values of the C enum ``cl_activation``."""
 
     NONE = 0
     GELU = 1

@@ -141,7 +141,8 @@ def _gather(
     few_ptr: tl.tensor, few_ids_ptr: tl.tensor, bar: tl.tensor, row_ptr: tl.tensor, vocab: tl.tensor,
     temperature: tl.tensor, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Copy the logits whose order is at least ``bar``, by rising id, as many as fit. Returns how many there are."""
+    """Copy the logits whose sort key is at least ``bar``, by rising id, until the buffer is full. Returns the number of
+    such logits, even if not all of them fit."""
     count = tl.full([], 0, dtype=tl.int32)
     for at in range(0, vocab, BLOCK):
         ids = at + tl.arange(0, BLOCK)

@@ -176,7 +176,10 @@ class Server(Target):
         self.max_model_len = room if isinstance(room, int) and room > 1 else None
 
     async def _accepted(self, full: Dialect) -> Dialect:
-        """The largest part of ``full`` that the server accepts: all fields, all but one, or fewer and fewer."""
+        """The request form ``full`` with as many of its fields as the server accepts.
+
+        It tries all fields, then all but one, then fewer and fewer.
+        """
         changes: list[dict[str, Any]] = []
         if full.vocab_size:
             changes += [{"vocab_size": size} for size in (*_VOCABULARIES[1:], 0)]

@@ -38,9 +38,9 @@ means that 99 of 100 requests were faster.
 Static batches start together and end together: what most simple servers do. The best size for them is the best that
 was measured."""
 _SMALL: Final = 1.1
-"""A gain in throughput below this is called small,"""
+"""A gain in throughput below this is called small."""
 _UNSURE: Final = 1.25
-"""and so is one below this whose interval reaches below that."""
+"""A gain below this is called small too if its confidence interval reaches below the limit above."""
 _SHORT: Final = 30
 _TITLES: Final = {
     "static": "static",

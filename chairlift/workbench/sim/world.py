@@ -41,7 +41,8 @@ class World:
     seed: int
     block_size: int
     windows: tuple[int | None, ...]
-    """One cache group each; :data:`~chairlift.models.hashlm.STATE` for recurrent states."""
+    """One entry per cache group: its sliding window, None for full attention, or
+    :data:`~chairlift.models.hashlm.STATE` for recurrent states."""
     num_blocks: int
     max_model_len: int
     scheduler: dict[str, Any]

@@ -200,7 +200,7 @@ def of_codes(machine: Machine, queries: Tensor, keys: Tensor, values: Tensor, we
     """How far results [heads, new, head_dim] may be off because K and V are read as codes."""
     context, dim = keys.shape[1:]
     if machine.dtype == torch.bfloat16 and machine.isa in ("avx512_bf16", "amx"):
-        # What they stand for is rounded, independently.
+        # The numbers that they stand for are rounded, independently.
         u = unit_roundoff(torch.bfloat16)
         off = 4 * u * (queries.square() @ keys.square().mT).sqrt().amax(-1, keepdim=True)
         return 2 * off * (weights @ values.abs()) + 4 * u * (weights.square() @ values.square()).sqrt()
@@ -341,7 +341,7 @@ def test_a_broken_sequence_stays_alone(row: int, machine: Machine) -> None:
 def test_a_broken_token_reaches_only_those_that_see_it(
     window: int, rows: list[tuple[int, int]], machine: Machine
 ) -> None:
-    """Those before it may be in somebody's prefix cache."""
+    """Tokens before the broken one stay sound, since they may be in the prefix cache of another request."""
     rng = random.Random(window)
     sound = Case.make(rng, machine.dtype, rows, 2, 2, 48, window=window)
     before = sound.attend(machine, rng, sound.whole)

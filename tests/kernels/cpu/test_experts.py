@@ -73,7 +73,7 @@ def test_it_computes_what_its_definition_does(seed: int, dtype: torch.dtype, isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codes", [None, GroupKind(8, 32), GroupKind(4, 32), GroupKind(4, 32, e2m1=True)])
 def test_bits_depend_on_the_row_alone(codes: GroupKind | None, dtype: torch.dtype, isa: str) -> None:
-    """Whoever else is there, however many, in which order, and with however many threads."""
+    """The number of other rows, their order, their contents and the number of threads change no bit."""
     rng = random.Random(1)
     fields: dict[str, Any] = {"biased": True, "clamp": (1.702, 2.0)} if codes is not None and codes.e2m1 else {}
     layer = random_layer(rng, dtype, hidden=96, inner=70, num_experts=6, top_k=3, shared=True, **fields)

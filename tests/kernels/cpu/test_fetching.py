@@ -1,4 +1,4 @@
-"""What a product fetches ahead: all that comes next, and the beginning of what is read behind it, once. And the KV of
+"""A product fetches all weights that it reads next, and the beginning of those behind them, once. And the KV of
 the next attention, where arithmetic leaves memory the time.
 
 Twice would cost half of the memory's rate, and show nowhere but in the time.
@@ -363,7 +363,7 @@ def test_results_are_fetched_before_they_are_written(rows: int, watched: list[st
     for line in done.stdout.splitlines():
         lines, never, again = map(int, line.split())
         assert again == 0
-        # What few rows write is still in the cache.
+        # Results of few rows are still in the cache.
         assert never in ([0] if tiles or rows > 12 else [0, lines])
 
 

@@ -154,7 +154,7 @@ def test_every_number_of_rows(k: int, machine: Machine) -> None:
 
 
 def test_a_bound_that_notices_one_product_left_out(machine: Machine) -> None:
-    """What the tests above rest on."""
+    """The tests above rely on this."""
     rng = random.Random(0)
     x, weight = normal(rng, 20, 5000, dtype=machine.dtype), normal(rng, 30, 5000, dtype=machine.dtype)
     expected = products(x, weight).rounded(machine.dtype)

@@ -256,7 +256,7 @@ def test_threads_respect_affinity_and_quota(monkeypatch: pytest.MonkeyPatch, lim
 
 @needs_kernels
 def test_a_thread_that_the_system_refuses_is_an_error_and_no_crash() -> None:
-    """Those that had started end, and the process goes on."""
+    """Threads that had started end, and the process goes on."""
     code = """
 import resource
 from chairlift.kernels.cpu.library import Pool

@@ -53,7 +53,7 @@ def packed_by_definition(weight: torch.Tensor, interleaved: bool) -> np.ndarray:
 
 
 def stored(packed: PackedWeight) -> np.ndarray:
-    """What lies in memory, whole."""
+    """All bytes in memory."""
     kind = {torch.bfloat16: np.int16, torch.float32: np.int32}[packed.dtype]
     return packed.memory.array(kind, (packed.memory.nbytes // np.dtype(kind).itemsize,))
 

@@ -1,4 +1,4 @@
-"""What models are recorded as, how operations are fused and share buffers, and that the result computes the same."""
+"""Models are recorded, their operations are fused and share buffers, and the program computes the same."""
 
 from __future__ import annotations
 

@@ -431,7 +431,7 @@ def test_targets_report_what_they_would_have_been_drawn_with(vocab: int, isa: st
     logits[3, ::2] = -math.inf
     targets, counts = [0, vocab - 1, 7, 4], [0, 3, 20, 25]
     cases = [
-        # What is asked of generated tokens must not touch those of the prompt.
+        # Parameters for generated tokens must not touch the prompt's log-probabilities.
         Case(row, make_row(temperature=1.0, top_k=2, logprobs=min(count, 20), allowed_token_ids=[5]), known([1, 2]))
         for row, count in zip(logits, counts, strict=True)
     ]

@@ -33,7 +33,7 @@ class ParallelLayer(DecoderLayer):
 
 
 class CappedLayer(DecoderLayer):
-    """What attention adds is squashed by a function that has no kernel."""
+    """The result of attention passes a function that has no kernel."""
 
     def forward(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
         attended = self.self_attn(self.input_layernorm(x), rotary, positions, ctx)

@@ -1,4 +1,4 @@
-"""What ``bench kernels`` times on a GPU is what it says: equal operations on different memory, with right results."""
+"""``bench kernels`` times what it says on a GPU: equal operations on different memory, with right results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the interpreter accepts the compiler accepts too, for every kind of GPU that matters here."""
+"""The compiler accepts every kernel that the interpreter accepts, for each kind of GPU that matters here."""
 
 from __future__ import annotations
 

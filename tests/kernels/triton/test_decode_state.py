@@ -77,7 +77,7 @@ class Both:
         state.forget(truth.slots)
 
     def compare(self, out: SchedulerOutput) -> None:
-        """What the device advanced is taken for granted from then on: it is not sent again."""
+        """Values that the device advanced are not sent again."""
         state, inputs, count = self.state, self.inputs, len(self.decodes)
         truth = self.batch.apply(out)
         self.send(out, truth)

@@ -127,7 +127,7 @@ def test_tokens_are_those_of_the_cpu(request: pytest.FixtureRequest, count: int,
 
 
 def check_kept(row: Tensor, params: SamplingParams, block: int) -> None:
-    """What the kernel keeps of ``row`` [1, V] is what the transforms keep."""
+    """The kernel keeps the same logits of ``row`` [1, V] as the transforms."""
     truth, first = row.cpu().clone(), torch.zeros(1, dtype=torch.int64)
     transforms.apply_temperature(truth, torch.tensor([params.temperature]))
     scores = truth.clone()

@@ -14,7 +14,7 @@ EVIL = '<script>alert("1")</script> & {title} %s \x00\x1b'
 
 
 class Outline(HTMLParser):
-    """What opens and closes, the text, and what each element says of itself."""
+    """Elements that open and close, the text, and the attributes of each element."""
 
     def __init__(self, document: str) -> None:
         super().__init__()

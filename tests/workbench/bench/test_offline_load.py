@@ -86,7 +86,7 @@ def test_times_of_requests_that_come_in_the_middle_of_steps() -> None:
     ],
 )
 def test_figures_are_those_of_an_independent_tally_of_the_steps(settings: dict[str, Any]) -> None:
-    """What each step computed for whom, as the step log says, added up without the code that is tested."""
+    """Tokens of each request by step, from the step log, added up without the code that is tested."""
     core, limits = engine(STEP, **settings)
     requests, _ = fit(draw_trace("chat", parse_arrivals("poisson:5"), 40, 3), core.kv.capacity_tokens)
     steps: list[tuple[float, float, list[str], list[str]]] = []

@@ -1,4 +1,4 @@
-"""What ``bench serve`` says it saw, against what somebody on the line saw."""
+"""Figures of ``bench serve`` equal those of a witness between client and server."""
 
 from __future__ import annotations
 

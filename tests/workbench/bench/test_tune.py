@@ -482,7 +482,7 @@ def test_traffic_that_comes_again_is_new_to_every_cache() -> None:
 
 
 def exhaustive(traffic: Traffic, memory: int, tmp_path: Path, *, by_rate: bool) -> tuple[float, float, int, int]:
-    """What the search finds, the best of the full grid, and how many settings each looked at."""
+    """Result of the search, the best of the full grid, and the number of settings that each looked at."""
     machine = Machine(memory)
     count = len(traffic.requests)
     judge = Judge(lab(tmp_path / "a.json", traffic, machine), count, by_rate=by_rate)
