@@ -22,7 +22,8 @@ __all__ = ["CausalLM", "Decoder", "lay_out_layers", "lay_out_rest", "quantizatio
 
 
 class Decoder(nn.Module):
-    """The part below the output head. It is separate so that parameters have Hugging Face's ``model.`` prefix."""
+    """The decoder without its output head. It is a module of its own so that its parameters have Hugging Face's
+    ``model.`` prefix."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class Decoder(nn.Module):
         self.rounds_scale = config.rounds_embedding_scale
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Input of the first layer, [T, D]."""
+        """Embeddings of the tokens, the input of the first layer: [T, D]."""
         hidden: Tensor = self.embed_tokens(token_ids)
         if self.project_in is not None:
             hidden = self.project_in(hidden)
@@ -56,7 +57,7 @@ class Decoder(nn.Module):
         return hidden
 
     def rotations(self, positions: Tensor, dtype: torch.dtype) -> list[ops.Rotary | None]:
-        """Per layer, the cosines and sines that rotate q and k."""
+        """Per layer, the cosines and sines that rotate q and k; None for a layer that does not rotate them."""
         tables = [rotary(positions, dtype) for rotary in self.rotary]
         return [None if table is None else tables[table] for table in self.layer_tables]
 
@@ -67,7 +68,8 @@ class Decoder(nn.Module):
             hidden = layer(hidden, rotary, positions, ctx)
         out: Tensor = hidden if self.norm is None else self.norm(hidden)
         out = out if self.project_out is None else self.project_out(out)
-        # The hidden states are scaled, not the logits: the head is one product, which kernels fuse with sampling.
+        # The logit scale is applied to the hidden states. The output head then remains a single matmul, which the
+        # kernels fuse with sampling.
         return out if self.logit_scale == 1.0 else ops.scale(out, self.logit_scale)
 
 
@@ -86,7 +88,8 @@ class CausalLM(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let the output head share the embedding's weight, if the config says so and the head's format allows it."""
+        """Make the output head share the embedding's weight, if the config asks for a tied head and the head's format
+        allows sharing."""
         if self.config.tie_word_embeddings and self.lm_head.format.embeds:
             self.lm_head.take(self.model.embed_tokens.format, self.model.embed_tokens.weight)
             self.lm_head.shape = self.model.embed_tokens.shape
@@ -98,12 +101,12 @@ class CausalLM(nn.Module):
         device: torch.device,
         kinds: Mapping[str, GroupKind] | None = None,
     ) -> None:
-        """Allocate the parameters of a model on the meta device. Their numbers are not written yet.
+        """Allocate the parameters of a model on the meta device. The weights are written later.
 
-        Weights of linear layers have ``weight_format``, the output head the format's ``head``, and experts its
-        ``stacked``. A tied head shares the embedding if possible. All other parameters are plain and have ``dtype``,
-        unless their module lists them in ``float32_parameters``. ``kinds`` maps names of parameters that will be
-        written as integers in groups to their kind.
+        Linear layers get the format ``weight_format``, the output head gets ``weight_format.head``, and experts get
+        ``weight_format.stacked``. A tied head shares the embedding's weight if the format allows sharing. All other
+        parameters are plain and have ``dtype``, unless their module lists them in ``float32_parameters``. ``kinds``
+        maps parameter name -> kind of integer groups, for the parameters that will be written as integers in groups.
         """
         head, embedding = self.lm_head, self.model.embed_tokens
         for name, layer in self.named_modules():
@@ -126,17 +129,17 @@ class CausalLM(nn.Module):
 
     @property
     def quantization(self) -> str | None:
-        """Formats of the quantised weights, joined by ``+``; None where all weights have the model's dtype."""
+        """Names of the formats of the quantised weights, joined by ``+``; None if no weight is quantised."""
         return quantization_of(self)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights in their present form; a tied head counts once."""
+        """Bytes of all weights in their current formats. A tied head is counted once."""
         return weight_bytes_of(self, self.dtype)
 
     def finish_head(self) -> None:
-        """After the embedding was written: pack a copy for a tied head whose format cannot share the embedding's
-        weight."""
+        """Give a tied head a packed copy of the embedding, if the head's format cannot share the embedding's weight.
+        Call it after the embedding has been written."""
         if self.config.tie_word_embeddings and not self.lm_head.format.embeds:
             rows = self.model.embed_tokens.weight.detach()
             self.lm_head.format.write(self.lm_head.weight, 0, rows, mapped=False)
@@ -152,7 +155,8 @@ class CausalLM(nn.Module):
         return logits if self.config.logit_cap is None else ops.soft_cap(logits, self.config.logit_cap)
 
     def kv_cache_spec(self) -> list[LayerCache | LayerState]:
-        """What the layers keep, in their order: K and V per token, a state per request, or both, K and V first."""
+        """Shapes of the caches, in layer order: a LayerCache for a layer with attention, a LayerState for a recurrent
+        layer. A layer with both has its LayerCache first."""
         heads, size = self.config.num_key_value_heads, self.config.head_dim
         kept: list[LayerCache | LayerState] = []
         layers: list[Any] = list(self.model.layers)
@@ -165,7 +169,7 @@ class CausalLM(nn.Module):
 
 
 def lay_out_layers(formats: Mapping[Matrix, WeightFormat], dtype: torch.dtype, device: torch.device) -> None:
-    """Allocate the weights of layers on the meta device, each in its format."""
+    """Allocate the weights of these layers on the meta device, each in the format that ``formats`` gives for it."""
     for each in dict.fromkeys(formats.values()):
         layers = [layer for layer, used in formats.items() if used == each]
         weights = each.empty([layer.shape for layer in layers], dtype, device)
@@ -184,14 +188,14 @@ def lay_out_rest(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 
 
 def quantization_of(model: nn.Module) -> str | None:
-    """Formats of the quantised weights, joined by ``+``; None where all weights have the model's dtype."""
+    """Names of the formats of the quantised weights, joined by ``+``; None if no weight is quantised."""
     layers = [layer for layer in model.modules() if isinstance(layer, Matrix)]
     names = {layer.format.name(layer.weight) for layer in layers} - {None}
     return "+".join(sorted(str(name) for name in names)) or None
 
 
 def weight_bytes_of(model: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of all weights of a model of ``dtype`` in their present form; a shared weight counts once."""
+    """Bytes of all weights of a model of ``dtype`` in their current formats. A shared weight is counted once."""
     layers = {id(layer.weight): layer for layer in model.modules() if isinstance(layer, Matrix)}
     plain = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in layers)
     return plain + sum(layer.format.nbytes(layer.shape, dtype) for layer in layers.values())

@@ -1,7 +1,8 @@
 """Maps parameters to the tensor names of a Hugging Face checkpoint.
 
-A model's :class:`~chairlift.models.family.Family` lists the names that differ, and the layers here whose weight a
-checkpoint stores in parts: q, k and v are ranges of rows of ``qkv_proj``, gate and up of ``gate_up_proj``.
+A model's :class:`~chairlift.models.family.Family` lists the names that differ. It also lists the layers whose weight a
+checkpoint stores in several tensors: q, k and v are row ranges of our ``qkv_proj``, and gate and up are row ranges of
+our ``gate_up_proj``.
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ class CheckpointPart:
     parameter: str
     """Our parameter's name, as in ``model.named_parameters()``."""
     start: int
-    """First row that it fills."""
+    """First row of the parameter that this tensor fills."""
     shape: tuple[int, ...]
-    """Shape of the filled part; it has ``shape[0]`` rows."""
+    """Shape of the filled rows: ``shape[0]`` rows."""
     transposed: bool = False
     """Whether the checkpoint stores the transpose."""
     order: tuple[int, ...] = ()
-    """Row i of each head is row ``order[i]`` of that head in the checkpoint; empty if the order is the same."""
+    """Row order within each head: our row i is the checkpoint's row ``order[i]`` of the same head. Empty if the order
+    is the same."""
     ordered: int = 0
-    """Number of leading rows that belong to such heads. Later rows keep their places."""
+    """Number of leading rows to which :attr:`order` applies. All later rows have the same index here and in the
+    checkpoint."""
     stack: int = 1
-    """Number of weights in a stack: the checkpoint stores these rows as [stack, rows / stack, ...]."""
+    """Number of weights in a stack. The checkpoint stores a stack as one tensor [stack, rows / stack, ...]."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -60,13 +63,15 @@ class CheckpointPart:
         return stored.t() if self.transposed else stored
 
     def stored(self, rows: Tensor) -> Tensor:
-        """The inverse: ``rows`` [shape] as the checkpoint's tensor, in its order."""
+        """Inverse of :meth:`rows_of`: convert ``rows`` of :attr:`shape` to the checkpoint's tensor, in the checkpoint's
+        row order."""
         if not self.transposed:
             return rows.view(self.stored_shape)
         return rows.view(self.stack, -1, rows.shape[1]).transpose(1, 2) if self.stack > 1 else rows.t()
 
     def sources(self, first: int, count: int) -> Tensor:
-        """int64 [count]: row of the tensor for each row from ``first`` on. ``first`` begins a head."""
+        """int64 [count]: index of the checkpoint's row for each of ``count`` rows from ``first`` on. ``first`` must be
+        the first row of a head."""
         rows = torch.arange(first, first + count)
         inside = rows % len(self.order)
         return torch.where(rows < self.ordered, rows - inside + torch.tensor(self.order)[inside], rows)
@@ -81,7 +86,7 @@ def checkpoint_layout(model: CausalLM) -> list[CheckpointPart]:
 
 
 def decoder_layout(model: nn.Module, config: ModelConfig, left_out: str = "") -> list[CheckpointPart]:
-    """Checkpoint tensors of a module with a decoder like that of :class:`CausalLM`, in the order of its parameters.
+    """Checkpoint tensors of a module that has a decoder like that of :class:`CausalLM`, in the order of its parameters.
 
     Parameters whose names begin with ``left_out`` are excluded.
     """
@@ -133,11 +138,12 @@ def decoder_layout(model: nn.Module, config: ModelConfig, left_out: str = "") ->
 
 
 def _head_order(config: ModelConfig) -> tuple[int, ...]:
-    """Order of the rows of a head of q or k: which row of the checkpoint each row is; empty if the order is the same.
+    """Row order within a head of q or k: entry i is the index of the checkpoint's row for our row i. Empty if the order
+    is the same.
 
     The rotation here pairs a dimension of the first half of a head with its counterpart in the second half. If a
-    checkpoint pairs neighbours, or rotates only the first dimensions, its rows are reordered. Scores are sums over a
-    head, so they do not change.
+    checkpoint pairs neighbours, or rotates only the first dimensions, its rows are reordered. Attention scores do not
+    change, because each is a sum over all dimensions of a head.
     """
     rope = config.rope
     if rope is None:
@@ -156,9 +162,10 @@ def _head_order(config: ModelConfig) -> tuple[int, ...]:
 
 
 def _by_head(order: tuple[int, ...], heads: int) -> tuple[int, ...]:
-    """Row of the checkpoint for each row of q, k and v, if the checkpoint stores them head by head.
+    """Index of the checkpoint's row for each of our rows of q, k and v, for a checkpoint that stores q, k and v of head
+    0, then of head 1, and so on.
 
-    ``order`` is that of the rows of a head of q and k.
+    ``order`` is the row order within a head of q or k, as :func:`_head_order` returns it.
     """
     size = len(order)
     kinds = (order, order, tuple(range(size)))
@@ -168,9 +175,10 @@ def _by_head(order: tuple[int, ...], heads: int) -> tuple[int, ...]:
 
 
 def _behind_gates(order: tuple[int, ...], heads: int) -> tuple[int, ...]:
-    """Row of the checkpoint for each row of the gates of all heads, and then of q, if it stores q and gate by head.
+    """Index of the checkpoint's row for each of our rows, for a checkpoint that stores q and gate of head 0, then of
+    head 1, and so on. Our rows are the gates of all heads, then q of all heads.
 
-    ``order`` is that of the rows of a head of q.
+    ``order`` is the row order within a head of q, as :func:`_head_order` returns it.
     """
     size = len(order)
     kinds = (tuple(range(size, 2 * size)), order)
@@ -178,7 +186,8 @@ def _behind_gates(order: tuple[int, ...], heads: int) -> tuple[int, ...]:
 
 
 def _stored_rows(config: ModelConfig, layer: str) -> list[StoredPart]:
-    """Tensors that fill a layer of a recurrent mixer; empty where they have equally many rows, and in other layers."""
+    """Checkpoint tensors that fill ``layer`` of a delta-net mixer. Empty for every other layer, and where the
+    checkpoint's tensors simply have equal numbers of rows."""
     found = re.fullmatch(r".*\.(\d+)\.mixer\.(\w+)", layer)
     mixer = config.mixer(int(found[1])) if found else None
     return mixer.stored(found[2]) if found and isinstance(mixer, DeltaNetConfig) else []
@@ -187,7 +196,8 @@ def _stored_rows(config: ModelConfig, layer: str) -> list[StoredPart]:
 def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:
     """The model's weights under Hugging Face's names, detached and contiguous, ready for ``safetensors``.
 
-    Raises :class:`~chairlift.errors.ConfigError` for a model in a packed format, whose plain weights are gone.
+    Raises :class:`~chairlift.errors.ConfigError` for a model whose weights are in a packed format, because its plain
+    weights no longer exist.
     """
     if any(isinstance(module, Matrix) and module.format != PLAIN for module in model.modules()):
         raise ConfigError(

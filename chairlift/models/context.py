@@ -1,9 +1,10 @@
 """Interface between a model and its caller: the flat batch.
 
-A model is ``model(token_ids[T], positions[T], ctx) -> hidden[T, D]``: one flat batch, no batch dimension, no padding.
-It does not know which token belongs to which sequence. It passes queries, keys and values to ``ctx``, which does. In
-serving, ``ctx`` is a :class:`PagedContext` with block tables (PagedAttention, Kwon et al., 2023); in training, a
-:class:`PackedContext` that separates the sequences of a pack. The model code is the same.
+A model is a function ``model(token_ids[T], positions[T], ctx) -> hidden[T, D]``. The tokens of all sequences form one
+flat batch: there is no batch dimension and no padding. The model does not know which token belongs to which sequence.
+It passes queries, keys and values to ``ctx``, which knows. In serving, ``ctx`` is a :class:`PagedContext` with block
+tables (PagedAttention, Kwon et al., 2023); in training, a :class:`PackedContext` that separates the sequences of a
+pack. Serving and training use the same model code.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ __all__ = ["AttentionContext", "LayerCache", "LayerState", "PackedContext", "Pag
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerCache:
-    """K and V of one layer per token: ``num_kv_heads * head_dim`` numbers for K, and as many for V unless ``value_dim``
-    is set."""
+    """K and V of one layer per token: K has ``num_kv_heads * head_dim`` elements, and so has V unless ``value_dim`` is
+    set."""
 
     num_kv_heads: int
     head_dim: int
     window: int | None
-    """Number of tokens that a query sees, itself included (sliding window); None sees all. Blocks behind it may be
-    reused."""
+    """Number of tokens that a query sees, itself included (sliding window); None: it sees all. Blocks older than the
+    window may be reused."""
     value_dim: int | None = None
-    """Width of a head of V, if it is not ``head_dim``."""
+    """Elements of one head of V, if different from ``head_dim``."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one token's K and V in ``dtype``. In int8, each head also has a float32 scale and minimum."""
@@ -45,7 +46,7 @@ class LayerCache:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerState:
-    """State of one recurrent layer: its size per request does not depend on the length."""
+    """State of one recurrent layer. Its size per request does not depend on the length of the text."""
 
     parts: tuple[StatePart, ...]
 
@@ -71,14 +72,15 @@ class AttentionContext(Protocol):
     ) -> Tensor:
         """Causal attention: ``q`` [T, Hq, Dh], ``k`` and ``v`` [T, Hkv, Dh] -> [T, Hq, Dh], all of one dtype.
 
-        ``scale`` multiplies the scores. With a ``cap`` a score s then becomes cap * tanh(s / cap). A query sees at most
-        the ``window`` newest tokens, itself included. ``sinks`` [Hq] are one more logit in each head's softmax, without
-        a value.
+        ``scale`` multiplies the scores. With ``cap``, a scaled score s becomes cap * tanh(s / cap). A query sees at
+        most the ``window`` newest tokens, itself included. ``sinks`` [Hq] adds one logit to each head's softmax; this
+        logit has no value vector.
         """
         ...
 
     def recur(self, layer: int, cell: Cell, *inputs: Tensor) -> Tensor:
-        """Run the cell of a recurrent layer over each sequence, from its state on: inputs [T, ...] -> [T, width]."""
+        """Run ``cell`` of a recurrent layer over the new tokens of each sequence, starting from the sequence's state:
+        inputs [T, ...] -> [T, width]."""
         ...
 
 
@@ -92,18 +94,20 @@ class PagedContext:
     cu_seqlens: list[int]
     """[N + 1] offsets of the rows in the flat batch; the last is T."""
     seq_lens: list[int]
-    """[N] tokens in each sequence after this step (cached and new)."""
+    """[N] number of tokens in each sequence after this step (cached and new)."""
     block_tables: Tensor
-    """int64 [groups, N, max_blocks]. Entries past a sequence or behind its window are never read."""
+    """int64 [groups, N, max_blocks]. Entries after a sequence's last block or before its sliding window are never
+    read."""
     slot_mapping: Tensor
-    """int64 [groups, T]: ``block * block_size + offset`` where each token's K and V go."""
+    """int64 [groups, T]: ``block * block_size + offset`` of the position where each token's K and V are written."""
     kv_caches: Sequence[tuple[Tensor, ...]]
-    """Per layer, K and V, each [num_blocks, block_size, Hkv, Dh]; V may have another width. In a recurrent layer the
-    parts of its states, each [num_blocks, ...]."""
+    """Per layer, its cache tensors: K and V, each [num_blocks, block_size, Hkv, Dh], where V may have another head
+    width. A recurrent layer has the parts of its states instead, each [num_blocks, ...]."""
     layer_groups: list[int]
-    """Layer -> cache group."""
+    """Layer index -> index of its cache group."""
     state_spans: Sequence[int | None] = ()
-    """Per cache group, positions per table entry of recurrent states; see :class:`~chairlift.config.CacheGroup`."""
+    """Per cache group, the number of positions that one block-table entry covers, for groups of recurrent states; None
+    for other groups. See :class:`~chairlift.config.CacheGroup`."""
     _plans: dict[tuple[int, int | None], list[ops.PagedRow]] = dataclasses.field(default_factory=dict, init=False)
     _pieces: dict[int, list[Piece]] = dataclasses.field(default_factory=dict, init=False)
 
@@ -125,7 +129,7 @@ class PagedContext:
         cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write K and V to their slots, then attend over each row's blocks. See :class:`AttentionContext`."""
+        """Write K and V to their slots, then let each row attend to its own blocks. See :class:`AttentionContext`."""
         group = self.layer_groups[layer]
         key_cache, value_cache = self.kv_caches[layer]
         plan = self._plans.get((group, window))
@@ -137,7 +141,8 @@ class PagedContext:
         return ops.paged_attention(q, key_cache, value_cache, plan, scale=scale, window=window, cap=cap, sinks=sinks)
 
     def recur(self, layer: int, cell: Cell, *inputs: Tensor) -> Tensor:
-        """Read each row's state, and leave the newest in its block. See :class:`AttentionContext`."""
+        """Run ``cell`` from each row's cached state, and write the newest state to the row's block. See
+        :class:`AttentionContext`."""
         group = self.layer_groups[layer]
         pieces, span = self._pieces.get(group), self.state_spans[group]
         if span is None:
@@ -171,5 +176,5 @@ class PackedContext:
         return ops.packed_attention(q, k, v, self.cu_seqlens, scale=scale, window=window, cap=cap, sinks=sinks)
 
     def recur(self, layer: int, cell: Cell, *inputs: Tensor) -> Tensor:
-        """Run each sequence from a state of zeros. See :class:`AttentionContext`."""
+        """Run ``cell`` over each sequence, starting from a state of zeros. See :class:`AttentionContext`."""
         return recur_packed(cell, inputs, self.cu_seqlens)

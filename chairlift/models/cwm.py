@@ -1,4 +1,5 @@
-"""Code World Model (Meta, 2025): Llama 3 with a window in three of four layers; the first of four layers has none."""
+"""Code World Model (Meta, 2025): Llama 3 in which the first of every four layers has full attention and the other three
+have a sliding window."""
 
 from __future__ import annotations
 

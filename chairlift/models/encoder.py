@@ -21,25 +21,26 @@ __all__ = ["Encoder", "EncoderBatch", "kernel_attention_cache"]
 
 @dataclasses.dataclass(slots=True)
 class EncoderBatch:
-    """Texts in a flat batch. One object serves every pass: set its fields before each."""
+    """Texts in a flat batch. One object serves all passes; :meth:`begin` sets its fields before each pass."""
 
     cu_seqlens: list[int] = dataclasses.field(default_factory=lambda: [0])
     """[N + 1] offsets of the texts in the flat batch."""
     token_types: Tensor | None = None
-    """int64 [T]; None: all are 0."""
+    """int64 [T], the token type ids; None if all are 0."""
     recorder: Recorder | None = None
-    """What records the network for the native kernels; None where tensors are computed."""
+    """Recorder that turns the network into a step program for the native kernels; None while tensors are computed."""
     _tables: dict[float, ops.Rotary] = dataclasses.field(default_factory=dict)
 
     def begin(self, cu_seqlens: list[int], token_types: Tensor | None) -> None:
-        """Set the texts of the next pass."""
+        """Set the texts for the next pass."""
         self.cu_seqlens, self.token_types = cu_seqlens, token_types
         self._tables.clear()
 
     def rotation(self, positions: Tensor, theta: float, head_dim: int, dtype: torch.dtype) -> ops.Rotary:
-        """Cosines and sines [T, 1, Dh / 2] of this batch's positions, made once for all layers with this base.
+        """Cosines and sines [T, 1, Dh / 2] of this batch's positions. All layers with the same base ``theta`` share one
+        result.
 
-        In float64, because the rounding of torch's float32 cosine depends on a number's place in the tensor.
+        Angles are float64, because the rounding of torch's float32 cosine depends on an element's index in the tensor.
         """
         if theta not in self._tables:
             steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
@@ -73,7 +74,7 @@ class _Embeddings(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Attention and an MLP, added to their input: [T, D] -> [T, D]."""
+    """One encoder layer: attention and an MLP, each added to its input: [T, D] -> [T, D]."""
 
     def __init__(self, config: EncoderConfig, layer: int) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class _Layer(nn.Module):
         self.up = Linear(hidden, 2 * inner if config.gated else inner, bias=config.mlp_bias)
         self.down = Linear(inner, hidden, bias=config.mlp_bias)
         self.pre_norm, self.gated = config.pre_norm, config.gated
-        # ModernBERT's first layer reads the output of the embeddings' norm, and has no norm of its own.
+        # The first layer of ModernBERT has no norm of its own: its input already passed the norm of the embeddings.
         self.attention_norm = None if config.pre_norm and layer == 0 else _norm(config)
         self.mlp_norm = _norm(config)
         self.window = config.layer_windows[layer]
@@ -110,7 +111,7 @@ class _Layer(nn.Module):
         if batch.recorder is not None and self.in_kernels:
             heads = self.width // self.head_dim
             found: Any = ops.rotary_heads(qkv, None, heads, heads, self.head_dim)
-            # Layers run one after the other, so all write K and V of a pass into the same cache.
+            # Layers run one after another, so they can all write K and V of the pass to the same cache.
             out: Any = batch.recorder.attend(0, *found, scale=self.head_dim**-0.5, window=None, both_ways=True)
             return cast(Tensor, out)
 
@@ -126,15 +127,15 @@ class _Layer(nn.Module):
 
 
 def kernel_attention_cache(config: EncoderConfig) -> LayerCache | None:
-    """K and V of one pass for attention in the native kernels, which all layers share; None where PyTorch computes it,
-    because heads are rotated, layers have windows, or the size of a head is no multiple of 16."""
+    """Cache for K and V of one pass, shared by all layers, if the native kernels compute attention. None if PyTorch
+    computes attention: heads are rotated, layers have windows, or the head size is not a multiple of 16."""
     if config.layer_thetas or any(config.layer_windows) or config.head_dim % 16 or config.head_dim > _WIDEST_HEAD:
         return None
     return LayerCache(config.num_attention_heads, config.head_dim, None)
 
 
 _WIDEST_HEAD = 256
-"""Largest size of a head in the native kernels."""
+"""Largest head size that the native attention kernels support."""
 
 
 def _norm(config: EncoderConfig) -> LayerNorm:

@@ -1,7 +1,7 @@
-"""Shape of an encoder, read from ``config.json``. Needs no torch.
+"""Shape of an encoder, read from ``config.json``. The module does not import torch.
 
-An encoder reads a text in both directions and generates nothing. Like decoders, each family has one file beside this
-one.
+In an encoder each token attends to all tokens of its text, and no text is generated. Each family of encoders has one
+file in this directory, as each family of decoders has.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ class EncoderConfig:
     num_attention_heads: int
     norm_eps: float
     max_model_len: int
-    """Longest text in tokens."""
+    """Maximum length of a text in tokens."""
     num_positions: int = 0
-    """Rows of the table of learned positions; 0: q and k are rotated instead."""
+    """Number of rows in the table of learned positions; 0 if q and k are rotated instead."""
     position_offset: int = 0
-    """Row of that table for a text's first token."""
+    """Row of the position table for the first token of a text."""
     num_token_types: int = 0
-    """Rows of the table of token types; 0: no table."""
+    """Number of rows in the table of token types; 0 if there is no table."""
     pre_norm: bool = False
-    """Whether norms come before attention and MLP, with one at the end. Otherwise they come after each sum."""
+    """Whether norms come before attention and MLP, with one more norm at the end. Otherwise a norm follows each
+    addition."""
     gated: bool = False
-    """Whether the MLP is down(gelu(a) * b) with a and b as one product. Otherwise it is down(gelu(up))."""
+    """Whether the MLP is down(gelu(a) * b), with a and b computed by one matmul. Otherwise the MLP is
+    down(gelu(up))."""
     attention_bias: bool = True
     mlp_bias: bool = True
     norm_bias: bool = True
     layer_windows: tuple[int | None, ...]
-    """Per layer, the number of tokens that a token sees on each side; None sees all."""
+    """Per layer, the number of tokens that a token sees on each side; None: it sees all."""
     layer_thetas: tuple[float, ...] = ()
-    """Per layer, the base of the rotation; empty with learned positions."""
+    """Per layer, the base of the rotation; empty for learned positions."""
     dtype: str | None = None
-    """``float32``, ``bfloat16`` or ``float16`` as in the config; None if it does not say."""
+    """``float32``, ``bfloat16`` or ``float16`` from the config; None if the config has no dtype."""
     head_bias: bool = True
     """Whether a classifier's first layer has a bias."""
     head_norm: bool = False
@@ -54,7 +56,7 @@ class EncoderConfig:
     head_activation: str = "tanh"
     """Activation after a classifier's first layer: ``tanh`` or ``gelu``."""
     head_pooling: str = "CLS"
-    """Input of a classifier: ``CLS`` or ``MEAN`` of a text."""
+    """Input of a classifier: ``CLS`` (hidden state of the first token) or ``MEAN`` (mean over the text)."""
 
     @property
     def head_dim(self) -> int:
@@ -68,16 +70,17 @@ class EncoderFamily:
 
     model_type: str
     read: Callable[[Fields, int], Mapping[str, Any]]
-    """(``config.json``, number of layers) -> fields of EncoderConfig that differ between families."""
+    """Function from (``config.json``, number of layers) to the fields of EncoderConfig that differ between families."""
     defaults: Mapping[str, Any]
-    """Defaults of transformers for keys that ``config.json`` leaves out."""
+    """Key of ``config.json`` -> transformers' default, for keys that a file may leave out."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """BERT's names of keys -> the family's, where they differ."""
+    """BERT's key of ``config.json`` -> this family's key, where they differ."""
     prefix: str
-    """Prefix of the body's tensor names in a checkpoint with a head; without a head it may be missing."""
+    """Prefix of the body's tensor names. A checkpoint without a head may leave it out."""
     tensors: Mapping[str, tuple[str, ...]]
-    """Layers here (``*`` is a number) -> their names without the prefix. Several names share the rows of one layer."""
+    """Layer name in this package (``*`` is a layer number) -> tensor names in the checkpoint, without the prefix.
+    Several tensors together fill the rows of one layer."""
     head_tensors: Mapping[str, str]
-    """Layers of the classifier here -> their names with the prefix."""
+    """Classifier layer in this package -> its tensor name in the checkpoint, with the prefix."""
     ignored_tensors: str
-    """Regular expression of tensors that embeddings do not need."""
+    """Regular expression of tensor names that a model for embeddings does not need."""

@@ -1,4 +1,4 @@
-"""Dense ERNIE 4.5 (Baidu, 2025): Llama with neighbouring dimensions rotated together, tied embeddings, and one switch
+"""Dense ERNIE 4.5 (Baidu, 2025): Llama with rotation of neighbouring dimensions, tied embeddings, and one config key
 for all biases."""
 
 from __future__ import annotations

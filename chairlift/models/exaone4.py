@@ -1,4 +1,4 @@
-"""EXAONE 4 (LG AI Research, 2025): norms after attention and MLP; only layers with a window rotate."""
+"""EXAONE 4 (LG AI Research, 2025): norms after attention and MLP; only layers with a sliding window rotate q and k."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Falcon-H1 (TII, 2025): Mamba-2 and attention side by side in each layer, and factors throughout."""
+"""Falcon-H1 (TII, 2025): Mamba-2 and attention side by side in each layer, with a constant factor for many intermediate
+results."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
         "attention_layers": (True,) * layers,
         "attention_scales": (attention_in, attention_out),
         "embedding_scale": embedding,
-        # K is multiplied before the rotation, and so are the scores.
+        # Falcon-H1 multiplies K by ``key`` before the rotation. Multiplying the scores by it gives the same result.
         "layer_scales": (key * head_dim**-0.5,) * layers,
         "layer_windows": (None,) * layers,
         "logit_scale": logits,
@@ -48,7 +49,7 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 
 
 def _listed(fields: Fields, key: str, count: int) -> tuple[float, ...]:
-    """So many factors; all 1 if the file has none."""
+    """List of ``count`` factors under ``key``; all are 1 if the file has no such key."""
     given = fields.get(key)
     if given is None:
         return (1.0,) * count

@@ -1,6 +1,6 @@
-"""Data of a family of models, and a function that reads its ``config.json``.
+"""Data that describes a family of models, and the function that reads its ``config.json``.
 
-Each family has one file beside this one. No other code depends on ``model_type``. Needs no torch.
+Each family has one file in this directory. No other code depends on ``model_type``. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ __all__ = [
 MAX_CONTEXT = 2**27
 
 ROPE_TYPES: Mapping[str, str] = {name: name for name in ("default", "dynamic", "linear", "llama3", "yarn")}
-"""Values of ``rope_type`` in most families -> names here."""
+"""Value of ``rope_type`` in most families -> its name in this package."""
 
 SPLIT_NAMES: Mapping[str, tuple[str, ...]] = {
     "model.layers.*.self_attn.qkv_proj": tuple(f"model.layers.*.self_attn.{name}_proj" for name in "qkv"),
     "model.layers.*.mlp.gate_up_proj": ("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
 }
-"""Tensor names of checkpoints like Llama's: each projection is a tensor, and all other names are the same as here."""
+"""Our layer name -> tensor names in checkpoints like Llama's, where q, k, v, gate and up are separate tensors. Layers
+that are not listed have the same name in the checkpoint."""
 
 
 def inner_names(prefix: str, *more: str) -> dict[str, tuple[str, ...]]:
-    """Tensor names of a text model like Llama inside a larger one: ``model.`` is ``prefix``. ``more`` are layers of a
-    decoder layer that Llama lacks."""
+    """Tensor names of a Llama-like text model inside a larger model, where ``prefix`` replaces ``model.``. ``more`` are
+    names of layers that a decoder layer has in addition to Llama's."""
     own = ("input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.down_proj", *more)
     whole = ("model.embed_tokens", "model.norm", *(f"model.layers.*.{name}" for name in own))
     found = {**SPLIT_NAMES, **{name: (name,) for name in whole}}
@@ -60,15 +61,16 @@ EXPERT_NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "model.layers.*.mlp.experts.down_proj": ("model.layers.*.mlp.experts.#.down_proj",),
 }
-"""Tensor names with experts. ``#`` is the number of an expert; each of its projections is a tensor."""
+"""As :data:`SPLIT_NAMES`, for models with experts: ``#`` is the number of an expert, and each projection of an expert
+is a tensor."""
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "num_experts_per_tok")
-"""Keys of ``config.json`` with the number of experts (two names), and the number per token."""
+"""Keys of ``config.json`` for the number of experts (two spellings) and for the number of experts per token."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayers:
-    """Layers that have experts instead of one MLP."""
+    """The layers that have experts instead of one MLP, and the shape of the experts."""
 
     routing: Routing
     layers: tuple[bool, ...]
@@ -76,21 +78,24 @@ class ExpertLayers:
     intermediate_size: int
     """Inner width of an expert."""
     shared_size: int = 0
-    """Inner width of an expert for all tokens; 0: there is none."""
+    """Inner width of the shared expert, which every token passes; 0 if there is none."""
     shared_gate: bool = False
-    """Whether the result of that expert is multiplied by the sigmoid of a product (Qwen2-MoE)."""
+    """Whether the shared expert's output is multiplied by a gate: the sigmoid of a linear layer (Qwen2-MoE)."""
     correction: bool = False
-    """Whether a bias is added to the scores for the choice of experts, but not to their weights (DeepSeek-V3)."""
+    """Whether a learned bias is added to the scores when experts are chosen. The bias does not change the experts'
+    weights (DeepSeek-V3)."""
     bias: bool = False
-    """Whether the router and the products of experts have biases (gpt-oss)."""
+    """Whether the router and the experts' linear layers have biases (gpt-oss)."""
     clamp: tuple[float, float] | None = None
     """(alpha, limit) of clamped gates; see :func:`chairlift.kernels.experts.experts` (gpt-oss)."""
 
 
 class Fields:
-    """Checked access to the keys of a JSON object. Every error names the file, the key, the value and the range.
+    """Checked access to the keys of a JSON object. Every error message names the file, the key, the value and the
+    allowed range.
 
-    ``defaults`` are used for keys that the file leaves out. ``names`` are the file's names of keys, where they differ.
+    ``defaults`` are used for keys that the file leaves out. ``names`` maps key -> the file's own name of the key, where
+    they differ.
     """
 
     def __init__(
@@ -110,15 +115,16 @@ class Fields:
         raise ModelLoadError(f"{self.where}: {problem}; the file is damaged or not a model that Chairlift supports")
 
     def name(self, key: str) -> str:
-        """The file's name of a key."""
+        """The file's own name of ``key``."""
         return self._names.get(key, key)
 
     def get(self, key: str) -> Any:
-        """The unchecked value; None if it is missing or null."""
+        """The unchecked value of ``key``; None if it is missing or null."""
         return self._raw.get(self.name(key))
 
     def integer(self, key: str, low: int, high: int, *, default: int | None = None) -> int:
-        """An integer. ``default`` is used for a missing or null value; without it the key is required."""
+        """Integer value of ``key``, from ``low`` to ``high``. A missing or null value gives ``default``; without a
+        default the key is required."""
         value = default if self.get(key) is None else self.get(key)
         if value is None:
             self.fail(f"{self.name(key)} is missing")
@@ -130,7 +136,7 @@ class Fields:
         return None if self.get(key) is None else self.integer(key, low, high)
 
     def number(self, key: str, low: float, high: float, *, default: float | None = None) -> float:
-        """A finite number above ``low`` and at most ``high``."""
+        """Value of ``key`` as a finite number above ``low`` and at most ``high``."""
         value = default if self.get(key) is None else self.get(key)
         if value is None:
             self.fail(f"{self.name(key)} is missing")
@@ -157,71 +163,75 @@ class Family:
 
     model_type: str
     architecture: str
-    """Name of its class in transformers, for configs that Chairlift writes."""
+    """Name of the family's class in transformers. It is written into configs that Chairlift creates."""
     read: Callable[[Fields, int], Mapping[str, Any]]
-    """(``config.json``, number of layers) -> fields of ModelConfig that differ between families."""
+    """Function from (``config.json``, number of layers) to the fields of ModelConfig that differ between families."""
     defaults: Mapping[str, Any]
-    """Defaults of transformers for keys that ``config.json`` leaves out."""
+    """Key of ``config.json`` -> transformers' default, for keys that a file may leave out."""
     models: str = ""
     """Names of published models, for ``docs/models.md``."""
     differences: str = ""
     """Differences from Llama, for ``docs/models.md``."""
     called_out: str = ""
-    """Operations that have no native kernel, so that PyTorch computes them, for ``docs/models.md``."""
+    """Operations without a native kernel, which PyTorch computes, for ``docs/models.md``."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Llama's names of keys -> the family's, where they differ."""
+    """Llama's key of ``config.json`` -> this family's key, where they differ."""
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"silu": "swiglu", "swish": "swiglu"})
     """Values of ``hidden_act`` -> :attr:`ModelConfig.mlp`."""
     own_keys: tuple[str, ...] = ()
-    """Keys that :attr:`read` uses. In the ``config.json`` of other families they are refused."""
+    """Keys that :attr:`read` uses. They are refused in the ``config.json`` of other families."""
     known_code: tuple[str, ...] = ()
-    """Values of ``AutoModelForCausalLM`` in ``auto_map``: code that the family's checkpoints carry, and that computes
-    what transformers' own class computes. It is never run, and neither is any other, which a note at load says."""
+    """Values of ``AutoModelForCausalLM`` in ``auto_map`` that need no note. They name code in the family's checkpoints
+    that computes the same as transformers' own class. No such code is ever run; for any other value, a note at load
+    says so."""
     rotary: bool = True
     """Whether q and k are rotated."""
     rope_types: Mapping[str, str] = dataclasses.field(default_factory=lambda: ROPE_TYPES)
-    """Values of ``rope_type`` -> names here."""
+    """Value of ``rope_type`` -> its name in this package."""
     rope_keys: tuple[str, ...] = ()
-    """Rotary parameters that only this family has."""
+    """Keys of rotary parameters that only this family has."""
     rope_sections: tuple[int, ...] = ()
-    """Numbers of frequencies for positions in time, height and width; a file's ``mrope_section`` replaces them. Empty:
-    tokens have one position."""
+    """Number of rotary frequencies for each of the positions in time, height and width. ``mrope_section`` in a file
+    replaces them. Empty: a token has only one position."""
     interleaved_sections: bool = False
-    """Whether the frequencies of the three take turns."""
+    """Whether the frequencies for time, height and width alternate."""
     partial_rotary: bool = False
     """Whether ``partial_rotary_factor`` is read: only the first dimensions of a head are rotated."""
     interleaved: bool = False
     """Whether a checkpoint pairs neighbouring dimensions of a head for the rotation, (0, 1), (2, 3), ..., instead of
-    its halves. Rows of q and k are then reordered as they are read."""
+    its halves. If so, the rows of q and k are reordered when the checkpoint is read."""
     window_rope: bool = False
-    """Whether ``rope_parameters`` are by layer type, and ``rope_scaling`` applies to full attention only."""
+    """Whether ``rope_parameters`` has one entry per layer type, and ``rope_scaling`` applies to full attention only."""
     tensors: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: SPLIT_NAMES)
-    """Layers here (``*`` is a number) -> their names in a checkpoint, where they differ. Several names share the rows
-    of one layer.
+    """Layer name in this package (``*`` is a layer number) -> tensor names in a checkpoint, where they differ. Several
+    tensors together fill the rows of one layer.
 
-    A name with ``#``, the number of an expert, exists for each expert. Without it, stacked weights are one tensor [E,
-    out, in].
+    A name with ``#`` (the number of an expert) means one tensor per expert. Without ``#``, the weights of all experts
+    are one tensor [E, out, in].
     """
     qkv_by_head: bool = False
-    """Whether q, k and v are one tensor with the rows of q, k and v of the first head, then of the second, ..."""
+    """Whether q, k and v are one tensor, ordered by head: the rows of q, k and v of the first head, then of the second,
+    and so on."""
     transposed: tuple[str, ...] = ()
-    """Last names of layers whose weights are stored as [in, out], or [E, in, out] if they are stacked."""
+    """Last parts of the names of layers whose weights are stored as [in, out], or as [E, in, out] for experts."""
     paired_gates: bool = False
-    """Whether stacked weights of gate and up have the rows of gate and up alternating."""
+    """Whether the rows of gate and up alternate in the stacked weights of experts."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Parameters here (``*`` is a number) -> their names in a checkpoint, if these are not a layer's name and
-    ``.weight`` or ``.bias``."""
+    """Parameter name in this package (``*`` is a layer number) -> name in a checkpoint. Listed are only names that are
+    not a layer name followed by ``.weight`` or ``.bias``."""
     encoder: str = ""
     """Image encoder in ``vision_config``: ``tiles`` (Idefics 3), ``patches`` (Qwen2.5-VL) or ``deep_patches``
-    (Qwen3-VL). Empty: the family reads texts only."""
+    (Qwen3-VL). Empty: the family has no image encoder."""
     text_type: str = ""
-    """``model_type`` in ``text_config``, which has the keys of the text model. Empty: ``config.json`` has them."""
+    """``model_type`` of ``text_config``, which holds the text model's keys. Empty: ``config.json`` itself holds
+    them."""
     flat_text: bool = False
-    """Whether older files have the keys of the text model beside ``vision_config``."""
+    """Whether older files have the text model's keys at top level, next to ``vision_config``."""
     other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Beginnings of tensor names in checkpoints of other versions -> those of :attr:`tensors`."""
+    """Prefix of tensor names in checkpoints of other versions -> the prefix that :attr:`tensors` uses."""
     ignored_tensors: str = r"rotary_emb\.inv_freq"
-    """Regular expression of tensors in old checkpoints that are computed and so not needed."""
+    """Regular expression of tensor names in old checkpoints that are ignored, because their values are computed
+    here."""
 
     @property
     def sees_images(self) -> bool:
@@ -230,7 +240,7 @@ class Family:
 
 
 def every_nth(fields: Fields, layers: int) -> list[str]:
-    """Layer types in which each ``sliding_window_pattern``-th layer has full attention, and the others have a
+    """Per layer, its type: every ``sliding_window_pattern``-th layer has full attention, all others have a sliding
     window."""
     interval = fields.integer("sliding_window_pattern", 1, 1_024, default=4)
     return ["sliding_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
@@ -248,7 +258,8 @@ def layer_types(fields: Fields, layers: int) -> list[str] | None:
 
 
 def layer_windows(fields: Fields, layers: int, window: int | None, first: int) -> tuple[int | None, ...]:
-    """``window`` for layers that ``layer_types`` calls sliding; without that key, for layers from ``first`` on."""
+    """Per layer, ``window`` if ``layer_types`` calls it sliding, otherwise None. Without that key, layers from
+    ``first`` on have the window."""
     kinds = layer_types(fields, layers)
     if kinds is None:
         return tuple(window if layer >= first else None for layer in range(layers))
@@ -258,7 +269,8 @@ def layer_windows(fields: Fields, layers: int, window: int | None, first: int) -
 
 
 def pattern_windows(fields: Fields, layers: int, window: int | None, pattern: list[str]) -> tuple[int | None, ...]:
-    """``window`` for layers that ``layer_types`` calls sliding. ``pattern`` is used if the file has no such key."""
+    """Per layer, ``window`` if ``layer_types`` calls it sliding, otherwise None. ``pattern`` replaces the key if the
+    file does not have it."""
     kinds = layer_types(fields, layers) or pattern
     if window is None and "sliding_attention" in kinds:
         fields.fail("sliding_window is not set, but layer_types, or what stands in for it, has sliding_attention")
@@ -287,8 +299,8 @@ def read_experts(
     clamp: tuple[float, float] | None = None,
     **routing: Any,
 ) -> ExpertLayers:
-    """Experts of inner width ``size`` in these ``layers``. Their number is the first of ``count_keys`` that the file
-    has.
+    """Read the settings of experts of inner width ``size``; ``layers`` says per layer whether it has experts. The
+    number of experts is the value of the first of ``count_keys`` that the file has.
 
     ``routing`` are fields of :class:`~chairlift.kernels.routing.Routing`. Raises
     :class:`~chairlift.errors.ModelLoadError` for numbers that do not fit together.

@@ -1,4 +1,4 @@
-"""Gemma (Gemma Team, 2024): embeddings times sqrt(D), norms times 1 + weight, and GELU in the gate."""
+"""Gemma (Gemma Team, 2024): embeddings are multiplied by sqrt(D), norms by 1 + weight, and the MLP's gate uses GELU."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ GEMMA = Family(
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
     },
-    # The first files say gelu and mean the approximation with tanh.
+    # The oldest files say "gelu" but mean its approximation with tanh.
     activations={"gelu": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh"},
 )

@@ -1,4 +1,5 @@
-"""Gemma 2 (Gemma Team, 2024): norms around the branches, windows in every other layer, capped scores and logits."""
+"""Gemma 2 (Gemma Team, 2024): norms before and after attention and MLP, windows in every other layer, capped scores and
+logits."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 
 
 def _cap(fields: Fields, key: str) -> float | None:
-    """Value of a cap. Null in the file means no cap; a missing key means the default."""
+    """Value of the cap ``key``. Null in the file means that there is no cap. A missing key means the default cap."""
     if key in fields.raw and fields.raw[key] is None:
         return None
     return fields.number(key, 0.0, 1e6)

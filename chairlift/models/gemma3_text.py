@@ -1,4 +1,5 @@
-"""Gemma 3 (Gemma Team, 2025), text only: norms around branches and per head, and windows in five of six layers."""
+"""Gemma 3 (Gemma Team, 2025), text only: norms before and after attention and MLP, norms per head of q and k, and
+windows in five of six layers."""
 
 from __future__ import annotations
 

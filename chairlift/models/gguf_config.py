@@ -1,4 +1,5 @@
-"""Converts the metadata of a GGUF file to the ``config.json`` of its original model. Needs no torch."""
+"""Converts the metadata of a GGUF file to the ``config.json`` of its original model. The module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ FREQUENCY_DIVISORS: Final = "rope_freqs.weight"
 def gguf_config(model: GGUFModel) -> ModelConfig:
     """Read a model's shape from GGUF metadata. Raises :class:`~chairlift.errors.ModelLoadError`.
 
-    The dtype is bfloat16 unless all weights are float32. Weights of 8 bits or fewer lose nothing relevant by it, and
-    float16 has no native kernels.
+    The dtype is bfloat16 unless all weights are float32. For weights of 8 bits or fewer, bfloat16 loses no relevant
+    precision, and float16 has no native kernels.
     """
     architecture = model.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
@@ -47,7 +48,8 @@ def gguf_config(model: GGUFModel) -> ModelConfig:
 
 
 def gguf_config_json(model: GGUFModel) -> dict[str, Any]:
-    """The ``config.json`` for a directory with the model's weights, if :func:`gguf_config` can read the file.
+    """``config.json`` for a directory that holds the model's weights. :func:`gguf_config` must be able to read the same
+    file.
 
     Raises :class:`~chairlift.errors.ModelLoadError` for a model that ``config.json`` cannot describe.
     """
@@ -65,18 +67,18 @@ def gguf_config_json(model: GGUFModel) -> dict[str, Any]:
 
 
 class _Metadata:
-    """Numbers of the architecture. A missing number that is needed raises an error with its name."""
+    """Numbers in a GGUF file's metadata. Reading a required number that is missing raises an error with its name."""
 
     def __init__(self, model: GGUFModel) -> None:
         self.model = model
         self._prefix = model.metadata["general.architecture"]
 
     def fail(self, name: str, problem: str) -> NoReturn:
-        """Raise ModelLoadError about a key."""
+        """Raise ModelLoadError that names the key and the problem."""
         raise ModelLoadError(f"{self.model.path}: {self._prefix}.{name} {problem}; convert the model again")
 
     def number(self, name: str, default: float | None = None) -> Any:
-        """A number, which may be stored once per layer; None if it is missing and there is no default."""
+        """Value of the key ``name``, which a file may repeat per layer. ``default`` is returned if it is missing."""
         value = self.model.metadata.get(f"{self._prefix}.{name}", default)
         if isinstance(value, np.ndarray):
             if len(value) == 0 or (value != value[0]).any():
@@ -87,7 +89,7 @@ class _Metadata:
         return value
 
     def need(self, name: str) -> Any:
-        """A number that must be present."""
+        """Value of a required key."""
         value = self.number(name)
         if value is None:
             self.fail(name, "is missing")
@@ -97,7 +99,7 @@ class _Metadata:
         return tensor in self.model
 
     def row(self, tensor: str) -> list[float]:
-        """The numbers of a tensor that has one dimension."""
+        """Values of a tensor with one dimension."""
         if len(self.shape(tensor)) != 1:
             raise ModelLoadError(f"{self.model.path}: {tensor} must have one dimension; convert the model again")
         return [float(value) for value in self.model.read(tensor, 0, 1)[0]]

@@ -1,6 +1,7 @@
-"""Properties of GGUF files by architecture: names of tensors, and values that the metadata leaves to the program.
+"""Properties of GGUF files by architecture: tensor names, and values that the metadata does not contain.
 
-Values that llama.cpp has in its code and not in the file are those of its ``src/llama-model.cpp``. Needs no torch.
+Values that llama.cpp keeps in its code instead of in the file come from its ``src/llama-model.cpp``. The module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -12,42 +13,46 @@ from typing import Any, Final, Protocol
 __all__ = ["GGUF_FAMILIES", "ROPE_FACTORS", "GGUFFamily", "Metadata"]
 
 ROPE_FACTORS: Final = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
-"""Tensors, not keys: what LongRoPE divides each rotary frequency by, in long and in short texts (Phi-3)."""
+"""LongRoPE's keys -> the tensors that hold their values: the divisor of each rotary frequency, for long and for short
+texts (Phi-3)."""
 
 
 class Metadata(Protocol):
-    """Numeric metadata of the file's architecture, by key without the architecture's name."""
+    """Numbers in the metadata of a GGUF file, by key without the architecture's prefix."""
 
     def number(self, name: str, default: float | None = None) -> Any:
-        """A number; None where it is missing and there is no default."""
+        """Value of the key ``name``; ``default`` if it is missing."""
 
     def need(self, name: str) -> Any:
-        """A number that must be there."""
+        """Value of a required key."""
 
     def has(self, tensor: str) -> bool:
-        """Whether the file has a tensor."""
+        """Whether the file has a tensor with this name."""
 
     def row(self, tensor: str) -> list[float]:
-        """The numbers of a tensor that has one dimension."""
+        """Values of a tensor with one dimension."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFamily:
-    """All that is particular to one ``general.architecture``."""
+    """Properties of one value of ``general.architecture``."""
 
     model_type: str
     read: Callable[[Metadata, Mapping[str, Any]], Mapping[str, Any]] = lambda metadata, raw: {}
-    """(metadata, what ``config.json`` says by now) -> keys of it that only this architecture has."""
+    """Function from (metadata, keys of ``config.json`` found so far) to the additional keys that only this architecture
+    has."""
     layer_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Tensors of a layer -> their names in Hugging Face's directories, where those differ from Llama's."""
+    """Tensor name within a layer of the GGUF file -> name in Hugging Face's directories, where the latter differs from
+    Llama's."""
     pairs: bool = False
-    """Whether rows of q and k that are rotated together are neighbours, though halves are rotated."""
+    """Whether the file stores the two rows of q or k that are rotated together as neighbours, although the model
+    rotates halves of a head."""
     norm_offset: float = 0.0
-    """Number that was added to the weights of norms."""
+    """Number that was added to the norms' weights when the file was written."""
     windows: bool = False
-    """Whether it is known which layers the file's ``sliding_window`` is for."""
+    """Whether the layers to which the file's ``sliding_window`` applies are known."""
     partial_rotary: bool = False
-    """Whether a part of a head may be rotated."""
+    """Whether the model may rotate only some of a head's dimensions."""
     long_rope: bool = False
     """Whether :data:`ROPE_FACTORS` are read."""
 
@@ -63,8 +68,8 @@ def _gemma(metadata: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scored(metadata: Metadata, raw: Mapping[str, Any], largest: int) -> dict[str, Any]:
-    """The file does not say what scores are divided by: in the 27B models, which have so many layers, it is not the
-    width of a head."""
+    """Add the divisor of the scores, which the file does not contain. It is the head width, except in the 27B models,
+    which have ``largest`` layers: there it is the hidden size divided by the number of heads."""
     found = _gemma(metadata, raw)
     by_hidden = raw["num_hidden_layers"] == largest
     scalar = raw["hidden_size"] // raw["num_attention_heads"] if by_hidden else found["head_dim"]
@@ -122,4 +127,4 @@ GGUF_FAMILIES: Final[Mapping[str, GGUFFamily]] = {
         long_rope=True,
     ),
 }
-"""By ``general.architecture``."""
+"""Value of ``general.architecture`` -> properties of its files."""

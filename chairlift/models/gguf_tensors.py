@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file under Hugging Face's names, unpacked as they are read."""
+"""Gives the tensors of a GGUF file Hugging Face's names, and unpacks them as they are read."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _OUTER_NAMES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model
 
 
 class GGUFTensor(StoredRows):
-    """One tensor of a GGUF file. Slices of a matrix are the file's own integers, if its type has integers.
+    """One tensor of a GGUF file. If its type stores integers, slices of it are these integers, unchanged.
 
-    Types in groups of 16 (Q6_K, Q3_K, Q2_K) are rounded again to 8 bits in groups of 32, the smallest groups that the
-    kernels support. The error is at most 1/254 of the largest number in a group. ``offset`` is subtracted from the
-    numbers of a tensor with one dimension.
+    Types with groups of 16 (Q6_K, Q3_K, Q2_K) are the exception: they are rounded again to 8 bits in groups of 32, the
+    smallest groups that the kernels support. The error is at most 1/254 of the largest number in a group. ``offset`` is
+    subtracted from the numbers of a tensor with one dimension.
     """
 
     def __init__(self, model: GGUFModel, name: str, order: npt.NDArray[np.intp] | None, offset: float = 0.0) -> None:
@@ -72,10 +72,10 @@ class GGUFTensor(StoredRows):
 
 
 def gguf_tensors(model: GGUFModel, config: ModelConfig) -> dict[str, GGUFTensor]:
-    """Tensors by Hugging Face's names. Raises ModelLoadError for an unknown name.
+    """Hugging Face's tensor name -> tensor. Raises ModelLoadError for an unknown name.
 
-    In ``llama`` models llama.cpp stores the q and k rows such that rotated pairs are neighbours; they get their
-    original order back. It adds one to the norms of Gemma, which is subtracted here.
+    For ``llama`` models, llama.cpp reorders the rows of q and k so that rotated pairs are neighbours; this function
+    restores the original order. For Gemma, llama.cpp adds one to the weights of norms; this function subtracts it.
     """
     family = GGUF_FAMILIES[model.metadata["general.architecture"]]
     orders: dict[str, Callable[[], npt.NDArray[np.intp]]] = {}
@@ -93,7 +93,8 @@ def gguf_tensors(model: GGUFModel, config: ModelConfig) -> dict[str, GGUFTensor]
 
 
 def _half_by_half(heads: int, head_dim: int) -> npt.NDArray[np.intp]:
-    """Row of the file for each row: pairs are neighbours in the file, and in the two halves of a head here."""
+    """Index of the file's row for each of our rows. Rotated pairs are neighbours in the file; here they are in the two
+    halves of a head."""
     pairs = np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
 

@@ -1,5 +1,5 @@
-"""GLM-4 of 2024 (Zeng et al., 2024): Llama with half of a head rotated, in neighbouring pairs, and biases of q, k and
-v."""
+"""GLM-4 of 2024 (Zeng et al., 2024): Llama with biases on q, k and v, and rotation of half of each head's dimensions,
+in neighbouring pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""GLM-4 of 2025 (Z.ai): norms before and after attention and MLP; half of a head is rotated, in neighbouring pairs."""
+"""GLM-4 of 2025 (Z.ai): norms before and after attention and MLP, and rotation of half of each head's dimensions, in
+neighbouring pairs."""
 
 from __future__ import annotations
 

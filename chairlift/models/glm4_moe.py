@@ -1,4 +1,5 @@
-"""GLM-4.5 (Z.ai, 2025): experts chosen as in DeepSeek-V3, an expert for all tokens, half of a head rotated."""
+"""GLM-4.5 (Z.ai, 2025): experts are chosen as in DeepSeek-V3, one shared expert serves all tokens, and half of each
+head's dimensions are rotated."""
 
 from __future__ import annotations
 
@@ -65,6 +66,6 @@ GLM4_MOE = Family(
         f"{_OURS}.gate_up_proj": (f"{_THEIRS}.gate_proj", f"{_THEIRS}.up_proj"),
         f"{_OURS}.down_proj": (f"{_THEIRS}.down_proj",),
     },
-    # Layers that predict further tokens come after the last one: number 46 of GLM-4.5-Air, 92 of GLM-4.5.
+    # Extra layers that predict further tokens follow the last layer: layer 46 of GLM-4.5-Air, layer 92 of GLM-4.5.
     ignored_tensors=r"rotary_emb\.inv_freq|^model\.layers\.(46|92)\.",
 )

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm, GELU, and products stored as [in, out]."""
+"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm, GELU, and weights stored as [in, out]."""
 
 from __future__ import annotations
 

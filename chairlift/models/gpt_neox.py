@@ -1,4 +1,5 @@
-"""GPT-NeoX and Pythia (Black et al., 2022): parallel branches, LayerNorm, GELU, a quarter of a head rotated."""
+"""GPT-NeoX and Pythia (Black et al., 2022): attention and MLP in parallel, LayerNorm, GELU, a quarter of each head's
+dimensions rotated."""
 
 from __future__ import annotations
 

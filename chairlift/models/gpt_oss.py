@@ -1,4 +1,5 @@
-"""gpt-oss (OpenAI, 2025): experts with biases and clamped gates, sinks, windows in every other layer, YaRN."""
+"""gpt-oss (OpenAI, 2025): experts with biases and clamped gates, attention sinks, windows in every other layer,
+YaRN."""
 
 from __future__ import annotations
 

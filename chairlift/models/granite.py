@@ -1,4 +1,4 @@
-"""Granite 3 (IBM, 2024): Llama with factors for embeddings, branches, scores and logits."""
+"""Granite 3 (IBM, 2024): Llama with constant factors for embeddings, attention and MLP results, scores and logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["GRANITE", "read_factors"]
 
 
 def read_factors(fields: Fields, layers: int) -> dict[str, Any]:
-    """Factors of scores, embeddings, branches and logits."""
+    """Constant factors for scores, embeddings, attention and MLP results, and logits: fields of ModelConfig."""
     scale, embedding, residual, logits = (fields.number(key, 0.0, 1e6, default=1.0) for key in _FACTORS)
     return {
         "layer_scales": (scale,) * layers,

@@ -1,4 +1,5 @@
-"""Granite 4 (IBM, 2025): Mamba-2 in most layers, attention without rotation in the others, experts beside an MLP."""
+"""Granite 4 (IBM, 2025): Mamba-2 in most layers, attention without rotation in the others, experts and an MLP side by
+side."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ __all__ = ["GRANITEMOEHYBRID", "HYBRID_KEYS"]
 
 _LAYER = "model.layers.*"
 _KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
-"""Names of kinds of layers -> whether they are recurrent."""
+"""Name of a layer type -> whether the layer is recurrent."""
 
 HYBRID_KEYS = Mamba2Keys(
     heads="mamba_n_heads",

@@ -1,11 +1,11 @@
-"""HashLM: a fake model for tests that costs nothing and detects every wrong input.
+"""HashLM: a fake model for tests. It needs almost no time, and its output changes when any input is wrong.
 
-It has the inputs of a real model (flat batch, block tables, slot mapping, swaps, copies, sampling rows) and runs under
-the real executor. But it stores two 64-bit words per KV position instead of tensors. Each word depends on the token,
+HashLM takes the inputs of a real model (flat batch, block tables, slot mapping, swaps, copies, sampling rows) and runs
+under the real executor. Instead of tensors it stores two 64-bit words per KV position. Each word depends on the token,
 the position and everything the position attends to, read through the block table. The next token depends on all words
-in reach and on the row's sampling parameters. One wrong block, slot, copy, position, window or row changes the text. A
-group of recurrent states stores two words per state, into which every token is mixed in turn. It uses only numpy and
-is exact, so two runs may be compared with ``==``.
+that the last position attends to, and on the row's sampling parameters. One wrong block, slot, copy, position, window
+or row changes the text. A cache group of recurrent states stores two words per state, and every token changes both. The
+arithmetic is exact and uses only numpy, so two runs can be compared with ``==``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["HASHLM_POSITION_BYTES", "STATE", "HashLM", "reference_tokens"]
 _Words = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
 HASHLM_POSITION_BYTES = 16
-"""Two words per KV position, and per state."""
+"""Bytes per KV position, and per recurrent state: two 64-bit words."""
 STATE = 0
 """Marks a group of recurrent states in a list of windows."""
 _BASE = 0x9E3779B97F4A7C15  # odd, so that its powers never vanish modulo 2**64
@@ -35,9 +35,10 @@ _STATE = 0x8EBC6AF09C88C6E3
 
 
 class HashLM:
-    """A :class:`~chairlift.executor.local.ModelRunner` with the given cache groups.
+    """A fake :class:`~chairlift.executor.local.ModelRunner` with the given cache groups.
 
-    ``host_memory`` returns zeroed bytes for the groups' host blocks; without it they are ordinary memory.
+    ``host_memory`` is a function from a number of bytes to a zeroed buffer for the groups' host blocks. Without it the
+    buffers are ordinary memory.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class HashLM:
         self._states: dict[tuple[int, int], int] = {}  # (row, length) -> second words of the states behind it, summed
         self.vocab_size = vocab_size
         self._block_size = block_size
-        # Per group, two words per KV position: what stands there, and what it saw when it was computed. In a state: all
-        # of the former behind one another, and all of the latter.
+        # Per group, an array of two rows. For a KV position, row 0 has the word of its token and row 1 the hash of what
+        # it attended to. For a recurrent state, the rows have the same two words, accumulated over all its tokens.
         sized = list(zip(groups, self._places, strict=True))
         self._words = [np.zeros((2, group.num_blocks * places), dtype=np.uint64) for group, places in sized]
         counts = [group.num_host_blocks * places for group, places in sized]
@@ -64,11 +65,11 @@ class HashLM:
         self._host_words = [make(HASHLM_POSITION_BYTES * count).view(np.uint64).reshape(2, count) for count in counts]
         self._powers = np.array([pow(_BASE, i + 1, 1 << 64) for i in range(max_model_len + 1)], dtype=np.uint64)
         self.adapter_tags: Mapping[int, int] = {}
-        """Number of an adapter in memory -> 64 bits that change the rows that have it."""
+        """Number of a loaded adapter -> 64 bits that are mixed into the words of rows that use the adapter."""
         self._offsets = np.arange(block_size, dtype=np.int64)
 
     def forward(self, batch: StepBatch) -> list[int]:
-        """Write the step's words; returns per sample position the hash of everything it attends to."""
+        """Write the step's words. Returns, per sample position, the hash of everything that it attends to."""
         sizes = self._places
         for group, block, host in batch.swap_out:
             _copy(self._words[group], block, self._host_words[group], host, sizes[group])
@@ -91,7 +92,8 @@ class HashLM:
         return [self._seen(batch, row, length) for row, length in ends]
 
     def sample(self, hidden: list[int], batch: StepBatch, masks: Masks | None = None) -> SampledTokens:
-        """One token per sample position, from what it attends to, its history, its parameters and its mask."""
+        """One token per sample position. It depends on what the position attends to, and on the row's history, sampling
+        parameters and mask."""
         tokens = SampledTokens([])
         places = zip(hidden, batch.sample_rows.tolist(), batch.histories, strict=True)
         for index, (seen, row, history) in enumerate(places):
@@ -121,12 +123,12 @@ class HashLM:
             self._states[row, begin + place + 1] = sum(int(words[place]) for words in last)
 
     def _positional(self, batch: StepBatch) -> list[tuple[int, _Words, npt.NDArray[np.int64]]]:
-        """(group, words, where each token's words go) of the groups that keep positions."""
+        """(group index, the step's words, index where each word is stored), for each group that stores KV positions."""
         groups = [group for group in range(len(self._words)) if group not in self._recurrent]
         return [(group, self._words[group], batch.slot_mapping[group]) for group in groups]
 
     def _advance(self, batch: StepBatch, group: int, row: int, layer: int, words: _Words) -> _Words:
-        """Mix ``words``, one per token of the row, into the row's state. Returns the state behind each."""
+        """Mix ``words``, one per token of the row, into the row's state. Returns the state after each token."""
         start, end = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
         states, begin, state = self._words[group], int(batch.positions[start]), 0
         if begin:
@@ -140,12 +142,12 @@ class HashLM:
         return np.array(behind, dtype=np.uint64)
 
     def _seen(self, batch: StepBatch, row: int, length: int) -> int:
-        """Hash of everything that the last of the row's first ``length`` tokens attends to."""
+        """Hash of everything that token ``length - 1`` of the row attends to."""
         words = [self._attend(batch, group, row, 1, length - 1, length)[0] for group, _, _ in self._positional(batch)]
         return (sum(int(word) for word in words) + self._states[row, length]) & _MASK
 
     def _attend(self, batch: StepBatch, group: int, row: int, layer: int, begin: int, end: int) -> _Words:
-        """For each position in [begin, end): the weighted sum of the words that it sees, read through the block
+        """For each position in [begin, end), the weighted sum of the words that it attends to, read through the block
         table."""
         window = self.cache_groups[group].window
         low = 0 if window is None else max(0, begin - window + 1)
@@ -210,8 +212,8 @@ def reference_tokens(
     """The first ``count`` tokens that HashLM generates for a prompt served alone, computed without blocks, batch or
     numpy.
 
-    ``windows`` has one entry per cache group: :data:`STATE` for recurrent states.
-    ``allowed`` gives the ids, ascending, that the mask of a position's token allows; None where there is no mask.
+    ``windows`` has one entry per cache group: :data:`STATE` for recurrent states. ``allowed`` is a function from a
+    position to the token ids that the mask allows there, ascending; None if there is no mask.
     """
     tokens = list(prompt)
     first: list[int] = []
@@ -242,7 +244,7 @@ def _reach(words: list[int], powers: list[int], place: int, windows: Sequence[in
 
 
 def _state(words: list[int]) -> int:
-    """The state behind all of ``words``."""
+    """State after all of ``words``."""
     state = 0
     for word in words:
         state = _mix_one(state * _STATE + word & _MASK)

@@ -1,7 +1,7 @@
-"""HashLM behind the server: ``--model hashlm`` gives answers that a test can compute itself.
+"""HashLM as a served model: ``--model hashlm`` generates text that a test can compute itself.
 
 Clients see a normal model: it has tokens (one per byte, then special ones), a chat template, an end of sequence and
-log-probabilities. ``hashlm:5ms`` takes 5 ms per step, like a slow model. Needs no torch.
+log-probabilities. ``hashlm:5ms`` takes 5 ms per step, like a slow model. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 HASHLM_TOKENS: Final = ("<|im_start|>", "<|im_end|>", "<|bos|>")
-"""Special tokens, after the 256 bytes."""
+"""Special tokens. Their ids follow the 256 byte tokens."""
 HASHLM_VOCAB_SIZE: Final = 256 + len(HASHLM_TOKENS)
 HASHLM_EOS: Final = 256 + HASHLM_TOKENS.index("<|im_end|>")
 HASHLM_TEMPLATE: Final = (
@@ -60,7 +60,7 @@ def parse_hashlm(name: str) -> float | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HashLMServed:
-    """The runner, and the facts about the model that the engine needs."""
+    """The model runner, and the facts about the model that the engine needs."""
 
     runner: ServedHashLM
     vocab_size: int
@@ -71,7 +71,8 @@ class HashLMServed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """Log-probabilities in the sampler's form: the token itself, then the most likely ones, best first."""
+    """Log-probabilities in the sampler's form: first the sampled token, then the most likely tokens in descending
+    order."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]

@@ -1,8 +1,9 @@
-"""Reads Hugging Face's ``config.json``, and refuses models that would be computed wrongly.
+"""Reads Hugging Face's ``config.json``, and refuses models that this package cannot compute correctly.
 
-It reads the keys of transformers 5 (``rope_parameters``, ``dtype``) and older ones (``rope_theta`` with
-``rope_scaling``, ``torch_dtype``). :mod:`chairlift.models.family` has the differences between families. Every number is
-checked against a range, so that a malicious file causes an error message instead of a huge allocation. Needs no torch.
+Both the keys of transformers 5 (``rope_parameters``, ``dtype``) and older keys (``rope_theta`` with ``rope_scaling``,
+``torch_dtype``) are read. :mod:`chairlift.models.family` has the differences between families. Every number is checked
+against a range, so that a malicious file causes an error message instead of a huge allocation. The module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = [
 _MAX_JSON_BYTES = 64 * 2**20
 _INT32_MAX = 2**31 - 1
 _GENERATES = ("ForCausalLM", "Model")
-"""Ends of the names of classes in transformers that generate text, or that do once they have an output head."""
+"""Suffixes of class names in transformers: classes that generate text, or that can once an output head is added."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GENERATION_APPLIED = {*_SAMPLING, "eos_token_id", "do_sample"}
@@ -51,7 +52,8 @@ _GENERATION_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_h": (1,),
     "typical_p": (1,),
 }
-"""Values, besides false, 0 and empty ones, with which a setting of ``generation_config.json`` has no effect."""
+"""Setting of ``generation_config.json`` -> values that have no effect. False, 0 and empty values never have an
+effect."""
 _GENERATION_HARMLESS = (
     *(
         "_commit_hash",
@@ -68,7 +70,7 @@ _GENERATION_HARMLESS = (
     *("target_lookbehind", "trust_remote_code", "use_model_defaults", "use_mtp"),
 )
 _GENERATION_HARMLESS_STARTS = ("assistant_", "num_assistant_tokens", "output_")
-"""Settings that change how transformers computes an answer, but not the answer."""
+"""Prefixes of settings that change how transformers computes an output, but not the output itself."""
 _GENERATION_PARAMETERS = {
     "bad_words_ids": "bad_words",
     "max_length": "max_tokens",
@@ -80,7 +82,7 @@ _GENERATION_PARAMETERS = {
     "stop_strings": "stop",
     "suppress_tokens": "logit_bias",
 }
-"""Settings of ``generation_config.json`` -> request parameters with the same purpose."""
+"""Setting of ``generation_config.json`` -> request parameter with the same purpose."""
 # Keys of other architectures that change the computation of a layer. A config with one of them is refused.
 _FOREIGN_KEYS = (
     "add_cross_attention",
@@ -111,10 +113,11 @@ _FOREIGN_FACTORS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a network. Names are Hugging Face's. The last group has what Hugging Face's classes define in code."""
+    """Shape of a network. Names are Hugging Face's. The last group of fields holds what Hugging Face's classes define
+    in code."""
 
     model_impl: ClassVar[str] = "native"
-    """Implementation of the layers."""
+    """Name of the implementation of the layers."""
 
     model_type: str
     vocab_size: int
@@ -127,113 +130,117 @@ class ModelConfig:
     norm_eps: float = 1e-6
     max_position_embeddings: int
     rope: RopeConfig | None
-    """Rotation of q and k; None: they are not rotated."""
+    """Rotation of q and k; None if they are not rotated."""
     window_rope: RopeConfig | None = None
-    """Rotation in layers with a window, if it differs."""
+    """Rotation of q and k in layers with a sliding window, if it differs from :attr:`rope`."""
     rope_layers: tuple[bool, ...] = ()
     """Per layer, whether q and k are rotated. Empty: in all layers."""
     tie_word_embeddings: bool = False
     dtype: str | None = None
-    """``float32``, ``bfloat16`` or ``float16`` as in the config; None if it does not say."""
+    """``float32``, ``bfloat16`` or ``float16`` from the config; None if the config has no dtype."""
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end an answer: those of ``generation_config.json`` if it has any, otherwise of ``config.json``."""
+    """Ids of the tokens that end generation: from ``generation_config.json`` if it has any, otherwise from
+    ``config.json``."""
     sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
-    """Sampling parameters in ``generation_config.json``, by the names of SamplingParams, unchecked."""
+    """Sampling parameters in ``generation_config.json``: name in SamplingParams -> unchecked value."""
     generation_unapplied: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
-    """Other settings of ``generation_config.json`` that would change answers and are not applied."""
+    """Settings of ``generation_config.json`` that would change the generated text, but are not applied."""
     unused_code: str | None = None
     """The class that ``auto_map`` names. It is never run: the family's own implementation takes its place."""
 
     layer_windows: tuple[int | None, ...]
-    """Per layer, the number of tokens that a query sees (itself included); None sees all."""
+    """Per layer, the number of tokens that a query sees (itself included); None: it sees all."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
     qk_norm: str | None = None
-    """RMSNorm of q and k: ``head`` (each head separately), ``rotated`` (the same, but after the rotation) or ``all``
-    (all heads together)."""
+    """Norm (RMSNorm) of q and k: ``head`` (each head separately), ``rotated`` (each head separately, after the
+    rotation) or ``all`` (all heads together)."""
     norm: str = "rms"
     """``rms`` (RMSNorm), ``rms_offset`` (times 1 + weight), ``layer`` (LayerNorm with a bias) or ``layer_no_bias``."""
     block: str = "pre"
-    """Places of norms: ``pre`` (before attention and MLP), ``post`` (after them, before the addition), ``both``,
-    ``post_sum`` (after the addition, and none after the last layer), ``parallel`` (one norm, read by both attention and
-    MLP), ``parallel_two`` (one norm for each) or ``chain`` (no norms and no additions: a layer's result is the next
-    one's input)."""
+    """Positions of the norms in a layer: ``pre`` (before attention and MLP), ``post`` (after them, before the
+    addition), ``both``, ``post_sum`` (after the addition, but not after the last layer), ``parallel`` (attention and
+    MLP read the same norm), ``parallel_two`` (one norm for each) or ``chain`` (no norms and no additions: the result of
+    a layer is the input of the next)."""
     mlp: str = "swiglu"
-    """``swiglu`` or ``geglu_tanh`` (gated); ``gelu``, ``gelu_tanh``, ``relu`` or ``relu2`` between two products."""
+    """Type of the MLP: ``swiglu`` or ``geglu_tanh`` (gated); or ``gelu``, ``gelu_tanh``, ``relu`` or ``relu2`` between
+    two linear layers."""
     embedding_scale: float = 1.0
     rounds_embedding_scale: bool = False
     """Whether the embedding's scale is rounded to the model's dtype."""
     residual_scale: float = 1.0
-    """Factor of the results of attention and MLP before they are added."""
+    """Factor by which the results of attention and MLP are multiplied before they are added."""
     logit_scale: float = 1.0
     score_cap: float | None = None
-    """c: a score s of attention becomes c tanh(s / c) before the softmax (Gemma 2)."""
+    """Cap c on attention scores: a score s becomes c tanh(s / c) before the softmax (Gemma 2). None: no cap."""
     logit_cap: float | None = None
-    """c: a logit s becomes c tanh(s / c), before penalties and temperature."""
+    """Cap c on logits: a logit s becomes c tanh(s / c), before penalties and temperature. None: no cap."""
     sinks: bool = False
-    """Whether each head has one more logit in its softmax, without a value (gpt-oss)."""
+    """Whether the softmax of each head has one extra logit without a value vector (gpt-oss)."""
     output_gate: bool = False
-    """Whether the result of each head of attention is multiplied by the sigmoid of a product (Qwen3-Next)."""
+    """Whether each head's attention result is multiplied by a gate: the sigmoid of a linear layer (Qwen3-Next)."""
     query_scaling: tuple[float, int] | None = None
     """(beta, n): a query at position p is multiplied by 1 + beta ln(1 + floor(p / n)), as in Llama 4."""
     learned_positions: bool = False
     """Whether a learned vector per position is added to the embedding."""
     first_position_row: int = 0
-    """Row for position 0 in the table of positions."""
+    """Row of the position table for position 0."""
     embedding_width: int | None = None
-    """Width of the embedding and of the head's input, if products convert it to ``hidden_size`` and back."""
+    """Width of the embedding and of the head's input, if linear layers convert it to ``hidden_size`` and back;
+    otherwise None."""
     layer_scales: tuple[float, ...]
-    """Per layer, the factor of scores."""
+    """Per layer, the factor of attention scores."""
     qkv_clip: float | None = None
-    """q, k and v are limited to -x to x for this x, before the rotation."""
+    """Limit x: values of q, k and v are clipped to -x..x before the rotation. None: no limit."""
     experts: ExpertLayers | None = None
-    """Layers with experts in place of one MLP; None: there are none."""
+    """Settings of the layers that have experts in place of one MLP; None if there are none."""
     vision: VisionConfig | PatchConfig | None = None
-    """The encoder of images; None where the model reads texts only."""
+    """Shape of the image encoder; None if the model reads only text."""
     mixers: tuple[MixerConfig | None, ...] = ()
-    """Per layer, its recurrent mixer; None where it has none. Empty: no layer has one."""
+    """Per layer, its recurrent mixer, or None. Empty: no layer has a mixer."""
 
     attention_layers: tuple[bool, ...] = ()
-    """Per layer, whether it attends. Empty: layers without a mixer attend. A layer that does both adds the results."""
+    """Per layer, whether it has attention. Empty: exactly the layers without a mixer have attention. A layer with both
+    adds their results."""
 
     mlp_layers: tuple[bool, ...] = ()
-    """Per layer, whether an MLP or experts follow. Empty: in all layers."""
+    """Per layer, whether an MLP or experts follow attention or the mixer. Empty: in all layers."""
 
     mixer_scales: tuple[float, float] = (1.0, 1.0)
-    """Factors of the input and of the result of recurrent mixers (Falcon-H1)."""
+    """Factors of the input and of the result of recurrent mixers (Falcon-H1): (input, result)."""
     attention_scales: tuple[float, float] = (1.0, 1.0)
-    """Factors of the input and of the result of attention."""
+    """Factors of the input and of the result of attention: (input, result)."""
     mlp_scales: tuple[float, float] = (1.0, 1.0)
-    """Factors of the gate's input and of the result of MLPs."""
+    """Factors of MLPs: (input of the gate's activation, result)."""
 
     def has_mlp(self, layer: int) -> bool:
         """Whether this layer has an MLP or experts."""
         return not self.mlp_layers or self.mlp_layers[layer]
 
     def mixer(self, layer: int) -> MixerConfig | None:
-        """The recurrent mixer of this layer, if any."""
+        """Settings of this layer's recurrent mixer; None if it has none."""
         return self.mixers[layer] if self.mixers else None
 
     def attends_in(self, layer: int) -> bool:
-        """Whether this layer attends."""
+        """Whether this layer has attention."""
         return self.attention_layers[layer] if self.attention_layers else self.mixer(layer) is None
 
     def cache_number(self, layer: int, *, state: bool) -> int:
-        """Index of this layer's state, or of its K and V, among all that the layers keep, in their order. K and V come
-        before the state."""
+        """Index of this layer's state (``state``) or of its K and V in the list of all layers' caches, in layer order.
+        In a layer with both, K and V come before the state."""
         kept = sum(self.attends_in(each) + (self.mixer(each) is not None) for each in range(layer))
         return kept + (state and self.attends_in(layer))
 
     @property
     def recurrent(self) -> bool:
-        """Whether some layer keeps a recurrent state."""
+        """Whether at least one layer has a recurrent state."""
         return any(mixer is not None for mixer in self.mixers)
 
     @property
     def attends(self) -> bool:
-        """Whether some layer attends."""
+        """Whether at least one layer has attention."""
         return any(map(self.attends_in, range(self.num_hidden_layers)))
 
     @property
@@ -252,13 +259,13 @@ class ModelConfig:
 
     @property
     def layer_ropes(self) -> tuple[RopeConfig | None, ...]:
-        """Per layer, the rotation of q and k; None where they are not rotated."""
+        """Per layer, the rotation of q and k; None if the layer does not rotate them."""
         rotated = self.rope_layers or (True,) * self.num_hidden_layers
         ropes = (self.rope if window is None else self.window_rope or self.rope for window in self.layer_windows)
         return tuple(rope if turned else None for rope, turned in zip(ropes, rotated, strict=True))
 
     def step_bytes(self, itemsize: int) -> int:
-        """Bytes per token of the intermediate results in the widest layer, with numbers of ``itemsize`` bytes."""
+        """Bytes per token of the intermediate results in the widest layer, if an element has ``itemsize`` bytes."""
         heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
         heads += 2 * self.num_attention_heads * self.head_dim * self.output_gate
         count = (heads + 3 * self.intermediate_size + 4 * self.hidden_size) * itemsize
@@ -270,22 +277,22 @@ class ModelConfig:
 
     @property
     def rotates_apart(self) -> bool:
-        """Whether the rotation is an operation of its own, because a norm follows it, or because it scales the rotated
-        dimensions and leaves others unchanged."""
+        """Whether the rotation is a separate operation. It is if a norm follows it, or if it scales the rotated
+        dimensions but not the others."""
         ropes = [rope for rope in self.layer_ropes if rope is not None]
         scaled = any(rope.dim is not None and rope.rope_type in ("longrope", "yarn") for rope in ropes)
         return scaled or (self.qk_norm == "rotated" and bool(ropes))
 
     def for_length(self, longest: int) -> ModelConfig:
-        """The network for texts of at most ``longest`` tokens. With LongRoPE and ``dynamic`` the rotation depends on
-        it."""
+        """The network for texts of at most ``longest`` tokens. Only the rotations LongRoPE and ``dynamic`` depend on
+        the length."""
         rope, window_rope = (each and each.for_length(longest) for each in (self.rope, self.window_rope))
         if (rope, window_rope) == (self.rope, self.window_rope):
             return self
         return dataclasses.replace(self, rope=rope, window_rope=window_rope)
 
     def notes(self, with_generation_config: bool = True) -> list[str]:
-        """Differences to transformers' answers with the model's files, one per line."""
+        """Differences between this server's outputs and those of transformers with the same files, one per line."""
         found = []
         if self.unused_code is not None:
             found.append(
@@ -313,7 +320,7 @@ class ModelConfig:
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence in tokens that the positions support, including rotary scaling."""
+        """Maximum length of a sequence in tokens that the positions support, including rotary scaling."""
         if self.rope is None:
             return self.max_position_embeddings
         if self.rope.rope_type in ("linear", "dynamic"):
@@ -325,7 +332,7 @@ class ModelConfig:
 
 
 def generation_notes(unapplied: Mapping[str, Any]) -> list[str]:
-    """Settings of ``generation_config.json`` that are not applied, in one line."""
+    """Names of the settings in ``generation_config.json`` that are not applied, in one line."""
     if not unapplied:
         return []
     listed = ", ".join(f"{name} {str(value)[:60]}" for name, value in unapplied.items())
@@ -357,9 +364,9 @@ def read_hf_files(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]
 
 
 def read_json(path: Path, whole: type = dict) -> Any:
-    """Read a JSON object of limited size (or a list, if ``whole`` is list).
+    """Read a JSON object of limited size. ``whole`` is the expected type: dict or list.
 
-    Raises :class:`~chairlift.errors.ModelLoadError` with the problem.
+    Raises :class:`~chairlift.errors.ModelLoadError` that describes the problem.
     """
     try:
         with path.open("rb") as file:
@@ -388,8 +395,8 @@ def parse_config(
 ) -> ModelConfig:
     """Turn the content of ``config.json`` (and ``generation_config.json``) into a checked :class:`ModelConfig`.
 
-    ``where`` names the source in error messages. With ``pooled`` the network is for embeddings or classes and need not
-    generate text. Raises :class:`~chairlift.errors.ModelLoadError`.
+    ``where`` names the source in error messages. With ``pooled`` the network computes embeddings or classes, so it need
+    not be able to generate text. Raises :class:`~chairlift.errors.ModelLoadError`.
     """
     model_type, family = raw.get("model_type"), _family(raw.get("model_type"), where)
     raw = _text_part(whole := raw, family, where)
@@ -447,7 +454,8 @@ def _family(model_type: Any, where: str) -> Family:
 
 
 def _text_part(raw: Mapping[str, Any], family: Family, where: str) -> Mapping[str, Any]:
-    """The keys of the text model: ``raw`` itself, or its ``text_config`` with what the whole model says."""
+    """The keys of the text model: ``raw`` itself, or its ``text_config`` plus the keys that hold for the whole
+    model."""
     if not family.text_type:
         return raw
     inner, tied = raw.get("text_config"), raw.get("tie_word_embeddings", False)
@@ -468,7 +476,7 @@ def _text_part(raw: Mapping[str, Any], family: Family, where: str) -> Mapping[st
 
 
 def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], context: int, where: str) -> dict[str, Any]:
-    """Fields of :class:`ModelConfig` that are equal for every family, native or not."""
+    """Fields of :class:`ModelConfig` that are read in the same way for every family, native or not."""
     eos = generation.get("eos_token_id")
     return {
         "dtype": read_dtype(raw, where),
@@ -484,14 +492,14 @@ def _context(fields: Fields) -> int:
     chunked = fields.get("dual_chunk_attention_config")
     if not chunked:
         return context
-    # Qwen's models for 1M tokens: the first chunk is normal attention.
+    # Qwen's models for 1M tokens use attention in chunks. Within the first chunk it equals normal attention.
     chunks = Fields(chunked if isinstance(chunked, Mapping) else {}, f"{fields.where}: dual_chunk_attention_config")
     size = chunks.integer("chunk_size", 1, MAX_CONTEXT)
     return min(context, size - chunks.integer("local_size", 0, size - 1))
 
 
 def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, where: str, pooled: bool) -> None:
-    """Refuse a config that needs an unsupported computation, instead of computing wrong numbers."""
+    """Raise an error if the config needs a computation that is not supported. Otherwise the results would be wrong."""
     activation = fields.get("hidden_act")
     if not isinstance(activation, str) or activation not in family.activations:
         supported = ", ".join(family.activations)
@@ -518,14 +526,15 @@ def _refuse_foreign(fields: Fields, raw: Mapping[str, Any], family: Family, wher
 
 
 def _unused_code(raw: Mapping[str, Any], family: Family) -> str | None:
-    """The class in the model's directory that is not run, where it is not known to compute the same."""
+    """Class in the model's directory that is not run, unless it is known to compute the same as the native
+    implementation. None if there is no such class."""
     auto_map = raw.get("auto_map")
     code = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, Mapping) else None
     return None if code is None or str(code).rpartition("--")[2] in family.known_code else str(code)[:200]
 
 
 def read_dtype(raw: Mapping[str, Any], where: str) -> str | None:
-    """Dtype in a ``config.json``; None if it does not say. Raises ModelLoadError for other dtypes."""
+    """Dtype that a ``config.json`` names; None if it names none. Raises ModelLoadError for unsupported dtypes."""
     value = raw.get("dtype") if raw.get("dtype") is not None else raw.get("torch_dtype")
     if value is None:
         return None
@@ -544,8 +553,8 @@ def _token_ids(value: Any, where: str) -> tuple[int, ...]:
 
 
 def _sampling_defaults(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Sampling parameters by the names of SamplingParams. They apply if ``do_sample`` is missing, as in vLLM; with
-    false, answers are greedy."""
+    """Sampling parameters, by the names of SamplingParams. They apply unless ``do_sample`` is present and false, as in
+    vLLM; with false, decoding is greedy."""
     found = {name: value for name in _SAMPLING if (value := generation.get(name)) is not None}
     if Fields(generation, f"{where}: generation_config.json").boolean("do_sample", True):
         return found

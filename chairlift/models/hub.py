@@ -1,7 +1,7 @@
-"""Download a model from the Hugging Face Hub: only the files that are read here.
+"""Downloads a model from the Hugging Face Hub, but only the files that this package reads.
 
 Repositories often hold the same weights several times (pickled, as ``consolidated.safetensors``, for other engines).
-The small files come first; the index of the weights among them says which of the large ones are needed.
+Small files are downloaded first. One of them, the index of the weights, says which large files are needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ __all__ = ["INDEX_NAME", "SINGLE_NAME", "WEIGHT_FILE", "download_model"]
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 WEIGHT_FILE: Final = re.compile(r"[\w-][\w.-]*\.safetensors")
-"""Names of files of weights: plain ones, which cannot lead out of the model's directory."""
+"""Allowed names of weight files. They contain no path separators, so they cannot point outside the model's
+directory."""
 _SMALL: Final = (
     *("config.json", "generation_config.json", "preprocessor_config.json", INDEX_NAME),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
@@ -31,12 +32,13 @@ _REASONS: Final = {
     "RepositoryNotFoundError": "there is none of that name, or it is private",
     "GatedRepoError": "its owner grants access on the Hub's page of the model, and hf auth login tells who you are",
 }
-"""One line for each error of huggingface_hub, by name; their own texts have several."""
+"""Name of an exception class of huggingface_hub -> its reason in one line. The library's own messages have several
+lines."""
 _FOLDER: Final = re.compile(r"\w[\w-]*")
 
 
 def download_model(name: str, revision: str | None = None) -> Path:
-    """Return the directory of the Hub's snapshot of ``name``, downloaded where the local cache lacks something.
+    """Return the local directory of the Hub's snapshot of ``name``. Files that the local cache lacks are downloaded.
 
     Without a network the cached snapshot is returned. Raises :class:`~chairlift.errors.ModelLoadError` when the Hub
     and its cache have no model of that name.
@@ -67,7 +69,8 @@ def download_model(name: str, revision: str | None = None) -> Path:
 
 
 def _pieces(snapshot: Path) -> list[str]:
-    """Files that the index names; empty where there is none, or it is damaged, which loading will report."""
+    """Names of the weight files in the index. Empty if the index is missing or damaged; loading reports damage
+    later."""
     index = _read(snapshot / INDEX_NAME)
     names = index.get("weight_map") if isinstance(index, dict) else None
     found = set(names.values()) if isinstance(names, dict) and all(type(x) is str for x in names.values()) else set()
@@ -75,7 +78,8 @@ def _pieces(snapshot: Path) -> list[str]:
 
 
 def _pooling_files(snapshot: Path) -> Iterator[str]:
-    """The settings of the steps that sentence-transformers' ``modules.json`` names, which lie in folders."""
+    """Paths of the settings files of the steps in sentence-transformers' ``modules.json``, which are in
+    subdirectories."""
     modules = _read(snapshot / "modules.json")
     for module in modules if isinstance(modules, list) else []:
         folder = module.get("path") if isinstance(module, dict) else None

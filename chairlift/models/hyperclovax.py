@@ -1,4 +1,5 @@
-"""HyperCLOVA X SEED (NAVER, 2025): Granite with norms behind the branches too; logits are multiplied, not divided."""
+"""HyperCLOVA X SEED (NAVER, 2025): Granite with additional norms after attention and MLP; logits are multiplied by the
+factor, not divided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""InternLM 3 (Shanghai AI Laboratory, 2025): Llama with one switch for all biases."""
+"""InternLM 3 (Shanghai AI Laboratory, 2025): Llama with one config key for all biases."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __all__ = ["INTERNLM3"]
 
 
 def _read(fields: Fields, layers: int) -> dict[str, Any]:
-    """Read the switch for biases: transformers writes ``attention_bias`` and ``mlp_bias``, the model's own files
-    ``qkv_bias`` and ``bias``."""
+    """Read the key that turns biases on. transformers writes ``attention_bias`` and ``mlp_bias``; the model's own files
+    have ``qkv_bias`` and ``bias``."""
     names = [("qkv_bias", "attention_bias"), ("bias", "mlp_bias")]
     attention, mlp = (fields.boolean(own if fields.get(own) is not None else usual, False) for own, usual in names)
     if attention != mlp:

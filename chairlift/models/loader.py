@@ -1,9 +1,9 @@
-"""From a name or a directory to a model in memory.
+"""Loads a model into memory, from a name or a directory.
 
 A model directory is untrusted data. Only JSON and safetensors are read; pickle files are refused; code in the directory
-is never imported; names in the index cannot lead out of the directory. Tensors are memory-mapped and copied straight to
-their place, a few megabytes at a time. Pages of the file are released afterwards, so that loading needs hardly more
-memory than the model.
+is never imported; file names in the index cannot point outside the directory. Tensors are memory-mapped and copied
+directly to their final memory, a few megabytes at a time. The file's pages are released after each copy, so loading
+needs little more memory than the model itself.
 """
 
 from __future__ import annotations
@@ -69,13 +69,15 @@ _STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
 _STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _PIECE_BYTES = 64 << 20
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-"""Names here; a checkpoint may have another name for the embedding."""
+"""Names of the output head and of the embedding in this package. A checkpoint may have another name for the
+embedding."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> Path:
-    """Directory of a model, or its GGUF file: a local path is returned as it is, a Hub id is downloaded if needed.
+    """Directory of a model, or its GGUF file. A local path is returned unchanged; a model named by a Hub id is
+    downloaded if needed.
 
     Only the files that are read are downloaded, never pickled ones. Raises :class:`~chairlift.errors.ModelLoadError`
     when ``name_or_path`` is neither a local model nor available from the Hub or its local cache.
@@ -91,7 +93,8 @@ def resolve_model_dir(name_or_path: str | Path, revision: str | None = None) -> 
 
 
 def resolve_dtype(config: ModelConfig | EncoderConfig | TransformersConfig, dtype: str | torch.dtype) -> torch.dtype:
-    """The torch dtype for ``"auto"`` (the config's, otherwise float32), a name, or a dtype."""
+    """The torch dtype for a name, a dtype, or ``"auto"``. ``"auto"`` means the config's dtype, or float32 if it has
+    none."""
     if isinstance(dtype, torch.dtype):
         name = str(dtype).removeprefix("torch.")
     else:
@@ -112,10 +115,10 @@ def load_model(
 ) -> CausalLM:
     """Build the model of ``config`` with the weights in ``model_dir``, ready for inference (no gradients).
 
-    ``progress`` is called with a label and the share done (0..1). Linear weights are laid out in ``weight_format`` as
-    they are loaded: PLAIN to train or to save. Raises :class:`~chairlift.errors.ModelLoadError` when weights are
-    missing, damaged, misshapen or pickled, or surplus in layers that are computed, and
-    :class:`~chairlift.errors.ConfigError` when the format is not possible; see
+    ``progress`` is called with a label and the completed fraction (0 to 1). Linear weights are converted to
+    ``weight_format`` while they are loaded; a model for training or saving needs PLAIN. Raises
+    :class:`~chairlift.errors.ModelLoadError` when weights are missing, damaged, misshapen or pickled, or when a layer
+    of the model has surplus tensors. Raises :class:`~chairlift.errors.ConfigError` when the format is not possible; see
     :meth:`~chairlift.kernels.weights.WeightFormat.fitting`.
     """
     torch_dtype, device = resolve_dtype(config, dtype), torch.device(device)
@@ -175,7 +178,7 @@ def _pooled_parts(
 
 
 def _rows_of_head(tensors: Mapping[str, Any], model: PooledNetwork, model_dir: Path) -> Tensor:
-    """Rows of the output head that form the classifier; rows of the embedding if it is tied."""
+    """Rows of the output head that form the classifier. If the head is tied, they are rows of the embedding."""
     network = model.config.network
     embedding = next(part.name for part in pooled_layout(model, tensors).parts if part.parameter == _EMBEDDING)
     tied = isinstance(network, ModelConfig) and network.tie_word_embeddings
@@ -199,26 +202,26 @@ def check_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> N
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Stored tensors of a model with checked names, shapes and dtypes. No tensor is in memory yet."""
+    """Stored tensors of a model. Their names, shapes and dtypes have been checked, but no tensor is in memory yet."""
 
     model: CausalLM
     """The model on the meta device."""
     parts: list[CheckpointPart]
-    """Tensors by Hugging Face's names, in the order of ``model.named_parameters()``."""
+    """Checkpoint tensors by Hugging Face's names, in the order of ``model.named_parameters()``."""
     _tensors: Mapping[str, Any]
     _stored: Mapping[CheckpointPart, CheckpointPart]
-    """The same parts by the names in the files."""
+    """Part with Hugging Face's tensor name -> the same part with the name in the files."""
 
     def kind(self, part: CheckpointPart) -> GroupKind | None:
-        """Format of the numbers; None for floats."""
+        """Kind of integer groups in which the part is stored; None for floats."""
         stored = self._tensors[self._stored[part].name]
         return stored.kind if isinstance(stored, StoredRows) else None
 
     def pieces(self, part: CheckpointPart) -> Iterator[tuple[int, Tensor]]:
         """(first row, rows) of each piece, in the stored float dtype, or float32 for stored integers.
 
-        A piece has at most :data:`~chairlift.models.stored_rows.MOST_NUMBERS`, or one row. Its pages of the file are
-        released when the next piece is read.
+        A piece has at most :data:`~chairlift.models.stored_rows.MOST_NUMBERS` elements, or a single row. Reading the
+        next piece releases the previous piece's pages of the file.
         """
         stored = self._stored[part]
         mapped = _is_mapped(self._tensors, stored)
@@ -233,10 +236,10 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def open_checkpoint(model_dir: Path, config: ModelConfig) -> Iterator[Checkpoint]:
-    """Weights of a directory or a GGUF file, to be read piece by piece.
+    """Open the weights of a directory or a GGUF file, to be read piece by piece.
 
-    Raises :class:`~chairlift.errors.ModelLoadError` when they are missing, misshapen or pickled, or
-    surplus in layers that are computed.
+    Raises :class:`~chairlift.errors.ModelLoadError` when weights are missing, misshapen or pickled, or when a layer of
+    the model has surplus tensors.
     """
     with torch.device("meta"):
         model = CausalLM(config)
@@ -253,9 +256,9 @@ def replace_weights(model: CausalLM, source: str | Path | Mapping[str, Any], pro
     ``source`` is a directory with safetensors, a GGUF file, or a mapping from Hugging Face's names to tensors of any
     float dtype on any device, or to matrices as :class:`~chairlift.kernels.grouped.GroupedRows`. A tied output head is
     optional. ``progress`` is that of :func:`load_model`. Packed weights, fp8 weights, their biases and plain parameters
-    keep their addresses; oneDNN packs again. All names, shapes, dtypes and numbers are checked before anything is
-    written: after :class:`~chairlift.errors.ModelLoadError` the model is unchanged. A later error, in reading a file,
-    raises :class:`~chairlift.errors.EngineDeadError`.
+    keep their memory addresses; only oneDNN's weights move, because they are packed again. All names, shapes, dtypes
+    and values are checked before anything is written, so after :class:`~chairlift.errors.ModelLoadError` the model is
+    unchanged. A later error, in reading a file, raises :class:`~chairlift.errors.EngineDeadError`.
     """
     with torch.device("meta"):
         blank = type(model)(model.config)  # a packed model no longer has the names and shapes
@@ -295,8 +298,9 @@ def _tell_nobody(label: str, share: float) -> None:
 
 
 def _finite(rows: Tensor | GroupedRows, dtype: torch.dtype) -> bool:
-    """Whether all numbers are finite, also after rounding to ``dtype``. If a tensor has NaN, so have its minimum and
-    maximum. For integers in groups, the lowest and the highest value of a code are tested."""
+    """Whether all values are finite, also after rounding to ``dtype``. Checking the minimum and maximum is enough: both
+    are NaN if any element is. For integers in groups, the lowest and the highest possible value of each group are
+    checked."""
     if isinstance(rows, GroupedRows):
         lowest = rows.scales * -rows.kind.zero if rows.minimums is None else rows.minimums
         rows = torch.stack([lowest, lowest + rows.scales * rows.kind.span])
@@ -322,7 +326,7 @@ def _check_finite(
 
 
 def _by_layer(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]]:
-    """Parts grouped by layer: its weight and its bias."""
+    """Name of a layer -> its parts: weight and bias."""
     grouped: dict[str, list[CheckpointPart]] = {}
     for part in parts:
         grouped.setdefault(part.parameter.rpartition(".")[0], []).append(part)
@@ -330,7 +334,8 @@ def _by_layer(parts: list[CheckpointPart]) -> dict[str, list[CheckpointPart]]:
 
 
 def _kinds(tensors: Mapping[str, Any], parts: list[CheckpointPart]) -> dict[str, GroupKind]:
-    """Parameters whose parts are all stored as integers in groups, with the kind that can hold all of them."""
+    """Parameter name -> kind of integer groups, for parameters whose parts are all stored as integers in groups. The
+    kind is one that can hold all parts."""
     found: dict[str, list[GroupKind | None]] = {}
     for part in parts:
         stored = tensors[part.name]
@@ -345,8 +350,8 @@ def _write(
     tensors: Mapping[str, Any],
     report: Callable[[float], None],
 ) -> None:
-    """Write all numbers, piece by piece. Only pages of mapped files are released, because other tensors belong to the
-    caller."""
+    """Write all weights, piece by piece. Pages of memory-mapped files are released after use. Other tensors belong to
+    the caller and are left alone."""
     total, done = sum(math.prod(part.shape) for part in parts), 0
     for name, group in _by_layer(parts).items():
         layer = model.get_submodule(name)
@@ -365,8 +370,8 @@ def _write(
 
 
 def _of_kind(rows: Tensor | GroupedRows, kind: GroupKind | None) -> Tensor | GroupedRows:
-    """Rows for a layer of ``kind``; floats if the layer holds floats, or if its kind cannot hold these codes
-    exactly."""
+    """``rows`` in the form that a layer of ``kind`` can hold. They become floats if the layer holds floats, or if its
+    kind cannot hold these codes exactly."""
     if isinstance(rows, Tensor) or kind is None:
         return rows
     return rows.to(kind) if rows.kind | kind == kind else rows.dequantize()
@@ -375,8 +380,8 @@ def _of_kind(rows: Tensor | GroupedRows, kind: GroupKind | None) -> Tensor | Gro
 def _pieces(
     tensors: Mapping[str, Any], group: list[CheckpointPart]
 ) -> Iterator[tuple[CheckpointPart, int, Tensor | GroupedRows]]:
-    """(part, first row, rows) of parameters in pieces, because a slow disk reads a large one for minutes. Quantised
-    rows are unpacked as they are read."""
+    """Yield (part, first row, rows) of parameters, in pieces. A slow disk may read a large tensor for minutes, and
+    pieces allow progress reports. Quantised rows are unpacked as they are read."""
     for part in group:
         given = _read(tensors, part)
         most = MOST_NUMBERS if isinstance(given, StoredRows) else _PIECE_BYTES // given.element_size()
@@ -389,7 +394,7 @@ def _pieces(
 
 
 class _InMemory:
-    """A tensor with the interface of one in a safetensors file."""
+    """A tensor in memory with the interface of a tensor in a safetensors file."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -408,7 +413,7 @@ class _InMemory:
 
 
 class _RowsInMemory(StoredRows):
-    """Integers in groups with the interface of a tensor in a safetensors file."""
+    """Integers in groups in memory, with the interface of a tensor in a safetensors file."""
 
     def __init__(self, rows: GroupedRows) -> None:
         self._rows, self.kind = rows, rows.kind
@@ -446,13 +451,14 @@ def _check_grouped(name: str, rows: GroupedRows) -> None:
 
 
 def _is_mapped(tensors: Mapping[str, Any], part: CheckpointPart) -> bool:
-    """Whether reading a tensor gives a view of a file. Reordered rows, and rows of a transposed stack, are a copy."""
+    """Whether reading the tensor gives a view of a file. Reordered rows and rows of a transposed stack are copies
+    instead."""
     copied = part.order or (part.transposed and part.stack > 1)
     return not copied and not isinstance(tensors[part.name], (StoredRows, _InMemory))
 
 
 def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | StoredRows:
-    """A view of the tensor in its mapped file."""
+    """View of the part's tensor in its memory-mapped file."""
     try:
         stored = tensors[part.name]
         if isinstance(stored, StoredRows):
@@ -464,8 +470,8 @@ def _read(tensors: Mapping[str, Any], part: CheckpointPart) -> Tensor | StoredRo
 
 
 def open_tensors(model_dir: Path, config: ModelConfig | None, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Map every tensor name in the checkpoint to the open, memory-mapped file that holds it, or to rows that are made
-    from several of its tensors. ``config`` is needed for a GGUF file."""
+    """Map tensor name -> the open, memory-mapped file that holds the tensor, or an object that makes its rows from
+    several stored tensors. ``config`` is needed only for a GGUF file."""
     if config is not None and is_gguf(model_dir):
         return dict(gguf_tensors(GGUFModel(model_dir), config))
     tensors = with_whole_weights(_open_files(model_dir, stack), model_dir)
@@ -501,12 +507,12 @@ def _open_files(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> file; empty if the index is out of date."""
+    """Tensor name -> file name, from the index. Empty if the index does not match the files."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{path} has no weight_map; download it again")
     for file in set(map(str, weight_map.values())):
-        # Plain names only: an entry must not reach out of the model's directory.
+        # Only plain file names are allowed, so that an entry cannot point outside the model's directory.
         if not WEIGHT_FILE.fullmatch(file):
             raise ModelLoadError(f"{path} refers to {file[:80]!r}; only *.safetensors files beside it are allowed")
         if not (path.parent / file).is_file():
@@ -530,7 +536,7 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
 def _checked_parts(
     tensors: Mapping[str, Any], model: CausalLM, model_dir: Path, surplus: Surplus = "warn"
 ) -> list[CheckpointPart]:
-    """Compare names, shapes and dtypes with what the model needs, before any memory is spent on it; see
+    """Compare stored names, shapes and dtypes with what the model needs, before memory is allocated for them; see
     :func:`_compare_parts`."""
     tied, parts, family = model.config.tie_word_embeddings, checkpoint_layout(model), FAMILIES[model.config.model_type]
     embedding_name = next(part.name for part in parts if part.parameter == _EMBEDDING)
@@ -540,7 +546,8 @@ def _checked_parts(
         embedding_name = embedding_name.removeprefix(prefix)
     if tied and embedding_name not in tensors and _HEAD in tensors:  # safetensors' save_model keeps either name
         parts = [dataclasses.replace(part, name=_HEAD) if part.name == embedding_name else part for part in parts]
-    # Old checkpoints contain rotary frequencies, and a tied head may be stored again. Both are redundant.
+    # Two kinds of tensors are redundant: rotary frequencies in old checkpoints, and a tied head that is stored a second
+    # time.
     redundant = (_HEAD,) if tied and not any(part.name == _HEAD for part in parts) else ()
     ignored = family.ignored_tensors
     _compare_parts(tensors, parts, model_dir, lambda name: name in redundant or _is_ignored(ignored, name), surplus)
@@ -566,10 +573,10 @@ def _compare_parts(
     redundant: Callable[[str], bool],
     surplus: Surplus = "warn",
 ) -> None:
-    """Raise ModelLoadError unless ``tensors`` are the ``parts``, in their shapes and in a dtype of floats.
+    """Raise ModelLoadError unless ``tensors`` contains all ``parts``, each with the right shape and a float dtype.
 
-    Others may be there if they are ``redundant``, or if no layer that is computed holds them and ``surplus`` is not to
-    ``refuse`` them: a log line names them unless it is to ``ignore`` them.
+    Surplus tensors are allowed if they are ``redundant``. Others raise an error if they are in a layer of the model, or
+    if ``surplus`` is ``refuse``. Otherwise a log line names them, unless ``surplus`` is ``ignore``.
     """
     wanted = {part.name: part for part in parts}
     missing = [name for name in wanted if name not in tensors]
@@ -619,7 +626,8 @@ def _refuse_mixed(
 
 
 def _adds_nothing(tensors: Mapping[str, Any], name: str) -> bool:
-    """Whether the tensor is a bias of zeros beside a quantised weight. AutoGPTQ stores one for each weight."""
+    """Whether the tensor is a bias of zeros that belongs to a quantised weight. AutoGPTQ stores such a bias for every
+    weight."""
     layer, _, ending = name.rpartition(".")
     if ending != "bias" or not isinstance(tensors.get(f"{layer}.weight"), StoredRows):
         return False
@@ -627,7 +635,8 @@ def _adds_nothing(tensors: Mapping[str, Any], name: str) -> bool:
 
 
 def _owner(name: str) -> str:
-    """The numbered layer that a tensor is in; outside of those the module that it belongs to."""
+    """The numbered layer that contains the tensor, or, for tensors outside of numbered layers, the module that contains
+    it."""
     layer = re.search(r"\A.*?\.\d+\.", name)
     return layer.group() if layer else name.rpartition(".")[0]
 

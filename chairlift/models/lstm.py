@@ -36,7 +36,7 @@ LSTM = Family(
     differences="layers of LSTM without norms and additions, under the names of `torch.nn.LSTM`",
     called_out="cells",
     read=_read,
-    # The sizes of heads and the eps of norms have no use here.
+    # Head sizes and the eps of norms are required keys, but an LSTM does not use them.
     defaults={
         "head_dim": 2,
         "hidden_act": "tanh",

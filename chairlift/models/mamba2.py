@@ -15,13 +15,14 @@ _MOST_TAPS = 64
 
 
 class Mamba2Keys(dict[str, str]):
-    """The file's names of ``heads``, ``head_dim``, ``state``, ``groups``, ``taps``, ``expand``, ``conv_bias``,
-    ``bias``, and of ``activation`` if it is not ``hidden_act``."""
+    """Names in the family's files of the keys ``heads``, ``head_dim``, ``state``, ``groups``, ``taps``, ``expand``,
+    ``conv_bias``, ``bias``, and of ``activation`` if it is not ``hidden_act``."""
 
 
 def read_mamba2(fields: Fields, keys: Mamba2Keys, *, inner: int | None = None, **how: Any) -> Mamba2Config:
-    """Sizes of the Mamba-2 layers. ``inner`` is their width, if it is not ``expand`` times the hidden size; ``how`` are
-    other fields. Raises :class:`~chairlift.errors.ModelLoadError` for sizes that do not fit together."""
+    """Read the sizes of the Mamba-2 layers. ``inner`` is their inner width; None means ``expand`` times the hidden
+    size. ``how`` are further fields of Mamba2Config. Raises :class:`~chairlift.errors.ModelLoadError` for sizes that do
+    not fit together."""
     hidden = fields.integer("hidden_size", 1, 65_536)
     if inner is None:
         inner = int(fields.number(keys["expand"], 0.0, 64.0) * hidden)
@@ -54,7 +55,7 @@ def read_mamba2(fields: Fields, keys: Mamba2Keys, *, inner: int | None = None, *
 
 
 def _time_limit(fields: Fields) -> tuple[float, float]:
-    """(least, most) of a time step."""
+    """(minimum, maximum) of a time step."""
     given = fields.get("time_step_limit")
     if given is None:
         return 0.0, math.inf
@@ -66,7 +67,7 @@ def _time_limit(fields: Fields) -> tuple[float, float]:
 
 
 _INFINITY = dict.fromkeys((str({"__float__": "Infinity"}), "Infinity"), math.inf)
-"""Ways to write infinity in JSON, as text -> the number."""
+"""Text of a JSON value that means infinity -> infinity."""
 
 
 _KEYS = Mamba2Keys(

@@ -1,4 +1,4 @@
-"""Ministral 8B (Mistral AI, 2024): Mistral with a window in some layers only."""
+"""Ministral 8B (Mistral AI, 2024): Mistral in which only some layers have a sliding window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ministral 3 (Mistral AI, 2025): Mistral with queries scaled by position, as in Llama 4."""
+"""Ministral 3 (Mistral AI, 2025): Mistral in which queries are multiplied by a factor that depends on the position, as
+in Llama 4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral 7B (Jiang et al., 2023): Llama with a sliding window in every layer, or in none."""
+"""Mistral 7B (Jiang et al., 2023): Llama in which every layer, or no layer, has a sliding window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that may replace attention, as data. Needs no torch."""
+"""Settings of recurrent layers, which can replace attention. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -8,65 +8,68 @@ import math
 __all__ = ["DeltaNetConfig", "LSTMConfig", "Mamba2Config", "MixerConfig", "ShortConvConfig", "StoredPart"]
 
 StoredPart = tuple[int, tuple[int, ...]]
-"""Rows of one tensor of a checkpoint, and for each row of a layer here its row in that tensor (empty: the same)."""
+"""(number of rows, row order) of one checkpoint tensor: for each of our rows, the index of the tensor's row. An empty
+order means the same order."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvConfig:
-    """A gated convolution over the newest ``taps`` tokens, between two products (LFM2)."""
+    """A gated convolution over the newest ``taps`` tokens, with a linear layer before and after it (LFM2)."""
 
     taps: int
     bias: bool = False
-    """Whether the products and the convolution have biases."""
+    """Whether the linear layers and the convolution have biases."""
 
     def products(self, hidden: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(out, in) of the products before the state, and of those after it."""
+        """(out, in) of the linear layers: a list of those before the state, and a list of those after it."""
         return [(3 * hidden, hidden)], [(hidden, hidden)]
 
     def num_plain(self, hidden: int) -> tuple[int, int]:
-        """Numbers of other weights: before and in the state (including the convolution), and after it."""
+        """Numbers of all other weights: (those before and in the state, including the convolution; those after the
+        state)."""
         return hidden * self.taps + 4 * hidden * self.bias, hidden * self.bias
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Config:
-    """A Mamba-2 layer; names of sizes are those of :class:`~chairlift.kernels.mamba2.Mamba2Shape`."""
+    """A Mamba-2 layer. Sizes have the names of :class:`~chairlift.kernels.mamba2.Mamba2Shape`."""
 
     heads: int
     head_dim: int
     state_size: int
     groups: int
     taps: int
-    """Tokens that the convolution spans."""
+    """Number of tokens that the convolution spans."""
     conv_bias: bool = True
     bias: bool = False
-    """Whether the products have biases."""
+    """Whether the linear layers have biases."""
     norm: bool = True
-    """Whether a norm follows or precedes the gate."""
+    """Whether the layer has a norm next to its gate, before or after it."""
     norm_groups: int = 1
     norm_first: bool = False
     time_limit: tuple[float, float] = (0.0, math.inf)
     factors: tuple[float, ...] = (1.0,) * 5
-    """Factors of the first product's results: gate, x, B, C and time steps (Falcon-H1)."""
+    """Factors for the results of the first linear layer, in this order: gate, x, B, C and time steps (Falcon-H1)."""
     out_bias: bool | None = None
-    """Whether the second product has a bias, if it differs from :attr:`bias`."""
+    """Whether the second linear layer has a bias; None means :attr:`bias`."""
 
     @property
     def inner(self) -> int:
-        """Width of the result of the scan."""
+        """Width of the scan's result."""
         return self.heads * self.head_dim
 
     @property
     def channels(self) -> int:
-        """Width of the convolution."""
+        """Number of channels of the convolution."""
         return self.inner + 2 * self.groups * self.state_size
 
     def products(self, hidden: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(out, in) of the products before the state, and of those after it."""
+        """(out, in) of the linear layers: a list of those before the state, and a list of those after it."""
         return [(self.inner + self.channels + self.heads, hidden)], [(hidden, self.inner)]
 
     def num_plain(self, hidden: int) -> tuple[int, int]:
-        """Numbers of other weights: before and in the state (including the gated norm), and after it."""
+        """Numbers of all other weights: (those before and in the state, including the gated norm; those after the
+        state)."""
         conv = self.channels * (self.taps + self.conv_bias)
         before = (self.inner + self.channels + self.heads) * self.bias
         behind = self.bias if self.out_bias is None else self.out_bias
@@ -75,34 +78,36 @@ class Mamba2Config:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNetConfig:
-    """A gated delta net (Qwen3-Next): a memory [key_dim, value_dim] in each of ``value_heads`` heads."""
+    """A gated delta net (Qwen3-Next). Each of ``value_heads`` heads has a state matrix [key_dim, value_dim]."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     taps: int
-    """Tokens that the convolution of q, k and v spans."""
+    """Number of tokens that the convolution of q, k and v spans."""
     by_key_head: bool
-    """Whether a checkpoint stores the rows of q, k, v and the gate head by head of keys, and so those of the rates
-    (Qwen3-Next), or a tensor for each (Qwen3.5)."""
+    """How a checkpoint stores the rows of q, k, v, the gate and the rates. True: ordered by key head, in shared tensors
+    (Qwen3-Next). False: one after the other, or in separate tensors (Qwen3.5)."""
 
     @property
     def channels(self) -> int:
-        """Columns of q, k and v together."""
+        """Number of columns of q, k and v together."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def products(self, hidden: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(out, in) of the products before the state, and of those after it."""
+        """(out, in) of the linear layers: a list of those before the state, and a list of those after it."""
         values = self.value_heads * self.value_dim
         return [(self.channels + values, hidden), (2 * self.value_heads, hidden)], [(hidden, values)]
 
     def num_plain(self, hidden: int) -> tuple[int, int]:
-        """Numbers of other weights: before and in the state (including the norm behind it), and after it."""
+        """Numbers of all other weights: (those before and in the state, including the norm that follows it; those after
+        the state)."""
         return self.channels * self.taps + 2 * self.value_heads + self.value_dim, 0
 
     def stored(self, layer: str) -> list[StoredPart]:
-        """Tensors that fill ``layer``, the last name of a module, in order; empty: they have equally many rows."""
+        """Checkpoint tensors that fill ``layer`` (the last part of a module's name), in order. Empty if all of its
+        tensors have equal numbers of rows."""
         values = self.value_heads * self.value_dim
         if layer == "in_proj":
             if not self.by_key_head:
@@ -115,7 +120,8 @@ class DeltaNetConfig:
         return []
 
     def _by_head(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Rows of each kind for all heads of keys, where a checkpoint has those of all kinds (of ``sizes``) by head."""
+        """Row order for tensors that a checkpoint stores by key head: for our order, by kind and then by head, the
+        index of each row in the checkpoint. ``sizes`` are the numbers of rows of each kind per key head."""
         starts = [sum(sizes[:kind]) for kind in range(len(sizes))]
         return tuple(
             head * sum(sizes) + start + row
@@ -127,20 +133,20 @@ class DeltaNetConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LSTMConfig:
-    """An LSTM of the model's width."""
+    """An LSTM layer whose state has the model's hidden size."""
 
     bias: bool = True
-    """Whether both products have a bias."""
+    """Whether both linear layers have a bias."""
 
     def products(self, hidden: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(out, in) of the products before the state, and of those after it."""
+        """(out, in) of the linear layers: a list of those before the state, and a list of those after it."""
         return [(4 * hidden, hidden)], []
 
     def num_plain(self, hidden: int) -> tuple[int, int]:
-        """Numbers of other weights: before and in the state (the product of hidden states, and biases), and after
-        it."""
+        """Numbers of all other weights: (those before and in the state, including the hidden state's weight and the
+        biases; those after the state)."""
         return 4 * hidden * (hidden + 2 * self.bias), 0
 
 
 MixerConfig = ShortConvConfig | Mamba2Config | DeltaNetConfig | LSTMConfig
-"""Any of them."""
+"""Settings of any recurrent mixer."""

@@ -1,4 +1,4 @@
-"""Reads the network of a model's files: a Hugging Face directory, or a GGUF file. Needs no torch."""
+"""Reads the shape of a network from a Hugging Face directory or a GGUF file. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TOKENIZER_FILES: Final = (
     "vocab.json",
     "merges.txt",
 )
-"""Files that a directory's tokenizer may have."""
+"""Names of the tokenizer's files that a model directory may have."""
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Read the shape of the model in a directory, or of a GGUF file.
+    """Read the shape of the model from a directory or a GGUF file.
 
     Raises :class:`~chairlift.errors.ModelLoadError` when a file is missing or damaged, or needs an unsupported feature.
     """
@@ -39,8 +39,8 @@ def read_config(path: Path) -> ModelConfig:
 def read_network(path: Path, model_impl: str) -> ModelConfig | TransformersConfig:
     """Read the shape of the model for the implementation that the setting ``model_impl`` selects.
 
-    ``auto`` is native wherever the registry knows the family; a model that a native family refuses is not tried in
-    transformers. Raises :class:`~chairlift.errors.ModelLoadError`.
+    ``auto`` selects the native implementation if the registry knows the family. A model that its native family refuses
+    is not tried with transformers. Raises :class:`~chairlift.errors.ModelLoadError`.
     """
     if is_gguf(path):
         if model_impl == "transformers":

@@ -51,7 +51,7 @@ def _layer_kinds(fields: Fields, layers: int) -> list[str]:
 
 
 def _theta(fields: Fields, kind: str) -> float:
-    """Base of the rotation in layers of a kind: from ``rope_parameters`` (transformers 5), otherwise from older
+    """Base of the rotation in layers of type ``kind``: from ``rope_parameters`` (transformers 5), otherwise from older
     keys."""
     given = fields.get("rope_parameters")
     if given is not None:

@@ -1,4 +1,5 @@
-"""Nemotron-H (NVIDIA, 2025): layers of one part each, Mamba-2, attention without rotation, or an MLP without a gate."""
+"""Nemotron-H (NVIDIA, 2025): each layer has one part only: Mamba-2, attention without rotation, or an MLP without a
+gate."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ __all__ = ["NEMOTRON_H"]
 
 _OURS, _THEIRS = "model.layers.*", "backbone.layers.*"
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-"""Letters of ``hybrid_override_pattern`` -> kinds of layers."""
+"""Letter of ``hybrid_override_pattern`` -> type of layer."""
 _KINDS = {**{name: name for name in _LETTERS.values()}, "mamba": "linear_attention", "attention": "full_attention"}
-"""Names of kinds of layers in ``layers_block_type`` -> kinds."""
+"""Name in ``layers_block_type`` -> type of layer."""
 _DEFAULT = ["linear_attention", "moe", "full_attention", "mlp"]
 
 _MAMBA = Mamba2Keys(
@@ -54,7 +55,7 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
 
 
 def _kinds(fields: Fields) -> list[str]:
-    """Kind of each layer."""
+    """Type of each layer."""
     listed, pattern = fields.get("layers_block_type"), fields.get("hybrid_override_pattern")
     listed = fields.get("layer_types") if listed is None else listed
     if listed is None and pattern is None:
@@ -98,7 +99,7 @@ NEMOTRON_H = Family(
         "vocab_size": 131_072,
     },
     activations={"relu2": "relu2"},
-    # Files have these keys with numbers also where no layer has experts.
+    # Files have numbers under these keys even if no layer has experts.
     own_keys=("n_routed_experts", "num_experts_per_tok", "num_local_experts"),
     known_code=("modeling_nemotron_h.NemotronHForCausalLM",),
     rotary=False,

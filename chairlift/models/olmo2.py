@@ -1,4 +1,4 @@
-"""OLMo 2 (Walsh et al., 2024): norms after attention and MLP, and over all heads of q and k together."""
+"""OLMo 2 (Walsh et al., 2024): norms after attention and MLP, and a norm over all heads of q and of k together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POST_NORMS = {
     "model.layers.*.attention_out_norm": ("model.layers.*.post_attention_layernorm",),
     "model.layers.*.mlp_out_norm": ("model.layers.*.post_feedforward_layernorm",),
 }
-"""Checkpoint names of norms after a branch."""
+"""Our name of a norm after attention or MLP -> its name in the checkpoint."""
 
 
 def _read(fields: Fields, layers: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""OLMo 3 (Ai2, 2025): OLMo 2 with windows in three of four layers; layers with a window have no rotary scaling."""
+"""OLMo 3 (Ai2, 2025): OLMo 2 with a sliding window in three of four layers; these layers have no rotary scaling."""
 
 from __future__ import annotations
 

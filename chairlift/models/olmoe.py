@@ -1,5 +1,5 @@
-"""OLMoE (Muennighoff et al., 2024): Llama with experts, norms over all heads of q and k, and optional clipping of q, k
-and v."""
+"""OLMoE (Muennighoff et al., 2024): Llama with experts, a norm over all heads of q and of k, and optional clipping of
+q, k and v."""
 
 from __future__ import annotations
 

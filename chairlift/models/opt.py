@@ -1,4 +1,5 @@
-"""OPT (Zhang et al., 2022) and Galactica: learned positions from row 2 on, LayerNorm, biases, and relu or GELU."""
+"""OPT (Zhang et al., 2022) and Galactica: learned positions, of which position 0 is row 2, LayerNorm, biases, and relu
+or GELU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The image encoders of Qwen2.5-VL and Qwen3-VL: a transformer over the patches of an image of any size.
 
-A patch is rotated by its row and column. Patches are in the order of the squares that become one row. Like
-:mod:`chairlift.models.vision_tower` it computes one image in pieces of a bounded size.
+Rotary embeddings encode the row and column of a patch. Each square of neighbouring patches becomes one output row, and
+patches are ordered square by square. As in :mod:`chairlift.models.vision_tower`, an image is computed in pieces of
+bounded size.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ __all__ = ["PatchTower"]
 
 _EPS = 1e-6
 _SCORES = PIECE * 1024
-"""Most scores of a head in a piece of attention, where an image has many patches."""
+"""Maximum number of attention scores per head in one piece, for images with many patches."""
 
 
 class PatchTower:
-    """``encode(tile)`` gives the rows of one image, [rows, (1 + levels) * text_width], in the tower's dtype.
+    """Image encoder of Qwen-VL: ``encode(tile)`` yields the rows of one image, [rows, (1 + levels) * text_width], in
+    the tower's dtype.
 
-    Behind the embedding a row has what is added after each of the first layers of the text model. The arguments are
-    those of :class:`~chairlift.models.vision_tower.VisionTower`, also what they raise.
+    The first ``text_width`` columns of a row are its embedding. Each further ``text_width`` columns are added to the
+    text model's hidden state after one of its first layers. The arguments and errors are those of
+    :class:`~chairlift.models.vision_tower.VisionTower`.
     """
 
     def __init__(
@@ -55,7 +58,8 @@ class PatchTower:
             names = (f"{name}.weight", f"{name}.bias") if config.deep else (f"{name}.weight",)
             return tuple(take(each, size) for each in names)
 
-        # An image is `frames` equal ones, so their weights are added.
+        # The encoder expects `frames` frames per patch. An image repeats one frame, so the frames' weights can be added
+        # up.
         embedding = take_tensor(tensors, where, f"{top}patch_embed.proj.weight", width, 3, config.frames, patch, patch)
         bias = take("patch_embed.proj.bias", width) if config.deep else None
         self._embedding = Product(embedding.float().sum(2).flatten(1).to(dtype), bias)
@@ -86,7 +90,7 @@ class PatchTower:
         self._frequencies = 1.0 / config.rope_theta ** (torch.arange(0, size, 2).float() / size)
 
     def encode(self, tile: ImageTile) -> Iterator[int | Tensor]:
-        """Compute an image of uint8 [3, height, width]. Yields the number of patches after each piece, and last the
+        """Compute an image of uint8 [3, height, width]. Yields the number of patches after each piece, and finally the
         rows."""
         config = self.config
         with torch.inference_mode():
@@ -110,7 +114,7 @@ class PatchTower:
         yield rows
 
     def _embed(self, tile: ImageTile) -> Tensor:
-        """Patches of a tile with their learned positions, [patches, width], in the order of squares."""
+        """Embeddings of a tile's patches plus their learned positions, [patches, width], ordered square by square."""
         size, (rows, columns) = self.config.patch_size, tile.grid
         pixels = torch.frombuffer(bytearray(tile.pixels), dtype=torch.uint8).view(3, rows * size, columns * size)
         normal = (pixels.float() * self._factor - self._mean) / self._deviation
@@ -119,7 +123,7 @@ class PatchTower:
         return state if self._positions is None else state + self._learned(self._positions, rows, columns)
 
     def _learned(self, table: Tensor, rows: int, columns: int) -> Tensor:
-        """Learned positions [patches, width], interpolated from a square of them."""
+        """Learned positions [patches, width], interpolated from the square table."""
         side = self.config.side
         places = [torch.arange(count).float() * (side - 1) / max(count - 1, 1) for count in (rows, columns)]
         (top, low), (left, right) = ([each.long(), (each.long() + 1).clamp(max=side - 1)] for each in places)
@@ -133,20 +137,20 @@ class PatchTower:
         return torch.stack(parts, 1).sum(1).to(self.dtype)
 
     def _squares(self, patches: Tensor) -> Tensor:
-        """Patches [rows, columns, n] in the order of squares, [rows * columns, n]."""
+        """Patches [rows, columns, n] reordered square by square: [rows * columns, n]."""
         side = self.config.merge_size
         rows, columns, width = patches.shape
         return patches.view(rows // side, side, columns // side, side, width).transpose(1, 2).reshape(-1, width)
 
     def _rotation(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines per patch, each [patches, size of a head]."""
+        """Cosines and sines per patch, each [patches, head size]."""
         rows, columns = torch.meshgrid(*(torch.arange(count) for count in grid), indexing="ij")
         places = self._squares(torch.stack([rows, columns], -1)).float()
         angles = (places[..., None] * self._frequencies).flatten(1)
         return angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
 
     def _windows(self, grid: tuple[int, int]) -> tuple[Tensor, list[int]]:
-        """Squares of patches by window, and the number of patches of each window."""
+        """Indices of the squares of patches ordered by attention window, and the number of patches of each window."""
         merge, side = self.config.merge_size, self.config.window
         rows, columns = (count // merge for count in grid)
         squares = torch.arange(rows * columns).view(rows, columns)
@@ -159,7 +163,8 @@ class PatchTower:
         return patches.view(len(order), -1, patches.shape[1])[order].view(len(patches), -1)
 
     def _attend(self, layer: Any, state: Tensor, rotation: tuple[Tensor, ...], windows: list[int]) -> Iterator[int]:
-        """The first half of a layer, into ``state``. Patches see those of their window."""
+        """Compute the attention half of a layer and add it to ``state``. Patches attend only within their window.
+        Yields the number of patches after each piece."""
         norm, qkv, out, *_ = layer
         heads, (cosines, sines) = self.config.num_attention_heads, rotation
         with torch.inference_mode():
@@ -181,7 +186,7 @@ class PatchTower:
             begin = end
 
     def _transform(self, layer: Any, state: Tensor) -> Iterator[int]:
-        """The second half of a layer, into ``state``."""
+        """Compute the MLP half of a layer and add it to ``state``. Yields the number of patches after each piece."""
         *_, norm, ups, down = layer
         for at in range(0, len(state), PIECE):
             with torch.inference_mode():
@@ -196,7 +201,8 @@ class PatchTower:
             yield len(normed)
 
     def _merge(self, state: Tensor, norm: tuple[Tensor, ...], first: Product, second: Product) -> Tensor:
-        """A row of each square of patches. A norm as wide as a square is applied to whole squares."""
+        """Merge each square of patches into one row. A norm as wide as a square is applied after its patches are
+        joined."""
         normed = self._normed(state.view(-1, len(norm[0])), norm).view(-1, first.width)
         return second(functional.gelu(first(normed)))
 
@@ -209,7 +215,8 @@ class PatchTower:
 
 
 def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Heads [heads, patches, size], rotated: the first half of a head pairs with the second."""
+    """Rotate heads [heads, patches, size]: dimension i of the first half of a head is paired with dimension i of the
+    second half."""
     wide, half = heads.float(), heads.shape[-1] // 2
     turned = torch.cat((-wide[..., half:], wide[..., :half]), -1)
     return (wide * cosines + turned * sines).to(heads.dtype)

@@ -1,4 +1,5 @@
-"""Phi-1, Phi-1.5 and Phi-2 (Microsoft, 2023): parallel branches after one LayerNorm, biases everywhere, GELU."""
+"""Phi-1, Phi-1.5 and Phi-2 (Microsoft, 2023): attention and MLP in parallel after one LayerNorm, biases everywhere,
+GELU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al., 2024): Llama with fused products in the checkpoint, and LongRoPE."""
+"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al., 2024): Llama with LongRoPE, and with q, k, v and with gate, up stored as one
+tensor each."""
 
 from __future__ import annotations
 

@@ -15,25 +15,25 @@ from chairlift.models.registry import FAMILIES
 __all__ = ["SCORES", "PooledLayout", "pooled_layout"]
 
 SCORES = "score.weight"
-"""The classifier of a decoder, [L, D]."""
+"""Name of the classifier weight [L, D] of a decoder."""
 
 _OLD_NAMES = {"weight": "gamma", "bias": "beta"}
-"""Names of LayerNorm's parameters in checkpoints made from TensorFlow's."""
+"""LayerNorm's parameter name -> its name in checkpoints converted from TensorFlow."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledLayout:
-    """Tensors that a checkpoint must contain."""
+    """The tensors that a checkpoint of a pooled network must contain."""
 
     parts: list[CheckpointPart]
     ignored: str
-    """Regular expression of tensors that may be present and are not needed."""
+    """Regular expression of tensor names that may be present but are not needed."""
 
 
 def pooled_layout(model: PooledNetwork, stored: Container[str]) -> PooledLayout:
-    """Every tensor of the model, under its name in ``stored``.
+    """The layout of every tensor of the model, with the names that are in ``stored``.
 
-    In a checkpoint without a head, the prefix of the body's names may be missing (``...Model`` classes).
+    In a checkpoint without a head (class names ``...Model``), the prefix of the body's names may be missing.
     """
     if isinstance(model.config.network, EncoderConfig):
         return _encoder_layout(model, stored)

@@ -24,12 +24,12 @@ from chairlift.models.pooling import PooledConfig
 __all__ = ["PooledNetwork"]
 
 _SHORTEST = 1e-12
-"""Least length by which an embedding is divided."""
+"""Minimum length by which an embedding is divided."""
 
 
 class _Head(nn.Module):
-    """A classifier of one vector [D] -> logits [L], in float32. It takes one vector at a time, because a product of
-    several may round differently."""
+    """A classifier in float32 from one vector [D] to logits [L]. It takes one vector at a time, because a matmul of
+    several vectors may round differently."""
 
     def __init__(self, config: PooledConfig) -> None:
         super().__init__()
@@ -60,7 +60,8 @@ def _product(layer: Linear, x: Tensor) -> Tensor:
 
 
 class PooledNetwork(nn.Module):
-    """``body`` computes hidden states of a flat batch; :meth:`pool` makes one vector per text from them."""
+    """A network for embeddings, scores or classes. ``body`` computes hidden states of a flat batch; :meth:`pool` turns
+    them into one vector per text."""
 
     def __init__(self, config: PooledConfig) -> None:
         super().__init__()
@@ -71,7 +72,8 @@ class PooledNetwork(nn.Module):
 
     @property
     def one_row(self) -> str | None:
-        """``LAST`` or ``CLS`` if the hidden state of one token per text is used; None if all are."""
+        """``LAST`` or ``CLS`` if only one token's hidden state per text is used; None if the hidden states of all
+        tokens are used."""
         return None if self.config.pooling == "MEAN" else self.config.pooling
 
     def lay_out(
@@ -81,7 +83,8 @@ class PooledNetwork(nn.Module):
         device: torch.device,
         kinds: Mapping[str, GroupKind] | None = None,
     ) -> None:
-        """Allocate all parameters; see :meth:`~chairlift.models.causal_lm.CausalLM.lay_out`. Classifiers are plain."""
+        """Allocate all parameters; see :meth:`~chairlift.models.causal_lm.CausalLM.lay_out`. Classifiers are never
+        packed."""
         for name, layer in self.named_modules():
             if isinstance(layer, Matrix):
                 layer.shape = layer.shape._replace(kind=(kinds or {}).get(f"{name}.weight"))
@@ -95,11 +98,11 @@ class PooledNetwork(nn.Module):
         lay_out_rest(self, dtype, device)
 
     def finish_head(self) -> None:
-        """Do nothing: there is no tied head."""
+        """Do nothing: a pooled network has no tied head."""
 
     @property
     def quantization(self) -> str | None:
-        """Formats of the quantised weights, joined by ``+``; None where all weights have the model's dtype."""
+        """Names of the formats of the quantised weights, joined by ``+``; None if no weight is quantised."""
         return quantization_of(self)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
@@ -107,7 +110,7 @@ class PooledNetwork(nn.Module):
         return weight_bytes_of(self, dtype)
 
     def kv_cache_spec(self) -> list[LayerCache]:
-        """Per layer of a decoder, the shape of its K and V per token; empty for an encoder."""
+        """Per layer of a decoder, the shape of its cache; empty for an encoder."""
         config = self.config.network
         if not isinstance(config, ModelConfig):
             return []

@@ -1,9 +1,9 @@
-"""Facts about a model that turns texts into vectors or scores, read from its files. Needs no torch.
+"""Facts about a model that turns texts into vectors or scores, read from its files. The module does not import torch.
 
 The files are those of Hugging Face (``config.json``) and of sentence-transformers (Reimers and Gurevych, 2019):
-``modules.json`` lists the steps after the network; ``1_Pooling/config.json`` tells how the hidden states of a text
-become one vector; ``sentence_bert_config.json`` has the longest text; ``config_sentence_transformers.json`` has the
-model's prompts. Unsupported settings in these files are refused by name.
+``modules.json`` lists the steps after the network; ``1_Pooling/config.json`` says how the hidden states of a text
+become one vector; ``sentence_bert_config.json`` has the maximum length of a text; ``config_sentence_transformers.json``
+has the model's prompts. Unsupported settings in these files are refused by name.
 """
 
 from __future__ import annotations
@@ -48,29 +48,31 @@ _PROBLEMS: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PooledConfig:
-    """A network, and the use of its hidden states."""
+    """A network, and how its hidden states become a vector or scores."""
 
     network: ModelConfig | EncoderConfig
     pooling: str
-    """Hidden state that represents a text: ``LAST`` (last token), ``CLS`` (first token) or ``MEAN``."""
+    """Hidden state that is used for a text: ``LAST`` (last token), ``CLS`` (first token) or ``MEAN`` (mean over all
+    tokens)."""
     normalize: bool = True
-    """Whether an embedding is divided by its length."""
+    """Whether an embedding is divided by its length, so that its length becomes 1."""
     labels: tuple[str, ...] = ()
-    """Names of the classes; empty for a model that gives embeddings."""
+    """Names of the classes; empty for a model that computes embeddings."""
     activation: str = "softmax"
     """Function applied to a classifier's logits: ``softmax``, ``sigmoid`` or ``identity``."""
     max_seq_length: int | None = None
-    """Longest text in tokens that sentence-transformers accepts; None: the limit of the network."""
+    """Maximum length of a text in tokens that sentence-transformers accepts; None: the limit of the network."""
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
-    """Prompts to put before a text, by name."""
+    """Name of a prompt -> text that is put before the input text."""
     default_prompt: str | None = None
-    """Name of the prompt that is used when a request names none."""
+    """Name of the prompt for requests that name none; None: no prompt."""
     dimensions: tuple[int, ...] | None = None
-    """Sizes that an embedding may be cut to (Matryoshka; Kusupati et al., 2022). Empty: any. None: it cannot be cut."""
+    """Sizes to which an embedding may be shortened (Matryoshka; Kusupati et al., 2022). Empty: any size. None: it
+    cannot be shortened."""
     notes: tuple[str, ...] = ()
     """Notes for the user, one per line."""
     answers: tuple[int, ...] = ()
-    """Rows of the output head that form the classifier: the token ids of a reranker's answers."""
+    """Rows of the output head that form a reranker's classifier: the token ids of its answers, such as yes and no."""
 
     @property
     def task(self) -> str:
@@ -79,12 +81,12 @@ class PooledConfig:
 
     @property
     def max_model_len(self) -> int:
-        """Longest text in tokens that the network accepts."""
+        """Maximum length of a text in tokens that the network accepts."""
         return self.network.max_model_len
 
 
 def pools(path: Path, runner: str = "auto", reranker: str | None = None) -> bool:
-    """Whether a model is for embeddings, scores or classes, by its files and these settings.
+    """Whether a model is for embeddings, scores or classes, according to its files and these settings.
 
     Raises ConfigError when a setting does not fit the model, and ModelLoadError for damaged files.
     """
@@ -251,7 +253,7 @@ def _classifier(raw: Mapping[str, Any], network: ModelConfig | EncoderConfig, wh
 
 
 def _embedder(path: Path, encoder: bool) -> dict[str, Any]:
-    """Settings in ``modules.json``; without that file, vLLM's defaults for the kind of network."""
+    """Pooling settings in ``modules.json``. Without that file, vLLM's defaults for an encoder or a decoder."""
     file = path / "modules.json"
     if not file.is_file():
         pooling = "CLS" if encoder else "LAST"

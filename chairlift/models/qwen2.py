@@ -19,8 +19,8 @@ QWEN2_DEFAULTS = {
 
 
 def qwen2_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Windows of the layers. There are none unless ``use_sliding_window`` is true; then from layer
-    ``max_window_layers`` on, or by ``layer_types``."""
+    """Per layer, its window; None for full attention. All layers have full attention unless ``use_sliding_window`` is
+    true; then layers from ``max_window_layers`` on have a window, or the layers that ``layer_types`` names."""
     window, first = None, 0
     if fields.boolean("use_sliding_window", False):
         window = fields.optional_integer("sliding_window", 1, MAX_CONTEXT)

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE (Yang et al., 2024): Qwen2 with experts, and a gated expert for all tokens."""
+"""Qwen1.5-MoE and Qwen2-MoE (Yang et al., 2024): Qwen2 with experts, and one gated shared expert for all tokens."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SHARED = "model.layers.*.mlp.shared_expert"
 
 
 def read_qwen_experts(fields: Fields, layers: int, *, shared: bool, normalise: bool) -> ExpertLayers:
-    """Experts in the layers that Qwen's keys name, and with ``shared`` a gated one for all tokens. ``normalise`` is the
-    value of ``norm_topk_prob`` where the file has none."""
+    """Read the experts in the layers that Qwen's keys name. ``shared`` adds a gated expert for all tokens.
+    ``normalise`` is the default of ``norm_topk_prob``."""
     return read_experts(
         fields,
         sparse_layers(fields, layers),
@@ -40,7 +40,7 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
     if fields.boolean("use_sliding_window", False):
         window = fields.optional_integer("sliding_window", 1, MAX_CONTEXT)
         last = fields.integer("max_window_layers", 0, 1_024)
-    # Unlike in Qwen2, the first layers have windows, and only every other one of them.
+    # In Qwen2 the last layers have windows. In Qwen2-MoE the first layers do, and only every other one of them.
     windowed = ["full_attention" if layer % 2 or layer >= last else "sliding_attention" for layer in range(layers)]
     return {
         "qkv_bias": fields.boolean("qkv_bias", True),

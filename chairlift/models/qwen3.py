@@ -1,4 +1,4 @@
-"""Qwen3 (2025): Qwen2 with a norm on each head of q and k, and an independent head size."""
+"""Qwen3 (2025): Qwen2 with a norm on each head of q and k, and a head size that is independent of the hidden size."""
 
 from __future__ import annotations
 

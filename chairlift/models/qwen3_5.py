@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6 (2026), texts only: gated delta nets in three of four layers, gated attention in the others."""
+"""Qwen3.5 and Qwen3.6 (2026), text only: gated delta nets in three of four layers, gated attention in the fourth."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["QWEN3_5", "QWEN3_5_MOE", "QWEN3_5_MOE_TEXT", "QWEN3_5_TEXT"]
 _MIXER, _STORED = "model.layers.*.mixer", "model.layers.*.linear_attn"
 
 _AXES = ("mrope_section", "mrope_interleaved")
-"""How frequencies are divided among positions in time, height and width, which are equal for texts."""
+"""Keys that say which rotary frequencies encode positions in time, height and width. They are ignored, because the
+three positions are equal for text."""
 
 _NETS = {
     f"{_MIXER}.in_proj": (f"{_STORED}.in_proj_qkv", f"{_STORED}.in_proj_z"),

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (Yang et al., 2025): Qwen3 with experts in all layers, or in some."""
+"""Qwen3-MoE (Yang et al., 2025): Qwen3 with experts in all layers or in some layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next (2025): gated delta nets in three of four layers, gated attention in the others, and experts."""
+"""Qwen3-Next (2025): gated delta nets in three of four layers, gated attention in the fourth, and experts."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ DELTA_NET_DEFAULTS = {
     "num_attention_heads": 16,
     "partial_rotary_factor": 0.25,
 }
-"""transformers' defaults of the keys that :func:`read_delta_net` reads, and of attention beside delta nets."""
+"""Key of ``config.json`` -> transformers' default, for the keys that :func:`read_delta_net` reads and for the attention
+layers of such models."""
 
 DELTA_NET_RENAMED = {
     f"{_LAYER}.mixer.conv": f"{_LAYER}.linear_attn.conv1d.weight",
     f"{_LAYER}.mixer.decay_log": f"{_LAYER}.linear_attn.A_log",
     f"{_LAYER}.mixer.step_bias": f"{_LAYER}.linear_attn.dt_bias",
 }
-"""Names in a checkpoint of the delta nets' parameters that are no layers."""
+"""Parameter of a delta net that does not belong to a linear layer -> its name in a checkpoint."""
 
 
 def read_delta_net(fields: Fields, layers: int, *, by_key_head: bool) -> dict[str, Any]:
-    """Fields of ModelConfig for delta nets in some layers and gated attention in the others."""
+    """Fields of ModelConfig for models with delta nets in some layers and gated attention in the others."""
     kinds = fields.get("layer_types")
     if kinds is None:
         interval = fields.integer("full_attention_interval", 1, 1_024, default=4)

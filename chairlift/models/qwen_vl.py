@@ -1,6 +1,7 @@
 """Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3 that read images (Bai et al., 2025).
 
-Tokens of images have positions in time, height and width, and each frequency of the rotation turns by one of them.
+Each token of an image has a position in time, one in height and one in width. Each rotary frequency uses one of the
+three.
 """
 
 from __future__ import annotations

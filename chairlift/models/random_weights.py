@@ -22,7 +22,8 @@ __all__ = ["random_model", "write_random_model"]
 def random_model(
     config: ModelConfig, dtype: str | torch.dtype = "auto", *, seed: int = 0, std: float = 0.02
 ) -> CausalLM:
-    """A CPU model with matrices of standard deviation ``std`` and norms around 1, ready for inference.
+    """A CPU model with random weights, ready for inference. Matrices have the standard deviation ``std``; the weights
+    of norms are near 1.
 
     The same ``seed`` gives the same weights in every dtype, up to rounding.
     """
@@ -41,7 +42,8 @@ def random_model(
 def write_random_model(
     model_dir: Path, config: Mapping[str, Any], *, dtype: str = "auto", seed: int = 0, std: float = 0.02
 ) -> Path:
-    """Write ``config.json`` and ``model.safetensors`` with random weights; returns ``model_dir``, created if needed.
+    """Write ``config.json`` and ``model.safetensors`` with random weights. Returns ``model_dir``, which is created if
+    needed.
 
     ``config`` is the content of a Hugging Face ``config.json``. The directory has no tokenizer.
     """

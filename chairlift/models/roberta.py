@@ -1,4 +1,5 @@
-"""RoBERTa (Liu et al., 2019): BERT whose positions begin after the padding token's row, with another head."""
+"""RoBERTa (Liu et al., 2019): BERT with a different head, and with positions that start after the padding token's
+row."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ roberta_family = functools.partial(
     head_tensors={"head.dense": "classifier.dense", "head.out": "classifier.out_proj"},
     ignored_tensors=r"^(roberta\.)?pooler\.|^lm_head\.|embeddings\.position_ids$",
 )
-"""Makes families with RoBERTa's network; model_type and defaults are arguments."""
+"""Creates a family with RoBERTa's network from its ``model_type`` and ``defaults``."""
 
 ROBERTA = roberta_family(
     model_type="roberta", defaults={**BERT_DEFAULTS, "vocab_size": 50265, "pad_token_id": 1, "type_vocab_size": 2}

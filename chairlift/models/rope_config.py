@@ -1,7 +1,7 @@
 """Rotation of q and k, read from ``config.json`` and checked, for every supported type of transformers.
 
-It reads the keys of transformers 5 (``rope_parameters``) and older ones (``rope_theta`` with ``rope_scaling``). Needs
-no torch.
+Both the keys of transformers 5 (``rope_parameters``) and older keys (``rope_theta`` with ``rope_scaling``) are read.
+The module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROPE_NUMBERS = (
     "mscale_all_dim",
 )
 _ROPE_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-"""Keys whose value zero means the same as a missing key, as in transformers."""
+"""Keys for which zero means the same as a missing key, as in transformers."""
 _AXIS_KEYS = ("mrope_section", "mrope_interleaved")
 _ROPE_KEYS = {*_ROPE_NUMBERS, "rope_type", "type", "rope_theta", "truncate", "partial_rotary_factor", "finetuned"}
 
@@ -50,20 +50,22 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     divisors: tuple[float, ...] = ()
-    """Divisor of each frequency, [rotated dimensions / 2], if a file lists them; otherwise empty."""
+    """Divisors of the frequencies, [rotated dimensions / 2], if the file lists them; otherwise empty."""
     short_divisors: tuple[float, ...] = ()
-    """Divisors for texts within ``original_max_position_embeddings``, if a file has two lists (LongRoPE)."""
+    """Divisors for texts of at most ``original_max_position_embeddings`` tokens, if the file has two lists (LongRoPE);
+    otherwise empty."""
     dim: int | None = None
-    """Number of leading dimensions of a head that are rotated; None for all."""
+    """Number of leading dimensions of a head that are rotated; None: all."""
     interleaved: bool = False
-    """Whether a checkpoint pairs neighbouring dimensions. In memory the pairs are the halves of a head."""
+    """Whether a checkpoint pairs neighbouring dimensions for the rotation. In memory, the rows are reordered so that
+    the two halves of a head form the pairs."""
     axes: tuple[int, ...] = ()
-    """Per frequency, the position that it turns by in images: time, height or width (0, 1, 2), [rotated dimensions /
-    2]. Empty: there is one position."""
+    """Per frequency, the position that it encodes in images: time, height or width (0, 1, 2), [rotated dimensions / 2].
+    Empty: a token has only one position."""
 
     def for_length(self, longest: int) -> RopeConfig:
-        """The rotation for texts of at most ``longest`` tokens. LongRoPE has one for short texts and one for long
-        ones; ``dynamic`` scales nothing within ``original_max_position_embeddings``, as in transformers."""
+        """The rotation for texts of at most ``longest`` tokens. LongRoPE has different divisors for short and long
+        texts. ``dynamic`` changes nothing up to ``original_max_position_embeddings``, as in transformers."""
         if self.rope_type == "dynamic" and longest <= self.original_max_position_embeddings:
             return dataclasses.replace(self, rope_type="default", factor=1.0)
         if not self.short_divisors or longest > self.original_max_position_embeddings:
@@ -72,7 +74,7 @@ class RopeConfig:
 
 
 def read_ropes(fields: Fields, family: Family, context: int, head_dim: int) -> dict[str, RopeConfig | None]:
-    """Rotations of q and k: fields of ModelConfig."""
+    """Read the rotations of q and k. Returns field of ModelConfig -> rotation."""
     if not family.rotary:
         return {"rope": None}
     scaling, given = fields.raw.get("rope_scaling"), fields.raw.get("rope_parameters")
@@ -83,8 +85,8 @@ def read_ropes(fields: Fields, family: Family, context: int, head_dim: int) -> d
     kinds = ("full_attention", "sliding_attention")
     if not isinstance(nested, Mapping) or not set(kinds).issuperset(nested):
         fields.fail(f"rope_parameters {nested!r:.160} must have {' and '.join(kinds)}, and nothing else")
-    # The file's rope_theta applies to full attention only, as in transformers; Gemma 3 has another key for layers with
-    # a window.
+    # The file's rope_theta applies to full attention only, as in transformers. Gemma 3 has another key for layers with
+    # a sliding window.
     local = fields.get("rope_local_base_freq")
     plain = Fields({} if local is None else {"rope_theta": local}, fields.where, family.defaults)
     whole, window = (
@@ -95,7 +97,8 @@ def read_ropes(fields: Fields, family: Family, context: int, head_dim: int) -> d
 
 
 def _rope(outer: Fields, family: Family, given: Any, context: int, head_dim: int) -> RopeConfig:
-    """One rotation. ``given`` are the rotary parameters; ``outer`` has those that older files store beside them."""
+    """Read one rotation. ``given`` are its rotary parameters; ``outer`` has the rotary keys that older files store at
+    top level."""
     where, keys = outer.where, {*_ROPE_KEYS, *family.rope_keys, *(_AXIS_KEYS if family.rope_sections else ())}
     if not isinstance(given, Mapping) or not keys.issuperset(given):
         known = ", ".join(sorted(keys))
@@ -156,8 +159,9 @@ def _rotated(fields: Fields, family: Family, head_dim: int) -> int:
 
 
 def _axes(fields: Fields, family: Family, count: int) -> tuple[int, ...]:
-    """Axis of each of ``count`` frequencies: time, height, width. They are in sections one after another, or take turns
-    up to three times the number of those of height and width."""
+    """Axis of each of ``count`` frequencies: 0 for time, 1 for height, 2 for width. By default the frequencies of an
+    axis are adjacent. With interleaved sections the three axes alternate, until height and width have their numbers of
+    frequencies; the rest belongs to time."""
     sections = fields.get("mrope_section") or list(family.rope_sections)
     whole = isinstance(sections, list) and all(type(each) is int and each >= 0 for each in sections)
     if not whole or len(sections) != 3 or sum(sections) != count:
@@ -168,8 +172,8 @@ def _axes(fields: Fields, family: Family, count: int) -> tuple[int, ...]:
 
 
 def _longrope(fields: Fields, context: int, original: int, dim: int) -> dict[str, Any]:
-    """LongRoPE (Ding et al., 2024): a divisor per frequency. The list for long texts is used if the model is for long
-    texts."""
+    """Read LongRoPE's divisor of each frequency (Ding et al., 2024). The list for long texts is read only if
+    ``context`` exceeds ``original``."""
     most = 1e6
     found: dict[str, tuple[float, ...]] = {}
     for key in ("short_factor", "long_factor") if context > original else ("short_factor",):

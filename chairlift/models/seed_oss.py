@@ -1,4 +1,5 @@
-"""Seed-OSS (ByteDance, 2025): Llama with biases on q, k and v, and an independent head size."""
+"""Seed-OSS (ByteDance, 2025): Llama with biases on q, k and v, and a head size that is independent of the hidden
+size."""
 
 from __future__ import annotations
 

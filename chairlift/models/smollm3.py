@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face, 2025): Llama without rotation in every fourth layer (NoPE, Kazemnejad et al., 2023)."""
+"""SmolLM3 (Hugging Face, 2025): Llama in which every fourth layer has no rotation (NoPE, Kazemnejad et al., 2023)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM: a Llama that reads images (Laurencon et al., 2024; Marafioti et al., 2025)."""
+"""Idefics 3 and SmolVLM: Llama with an image encoder (Laurencon et al., 2024; Marafioti et al., 2025)."""
 
 from __future__ import annotations
 

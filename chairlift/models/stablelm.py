@@ -1,5 +1,5 @@
-"""StableLM (Stability AI, 2023): Llama with LayerNorm, a quarter of each head rotated, and optional parallel
-branches."""
+"""StableLM (Stability AI, 2023): Llama with LayerNorm, rotation of a quarter of each head's dimensions, and optionally
+attention and MLP in parallel."""
 
 from __future__ import annotations
 

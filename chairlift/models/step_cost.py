@@ -1,4 +1,4 @@
-"""Least cost of a step: bytes of weights, K and V that it reads, and operations."""
+"""Minimum cost of a step: the bytes of weights, K and V that it reads, and its arithmetic operations."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["ExpertCost", "ModelCost"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertCost:
-    """Cost of the experts in a group of equal layers."""
+    """Cost of the experts in a group of layers of equal shape."""
 
     layers: int
     in_tail: bool
-    """Whether only sampled tokens pass them."""
+    """Whether only tokens that are sampled from pass through these experts (true for the last layer)."""
     count: int
     top_k: int
     params: int
-    """Weights of one expert."""
+    """Number of weights of one expert."""
     nbytes: int
     """Bytes of one expert."""
 
@@ -37,32 +37,34 @@ class ExpertCost:
         return self.count * (1 - (1 - self.top_k / self.count) ** tokens)
 
     def read(self, tokens: int) -> float:
-        """Expected bytes of the distinct experts that this many tokens read."""
+        """Expected bytes of weights that a step of ``tokens`` tokens reads: those of the distinct experts."""
         return self.layers * self.distinct(tokens) * self.nbytes
 
     def operations(self, tokens: int) -> int:
-        """Additions and multiplications for so many tokens."""
+        """Number of additions and multiplications for ``tokens`` tokens."""
         return 2 * self.layers * tokens * self.top_k * self.params
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelCost:
-    """Cost of a model's steps, in terms of weights and cached tokens."""
+    """Cost of a model's steps, as a function of the tokens in the step and of the cached tokens."""
 
     body_params: int
-    """Number of weights that every token passes. The embedding is looked up and not counted."""
+    """Number of weights that every token passes through. The embedding is not counted, because it is only looked up."""
     head_params: int
-    """Number of weights that only sampled tokens pass: those after the last layer's keys and values."""
+    """Number of weights that only sampled tokens pass through: all that follow the keys and values of the last
+    layer."""
     itemsize: int
-    """Bytes of a weight, and of an element of K and V, without the savings of a quantised format."""
+    """Bytes of a weight, and of an element of K and V, before the savings of a quantised format."""
     kv_bytes: tuple[tuple[int | None, int], ...]
-    """(window, bytes per token) of all layers with that window; None is full attention."""
+    """(window, bytes per token) for each window size: the K and V of all layers with that window. None means full
+    attention."""
     body_saved: int = 0
-    """Bytes that a quantised format saves in the weights that every token passes."""
+    """Bytes that a quantised format saves in the weights that every token passes through."""
     head_saved: int = 0
-    """Bytes that a quantised format saves in the other weights."""
+    """Bytes that a quantised format saves in the weights that only sampled tokens pass through."""
     experts: tuple[ExpertCost, ...] = ()
-    """Experts of all layers but the last, and of the last. They are not included in the fields above."""
+    """Experts of all layers but the last, and of the last layer. They are not included in the fields above."""
 
     @classmethod
     def of(
@@ -72,8 +74,8 @@ class ModelCost:
         quantization: str | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> ModelCost:
-        """The cost of a network whose weights, activations and KV cache are all of ``dtype``, or layers quantized, or K
-        and V kept in ``kv_dtype``."""
+        """Cost of a network in ``dtype``. ``quantization`` is the format of quantised weights, if any; ``kv_dtype`` is
+        the dtype of K and V, if it differs from ``dtype``."""
         hidden, layers = network.hidden_size, range(network.num_hidden_layers)
         norm = 2 * hidden if network.norm == "layer" else hidden
         norms = {"parallel": 1, "both": 4, "chain": 0}.get(network.block, 2)
@@ -86,7 +88,7 @@ class ModelCost:
         tail = mixing[-1].tail_params + blocks[-1] + own[-1]
         tail += norm if network.block == "post" else 0  # the final norm in place of that before attention, if any
         saved = tail_saved = head_saved = 0
-        # Where a checkpoint mixes kinds, the first is the kind of most weights.
+        # If a checkpoint mixes formats, the first name is the format of most weights.
         small = PLAIN if quantization is None else QUANTIZED[quantization.partition("+")[0]]
         if quantization is not None:
             behind = _saved(mixing[-1].tail_shapes, small, dtype)
@@ -117,9 +119,9 @@ class ModelCost:
         return dense + sum(part.layers * part.count * part.nbytes for part in self.experts)
 
     def least_seconds(self, roof: Roof, tokens: int, sampled: int, kv_bytes: float) -> float:
-        """Least seconds of a step of ``tokens`` tokens, of which ``sampled`` are sampled.
+        """Minimum duration in seconds of a step with ``tokens`` tokens, of which ``sampled`` are sampled from.
 
-        It reads ``kv_bytes`` of K and V. Attention within prompts, activations and sampling are not counted.
+        The step reads ``kv_bytes`` of K and V. Attention within prompts, activations and sampling are not counted.
         """
         weights = self.body_params + (self.head_params if sampled else 0)
         saved = self.body_saved + (self.head_saved if sampled else 0)
@@ -130,24 +132,25 @@ class ModelCost:
         return roof.seconds(weights * self.itemsize - saved + read, operations) + kv_bytes / roof.bandwidth
 
     def kv_read(self, context: int) -> int:
-        """Bytes of K and V that one token at the end of ``context`` tokens reads."""
+        """Bytes of K and V that one token reads if it is the last of ``context`` tokens."""
         return sum(min(context, window or context) * nbytes for window, nbytes in self.kv_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Mixing:
-    """Cost of attention, of a recurrent mixer, or of both, in one layer."""
+    """Cost of one layer's attention, recurrent mixer, or both."""
 
     params: int
     tail_params: int
-    """Weights behind keys and values, or behind the state, which only tokens that are sampled from pass."""
+    """Number of weights after the keys and values, or after the state. Only tokens that are sampled from pass through
+    them."""
     shapes: list[MatrixShape]
-    """Products before that, which a format can make smaller."""
+    """Shapes of the linear layers before the keys and values, which a quantised format can make smaller."""
     tail_shapes: list[MatrixShape]
 
 
 def _num_missing(network: ModelConfig, layer: int) -> int:
-    """Halves of a layer that it lacks, each with its norm."""
+    """Number of halves (attention or mixer; MLP) that the layer lacks. Each half that is present has a norm."""
     mixes = network.attends_in(layer) or network.mixer(layer) is not None
     return (not network.has_mlp(layer)) + (not mixes)
 
@@ -183,14 +186,14 @@ def _attention(network: ModelConfig) -> _Mixing:
 
 
 def _state_bytes(network: ModelConfig, layer: int, dtype: torch.dtype) -> int:
-    """Bytes of the recurrent state of a layer; 0 where it has none."""
+    """Bytes of a layer's recurrent state; 0 if it has none."""
     with torch.device("meta"):
         mixer = make_mixer(network, layer)
     return 0 if mixer is None else sum(mixer.state.part_bytes(dtype))
 
 
 def _mlp_params(network: ModelConfig, layer: int) -> int:
-    """Weights that every token passes between attention and the next layer, without norms."""
+    """Number of weights that every token passes through after attention, without norms."""
     if not network.has_mlp(layer):
         return 0
     hidden, inner, products = network.hidden_size, network.intermediate_size, 3 if network.gated else 2
@@ -201,7 +204,7 @@ def _mlp_params(network: ModelConfig, layer: int) -> int:
 
 
 def _mlp_shapes(network: ModelConfig, layer: int) -> list[MatrixShape]:
-    """Shapes of the products with these weights, which a format can make smaller."""
+    """Shapes of the linear layers that :func:`_mlp_params` counts, which a quantised format can make smaller."""
     if not network.has_mlp(layer):
         return []
     hidden, inner, products = network.hidden_size, network.intermediate_size, 3 if network.gated else 2

@@ -1,4 +1,4 @@
-"""Gives the tensors of a checkpoint the names that most checkpoints of its family have."""
+"""Renames the tensors of a checkpoint to the names that most checkpoints of its family use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ __all__ = ["with_usual_names"]
 
 _STACK = ".mlp.experts."
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Last names of stacks [E, out, in], and the layers of an expert whose rows they have one behind the other."""
+"""Last part of a stack's name [E, out, in] -> layers of an expert whose rows the stack contains, one after the
+other."""
 
 
 def with_usual_names(tensors: Mapping[str, Any], other_names: Mapping[str, str], *, experts: bool) -> dict[str, Any]:
-    """Tensors by their usual names.
+    """Usual tensor name -> file that holds the tensor.
 
-    ``other_names`` are beginnings of names, and those that replace them. With ``experts`` a stack of all experts'
-    weights in a layer is divided into a tensor for each expert and layer.
+    ``other_names`` maps prefix of a stored name -> usual prefix. With ``experts``, a stack with the weights of all
+    experts is divided into one tensor per expert and projection.
     """
     found: dict[str, Any] = {}
     for stored, file in tensors.items():
@@ -46,7 +47,7 @@ def _by_expert(file: Any, stored: str, prefix: str, parts: tuple[str, ...]) -> d
 
 
 class _Renamed:
-    """A tensor in a file that has it by another name."""
+    """A tensor that the file stores under another name."""
 
     def __init__(self, file: Any, name: str) -> None:
         self._file, self._name = file, name

@@ -1,4 +1,4 @@
-"""A weight that is not stored as one plain tensor in a checkpoint. Its rows are made when they are read."""
+"""A weight that a checkpoint does not store as one plain tensor. Its rows are computed when they are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chairlift.kernels.grouped import GroupedRows, GroupKind, dequantized
 __all__ = ["MOST_NUMBERS", "StoredRows", "TransposedStack"]
 
 MOST_NUMBERS: Final = 1 << 22
-"""Numbers to read at a time: 16 MiB as float32."""
+"""Maximum number of elements that are read at a time: 16 MiB as float32."""
 
 
 class StoredRows(abc.ABC):
@@ -23,9 +23,9 @@ class StoredRows(abc.ABC):
     """
 
     kind: GroupKind | None = None
-    """Format of the numbers; None if slices are floats."""
+    """Kind of integer groups that slices return; None if slices are floats."""
     stacked: bool = False
-    """Whether these are the rows of a stack of weights, one above the other."""
+    """Whether the rows are those of several weights, one above the other."""
 
     @abc.abstractmethod
     def get_shape(self) -> list[int]:
@@ -42,7 +42,7 @@ class StoredRows(abc.ABC):
         return "F32"
 
     def get_slice(self, name: str) -> StoredRows:
-        """This object."""
+        """Return this object, because it supports slicing itself."""
         return self
 
     def get_tensor(self, name: str) -> Tensor:
@@ -51,7 +51,7 @@ class StoredRows(abc.ABC):
 
 
 class TransposedStack(StoredRows):
-    """Rows [E out, in] of a tensor [E, in, out], copied when they are read."""
+    """Rows [E out, in] of a tensor stored as [E, in, out]. They are copied when they are read."""
 
     stacked = True
 

@@ -1,4 +1,5 @@
-"""Reads the shape of an image encoder, and how its images are cut, from a model's files. Needs no torch."""
+"""Reads the shape of an image encoder, and the settings for cutting images, from a model's files. The module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ _DEEP = {
     "deepstack_visual_indexes": [8, 16, 24],
 }
 _EDGE = 364
-"""Default of ``max_image_size`` in transformers."""
+"""transformers' default of the longest edge in ``max_image_size``, in pixels."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +66,17 @@ class VisionConfig:
     activation: str
     """``gelu`` or ``gelu_tanh``."""
     image_size: int
-    """Pixels of a side of a tile."""
+    """Length of a tile's side in pixels."""
     patch_size: int
     scale_factor: int
-    """A square of this many patches a side becomes one row."""
+    """Side, in patches, of the squares that are merged into one output row."""
     text_width: int
-    """Width of a row: that of the text model's embeddings."""
+    """Width of an output row. It equals the width of the text model's embeddings."""
     image_token_id: int
 
     @property
     def side(self) -> int:
-        """Patches of a side of a tile."""
+        """Number of patches along one side of a tile."""
         return self.image_size // self.patch_size
 
     @property
@@ -85,7 +86,8 @@ class VisionConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PatchConfig:
-    """Shape of an encoder of images of any size, whose patches are rotated by row and column (Qwen-VL)."""
+    """Shape of an encoder for images of any size, with rotary embeddings for the row and column of a patch
+    (Qwen-VL)."""
 
     hidden_size: int
     intermediate_size: int
@@ -93,28 +95,31 @@ class PatchConfig:
     num_attention_heads: int
     patch_size: int
     frames: int
-    """Frames of a patch; an image is that many equal ones."""
+    """Number of frames in a patch. A still image is repeated to fill them."""
     merge_size: int
-    """A square of this many patches a side becomes one row."""
+    """Side, in patches, of the squares that are merged into one output row."""
     rope_theta: float
     text_width: int
     image_token_id: int
     deep: bool
-    """Qwen3-VL: LayerNorm, no gate in the MLP, and learned positions. Otherwise RMSNorm and SwiGLU."""
+    """Whether the encoder is Qwen3-VL's, with LayerNorm, an MLP without a gate, and learned positions. Otherwise it has
+    RMSNorm and SwiGLU."""
     activation: str
     """``silu``, ``gelu`` or ``gelu_tanh``."""
     window: int = 0
-    """Rows of a side of a window of attention."""
+    """Side of an attention window, in output rows; 0 if there are no windows."""
     full_layers: tuple[int, ...] = ()
-    """Layers without windows; the others have them, if :attr:`window` is not 0."""
+    """Layers with full attention. All others have windows, if :attr:`window` is not 0."""
     levels: tuple[int, ...] = ()
-    """Layers whose results are added to the text model's rows of images, behind its first layers."""
+    """Encoder layers whose results are added to the hidden states of image tokens after the first layers of the text
+    model."""
     side: int = 0
-    """Side of the square of learned positions."""
+    """Number of learned positions along one side of the square table."""
 
 
 def read_vision(encoder: str, raw: Mapping[str, Any], where: str, text_width: int) -> VisionConfig | PatchConfig:
-    """The encoder in a ``config.json``; ``encoder`` is :attr:`~chairlift.models.family.Family.encoder`.
+    """Read the image encoder's shape from a ``config.json``; ``encoder`` is
+    :attr:`~chairlift.models.family.Family.encoder`.
 
     Raises :class:`~chairlift.errors.ModelLoadError`.
     """
@@ -176,7 +181,7 @@ def _read_patches(raw: Mapping[str, Any], where: str, text_width: int, deep: boo
 
 
 def _layers(fields: Fields, key: str, count: int) -> tuple[int, ...]:
-    """Numbers of layers, each once and ascending."""
+    """Layer numbers under ``key``, checked to be distinct and ascending."""
     given = fields.get(key)
     good = isinstance(given, list) and all(type(each) is int and 0 <= each < count for each in given)
     if not good or sorted(set(given)) != given:
@@ -273,7 +278,7 @@ def patch_settings(vision: PatchConfig, preprocessor: Mapping[str, Any], where: 
 
 
 def normalisation(preprocessor: Mapping[str, Any], where: Path) -> tuple[float, list[float], list[float]]:
-    """Factor, means and deviations of the three channels: a pixel p becomes (factor p - mean) / deviation."""
+    """(factor, means, deviations) for the three channels: a pixel p becomes (factor * p - mean) / deviation."""
     factor = Fields(preprocessor, str(where)).number("rescale_factor", 0.0, 1.0, default=1 / 255)
     found = []
     for key in ("image_mean", "image_std"):

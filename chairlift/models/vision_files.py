@@ -1,4 +1,4 @@
-"""Reads what a model's directory says about images: how they are cut, and the encoder's weights."""
+"""Reads from a model's directory how images are cut, and the image encoder's weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILE = "preprocessor_config.json"
 
 
 def read_processor(model_dir: Path, tokens: Tokens) -> ImageProcessor | None:
-    """The reader of images of a model; None for one that reads texts only. Raises ModelLoadError."""
+    """Image processor of a model; None for a model that reads only text. Raises ModelLoadError."""
     if not model_dir.is_dir():
         return None
     family = FAMILIES.get(str(read_hf_files(model_dir)[0].get("model_type")))
@@ -41,7 +41,7 @@ def read_processor(model_dir: Path, tokens: Tokens) -> ImageProcessor | None:
 
 
 def load_tower(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> Tower:
-    """The image encoder of a model that has one, in CPU memory. Raises ModelLoadError."""
+    """Load a model's image encoder into CPU memory. Raises ModelLoadError."""
     from chairlift.models.loader import open_tensors  # these import torch
     from chairlift.models.patch_tower import PatchTower
     from chairlift.models.vision_tower import VisionTower

@@ -1,7 +1,7 @@
 """The image encoder of Idefics 3 and SmolVLM: a SigLIP transformer over patches, and a connector to the text model.
 
-It computes one tile in pieces of a bounded size, so that other work may run between them. A tile's pieces do not depend
-on that work, and so neither do its bits.
+A tile is computed in pieces of bounded size, so that engine steps can run between two pieces. The division into pieces
+is always the same, so the result is identical to the last bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chairlift.vision.spans import ImageTile
 __all__ = ["PIECE", "Product", "Tower", "VisionTower", "take_tensor"]
 
 PIECE = 128
-"""Most patches of a piece of work."""
+"""Maximum number of patches in one piece of work."""
 _LAYER = "model.vision_model.encoder.layers."
 
 
@@ -30,12 +30,12 @@ class Tower(Protocol):
     """An image encoder."""
 
     def encode(self, tile: ImageTile) -> Iterator[int | Tensor]:
-        """Compute a tile. Yields the number of patches after each piece, and last the rows."""
+        """Compute a tile. Yields the number of patches after each piece, and finally the rows."""
         ...
 
 
 def take_tensor(tensors: Mapping[str, Any], where: Path, name: str, *shape: int) -> Tensor:
-    """A tensor of a checkpoint. Raises ModelLoadError where it is missing, misshapen or not finite."""
+    """Read one tensor of a checkpoint. Raises ModelLoadError if it is missing, misshapen or not finite."""
     if name not in tensors:
         raise ModelLoadError(f"{where}: tensor {name} is missing; download the model again")
     tensor: Tensor = tensors[name].get_tensor(name)
@@ -49,7 +49,8 @@ def take_tensor(tensors: Mapping[str, Any], where: Path, name: str, *shape: int)
 
 
 class Product:
-    """``x @ weight.T + bias``, with the weight packed once where the processor's kernels allow it."""
+    """A linear layer, ``x @ weight.T + bias``. The weight is packed once, if the processor has kernels for packed
+    weights."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         packed = pack_weight(weight)
@@ -64,7 +65,8 @@ class Product:
 
 
 class VisionTower:
-    """``encode(tile)`` gives the rows of one tile, [rows_per_tile, text_width], in the tower's dtype.
+    """Image encoder of SmolVLM: ``encode(tile)`` yields the rows of one tile, [rows_per_tile, text_width], in the
+    tower's dtype.
 
     ``tensors`` maps the checkpoint's names to open safetensors files; ``normalise`` is the result of
     :func:`~chairlift.models.vision_config.normalisation`. Raises :class:`~chairlift.errors.ModelLoadError` for weights
@@ -111,7 +113,8 @@ class VisionTower:
         self._factor, self._mean, self._deviation = factor, _channels(mean), _channels(deviation)
 
     def encode(self, tile: ImageTile) -> Iterator[int | Tensor]:
-        """Compute a tile of uint8 [3, size, size]. Yields the number of patches after each piece, and last the rows."""
+        """Compute a tile of uint8 [3, size, size]. Yields the number of patches after each piece, and finally the
+        rows."""
         with torch.inference_mode():
             state = self._embed(tile.pixels)
         yield len(state)
@@ -132,7 +135,8 @@ class VisionTower:
         return patches.flatten(2)[0].t() + self._positions
 
     def _attend(self, layer: Any, state: Tensor) -> Iterator[int]:
-        """The first half of a layer, into ``state``."""
+        """Compute the attention half of a layer and add it to ``state``. Yields the number of patches after each
+        piece."""
         ((norm, _), qkv, out, *_), heads = layer, self.config.num_attention_heads
         with torch.inference_mode():
             parts = [qkv(self._normed(part, norm)) for part in torch.split(state, PIECE)]
@@ -149,7 +153,7 @@ class VisionTower:
             yield some.shape[1]
 
     def _transform(self, layer: Any, state: Tensor) -> Iterator[int]:
-        """The second half of a layer, into ``state``."""
+        """Compute the MLP half of a layer and add it to ``state``. Yields the number of patches after each piece."""
         (_, norm), _, _, first, second = layer
         approximate = "tanh" if self.config.activation == "gelu_tanh" else "none"
         for at in range(0, len(state), PIECE):
@@ -162,7 +166,7 @@ class VisionTower:
         return functional.layer_norm(rows, rows.shape[1:], *norm, self.config.norm_eps)
 
     def _connect(self, state: Tensor) -> Tensor:
-        """Merge squares of patches, row by row, and project them."""
+        """Merge each square of patches into one row, and project the rows to the text model's width."""
         scale, side = self.config.scale_factor, self.config.side
         squares = self._normed(state, self._norm).view(side // scale, scale, side // scale, scale, -1)
         return self._project(squares.transpose(1, 2).reshape(self.config.rows_per_tile, -1))
@@ -173,8 +177,8 @@ def _channels(values: list[float]) -> Tensor:
 
 
 def _position_ids(side: int) -> Tensor:
-    """int64 [side * side]: the embedding of each patch's position. transformers divides the tile into ``side`` parts in
-    float32, where a border may round to the part before."""
+    """int64 [side * side]: index of each patch's position embedding. The indices are computed in float32 as in
+    transformers, where rounding may move a patch at a border to the previous index."""
     places = torch.clamp(torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side)), max=1.0 - 1e-6)
     parts = torch.bucketize(places, torch.arange(1 / side, 1.0, 1 / side), right=True)
     return (parts[:, None] * side + parts).flatten()

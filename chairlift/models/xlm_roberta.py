@@ -1,4 +1,5 @@
-"""XLM-RoBERTa (Conneau et al., 2019): RoBERTa for a hundred languages. BGE-M3, multilingual E5, BGE rerankers."""
+"""XLM-RoBERTa (Conneau et al., 2019): RoBERTa for a hundred languages. BGE-M3, multilingual E5 and the BGE rerankers
+use it."""
 
 from __future__ import annotations
 

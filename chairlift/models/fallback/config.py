@@ -1,4 +1,4 @@
-"""Reads ``config.json`` of models that run through transformers. Needs no torch to be imported.
+"""Reads ``config.json`` of models that run through transformers. Importing the module does not import torch.
 
 transformers' own class parses the file. This module checks the facts that Chairlift needs, and refuses what it cannot
 serve.
@@ -27,7 +27,7 @@ _FLAGS: Final = {
     "is_encoder_decoder": (False, "has an encoder"),
     "use_bidirectional_attention": (False, "lets tokens see later ones"),
 }
-"""Keys, the supported value, and the meaning of other values."""
+"""Key of ``config.json`` -> (supported value, effect of any other value for the error message)."""
 _LEAST_CONTEXT: Final = 32
 _QUIET: Final = {"return_dict": True, "use_cache": False}
 
@@ -40,32 +40,34 @@ class TransformersConfig:
     model_impl: ClassVar[str] = "transformers"
     model_type: str
     architecture: str
-    """The class in transformers."""
+    """Name of the model class in transformers."""
     raw: Mapping[str, Any] = dataclasses.field(hash=False)
-    """``config.json`` without its quantisation settings: quantised weights become floats as they are read."""
+    """``config.json`` without its quantisation settings, because quantised weights are converted to floats as they are
+    read."""
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
     max_model_len: int
-    """Longest sequence in tokens."""
+    """Maximum length of a sequence in tokens."""
     dtype: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     generation_unapplied: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     stretched: str = ""
-    """Type of rotary scaling that would change with the longest text of a batch if longer texts were served."""
+    """Type of rotary scaling that limits :attr:`max_model_len`: for longer texts its frequencies would depend on the
+    longest text in the batch. Empty if there is none."""
 
     def for_length(self, max_model_len: int) -> TransformersConfig:
-        """The same object, because transformers itself handles what depends on the length of texts."""
+        """Return this object unchanged: transformers itself adapts the network to the length of texts."""
         return self
 
     def step_bytes(self, itemsize: int) -> int:
-        """Estimated bytes per token of the largest intermediate results; transformers keeps more than the native
-        layers."""
+        """Estimated bytes per token of the largest intermediate results. The estimate is higher than for native layers,
+        because transformers keeps more tensors alive."""
         return 64 * self.hidden_size * itemsize
 
     def notes(self, with_generation_config: bool = True) -> list[str]:
-        """Differences to transformers' answers with the model's files, one per line."""
+        """Differences between this server's outputs and those of transformers with the same files, one per line."""
         found = []
         if self.stretched:
             found.append(
@@ -136,8 +138,8 @@ def _architecture(model_type: str, where: str) -> str:
 
 
 def _check_code(raw: Mapping[str, Any], architecture: str, where: str) -> None:
-    """Refuse code in the directory. It is never run. Code with the name of transformers' class is allowed, because it
-    is the origin of that class."""
+    """Refuse a model directory that contains Python code, because Chairlift never runs such code. Code whose class has
+    the name of transformers' class is allowed: transformers' class was made from it."""
     auto_map = raw.get("auto_map")
     code = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, Mapping) else None
     if code is not None and str(code).rpartition(".")[2].lower() != architecture.lower():
@@ -151,12 +153,12 @@ def _check_code(raw: Mapping[str, Any], architecture: str, where: str) -> None:
 
 
 def hf_config(config: TransformersConfig) -> Any:
-    """transformers' own configuration of the network."""
+    """Configuration object of transformers for this network."""
     return _parse(config.model_type, config.raw, config.model_type)
 
 
 def _parse(model_type: str, raw: Mapping[str, Any], where: str) -> Any:
-    """transformers' configuration, set to return only the last hidden states."""
+    """Configuration object of transformers, set to return only the last hidden states."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
@@ -181,7 +183,7 @@ def _check_layer_types(config: Any, where: str) -> None:
 
 
 def _context(config: Any, fields: Fields) -> tuple[int, str]:
-    """The longest sequence, and the type of rotary scaling that forbids longer ones.
+    """(maximum length of a sequence, type of rotary scaling that forbids longer ones or "").
 
     The frequencies of ``dynamic`` and ``longrope`` depend on the longest text of the batch. Up to the original training
     length they are constant.

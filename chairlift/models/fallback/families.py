@@ -1,8 +1,8 @@
 """Families that run correctly through transformers, and those that do not, with the reasons.
 
 ``tools/survey_transformers.py`` runs each family of transformers, with tiny random weights, against transformers' eager
-attention. ``tests/models/test_transformers.py`` serves each one of :data:`ALLOWED`. A family that is correct for short
-texts only (block-sparse attention sees everything of a short text) is refused.
+attention. ``tests/models/test_transformers.py`` serves each one of :data:`ALLOWED`. A family that is correct only for
+short texts is refused. Block-sparse attention is an example: on a short text it equals full attention.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_mla sarvam_moe seed_oss smollm3 so
 youtu
 """
 ALLOWED: Final = frozenset(_SEEN_RIGHT.split())
-"""Values of ``model_type`` that were tested. At load, each checkpoint is compared with transformers again."""
+"""Values of ``model_type`` that were tested. In addition, every checkpoint is compared with transformers when it is
+loaded."""
 
 REASONS: Final[Mapping[str, str]] = {
     "state": "some of its layers keep a recurrent state, which Chairlift's cache holds for native families only",
@@ -36,7 +37,7 @@ REASONS: Final[Mapping[str, str]] = {
     "bidirectional": "it is an encoder or has one: tokens see later ones, or another sequence",
     "several": "it also takes images or sound, and Chairlift serves text only",
 }
-"""Reasons why families are refused, in words."""
+"""Name of a reason -> the text that explains why a family is refused."""
 
 _BY_REASON: Final[Mapping[str, str]] = {
     "state": "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid"
@@ -58,11 +59,11 @@ _BY_REASON: Final[Mapping[str, str]] = {
 REFUSED: Final[Mapping[str, str]] = {
     model_type: reason for reason, names in _BY_REASON.items() for model_type in names.split()
 }
-"""Values of ``model_type`` that do not run through transformers -> name of the reason."""
+"""``model_type`` that does not run through transformers -> name of the reason in :data:`REASONS`."""
 
 
 def refusal(model_type: Any) -> str:
-    """Reason why a ``model_type`` is not served, and the remedy."""
+    """Text that says why ``model_type`` is not served, and what to do."""
     given = f"model_type {model_type!r:.80}"
     if not isinstance(model_type, str) or model_type not in REFUSED:
         return (

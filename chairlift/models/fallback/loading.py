@@ -1,8 +1,8 @@
 """Loads the weights of a directory into a model of transformers.
 
-transformers builds its class without memory and maps stored tensors to its parameters (experts that are stored one by
-one are one parameter). Each tensor is read from memory-mapped files when transformers asks for it, and its pages are
-released afterwards.
+transformers builds the model without allocating its weights, and maps stored tensors to parameters. One parameter may
+come from several tensors: experts are often stored one by one. Each tensor is read from memory-mapped files when
+transformers asks for it, and its pages are released afterwards.
 """
 
 from __future__ import annotations
@@ -89,12 +89,13 @@ def load_transformers_model(
     device: torch.device,
     progress: Progress | None = None,
 ) -> TransformersLM:
-    """Build transformers' class for ``config`` with the weights in ``model_dir``, and compare it with its own eager
-    attention.
+    """Build transformers' class for ``config`` with the weights in ``model_dir``, and compare its results with those of
+    its own eager attention.
 
     :func:`~chairlift.models.fallback.probe.compare_with_eager` does the comparison, and its time is logged.
-    ``progress`` is called with a label and the share done (0 to 1). Raises :class:`~chairlift.errors.ModelLoadError`
-    when weights are missing, damaged, surplus, misshapen or pickled, and when the model cannot be served.
+    ``progress`` is called with a label and the completed fraction (0 to 1). Raises
+    :class:`~chairlift.errors.ModelLoadError` when weights are missing, damaged, surplus, misshapen or pickled, and when
+    the model cannot be served.
     """
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(model_dir, None, stack)
@@ -126,7 +127,7 @@ def _build(
     tensors: Mapping[str, Any],
     progress: Progress | None,
 ) -> Any:
-    """transformers' model in memory, every parameter from the checkpoint."""
+    """transformers' model in memory, with every parameter read from the checkpoint."""
     import transformers
 
     register_attention()
@@ -173,7 +174,7 @@ def _build(
 
 
 def count_parameters(config: TransformersConfig) -> int:
-    """Number of parameters; a tied head counts once."""
+    """Number of parameters. A tied head is counted once."""
     import transformers
 
     with torch.device("meta"):
@@ -188,7 +189,7 @@ def _numel(name: str, source: Any) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide transformers' progress bars and reports; Chairlift's errors contain the findings."""
+    """Suppress transformers' progress bars and reports. Chairlift's own error messages contain what they would say."""
     from transformers.utils import logging as hf_logging
 
     shown, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()

@@ -1,9 +1,9 @@
 """A causal language model of transformers with the interface of :class:`~chairlift.models.causal_lm.CausalLM`.
 
-Its layers run transformers' code over one flat batch [1, T] of several requests. They pass queries, keys and values to
-an attention function of this module (``AttentionInterface``), which uses the context of the step, as vLLM's
-Transformers backend does. The context is in a context variable, because some models do not pass additional arguments
-on.
+Its layers run transformers' code over one flat batch [1, T] of several requests. The layers call an attention function
+of this module, registered through transformers' ``AttentionInterface``, and this function uses the context of the step.
+vLLM's Transformers backend works in the same way. The step's context is stored in a context variable, because some
+models do not pass extra arguments on to attention.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chairlift.models.fallback.config import TransformersConfig
 __all__ = ["ATTENTION", "Call", "TransformersLM", "attending", "body_of", "register_attention", "use_attention"]
 
 ATTENTION: Final = "chairlift"
-"""Name of this attention function in transformers."""
+"""Name under which this attention function is registered with transformers."""
 
 _HARMLESS: Final = frozenset(
     {
@@ -33,7 +33,7 @@ _HARMLESS: Final = frozenset(
         *("return_dict", "use_cache"),
     }
 )
-"""Arguments that models pass to attention and that do not change its result."""
+"""Names of arguments that models pass to attention and that do not change its result."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Call:
     sinks: Tensor | None
     mask: Tensor | None
     window: int | None
-    """Window that the layer passes. Some layers pass none although their mask has one."""
+    """Sliding window that the layer passes as an argument. Some layers pass none although their mask has a window."""
 
 
 class Attends(Protocol):
@@ -65,7 +65,7 @@ D]."""
 
 @contextlib.contextmanager
 def attending(who: Attends | Tensor) -> Iterator[None]:
-    """Let ``who`` compute the attention calls inside the block."""
+    """Use ``who`` for the attention calls inside the block."""
     token = _NOW.set(who)
     try:
         yield
@@ -120,7 +120,7 @@ def _attention(
 
 @dataclasses.dataclass(slots=True)
 class _Step:
-    """Computes a step's attention calls with its context: each layer once, in order."""
+    """Computes the attention calls of one step with the step's context. Each layer must call once, in layer order."""
 
     ctx: PagedContext
     layers: list[LayerCache]
@@ -143,7 +143,7 @@ class _Step:
 
 
 def body_of(hf: Any) -> Any:
-    """The module that computes the input of the output head."""
+    """The part of a transformers model that computes the input of the output head."""
     return getattr(hf.base_model, "decoder", hf.base_model)
 
 
@@ -151,7 +151,7 @@ class TransformersLM(nn.Module):
     """``model(token_ids[T], positions[T], ctx) -> hidden[T, D]`` and ``compute_logits(hidden[R, D]) -> [R, V]``.
 
     ``hf`` is a model of transformers with its weights. ``layers`` are the shapes of each layer's K and V per token.
-    ``added_bytes`` are those of weights that it holds twice.
+    ``added_bytes`` are the bytes of second, packed copies of weights.
     """
 
     quantization: str | None = None
@@ -170,8 +170,8 @@ class TransformersLM(nn.Module):
             given = _NOW.get()
             return self._output_type(last_hidden_state=given) if isinstance(given, Tensor) else forward(*args, **kwargs)
 
-        # A class may change logits after its head (caps, factors) in the forward pass of the whole model. So that pass
-        # runs with given hidden states in place of those of its body.
+        # Some classes change the logits after the head (caps, factors) in the forward pass of the whole model. Logits
+        # are therefore computed by that forward pass, with a body that returns the given hidden states.
         self._body.forward = body
 
     @property
@@ -182,7 +182,7 @@ class TransformersLM(nn.Module):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights; a tied head counts as often as it is held."""
+        """Bytes of all weights. A tied head that has a second copy in memory is counted twice."""
         once = sum(parameter.nbytes for parameter in {id(each): each for each in self.parameters()}.values())
         return once + self._added_bytes
 

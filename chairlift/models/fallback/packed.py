@@ -1,6 +1,6 @@
-"""Linear layers of a transformers model in the layout of PyTorch's CPU kernels, as native families have it.
+"""Packs linear layers of a transformers model for PyTorch's CPU kernels, as native families do.
 
-``torch.nn.functional.linear`` reorders a weight on every call, which costs more than the product of a few rows.
+``torch.nn.functional.linear`` reorders a weight on every call. For a few rows this costs more than the matmul itself.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["pack_linears"]
 
 
 def pack_linears(hf: Any) -> int:
-    """Pack the weight of each ``nn.Linear``, where the processor has such kernels, and return the bytes that this adds.
+    """Pack the weight of each ``nn.Linear`` if the processor has kernels for packed weights. Returns the added bytes.
 
-    A layer that a pass does not call stays as it is: its weight may be read by other code (LongCat's router).
-    A weight that another module shares (a tied head) stays beside its packed copy. Every other one is given up: it
-    keeps its shape, without memory, and each number is NaN, so that code that reads it is noticed by the comparison at
-    load.
+    A layer that a forward pass does not call is not packed: other code may read its weight (LongCat's router). A weight
+    that another module shares (a tied head) is kept in addition to its packed copy. Every other original weight is
+    replaced by a NaN tensor of the same shape that uses no memory. If any code still reads it, the comparison with
+    transformers at load fails.
     """
     shared = Counter(id(weight) for module in hf.modules() for weight in module.parameters(recurse=False))
     added = 0
@@ -44,7 +44,7 @@ def pack_linears(hf: Any) -> int:
 
 @torch.inference_mode()
 def _called(hf: Any) -> list[nn.Linear]:
-    """The linear layers that a pass of two tokens calls, each once."""
+    """Linear layers that a forward pass of two tokens calls, each listed once."""
     found: dict[int, nn.Linear] = {}
 
     def note(module: nn.Module, _: Any) -> None:

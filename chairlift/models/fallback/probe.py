@@ -1,8 +1,8 @@
 """Runs a transformers model to find the windows of its layers, and checks its results in flat batches.
 
-Neither ``config.json`` nor the arguments of attention reliably tell the window of a layer. The mask of transformers'
-own eager attention does. So one short forward pass asks each layer's mask which keys it shows to which queries, at
-positions far beyond the few tokens of the pass.
+Neither ``config.json`` nor the arguments of attention reliably give the window of a layer, but the mask of
+transformers' own eager attention does. So this module runs one short forward pass and evaluates each layer's mask at
+positions far beyond the few tokens of the pass, to see which keys each query may attend to.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["Comparison", "compare_with_eager", "probe_layers"]
 _PROBE: Final = "chairlift-probe"
 _NUM_PROBED: Final = 5
 _MOST_POSITIONS: Final = 1 << 20
-"""Most positions at which a mask is tested. No trained model has a longer window."""
+"""Number of positions at which a mask is tested. No trained model has a longer window."""
 _LENGTHS: Final = (17, 9)
-"""Tokens of the two requests in the comparison."""
+"""Lengths in tokens of the two requests in the comparison."""
 _STEPS: Final = (((0, 8), (0, 6)), ((8, 15), (6, 7)), ((15, 16), (7, 8)), ((16, 17), (8, 9)))
-"""Per step, the token ranges of both requests in the flat batch: a chunk and a prompt, a chunk and a decode, then
-decodes."""
+"""Per step, the token range (first, end) of each of the two requests in the flat batch: a chunk and a prompt, a chunk
+and a decode, then decodes."""
 _BLOCK: Final = 4
 _FLOORS: Final = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
-"""Differences of logits, relative to their spread, that rounding causes in any model."""
+"""Dtype -> difference of logits, relative to their spread, that rounding causes in any model."""
 _AMPLIFIED: Final = 4.0
 """Allowed difference, as a multiple of the change that one rounding of the embeddings causes. Tiny random models of
 many families had 0.3 to 1.2. A mixture of experts may have more, if rounding changes the choice of experts."""
@@ -52,7 +52,8 @@ class _Probe:
         self._masks: dict[int, tuple[Tensor, int | str | None]] = {}
 
     def mask(self, *args: Any, **kwargs: Any) -> Tensor:
-        """transformers' mask function. It records which keys the mask shows to which queries."""
+        """Replacement for transformers' mask function. It records the mask, from which the visible keys of each query
+        are read."""
         length, device, given = kwargs["q_length"], kwargs.get("device", torch.device("cpu")), kwargs["attention_mask"]
         window: int | str | None = _MORE
         if not kwargs.get("use_vmap") and (given is None or bool(given.all())):
@@ -83,8 +84,8 @@ class _Probe:
 
 
 def _window_of(visible: Callable[..., Tensor], positions: int, device: Any) -> int | str | None:
-    """Number of tokens that a mask function shows to each query, itself included; None for all. A string describes a
-    mask that does anything else than hide later tokens and those behind a window."""
+    """Number of tokens that each query may attend to by this mask function, itself included; None: all earlier tokens.
+    If the mask is not simply causal with an optional sliding window, the result is a text that describes it."""
     found = []
     zero = torch.tensor(0, device=device)
     for query in (positions - 1, positions - 2, positions // 2):
@@ -107,8 +108,8 @@ def _window_of(visible: Callable[..., Tensor], positions: int, device: Any) -> i
 def probe_layers(hf: Any, network_positions: int) -> list[LayerCache]:
     """Shapes of K and V per token and the window of each layer, for a model with weights.
 
-    Raises ModelLoadError for layers that Chairlift's attention cannot compute: masks of another form, keys of other
-    tokens than the step's, or attention outside of transformers' interface.
+    Raises ModelLoadError for layers that Chairlift's attention cannot compute: masks of another form, keys of tokens
+    outside the step, or attention that does not use transformers' interface.
     """
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
@@ -142,19 +143,20 @@ class Comparison:
     """Difference between the flat batches and transformers' eager attention."""
 
     difference: float
-    """Mean difference over the tokens of the first step, or of later steps if that is larger, relative to the spread of
-    their logits."""
+    """Mean difference of logits, relative to the spread of the logits: the maximum of the first step's mean and the
+    later steps' mean."""
     tolerance: float
-    """Difference that rounding explains."""
+    """Maximum difference that rounding can explain."""
     seconds: float
 
 
 @torch.inference_mode()
 def compare_with_eager(model: TransformersLM) -> Comparison:
-    """Run two short requests with transformers' eager attention, and in four flat batches with paged KV.
+    """Compare the logits of two short requests: transformers' eager attention against four flat batches with paged KV.
 
-    One request is in chunks, and decodes run beside chunks. It costs as much as a prompt of about 100 tokens, in six
-    passes, and no second copy of the weights. Raises ModelLoadError if rounding does not explain the difference.
+    One request is prefilled in chunks, and decodes run in the same batches as chunks. The comparison costs about as
+    much as a prompt of 100 tokens, in six passes, and needs no second copy of the weights. Raises ModelLoadError if
+    rounding does not explain the difference.
     """
     start, hf = time.monotonic(), model.hf
     vocab, device = model.config.vocab_size, hf.device
@@ -173,7 +175,7 @@ def compare_with_eager(model: TransformersLM) -> Comparison:
         firsts.append(away[:first])
         laters.append(away[first:])
         noises.append(noise)
-    # max() returns NaN if there is one
+    # max() returns NaN if one of the values is NaN.
     difference = float(torch.stack([torch.cat(firsts).mean(), torch.cat(laters).mean()]).max())
     tolerance = max(_FLOORS[model.dtype], _AMPLIFIED * float(torch.cat(noises).mean()))
     if not difference <= tolerance:
@@ -192,7 +194,7 @@ def _version() -> str:
 
 
 def _distance(difference: Tensor, spread: Tensor) -> Tensor:
-    """Root mean square over the vocabulary for each token, divided by the token's spread."""
+    """Root mean square of the difference over the vocabulary, per token, divided by the token's spread."""
     return difference.square().mean(-1).sqrt() / spread
 
 
@@ -203,7 +205,7 @@ def _eager(hf: Any, ids: Tensor) -> Tensor:
 
 
 def _shaken(hf: Any, ids: Tensor) -> Tensor:
-    """Logits with embeddings that differ by one rounding."""
+    """Logits for embeddings that are changed by one rounding step."""
 
     def shake(module: Any, args: Any, out: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -218,7 +220,7 @@ def _shaken(hf: Any, ids: Tensor) -> Tensor:
 
 
 def _paged(model: TransformersLM, ids: Tensor) -> list[Tensor]:
-    """Logits of both requests, computed in flat batches with blocks that are not contiguous."""
+    """Logits of both requests, computed in flat batches whose KV blocks are not contiguous."""
     spec, device = model.kv_cache_spec(), ids.device
     blocks = -(-_LENGTHS[0] // _BLOCK)
     table = torch.arange(2 * blocks, device=device).view(blocks, 2).t().flip(1)

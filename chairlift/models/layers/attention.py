@@ -1,4 +1,4 @@
-"""Self-attention of a decoder layer. The context decides which tokens attend to which."""
+"""Self-attention of a decoder layer. The context decides which tokens attend to which tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ __all__ = ["Attention"]
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al., 2023); q, k and v are one product: [T, D] -> [T, D].
+    """Grouped-query attention (Ainslie et al., 2023); q, k and v are computed by one matmul: [T, D] -> [T, D].
 
-    q and k are normalised according to ``config.qk_norm``, and rotated if there is a table of cosines and sines.
-    With ``config.output_gate`` the product begins with a gate for the result of each head (Qwen3-Next).
-    Rotations that need more than a table come before the split of q, k and v: see :attr:`ModelConfig.rotates_apart`.
+    q and k are normalised according to ``config.qk_norm``, and rotated if there is a table of cosines and sines. With
+    ``config.output_gate``, the first rows of that matmul's result are a gate for each head's attention result
+    (Qwen3-Next). A rotation that needs more than a table is applied before q, k and v are split: see
+    :attr:`ModelConfig.rotates_apart`.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -65,7 +66,8 @@ class Attention(nn.Module):
             qkv = ops.clip(qkv, self.clip)
         if self.rotary is not None:
             frequencies, factor = self.rotary.frequencies(positions.device), self.rotary.attention_factor
-            # A norm before it would be of type "head", which no family combines with such a rotation.
+            # No norm before the rotation is needed here: that would be type "head", and no family combines it with a
+            # separate rotation.
             qkv = ops.rotate_and_norm(qkv, positions, frequencies, factor, *heads, q_norm, k_norm, self.eps)
             q_norm = k_norm = None
         if self.query_scaling is not None:

@@ -21,7 +21,7 @@ __all__ = ["DecoderLayer"]
 class DecoderLayer(nn.Module):
     """Attention, a recurrent mixer or both, and an MLP or experts, added to the residual stream: [T, D] -> [T, D].
 
-    A layer may lack either half. ``config.block`` gives the places of the norms.
+    A layer may lack the first or the second of these two halves. ``config.block`` gives the positions of the norms.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -61,14 +61,14 @@ class DecoderLayer(nn.Module):
         return self._fed(x + attended)
 
     def _fed(self, x: Tensor) -> Tensor:
-        """``x`` and the result of the MLP for it, if there is one."""
+        """``x`` plus the MLP's result for it, or ``x`` itself if the layer has no MLP."""
         if self.mlp is None:
             return x
         inner: Tensor = self.mlp(_normed(self.post_attention_layernorm, x))
         return x + self._scaled(_normed(self.mlp_out_norm, inner))
 
     def _mixed(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:
-        """Result of attention, or of the mixer in its place, for ``x``."""
+        """Result of attention for ``x``, or of the recurrent mixer that replaces attention."""
         return self._attended(x, rotary, positions, ctx) if self.mixer is None else self._recurred(x, ctx)
 
     def _attended(self, x: Tensor, rotary: ops.Rotary | None, positions: Tensor, ctx: AttentionContext) -> Tensor:

@@ -16,7 +16,8 @@ __all__ = ["DeltaNetMixer"]
 
 
 class DeltaNetMixer(nn.Module):
-    """[T, D] -> [T, D]: products for q, k, v and a gate, the gated delta rule, and a product of what it reads."""
+    """A gated delta net: linear layers for q, k, v and a gate, the gated delta rule, and an output linear layer: [T, D]
+    -> [T, D]."""
 
     float32_parameters = ("decay_log", "step_bias")
 

@@ -15,10 +15,10 @@ __all__ = ["MixtureOfExperts"]
 
 
 class _Gate(nn.Module):
-    """The router's weight [out, in]. Products with it are in float32, and no format packs it.
+    """Weight [out, in] of the router. Its matmul is computed in float32, and the weight is never packed.
 
-    With ``biased`` there is a bias [out]. With ``corrected`` there is a bias for the choice of experts only, in float32
-    whatever the model's dtype.
+    With ``biased`` there is a bias [out]. With ``corrected`` there is a float32 bias that only affects which experts
+    are chosen.
     """
 
     float32_parameters = ("e_score_correction_bias",)
@@ -36,7 +36,8 @@ class _Gate(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Weights of all experts: gate above up, [E 2 I, D], and down, [E D, I]; both have biases, or neither."""
+    """Weights of all experts of a layer: gate and up, [E 2 I, D], with gate's rows first, and down, [E D, I]. Either
+    both have biases or neither has."""
 
     def __init__(self, count: int, hidden: int, inner: int, *, biased: bool) -> None:
         super().__init__()
@@ -45,14 +46,14 @@ class _Experts(nn.Module):
 
     @property
     def biases(self) -> tuple[Tensor, Tensor] | None:
-        """[E 2 I] and [E D]."""
+        """Biases of gate and up [E 2 I], and of down [E D]; None if there are none."""
         first, second = self.gate_up_proj.bias, self.down_proj.bias
         return None if first is None or second is None else (first, second)
 
 
 class MixtureOfExperts(nn.Module):
-    """[T, D] -> [T, D]: each token passes the experts that it chooses, according to ``config.experts``; see
-    ``ops.experts``.
+    """[T, D] -> [T, D]: each token passes through the experts that the router chooses for it, as ``config.experts``
+    says; see ``ops.experts``.
 
     ``shared_expert`` is an MLP for every token. Raises InvariantError for a config without experts.
     """

@@ -14,9 +14,9 @@ __all__ = ["Adapted", "Embedding", "Linear", "Matrix", "Stack"]
 
 
 class Matrix(nn.Module):
-    """A layer with a weight [out, in], and an optional bias [out].
+    """Base class of layers with a weight [out, in] and an optional bias [out].
 
-    ``weight`` is an ordinary parameter until :meth:`take` replaces it by a weight of another ``format``. From then on
+    ``weight`` is an ordinary parameter until :meth:`take` replaces it by a weight of another ``format``. After that,
     the layer cannot be trained, saved or moved.
     """
 
@@ -33,21 +33,22 @@ class Matrix(nn.Module):
             nn.init.normal_(self.weight, std=0.02)
 
     def take(self, weight_format: WeightFormat, weight: Any) -> None:
-        """Use ``weight``, which ``weight_format`` made, and drop the old weight."""
+        """Replace the layer's weight by ``weight``, which ``weight_format`` created."""
         if not isinstance(weight, nn.Parameter):
             del self.weight  # a module stores parameters apart from other attributes
         self.format, self.weight = weight_format, weight
 
     def finish(self) -> None:
-        """Finish the weight: every row of weight and bias has been written."""
+        """Complete the weight's format. Call it after every row of weight and bias has been written."""
         self.format.finish(self.weight, self.bias)
 
 
 class Adapted(Protocol):
-    """A layer's result after adapters."""
+    """Function that adds the effect of adapters to a layer's result."""
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """``out`` [T, out], the layer's result for ``x`` [T, in], with what is added to rows that have an adapter."""
+        """Return ``out`` [T, out], the layer's result for ``x`` [T, in], after adding the adapters' terms to the rows
+        that use an adapter."""
         ...
 
 
@@ -55,7 +56,8 @@ class Linear(Matrix):
     """``x[T, in] -> x @ weight.T + bias``, [T, out]; for ``interleaved`` see :class:`MatrixShape`."""
 
     adapted: Adapted | None = None
-    """Low-rank products of adapters in plain torch; None without adapters, or where step programs add them."""
+    """Function that adds the low-rank terms of adapters in plain torch. None without adapters, and if step programs add
+    the terms."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, interleaved: bool = False) -> None:
         super().__init__(MatrixShape(out_features, in_features, interleaved), bias=bias)
@@ -76,7 +78,7 @@ class Embedding(Matrix):
 
 
 class Stack(Matrix):
-    """``count`` weights [out, in] of equal shape, one above the other: one per expert."""
+    """``count`` weights [out, in] of equal shape, stacked along the rows: one per expert."""
 
     def __init__(
         self, count: int, out_features: int, in_features: int, *, bias: bool = False, interleaved: bool = False

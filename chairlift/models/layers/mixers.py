@@ -18,7 +18,8 @@ __all__ = ["LSTMMixer", "Mamba2Mixer", "Mixer", "ShortConvMixer", "make_mixer"]
 
 
 class _Taps(nn.Module):
-    """Weight [W, 1, K] of a convolution of each channel by itself, and maybe a bias [W]; see :class:`ShortConv`."""
+    """Weight [W, 1, K] of a convolution that treats each channel separately, and an optional bias [W]; see
+    :class:`ShortConv`."""
 
     bias: nn.Parameter | None
 
@@ -31,7 +32,8 @@ class _Taps(nn.Module):
 
 
 class ShortConvMixer(nn.Module):
-    """[T, D] -> [T, D]: out(c conv(b x)), with b, c and x from one product of the input (LFM2)."""
+    """The short convolution layer of LFM2, out(c conv(b x)): [T, D] -> [T, D]. One linear layer computes b, c and x
+    from the input."""
 
     def __init__(self, config: ModelConfig, mixer: ShortConvConfig, layer: int) -> None:
         super().__init__()
@@ -55,7 +57,7 @@ class ShortConvMixer(nn.Module):
 
 
 class _GateNorm(nn.Module):
-    """Weight [I] of the gated norm of a Mamba-2 layer."""
+    """Weight [I] of the gated norm in a Mamba-2 layer."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -63,10 +65,12 @@ class _GateNorm(nn.Module):
 
 
 class Mamba2Mixer(nn.Module):
-    """[T, D] -> [T, D]: a product, the cell :class:`~chairlift.kernels.mamba2.Mamba2`, and another product."""
+    """A Mamba-2 layer: a linear layer, the cell :class:`~chairlift.kernels.mamba2.Mamba2`, and an output linear layer:
+    [T, D] -> [T, D]."""
 
     float32_parameters = ("A_log", "D", "dt_bias")
-    """Parameters that stay in float32 whatever the model's dtype is: decays in 16 bits drift over long texts."""
+    """Parameters that stay float32 in a model of any dtype. Decay rates in 16 bits would be too inexact for long
+    texts."""
 
     def __init__(self, config: ModelConfig, mixer: Mamba2Config, layer: int) -> None:
         super().__init__()
@@ -91,7 +95,7 @@ class Mamba2Mixer(nn.Module):
         self.conv = _Taps(self.shape.channels, mixer.taps, bias=mixer.conv_bias)
         self.A_log = nn.Parameter(torch.arange(1, mixer.heads + 1).float().log())
         self.D = nn.Parameter(torch.ones(mixer.heads))
-        # softplus of these are time steps from 0.001 to 0.1, evenly spaced on a logarithmic scale
+        # softplus of these values gives time steps from 0.001 to 0.1, evenly spaced on a logarithmic scale.
         self.dt_bias = nn.Parameter(torch.logspace(-3, -1, mixer.heads).expm1().log())
         self.norm = _GateNorm(mixer.inner) if mixer.norm else None
         self.out_proj = Linear(mixer.inner, hidden, bias=mixer.bias if mixer.out_bias is None else mixer.out_bias)
@@ -112,7 +116,8 @@ class Mamba2Mixer(nn.Module):
 
 
 class LSTMMixer(nn.Module):
-    """[T, D] -> [T, D]: the product of the inputs, then the cell :class:`~chairlift.kernels.lstm.LSTM`."""
+    """An LSTM layer: a linear layer for the inputs, then the cell :class:`~chairlift.kernels.lstm.LSTM`: [T, D] -> [T,
+    D]."""
 
     bias: nn.Parameter | None
 
@@ -144,7 +149,7 @@ Mixer = ShortConvMixer | Mamba2Mixer | DeltaNetMixer | LSTMMixer
 
 
 def make_mixer(config: ModelConfig, layer: int) -> Mixer | None:
-    """The recurrent mixer of a layer that ``config`` names; None where it has none."""
+    """Create the recurrent mixer that ``config`` gives to ``layer``; None if the layer has none."""
     mixer = config.mixer(layer)
     if isinstance(mixer, Mamba2Config):
         return Mamba2Mixer(config, mixer, layer)

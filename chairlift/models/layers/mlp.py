@@ -19,19 +19,19 @@ _ACTIVATIONS = {
     "relu2": "relu_squared",
     "swiglu": "silu_and_mul",
 }
-"""``config.mlp`` -> the operation, by name."""
+"""Value of ``config.mlp`` -> name of the operation between the MLP's linear layers."""
 
 
 class MLP(nn.Module):
     """[T, D] -> [T, D], according to ``config.mlp``.
 
-    ``swiglu`` (Shazeer, 2020) is down(silu(gate(x)) * up(x)), with gate and up as one product. ``geglu_tanh`` is the
-    same with gelu. ``gelu``, ``gelu_tanh``, ``relu`` and ``relu2`` (So et al., 2021) are down(activation(up(x))).
-    ``config.mlp_scales`` are factors of silu's input and of the result.
+    ``swiglu`` (Shazeer, 2020) is down(silu(gate(x)) * up(x)), with gate and up computed by one matmul. ``geglu_tanh``
+    is the same with gelu. ``gelu``, ``gelu_tanh``, ``relu`` and ``relu2`` (So et al., 2021) are
+    down(activation(up(x))). ``config.mlp_scales`` are factors of (silu's input, the result).
     """
 
     def __init__(self, config: ModelConfig, inner: int | None = None) -> None:
-        """Create the layers. ``inner`` is the inner width, if it is not ``config.intermediate_size``."""
+        """Create the layers. ``inner`` is the inner width; None means ``config.intermediate_size``."""
         super().__init__()
         hidden, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
         self.activation = _ACTIVATIONS[config.mlp]

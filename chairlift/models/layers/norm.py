@@ -45,7 +45,7 @@ class LayerNorm(nn.Module):
 
 
 def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """The norm of activations [T, D] that ``config.norm`` names."""
+    """Create the norm of activations [T, D] that ``config.norm`` names."""
     if config.norm in ("rms", "rms_offset"):
         return RMSNorm(config.hidden_size, config.norm_eps, offset=config.norm_offset)
     return LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm == "layer")

@@ -17,10 +17,10 @@ __all__ = ["RotaryEmbedding", "inverse_frequencies"]
 class RotaryEmbedding(nn.Module):
     """``positions[T]`` -> cos and sin, each [T, 1, Dh/2], scaled by the attention factor (YaRN, LongRoPE; otherwise 1).
 
-    If only ``rope.dim`` dimensions are rotated, the angle of the others is 0.
+    If only ``rope.dim`` dimensions are rotated, the angles of all other dimensions are 0.
 
-    They are computed for the positions of each step, not looked up: this costs microseconds, and a table for 128 Ki
-    positions would take 64 MiB. The frequencies are float32 whatever the model's dtype, and are never converted.
+    The values are computed in each step, not looked up in a table. Computing takes microseconds, while a table for 128
+    Ki positions would take 64 MiB. The frequencies are always float32, whatever the model's dtype.
     """
 
     def __init__(self, head_dim: int, rope: RopeConfig, max_position_embeddings: int) -> None:
@@ -46,7 +46,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig, max_position_embeddings: int) -> tuple[Tensor, float]:
-    """Return the rotation per position of each pair of dimensions, float32 [head_dim / 2], and the attention factor.
+    """Return (radians per position of each pair of dimensions, float32 [head_dim / 2]; attention factor).
 
     ``dynamic`` (NTK-aware scaling) is static here: the base for the longest context, ``factor`` times
     ``max_position_embeddings``, is used at every length. transformers changes the base as a sequence grows, after keys
@@ -71,7 +71,8 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig, max_position_embeddings
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1: long wavelengths are divided by ``factor``, short ones are unchanged, with a smooth transition."""
+    """Frequencies of Llama 3.1: low frequencies are divided by ``factor``, high frequencies are unchanged, with a
+    smooth transition between them."""
     context = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / plain
     smooth = (context / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -81,7 +82,7 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(periods: Tensor, head_dim: int, rope: RopeConfig) -> Tensor:
-    """YaRN (Peng et al., 2023): dimensions of high frequency are unchanged, those of low frequency are interpolated."""
+    """Frequencies of YaRN (Peng et al., 2023): high frequencies are unchanged, low frequencies are interpolated."""
 
     def dimension_of(rotations: float) -> float:
         turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)

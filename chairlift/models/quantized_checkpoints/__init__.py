@@ -1,9 +1,9 @@
-"""Directories with quantised weights: one module for each ``quant_method`` of config.json.
+"""Readers for directories with quantised weights: one module for each ``quant_method`` of config.json.
 
 A quantised layer is stored in several tensors. The loader sees them as one tensor with the layer's name and shape in
-the original model. Layers that are stored plainly are recognised by the names in the files, so the lists and patterns
-of ``ignore`` and ``modules_to_not_convert`` are not needed. The kernels round activations in their own way, whatever
-the file says.
+the original model. Unquantised layers are recognised by the names in the files, so the lists and patterns of ``ignore``
+and ``modules_to_not_convert`` are not needed. Settings for the rounding of activations are ignored: the kernels round
+in their own way.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _METHODS: Final[Mapping[str, Callable[[Settings], Method]]] = {
     "mxfp4": mxfp4.method,
 }
 _NAMES: Final[Mapping[str, tuple[str, str]]] = {"mxfp4": ("_", "")}
-"""Per method: the separator between a layer's name and the endings of its tensors, and the ending of the original
-weight. The default is ``.`` and ``.weight``."""
+"""``quant_method`` -> (separator between a layer's name and the suffixes of its tensors, suffix of the original
+weight). Methods that are not listed have ``.`` and ``.weight``."""
 
 
 def with_whole_weights(tensors: dict[str, Any], model_dir: Path) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def with_whole_weights(tensors: dict[str, Any], model_dir: Path) -> dict[str, An
     """
     path = model_dir / "config.json"
     config = read_json(path) if path.is_file() else {}
-    # key of old compressed-tensors versions
+    # ``compression_config`` is the key of old compressed-tensors versions.
     raw = config.get("quantization_config") or config.get("compression_config")
     if not raw:
         return tensors

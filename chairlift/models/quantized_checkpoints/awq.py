@@ -1,4 +1,4 @@
-"""``quant_method`` awq, version ``gemm``: 4 bits in groups with zero points, as AutoAWQ writes them."""
+"""``quant_method`` awq, version ``gemm``: 4 bits in groups with zero points, the format of AutoAWQ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from chairlift.models.quantized_checkpoints.settings import Settings
 __all__ = ["method"]
 
 _ORDER: Final = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-"""Nibble of each of the eight outputs in a word."""
+"""For each of eight outputs, the index of its nibble in a 32-bit word."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Awq:
 
 
 def _outputs(words: StoredTensor, first: int, last: int) -> Tensor:
-    """Nibbles of [inputs, outputs / 8] words for some outputs: uint8 [outputs, inputs]."""
+    """Nibbles of words [inputs, outputs / 8] for outputs ``first`` to ``last`` (excluded): uint8 [outputs, inputs]."""
     begin, end = first // 8, -(-last // 8)
     packed = words.columns(begin, end)  # [words, inputs]
     nibbles = unpacked(packed.unsqueeze(-1).flatten(0, 1), 4)  # [words * inputs, 8]

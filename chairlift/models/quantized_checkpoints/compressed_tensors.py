@@ -40,7 +40,7 @@ class _Weights:
     symmetric: bool
     strategy: str
     group: int
-    """-1 if scales are not per group."""
+    """Number of columns that share a scale; -1 if scales are not per group."""
     block: tuple[int, int] | None
 
 
@@ -88,7 +88,7 @@ class _PackQuantized:
         return IntegerRows((n, k), _kind(self.weights, k), codes, scales, zeros)
 
     def _columns(self, layer: StoredLayer, packed: StoredTensor) -> int:
-        """Number of columns of the weight; the last word of a row may be partly filled."""
+        """Number of columns of the weight. The last word of a row may be only partly used."""
         per_word = 32 // self.weights.bits
         n, words = packed.shape
         if "weight_shape" not in layer:
@@ -114,7 +114,7 @@ def _kind(weights: _Weights, k: int) -> GroupKind:
 
 
 def _scales(weights: _Weights, layer: StoredLayer, n: int, k: int) -> tuple[_Read, tuple[int, ...]]:
-    """Function that reads scales [rows, groups or 1], and their shape in the file."""
+    """(function that reads scales [rows, groups or 1], shape of the scales in the file)."""
     shapes: dict[str, list[tuple[int, ...]]] = {
         "tensor": [(1,), (), (1, 1)],
         "channel": [(n, 1)],
@@ -141,7 +141,8 @@ def _has_zeros(weights: _Weights, layer: StoredLayer) -> bool:
 
 
 def _packed_by_output(words: StoredTensor, bits: int, first: int, last: int) -> Tensor:
-    """Codes of [outputs * bits / 32, groups] words for some outputs: uint8 [outputs, groups]."""
+    """Codes of words [outputs * bits / 32, groups] for outputs ``first`` to ``last`` (excluded): uint8 [outputs,
+    groups]."""
     per_word = 32 // bits
     begin, end = first // per_word, -(-last // per_word)
     packed = words.rows(begin, end)
@@ -154,11 +155,11 @@ _FORMATS: Final[Mapping[str, tuple[type[Any], str, tuple[int, ...], tuple[str, .
     "int-quantized": (_IntQuantized, "int", (8,), ("tensor", "channel", "group")),
     "pack-quantized": (_PackQuantized, "int", (4, 8), ("tensor", "channel", "group")),
 }
-"""Format name -> class, and the supported types, widths and strategies."""
+"""Name of a format -> (class that reads it, supported type, widths in bits, strategies)."""
 
 
 def method(settings: Settings) -> Method:
-    """Read the settings. Raises ModelLoadError for settings that would be computed wrongly."""
+    """Read the settings. Raises ModelLoadError for settings that this package cannot compute correctly."""
     settings.absent("kv_cache_scheme", "transform_config")
     if (sparsity := settings.part("sparsity_config")) is not None:
         sparsity.one_of("format", ("dense",), "dense")  # older versions write it for weights without sparsity

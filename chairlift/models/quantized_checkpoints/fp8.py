@@ -11,7 +11,7 @@ from chairlift.models.quantized_checkpoints.settings import Settings
 __all__ = ["method"]
 
 _INVERSE = "weight_scale_inv"
-"""Factor of the weight, in spite of its name."""
+"""Suffix of the scale tensor. Despite the name, the weight is multiplied by it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,6 @@ class _Fp8:
 
 
 def method(settings: Settings) -> _Fp8:
-    """Read the settings. Raises ModelLoadError for scales of activations in the file."""
+    """Read the settings. Raises ModelLoadError if the file contains scales for activations."""
     settings.one_of("activation_scheme", ("dynamic",), "dynamic")
     return _Fp8(settings.block("weight_block_size"))

@@ -29,9 +29,9 @@ class _Gptq:
     group: int
     symmetric: bool
     reordered: bool
-    """Whether groups have columns that are not adjacent (``desc_act``), so that ``g_idx`` is needed."""
+    """Whether the columns of a group may be scattered (``desc_act``). If so, ``g_idx`` gives each column's group."""
     zero_shift: int
-    """Number added to a stored zero point: version 1 of the format stores one less."""
+    """Number to add to a stored zero point. Version 1 of the format stores the zero point minus one."""
     marks: frozenset[str] = frozenset({"qweight", "qzeros", "scales", "g_idx"})
     companions: frozenset[str] = frozenset()
 
@@ -64,7 +64,7 @@ class _Gptq:
         return IntegerRows((n, k), kind, codes, scales.columns, None if self.symmetric else zero_codes)
 
     def _zeros(self, stored: StoredTensor | None, groups: int, first: int, last: int) -> Tensor:
-        """Zero points of some outputs: uint8 [outputs, groups]."""
+        """Zero points of outputs ``first`` to ``last`` (excluded): uint8 [outputs, groups]."""
         if self.symmetric or stored is None:
             return torch.full((last - first, groups), 1 << (self.bits - 1), dtype=torch.uint8)
         per_word = 32 // self.bits
@@ -75,7 +75,7 @@ class _Gptq:
         return (outputs + self.zero_shift) & ((1 << self.bits) - 1)
 
     def _order(self, layer: StoredLayer, k: int, group: int, groups: int) -> Tensor | None:
-        """int64 [in], group of each column; None if the groups are in order."""
+        """int64 [in], the group of each column; None if each group is a run of adjacent columns, in order."""
         if "g_idx" not in layer and not self.reordered:
             return None
         order = layer.take("g_idx", ("I32", "I64"), (k,)).read().long()

@@ -1,4 +1,4 @@
-"""Tensors of one quantised layer, and the conversion of their integers to rows."""
+"""The tensors of one quantised layer, and how their integers become rows of the weight."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ __all__ = [
 FLOATS: Final = ("F32", "F16", "BF16")
 """Allowed dtypes of scales."""
 _Read = Callable[[int, int], Tensor]
-"""(first row, row after the last) -> data of these rows."""
+"""Function from (first row, row after the last) to the data of these rows."""
 
 
 class Method(Protocol):
-    """A ``quant_method`` with its settings."""
+    """A ``quant_method`` together with its settings."""
 
     @property
     def marks(self) -> frozenset[str]:
-        """Last parts of names that mark quantised layers."""
+        """Last parts of tensor names by which a quantised layer is recognised."""
 
     @property
     def companions(self) -> frozenset[str]:
-        """Last parts of other names that such a layer may have."""
+        """Last parts of further tensor names that a quantised layer may have."""
 
     def rows(self, layer: StoredLayer) -> StoredRows:
         """The layer's weight [out, in]. Raises ModelLoadError for tensors that do not fit together."""
@@ -49,14 +49,14 @@ class Method(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in an open file."""
+    """A tensor in an open safetensors file."""
 
     name: str
     file: Any
     shape: tuple[int, ...]
 
     def read(self) -> Tensor:
-        """A view of the file."""
+        """View of the tensor in the file."""
         try:
             tensor: Tensor = self.file.get_tensor(self.name)
         except (SafetensorError, OSError, RuntimeError) as error:
@@ -64,14 +64,14 @@ class StoredTensor:
         return tensor
 
     def rows(self, first: int, last: int) -> Tensor:
-        """A copy of some rows. The file's pages are released."""
+        """Copy of rows ``first`` to ``last`` (excluded). The file's pages are released."""
         view = self.read()[first:last]
         found = _copied(view)
         by_slices(view, lambda *_: None, mapped=True)
         return found
 
     def columns(self, first: int, last: int) -> Tensor:
-        """A copy of some columns, each as a row."""
+        """Copy of columns ``first`` to ``last`` (excluded), transposed: each column becomes a row."""
         whole = self.read()
         found = _copied(whole[:, first:last].t())
         by_slices(whole, lambda *_: None, mapped=True)
@@ -79,32 +79,34 @@ class StoredTensor:
 
 
 def _copied(view: Tensor) -> Tensor:
-    """A copy with the normal strides of its shape; ``contiguous`` may keep other strides where a side has length 1."""
+    """Copy of a tensor with the usual strides for its shape. ``contiguous`` may keep unusual strides where a side has
+    length 1."""
     return view.clone(memory_format=torch.contiguous_format)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """One layer's tensors by the last part of their names."""
+    """Tensors of one quantised layer, by the last part of their names."""
 
     name: str
     where: str
     files: Mapping[str, Any]
     separator: str = "."
-    """Separator between the name and the endings."""
+    """Separator between the layer's name and the last part of a tensor's name."""
 
     def __contains__(self, ending: str) -> bool:
         return ending in self.files
 
     def fail(self, ending: str, problem: str) -> NoReturn:
-        """Raise ModelLoadError for one of the tensors."""
+        """Raise ModelLoadError about the tensor whose name ends with ``ending``."""
         raise ModelLoadError(
             f"{self.where}: tensor {self.name}{self.separator}{ending} {problem}; check that config.json and the"
             " weights belong together, and download the model again"
         )
 
     def take(self, ending: str, dtypes: Iterable[str], *shapes: tuple[int, ...], rank: int = 2) -> StoredTensor:
-        """One of the tensors. It must have one of ``dtypes`` (safetensors' names) and, if given, one of ``shapes``."""
+        """The tensor whose name ends with ``ending``. It must have one of ``dtypes`` (safetensors' names) and, if
+        given, one of ``shapes``."""
         if ending not in self.files:
             self.fail(ending, f"is missing beside {', '.join(sorted(self.files))}")
         name, file = f"{self.name}{self.separator}{ending}", self.files[ending]
@@ -119,11 +121,11 @@ class StoredLayer:
 
 
 class IntegerRows(StoredRows):
-    """A weight of integers: ``scale * (code - zero)``."""
+    """A weight of integers in groups. Its value is ``scale * (code - zero)``."""
 
     def __init__(self, shape: tuple[int, int], kind: GroupKind, codes: _Read, scales: _Read, zeros: _Read | None):
-        """Create from functions. ``codes`` gives uint8 [rows, in]; ``scales`` and ``zeros`` of any dtype, [rows,
-        groups] or [rows, 1]. Without ``zeros`` the zero is the kind's own."""
+        """Create from functions that read rows. ``codes`` returns uint8 [rows, in]; ``scales`` and ``zeros`` return any
+        dtype, [rows, groups] or [rows, 1]. Without ``zeros``, the zero point is that of ``kind``."""
         self._shape, self._kind, self.kind = shape, kind, kind
         self._codes, self._scales, self._zeros = codes, scales, zeros
 
@@ -156,7 +158,8 @@ class FloatRows(StoredRows):
 
 
 def group_of_rows(in_features: int) -> int:
-    """Group size for repeating the scale of a whole row: the one that needs fewest scales."""
+    """Group size for a weight with one scale per row. It is the largest supported group, so that the scale is repeated
+    least often."""
     return next((group for group in (128, 64) if in_features % group == 0), 32)
 
 

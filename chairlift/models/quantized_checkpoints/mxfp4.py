@@ -1,4 +1,4 @@
-"""``quant_method`` mxfp4, the format of gpt-oss. Only its experts are quantised."""
+"""``quant_method`` mxfp4, the format of gpt-oss. Only the weights of experts are quantised."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from chairlift.models.stored_rows import StoredRows
 __all__ = ["method"]
 
 _BIAS = 127
-"""Bias of an 8-bit exponent (e8m0): its value is 2 ** (exponent - bias)."""
+"""Bias of an 8-bit exponent (e8m0). The value is 2 ** (exponent - bias)."""
 
 
 class _Stack(StoredRows):
-    """Rows [E R, K] of a weight that is [E, K, R] in the original model.
+    """Rows [E R, K] of the experts' weights, which are [E, K, R] in the original model.
 
     ``blocks`` are uint8 [E, R, K / 32, 16], two codes per byte, the first in the low half. ``scales`` are exponents,
-    uint8 [E, R, K / 32]. An exponent of 255 means "not a number", and becomes infinity.
+    uint8 [E, R, K / 32]. The exponent 255 means "not a number" and is converted to infinity.
     """
 
     kind = GroupKind(4, GROUP, e2m1=True)
@@ -43,7 +43,7 @@ class _Stack(StoredRows):
         first, last, _ = rows.indices(len(self))
         packed, exponents = (each.read().flatten(0, 1)[first:last] for each in (self._blocks, self._scales))
         codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
-        # The values of codes are doubled to be integers, so the scales are halved.
+        # Codes are stored as twice their value, so that they are integers. Scales are halved to compensate.
         scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - _BIAS - 1)
         for view in (packed, exponents):
             by_slices(view, lambda *_: None, mapped=True)
@@ -66,5 +66,6 @@ class _MXFP4:
 
 
 def method(settings: Settings) -> _MXFP4:
-    """Return the method. It has no settings: ``modules_to_not_convert`` lists layers that are stored plainly."""
+    """Return the method. It reads no settings: layers in ``modules_to_not_convert`` are recognised because they are not
+    quantised in the file."""
     return _MXFP4()

@@ -1,4 +1,5 @@
-"""Checked access to ``quantization_config``. An unsupported setting is refused with its key, value and choices."""
+"""Checked access to ``quantization_config``. An unsupported setting raises an error that names key, value and allowed
+values."""
 
 from __future__ import annotations
 
@@ -12,26 +13,26 @@ __all__ = ["Settings"]
 
 
 class Settings:
-    """A JSON object; ``where`` names it in messages. Every failure is a ModelLoadError."""
+    """A JSON object with settings. ``where`` names the object in messages. Every failure raises ModelLoadError."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.where = where
         self._raw = raw
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The unchecked value; ``default`` if it is missing or null."""
+        """The unchecked value of ``key``; ``default`` if it is missing or null."""
         value = self._raw.get(key)
         return default if value is None else value
 
     def refuse(self, key: str, supported: str) -> NoReturn:
-        """Raise an error for the value of ``key``."""
+        """Raise an error that ``key`` has an unsupported value."""
         raise ModelLoadError(
             f"{self.where}: {key} = {self.get(key)!r:.80} is not supported; supported: {supported}; use a version of"
             " the model with that, or the original weights"
         )
 
     def one_of(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
-        """The value, which must be one of ``allowed``."""
+        """Value of ``key``, which must be one of ``allowed``."""
         value = self.get(key, default)
         if not any(type(value) is type(each) and value == each for each in allowed):
             self.refuse(key, ", ".join(map(str, allowed)))
@@ -42,20 +43,21 @@ class Settings:
         return bool(self.one_of(key, (True, False), default))
 
     def absent(self, *keys: str) -> None:
-        """Refuse each of ``keys`` whose value is not null, false, 0 or empty."""
+        """Raise an error if one of ``keys`` has a value other than null, false, 0 or an empty one."""
         for key in keys:
             if self.get(key):
                 self.refuse(key, "none")
 
     def group_size(self) -> int:
-        """Number of columns that share a scale: a multiple of 32, or -1 for all of them."""
+        """Number of columns that share a scale: a multiple of 32, or -1 if all columns share one."""
         value = self.get("group_size", -1)
         if type(value) is not int or not (value == -1 or (0 < value <= 2**20 and value % 32 == 0)):
             self.refuse("group_size", "-1 (a whole row) and multiples of 32")
         return value
 
     def block(self, key: str) -> tuple[int, int] | None:
-        """(rows, columns) that share a scale, from a list or from ``"128x128"``; None if it is missing."""
+        """(rows, columns) of a block that shares a scale, from a list or from ``"128x128"``; None if ``key`` is
+        missing."""
         value = self.get(key)
         if value is None:
             return None
@@ -65,7 +67,7 @@ class Settings:
         self.refuse(key, "two numbers above 0, such as [128, 128]")
 
     def part(self, key: str) -> Settings | None:
-        """A nested object; None if it is missing."""
+        """The settings in the nested object ``key``; None if it is missing."""
         value = self.get(key)
         if value is not None and not isinstance(value, Mapping):
             self.refuse(key, "an object, or null")
