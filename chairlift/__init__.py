@@ -1,7 +1,7 @@
 """Chairlift: continuous batching for language models.
 
-``from chairlift import LLM, SamplingParams`` is all that offline use needs. Heavy modules are imported when a name that
-needs them is first used: ``import chairlift`` alone does not load torch.
+``from chairlift import LLM, SamplingParams`` is all that offline use needs. A heavy module is imported when one of its
+names is first used: ``import chairlift`` alone does not load torch.
 """
 
 from __future__ import annotations

@@ -10,18 +10,19 @@ __all__ = ["entry_point"]
 
 
 def entry_point() -> None:
-    """Entry point of the installed ``chairlift`` script. It does not return."""
+    """Entry point of the installed ``chairlift`` script. Exits the process; does not return."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    # ignored signals stay ignored
+    # Signals that the parent set to be ignored stay ignored.
     handled = [number for number, usually in usual.items() if signal.getsignal(number) is usually]
-    # main()'s imports take a while; the default handlers would print a traceback, or do nothing in a PID 1
+    # Importing main() takes a while. Until then, Python's own handlers would print a traceback on Ctrl-C; as process 1
+    # of a container the process would not react to SIGTERM at all.
     for number in handled:
         signal.signal(number, lambda number, _: os._exit(128 + number))
     from chairlift.cli.main import main
 
     if signal.SIGINT in handled:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.SIGTERM in handled:  # SIGTERM ends the command as Ctrl-C does
+    if signal.SIGTERM in handled:  # SIGTERM runs the same cleanup as Ctrl-C
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())
 

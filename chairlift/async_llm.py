@@ -33,7 +33,7 @@ _Result = TypeVar("_Result")
 
 
 class AsyncLLM:
-    """Continuous batching for any number of tasks of one event loop.
+    """An engine in its own process, shared by any number of tasks of one event loop.
 
     ::
 
@@ -42,7 +42,7 @@ class AsyncLLM:
                 print(output.outputs[0].text)
 
     ``model`` and the settings are those of :class:`~chairlift.llm.LLM`. When the engine's process dies, its requests
-    raise EngineDeadError and it is started again.
+    raise EngineDeadError, and a new process starts.
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **settings: Any) -> None:
@@ -99,13 +99,14 @@ class AsyncLLM:
         tenant: str = "",
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Answer a prompt (text or token ids). An async iterator of the answer so far, its new part, or its end
-        (``kind``).
+        """Generate text for one prompt (text or token ids), as an async iterator. ``kind`` selects whether an output
+        has all text so far, only the new text, or comes once at the end.
 
-        ``priority`` overrides that of the parameters. ``tenant`` is charged for the request, where tenants share
-        fairly. ``lora_request`` is the adapter to answer with; it is read at its first use. Leaving the loop, or
-        cancelling its task, ends the request. Raises RequestError for a request that cannot be served, QueueFullError
-        when the queue is full, EngineDeadError when the engine dies, ModelLoadError for an adapter that cannot be read.
+        ``priority`` overrides the priority in ``sampling_params``. ``tenant`` is the tenant that the policy charges for
+        the tokens. ``lora_request`` is the adapter; its files are read at its first use. Leaving the ``async for``
+        loop, or cancelling its task, ends the request. Raises RequestError for a request that cannot be served,
+        QueueFullError when the queue is full, EngineDeadError when the engine dies, ModelLoadError for an adapter that
+        cannot be read.
 
         ::
 
@@ -135,8 +136,9 @@ class AsyncLLM:
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """Embeddings of the texts, in their order; see :meth:`chairlift.llm.LLM.embed`.
 
-        Each text is a separate request in the queue. Texts of concurrent calls share passes. Cancelling the task ends
-        the call. Raises RequestError, QueueFullError when the queue is full, EngineDeadError when the engine dies.
+        Each text is a separate request in the queue. One forward pass computes texts of several concurrent calls.
+        Cancelling the task ends the call. Raises RequestError, QueueFullError when the queue is full, EngineDeadError
+        when the engine dies.
 
         ::
 
@@ -168,7 +170,7 @@ class AsyncLLM:
                 f"{self.config.model.model!r:.100} generates texts; for embeddings, scores or classes load another"
                 " model, or set runner to 'pooling' to embed with this one"
             )
-        # a thread tokenizes, which keeps the event loop free
+        # Tokenize in another thread, so that the event loop stays free.
         call = await asyncio.to_thread(ask, PooledCalls(engine.pooling_inputs))
         vectors = await engine.pool(call.texts)
         names = [text.request_id for text in call.texts]
@@ -181,14 +183,14 @@ class AsyncLLM:
     async def update_weights(self, source: str | Path, version: int, *, in_flight: str = "continue") -> EngineInfo:
         """Load other weights for the same network from a directory, and use them from the next step on.
 
-        It works as :meth:`chairlift.llm.LLM.update_weights` and raises the same errors, but takes no tensors. Running
-        requests go on; their outputs tell the version of each token. Returns the new :attr:`info`, which has a new
-        fingerprint. An engine that dies is started again with the newest weights.
+        See :meth:`chairlift.llm.LLM.update_weights` for the arguments and errors; this method takes no tensors. Running
+        requests continue; their outputs give the weight version of each token. Returns the new :attr:`info`, which has
+        a new fingerprint. If the engine's process dies, the new process loads the newest weights.
         """
         return await self._started().update_weights(source, version, in_flight=in_flight)
 
     def remove_lora(self, lora_int_id: int) -> bool:
-        """Forget an adapter by its number; its requests go on. False where it is unknown."""
+        """Remove an adapter by its number; its running requests continue. Returns False for an unknown number."""
         return self._started().remove_lora(lora_int_id)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_variables: Any) -> list[int]:

@@ -1,4 +1,5 @@
-"""All settings of the engine: frozen dataclasses with a docstring under each field, in one flat name space.
+"""All settings of the engine, as frozen dataclasses with a docstring under each field. No two settings have the same
+name.
 
 Settings that vLLM also has use vLLM's names. Command-line flags and help texts are generated from this module.
 """
@@ -42,9 +43,10 @@ __all__ = [
 ]
 
 ONE_STATE: Final = 1 << 30
-"""Span of a block of recurrent states that is never complete: a request has one block for as long as it runs."""
+"""Value of ``state_span`` when one block of recurrent states covers a whole sequence, however long. The block never
+becomes full."""
 CPU_CACHE_SHARE: Final = 0.4
-"""Default share of the memory that the KV cache takes on a CPU."""
+"""Default fraction of the machine's memory that the KV cache takes on a CPU."""
 BUNDLED_MODEL = "bundled"
 """Name of the small model that comes with the package."""
 
@@ -107,13 +109,13 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_stored_responses": (0, 2**20),
     "max_stored_response_bytes": (0, 2**40),
 }
-"""Lowest and highest allowed value, inclusive."""
+"""Setting -> (lowest, highest) allowed value, both inclusive."""
 _TEXTS = {
     *("model", "revision", "tokenizer", "swap_directory"),
     *("host", "ray_address", "api_key_file", "chat_template", "otlp_traces_endpoint", "batch_dir", "lora_dir"),
     "allowed_local_media_path",
 }
-"""Settings that are free text. Other settings that are strings have a form that is checked."""
+"""Settings that are free text. All other text settings have a fixed form, which is checked."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +128,9 @@ class ModelConfig:
     revision: str | None = None
     """Branch, tag or commit of a model from the Hub."""
     tokenizer: str | None = None
-    """Directory with tokenizer.json, if it is not the model's own."""
+    """Directory with tokenizer.json, if it differs from the model's directory."""
     skip_tokenizer_init: bool = False
-    """Take and return token ids only."""
+    """Load no tokenizer: take and return token ids only."""
     dtype: str = "auto"
     """Data type of weights, activations and KV cache: auto (the model's own), float32, bfloat16 or float16."""
     quantization: str | None = None
@@ -151,15 +153,15 @@ class ModelConfig:
     """Steps recorded as CUDA graphs: lazy (when first needed), start (all at the start), or off (vLLM's
     enforce_eager)."""
     batch_invariant: bool = False
-    """Answers have the same bits whatever else is in the batch. On a GPU this costs speed; the native CPU kernels
-    always do it."""
+    """Answers have the same bits, whatever other requests are in the batch. On a GPU this costs speed; the native CPU
+    kernels always compute so."""
     max_model_len: int | None = None
-    """Longest sequence, prompt and answer together, in tokens. None: the model's own limit."""
+    """Maximum length of a sequence, prompt and answer together, in tokens. None: the model's own limit."""
     generation_config: str = "auto"
     """Defaults of temperature, top_p, top_k, min_p and repetition_penalty. auto: those in the model's
     generation_config.json. vllm: none from that file."""
     runner: str = "auto"
-    """Use of the model: auto (by its files), generate (texts) or pooling (embeddings, scores and classes)."""
+    """Use of the model: auto (decided by its files), generate (texts) or pooling (embeddings, scores and classes)."""
     pooling_type: str | None = None
     """Hidden state that becomes the embedding: LAST (last token), CLS (first token) or MEAN. None: as the files of
     sentence-transformers say, otherwise LAST for decoders and CLS for encoders."""
@@ -174,7 +176,8 @@ class ModelConfig:
     """Task that the prompt of a reranker states. None: passages that answer a web search, the default of its
     authors."""
     seed: int | None = None
-    """Seed from which requests without a seed get theirs, in order of arrival. None: new seeds in each run."""
+    """Seed from which seeds are drawn for requests without one, in order of arrival. None: different seeds in each
+    run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,21 +190,21 @@ class CacheConfig:
     """Data type of K and V: auto (the model's dtype), or int8, which holds almost twice as many tokens as bfloat16
     (native CPU kernels only)."""
     kv_cache_memory_bytes: int | None = None
-    """Memory for the KV cache. None: 40 % of the memory that the machine and its control group allow, or on a GPU the
-    rest of gpu_memory_utilization."""
+    """Memory for the KV cache. None: 40 % of the memory that the machine and its control group allow; on a GPU, what
+    weights and steps leave of gpu_memory_utilization."""
     gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory for weights, steps and KV cache together (GPU only)."""
+    """Fraction of the GPU's memory for weights, steps and KV cache together (GPU only)."""
     num_kv_blocks: int | None = None
     """Exact number of blocks per cache group, instead of a size in bytes."""
     enable_prefix_caching: bool = True
-    """Share the KV of equal beginnings of prompts between requests."""
+    """Reuse the KV of equal beginnings of prompts in several requests."""
     state_snapshot_interval: int | None = None
-    """Tokens between two snapshots of a recurrent model's state that the prefix cache keeps: a multiple of block_size.
-    None: such that snapshots take no more memory than K and V (1,024 for models without K and V)."""
+    """Number of tokens between two snapshots of a recurrent model's state that the prefix cache keeps: a multiple of
+    block_size. None: chosen so that snapshots take no more memory than K and V (1,024 for models without K and V)."""
     prefix_offload: bool = False
-    """Save evicted blocks of the prefix cache in the swap space, as far as preempted requests leave room."""
+    """Save evicted blocks of the prefix cache in the swap space, if preempted requests leave room."""
     swap_space_bytes: int | None = None
-    """Host memory for the KV of preempted requests. None: a tenth of the KV cache; 0: none."""
+    """Host memory for the KV of preempted requests. None: a tenth of the KV cache; 0: no swap space."""
     swap_directory: str | None = None
     """Directory for a file that holds the swap space, instead of memory."""
 
@@ -211,13 +214,14 @@ class SpeculativeConfig:
     """Settings of speculative decoding. Names are vLLM's."""
 
     method: str
-    """Source of the drafts: ngram, draft_model or medusa."""
+    """Method that makes the drafts: ngram, draft_model or medusa."""
     num_speculative_tokens: int = 8
-    """Most drafts of a row in one step."""
+    """Maximum number of drafts for one row in one step."""
     prompt_lookup_min: int = 3
-    """Length of the match, in tokens, that a draft of method ngram needs."""
+    """Number of tokens that must match before method ngram makes a draft."""
     model: str = ""
-    """Small model of method draft_model, or heads of method medusa: a directory, or a name on the Hugging Face Hub."""
+    """Small model for method draft_model, or heads for method medusa: a directory, or a name on the Hugging Face
+    Hub."""
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> SpeculativeConfig:
@@ -239,8 +243,8 @@ class SpeculativeConfig:
             raise ConfigError(f"speculative_config: method must be ngram, draft_model or medusa, got {method!r:.80}")
         if not isinstance(model, str) or bool(model) != (method != "ngram"):
             raise ConfigError(
-                "speculative_config: draft_model and medusa need a model, the directory or name of the small one or of"
-                f" the heads, and ngram has none; got method {method!r} and model {model!r:.200}"
+                "speculative_config: draft_model and medusa need model, the directory or name of the small model or of"
+                f" the heads; ngram takes no model; got method {method!r} and model {model!r:.200}"
             )
         for name, most in (("num_speculative_tokens", 64), ("prompt_lookup_min", 16)):
             number = given.get(name, 1)
@@ -253,31 +257,31 @@ class SpeculativeConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Scheduling: the order of requests and the contents of steps."""
+    """Settings of scheduling: order of requests, and contents of steps."""
 
     max_num_seqs: int = 256
-    """Most requests in a step."""
+    """Maximum number of requests in a step."""
     max_num_batched_tokens: int = 2048
     """Token budget of a step. A lower budget keeps decoding smooth, a higher one speeds up prompts."""
     scheduling_policy: str = "fcfs"
     """Order of requests: fcfs (first come, first served), priority (reservations, deadlines, priorities, fairness
     between tenants), or module:Class, a custom policy."""
     service_classes: str = ""
-    """JSON object with the classes of service and their promises, for the policy priority."""
+    """JSON object: name of a class of service -> its guarantees, for the policy priority."""
     tenant_weights: str = ""
-    """JSON object with the tenants whose share of the engine is not 1, for the policy priority."""
+    """JSON object: tenant -> weight, for the policy priority. A tenant that is not named has weight 1."""
     ageing_seconds: float = 30.0
-    """Seconds after which a waiting request gains one level of priority, if no request like it was admitted
+    """Seconds after which a waiting request gains one level of priority, if no similar request was admitted
     meanwhile."""
     late_requests: str = "downgrade"
     """Treatment of a request that can no longer meet its deadline: downgrade (it goes on without a deadline) or
     drop."""
     prefill_mode: str = "mixed"
     """Contents of a step: mixed (decodes, then prompts with the rest of the budget), prefill_first, decode_first,
-    separate (steps of one kind), or auto (whichever is predicted to take less time)."""
+    separate (only prompts or only decodes), or auto (mixed or separate, whichever is predicted to take less time)."""
     preemption_mode: str = "auto"
-    """How a running request is preempted: recompute, swap (its KV is saved in host memory), auto (the cheaper one), or
-    none (a request is admitted only with room for its longest answer)."""
+    """How a running request is preempted: recompute, swap (its KV is saved in host memory), auto (the cheaper of both),
+    or none (a request is admitted only if there is room for its longest possible answer)."""
     batching: str = "continuous"
     """continuous (a new batch in every step), or a baseline: static (requests of a batch end together), or dynamic
     (batches start as static ones do, and requests end one by one)."""
@@ -286,19 +290,20 @@ class SchedulerConfig:
     preferred_batch_sizes: str = ""
     """Sizes, like 4,8, at which a static or dynamic batch starts without waiting."""
     policy_share: float = 0.75
-    """Share of a step's prompt tokens that is given out in the policy's order, from 0.25 to 1. The rest goes to the
+    """Fraction of a step's prompt tokens that is assigned in the policy's order, from 0.25 to 1. The rest goes to the
     smallest requests, so that short prompts do not wait for long ones."""
     num_lookahead_steps: int | None = None
     """Steps scheduled ahead of the newest known tokens: 0, 1 or 2. None: 1 with Triton's kernels on a GPU, otherwise
     0."""
     speculative_config: str = ""
-    """JSON object that turns speculative decoding on, like {"method": "ngram"}. ngram drafts the tokens that followed
-    an earlier occurrence of the last few tokens; prompt_lookup_min (3) is the length of the match. draft_model drafts
-    with a small model with the same tokenizer, medusa with heads on the model's hidden state; both are named by model.
-    num_speculative_tokens (8) is the most drafts of a row. The number of drafts that are checked depends on the cost of
-    a step. Answers stay the same, bit for bit. Steps are then not scheduled ahead."""
+    """JSON object that turns speculative decoding on, such as {"method": "ngram"}. ngram drafts the tokens that
+    followed an earlier occurrence of the last few tokens; prompt_lookup_min (3) is the length of the match. draft_model
+    drafts with a small model that has the same tokenizer; medusa drafts with heads on the model's hidden state. The key
+    model names the small model or the heads. num_speculative_tokens (8) is the maximum number of drafts for a row. How
+    many of them are checked depends on the cost of a step. Answers stay the same, bit for bit. Steps are then not
+    scheduled ahead."""
     admission_watermark: float = 0.01
-    """Share of the blocks that stays free when a request joins a running batch."""
+    """Fraction of the blocks that stays free when a request joins a running batch."""
     governor: str = "off"
     """Controller that changes max_num_seqs, max_num_batched_tokens and admission_watermark at run time, up to the
     values set here: off, rules, shadow (decisions of the rules are logged, not applied), or module:Class, a custom
@@ -323,24 +328,24 @@ class SchedulerConfig:
         return SpeculativeConfig.parse(self.speculative_config) if self.speculative_config else None
 
     def takes_drafts(self, num_lookahead_steps: int, has_states: bool = False) -> bool:
-        """Whether steps can have drafts. A step with drafts is not scheduled before the previous one has landed, and a
-        rejected draft must not have changed a recurrent state.
+        """Whether steps can have drafts. They cannot if steps are scheduled ahead, because a step with drafts needs the
+        tokens of the previous step. They cannot with recurrent states, because a state cannot undo a rejected draft.
 
-        ``num_lookahead_steps`` is the executor's preference; above 0 it keeps the newest tokens for itself.
-        ``has_states``: whether the model has recurrent states. Raises ConfigError for a bad ``speculative_config``.
+        ``num_lookahead_steps`` is the executor's preference; above 0 the newest tokens stay on the executor's device.
+        ``has_states`` says whether the model has recurrent states. Raises ConfigError for a bad ``speculative_config``.
         """
         ahead = num_lookahead_steps or (self.speculation is None and self.num_lookahead_steps)
         return not ahead and not has_states
 
     @property
-    def most_running(self) -> int:
-        """Number of rows. It is limited by the token budget, because each running request must be able to take one
-        token in every step."""
+    def max_running(self) -> int:
+        """Maximum number of running requests. The token budget limits it, because each running request must be able to
+        take one token in every step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def promises(self) -> dict[str, ServiceClass] | None:
-        """The classes of service; None where the policy ignores promises."""
+        """Class of service -> its guarantees. None if the policy ignores classes."""
         return None if self.scheduling_policy == "fcfs" else parse_service_classes(self.service_classes)
 
 
@@ -349,22 +354,23 @@ class LoRAConfig:
     """Low-rank adapters. Names are vLLM's."""
 
     enable_lora: bool = False
-    """Serve adapters (LoRA) beside the model."""
+    """Serve adapters (LoRA) in addition to the model."""
     max_loras: int = 8
-    """Most different adapters in a step."""
+    """Maximum number of different adapters in a step."""
     max_lora_rank: int = 64
     """Largest rank of an adapter."""
     max_cpu_loras: int | None = None
-    """Most adapters in memory; others that were loaded are read again when they are asked for. None: 4 x max_loras."""
+    """Maximum number of adapters in memory. An adapter that was removed from memory is read again when a request needs
+    it. None: 4 x max_loras."""
 
     @property
     def num_cpu_loras(self) -> int:
-        """Most adapters in memory."""
+        """Maximum number of adapters in memory."""
         return 4 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
     @property
     def active(self) -> LoRAConfig | None:
-        """These settings; None where no adapters are served."""
+        """These settings; None if no adapters are served."""
         return self if self.enable_lora else None
 
 
@@ -396,8 +402,8 @@ class EngineConfig:
             raise ConfigError("preferred_batch_sizes are for batching static or dynamic; continuous never waits")
 
     def without_effect(self) -> list[str]:
-        """One sentence for each setting that has no effect with the other settings. They are not refused: a comparison
-        of settings uses the same ones in every run."""
+        """One sentence for each setting that has no effect together with the other settings. Such settings are not
+        refused, because a comparison uses the same settings in every run."""
         scheduler, given = self.scheduler, self.to_flat()
         plain, ungoverned = scheduler.scheduling_policy == "fcfs", scheduler.governor == "off"
         swaps = scheduler.preemption_mode in ("swap", "auto") and self.cache.swap_space_bytes != 0
@@ -433,8 +439,8 @@ class EngineConfig:
         """Build from ``{"max_num_seqs": 64, ...}``. An unknown name raises ConfigError with the most similar known
         name.
 
-        Amounts may be texts (``"4GB"``, ``"32k"``). Names that only vLLM has are translated, or refused with what to
-        use (:mod:`chairlift.vllm_names`).
+        Amounts may be texts (``"4GB"``, ``"32k"``). A name that only vLLM has is translated, or raises ConfigError with
+        the setting to use (:mod:`chairlift.vllm_names`).
         """
         parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "lora": {}}
         owners = {flag.name: flag.part for flag in flat_fields()}
@@ -461,31 +467,33 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Settings of ``chairlift serve`` besides those of the engine. Raises ConfigError when a value is out of range."""
+    """Settings of ``chairlift serve`` in addition to those of the engine. Raises ConfigError when a value is out of
+    range."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. An address beyond loopback needs an API key, or insecure."""
+    """Address to listen on. An address that other machines can reach needs an API key, or insecure."""
     port: int = 8000
-    """TCP port; 0 takes a free one."""
+    """TCP port; 0 selects a free port."""
     replicas: int = 1
-    """Engine processes that share the requests: on this machine, whose processors they divide, and by default the
-    memory for KV; or in a Ray cluster. Each holds the weights."""
+    """Number of engine processes that divide the requests. Each process holds the weights. On this machine they also
+    divide the processors and, by default, the memory for KV. With ray_address they run in a Ray cluster."""
     routing: str = "forecast"
-    """Choice of a replica for a request: forecast (earliest first token), prefix (longest beginning in its cache),
-    least (least work), p2c (better of two random ones) or rr (in turn). With the last two requests do not wait for a
-    replica that has room."""
+    """How a replica is chosen for a request: forecast (earliest first token), prefix (longest matching prefix in its
+    cache), least (least work), p2c (better of two random replicas) or rr (in turn). With p2c and rr a request does not
+    wait for a replica with room."""
     ray_address: str | None = None
-    """Ray cluster whose machines run the replicas: local (this machine; it ends with the server), auto (the one that
-    runs here), or HOST:PORT of its head. Needs chairlift[ray]. None: processes of this machine, without Ray."""
+    """Ray cluster whose machines run the replicas: local (a new one on this machine, which ends with the server), auto
+    (the cluster that runs on this machine), or HOST:PORT of a cluster's head. Needs chairlift[ray]. None: processes on
+    this machine, without Ray."""
     served_model_name: tuple[str, ...] = ()
-    """Names of the model for clients; answers carry the first. None: the model's own name."""
+    """Names of the model for clients; responses contain the first name. None: the model's own name."""
     api_key: tuple[str, ...] = ()
-    """Key that clients must send as a bearer token; may be repeated. The command line is visible to other users: prefer
-    a file."""
+    """Key that clients must send as a bearer token; may be repeated. Other users of the machine can see the command
+    line: prefer a file."""
     api_key_file: str | None = None
     """File with one API key per line."""
     insecure: bool = False
-    """Listen beyond loopback without an API key."""
+    """Allow an address that other machines can reach without an API key."""
     allowed_host: tuple[str, ...] = ()
     """Host name that clients may use in the Host header, besides the loopback names and the name of this machine."""
     chat_template: str | None = None
@@ -494,15 +502,17 @@ class ServerConfig:
     """Format of the model's tool calls. auto: the format that its chat template prints. none: requests with tools are
     refused."""
     reasoning_parser: str = "auto"
-    """Format of the model's reasoning. auto: as in its chat template. none: reasoning stays in the answer."""
+    """Format of the model's reasoning. auto: the format that its chat template prints. none: reasoning stays in the
+    answer."""
     lora_modules: tuple[str, ...] = ()
     """Adapter to serve from the start: name=path, name=Hub id, or {"name": ..., "path": ...}; may be repeated."""
     lora_dir: str | None = None
     """Directory from which the key named admin may load adapters while the server runs. None: no directory."""
     max_num_queued_reqs: int | None = None
-    """Most waiting requests; further ones are answered 429. None: 4 x max_num_seqs x replicas, at least 64."""
+    """Maximum number of waiting requests; further requests get status 429. None: 4 x max_num_seqs x replicas, at least
+    64."""
     max_num_queued_tokens: int | None = None
-    """Most prompt tokens of waiting requests. None: 32 x max_num_batched_tokens x replicas."""
+    """Maximum number of prompt tokens of all waiting requests. None: 32 x max_num_batched_tokens x replicas."""
     queue_timeout: float | None = None
     """Seconds that a request may wait for its first step, unless it has a queue_timeout of its own. None: no limit."""
     request_timeout: float = 600.0
@@ -510,19 +520,19 @@ class ServerConfig:
     stall_timeout: float = 60.0
     """Seconds after which a client that does not read its answer is disconnected."""
     shutdown_timeout: float = 30.0
-    """Seconds that running answers may still take after the server was told to stop."""
+    """Seconds that running requests may still take after the server was told to stop."""
     health_timeout: float = 30.0
-    """Seconds without a step, while there is work, after which the engine counts as stuck."""
+    """Seconds without a completed step, while there is work, after which the engine counts as stuck."""
     restart: bool = True
-    """Start the engine again when it dies. Without it the server exits."""
+    """Start the engine again when its process dies. Otherwise the server exits."""
     max_body_bytes: int = 4 * 1024 * 1024
-    """Longest request body."""
+    """Maximum length of a request body in bytes."""
     max_connections: int = 2048
-    """Most connections at a time."""
+    """Maximum number of open connections."""
     max_stored_responses: int = 1024
-    """Most responses kept in memory for clients that send store: true to /v1/responses; 0 keeps none."""
+    """Maximum number of responses stored for clients that send store: true to /v1/responses; 0 stores none."""
     max_stored_response_bytes: int = 64 * 1024 * 1024
-    """Most bytes of these responses, conversations included."""
+    """Maximum number of bytes of stored responses, conversations included."""
     metrics_prefix: str = "chairlift"
     """Prefix of the metrics' names: chairlift, or vllm for dashboards made for vLLM."""
     log_format: str = "text"
@@ -537,14 +547,15 @@ class ServerConfig:
     batch_dir: str | None = None
     """Directory for files and batches; it contains prompts. Without it /v1/files and /v1/batches are off."""
     batch_max_in_flight: int | None = None
-    """Most requests of batches in the engine at a time. None: half of max_num_seqs."""
+    """Maximum number of batch requests in the engine at a time. None: half of max_num_seqs."""
     max_batch_file_bytes: int = 200 * 1024 * 1024
-    """Largest file that may be uploaded for a batch."""
+    """Maximum size of a file uploaded for a batch, in bytes."""
     allowed_media_domains: tuple[str, ...] = ()
-    """Host from which images are fetched for requests that name an http or https address; may be repeated. Its private
-    addresses are refused. None: the server fetches nothing."""
+    """Host from which the server may fetch images that requests name by an http or https address; may be repeated.
+    Private network addresses of the host are refused. None: the server fetches nothing."""
     allowed_local_media_path: str | None = None
-    """Directory whose image files requests may name by file addresses: every client can read them. None: no files."""
+    """Directory whose image files requests may name by file: addresses: every client can read these files. None: no
+    files."""
     cors_origin: tuple[str, ...] = ()
     """Origin of web pages that may call this server, such as https://app.example.org; may be repeated. *: all
     origins."""
@@ -573,17 +584,17 @@ class ServerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that keep the same positions, or recurrent states of the same positions."""
+    """Layers that keep KV, or recurrent states, of the same positions."""
 
     num_blocks: int
-    """Blocks in the group's pool, the null block included."""
+    """Number of blocks in the group's pool, including the null block."""
     window: int | None = None
-    """None keeps every position (``full``); W keeps the last W (``window(W)``)."""
+    """None: the layers keep every position (``full``). W: the layers keep the last W positions (``window(W)``)."""
     num_host_blocks: int = 0
-    """Blocks in host memory that can hold the KV of preempted requests."""
+    """Number of blocks in host memory that can hold the KV of preempted requests."""
     state_span: int | None = None
-    """Positions per block in a group of recurrent states, of which a block holds one: a multiple of the block size, or
-    :data:`ONE_STATE`. None: the group holds K and V."""
+    """Positions per block in a group of recurrent states: a multiple of the block size, or :data:`ONE_STATE`. Each
+    block holds one state. None: the group holds K and V."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -592,9 +603,9 @@ class Flag:
 
     name: str
     part: str
-    """``model``, ``cache``, ``scheduler``, ``lora`` or ``server``."""
+    """Group that the setting belongs to: ``model``, ``cache``, ``scheduler``, ``lora`` or ``server``."""
     kind: type
-    """bool, int, float, str or list. It ignores that a setting may be None."""
+    """Type of the flag's value: bool, int, float, str or list. That a setting may also be None is not included."""
     default: Any
     help: str
     choices: tuple[str, ...] | None
@@ -612,7 +623,7 @@ def flat_fields() -> tuple[Flag, ...]:
 
 @functools.cache
 def server_fields() -> tuple[Flag, ...]:
-    """All settings of the server, likewise."""
+    """All settings of the server with type, default and help, in the order of declaration."""
     return tuple(_fields_of("server", ServerConfig))
 
 
@@ -628,7 +639,7 @@ def _fields_of(part: str, owner: type[Any]) -> list[Flag]:
 
 
 def _field_docs(owner: type) -> dict[str, str]:
-    """Docstring under each field of a dataclass."""
+    """Field of a dataclass -> text of the docstring under it."""
     body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
     docs: dict[str, str] = {}
     name = None
@@ -684,7 +695,7 @@ def _policy(scheduler: SchedulerConfig) -> None:
     weights = parse_tenant_weights(scheduler.tenant_weights)
     if name == "fcfs" and (scheduler.service_classes or weights):
         raise ConfigError("service_classes and tenant_weights need scheduling_policy 'priority'; 'fcfs' ignores them")
-    rows, most = sum(each.min_seqs for each in classes.values()), scheduler.most_running
+    rows, most = sum(each.min_seqs for each in classes.values()), scheduler.max_running
     if rows and rows >= most:
         raise ConfigError(
             f"service classes reserve {rows} rows, but of the {most} that max_num_seqs and max_num_batched_tokens"

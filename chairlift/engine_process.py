@@ -1,8 +1,9 @@
 """Main program of the engine's own process. Only the server starts it.
 
-Its standard input is a socket. The first message names the model; the process loads it and serves until the connection
-ends. It also dies when its parent dies for any reason. It ignores signals to the whole process group (from a terminal
-or a service manager): the parent handles them, and lets answers finish first.
+Its standard input is a socket to the server. The first message names the model; the process loads the model and serves
+until the connection ends. The process also dies when its parent dies for any reason. It ignores signals that a terminal
+or a service manager sends to the whole process group: the parent handles these signals, and lets running requests
+finish first.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PROGRESS_SECONDS = 0.1
 
 def main() -> None:
     """Run the engine. Exit codes: 0 the connection ended, 1 there was no connection, 2 the model cannot be loaded."""
-    die_with_parent(int(sys.argv[2]))  # the end of the connection alone would be noticed between steps only
+    die_with_parent(int(sys.argv[2]))  # during a step, the process would not notice that the connection ended
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=os.dup(0))
@@ -57,7 +58,7 @@ def main() -> None:
         while connection.backlog and not connection.closed:
             connection.receive(1.0)
         sys.exit(2)
-    # Objects that exist now live for ever, so the garbage collector skips them from now on.
+    # The objects that exist now live as long as the process, so the garbage collector need not scan them.
     gc.collect()
     gc.freeze()
     process.run()
@@ -89,7 +90,7 @@ def _load(connection: Connection, config: EngineConfig) -> CoreProcess | Pooling
 
 
 def _tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer | None:
-    """The tokenizer for grammars. The other process makes all text."""
+    """The tokenizer, used here only to compile grammars. The API process converts between text and tokens."""
     return None if config.model.skip_tokenizer_init else read_tokenizer(config, model_dir)
 
 
@@ -112,12 +113,12 @@ class _Progress:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._told = 0.0
+        self._last_report = 0.0
 
     def __call__(self, label: str, share: float) -> None:
         now = time.monotonic()
-        if share >= 1 or now - self._told >= _PROGRESS_SECONDS:
-            self._told = now
+        if share >= 1 or now - self._last_report >= _PROGRESS_SECONDS:
+            self._last_report = now
             self._connection.send(Loading(label, share))
 
 

@@ -39,7 +39,7 @@ __all__ = [
 
 
 class ChairliftError(Exception):
-    """Base of every error Chairlift raises on purpose."""
+    """Base class of every error that Chairlift raises on purpose."""
 
 
 class ConfigError(ChairliftError, ValueError):
@@ -64,7 +64,7 @@ class EngineDeadError(ChairliftError, RuntimeError):
     def __init__(self, message: str = "", *, taken: bool = False) -> None:
         super().__init__(message)
         self.taken = taken
-        """Whether the request had been accepted, and so is counted among the ended requests."""
+        """Whether the engine had accepted the request. The engine's metrics then count it as an ended request."""
 
 
 class OverloadedError(ChairliftError, RuntimeError):
@@ -76,12 +76,12 @@ class OverloadedError(ChairliftError, RuntimeError):
 
 
 class WorkerLostError(OverloadedError):
-    """The worker process of the request was killed from outside, and so was that of the second try."""
+    """The worker process of the request was killed from outside twice: in the first try and in the second."""
 
 
 class QueueFullError(OverloadedError):
-    """The queue is full: ``kind`` is ``requests`` or ``tokens`` for the limit that was reached, or ``forecast`` when
-    the request would wait longer than it may."""
+    """The queue is full. ``kind`` is the limit that was reached: ``requests``, ``tokens``, or ``forecast`` (the request
+    would wait longer than it may)."""
 
     def __init__(self, message: str, retry_after: float = 1.0, kind: str = "requests") -> None:
         super().__init__(message, retry_after)
@@ -93,7 +93,7 @@ class QueueTimeoutError(OverloadedError):
 
 
 class DivergedError(ChairliftError, RuntimeError):
-    """The loss or its gradient is not a finite number. The weights are those from before the step."""
+    """The loss or its gradient is not a finite number. The weights are unchanged since before the step."""
 
 
 class TemplateError(ChairliftError, ValueError):
@@ -105,4 +105,4 @@ class TemplateFailedError(TemplateError):
 
 
 class InvariantError(ChairliftError, AssertionError):
-    """An internal invariant does not hold. Raised by ``check_invariants()``; always a bug in Chairlift."""
+    """An internal invariant does not hold: always a bug in Chairlift. Raised by ``check_invariants()``."""

@@ -60,9 +60,10 @@ class LLM:
         llm = LLM("path-or-hub-id", max_num_seqs=64)
         print(llm.generate("Hi", SamplingParams(max_tokens=32))[0].outputs[0].text)
 
-    ``model`` is a directory or a Hugging Face Hub id; None is the small model that comes with the package. The fields
-    of :class:`~chairlift.config.EngineConfig` are keywords (``max_num_seqs=64``); unknown ones are refused by name.
-    Settings that only vLLM has are accepted where they change nothing; otherwise the error names the counterpart.
+    ``model`` is a directory or a Hugging Face Hub id; None selects the small model that comes with the package. Each
+    field of :class:`~chairlift.config.EngineConfig` is a keyword argument (``max_num_seqs=64``); an unknown keyword
+    raises ConfigError. A setting that only vLLM has is accepted if it changes nothing; otherwise the error names
+    Chairlift's setting for the same purpose.
 
     Raises ConfigError for a bad setting, ModelLoadError for a bad model.
     """
@@ -113,7 +114,7 @@ class LLM:
             _log.warning("prompts work, but chats will be refused: %s", error)
 
     def _load_pooling(self, progress: Progress | None) -> None:
-        """Load a model for embeddings, scores or classes, which needs no engine that generates."""
+        """Load a model for embeddings, scores or classes. Such a model needs no generating engine."""
         loaded = load_pooling(self.config, progress)
         self.info, self.notes = loaded.info, loaded.info.notes
         self.max_model_len, self.memory_plan = self.info.max_model_len, self.info.memory_plan
@@ -134,11 +135,11 @@ class LLM:
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """Embeddings of the texts, in their order, as ``output.outputs.embedding``.
 
-        Prompts are texts or lists of token ids. A prompt that is too long is refused with the numbers, unless
-        ``truncate_prompt_tokens`` says how many of its first tokens to keep (-1: as many as the model takes).
-        ``dimensions`` shortens embeddings of models that were trained for it. ``prompt_name`` selects a prompt in the
-        model's files to put before each text; None selects the model's default, if it has one. Raises RequestError,
-        also for a model that gives no embeddings.
+        Prompts are texts or lists of token ids. A prompt that is too long raises RequestError, unless
+        ``truncate_prompt_tokens`` gives the number of its first tokens to keep (-1: as many as the model takes).
+        ``dimensions`` shortens the embeddings of models that were trained for shortened embeddings. ``prompt_name``
+        selects a prompt in the model's files to put before each text; None selects the model's default, if it has one.
+        Raises RequestError for a bad prompt or argument, and for a model without embeddings.
 
         ::
 
@@ -153,7 +154,7 @@ class LLM:
     def encode(
         self, prompts: Prompt | Sequence[Prompt], *, pooling_task: str = "embed"
     ) -> list[PoolingRequestOutput[Any]]:
-        """vLLM's name for :meth:`embed` and :meth:`classify`, by ``pooling_task``: ``"embed"`` or ``"classify"``.
+        """Call :meth:`embed` or :meth:`classify`, whichever ``pooling_task`` names (vLLM's interface).
 
         Raises RequestError for other tasks, and for a model that generates texts.
         """
@@ -169,13 +170,15 @@ class LLM:
         return self.embed(prompts) if pooling_task == "embed" else self.classify(prompts)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, with ``encode`` and ``decode``. Raises RequestError where it was not loaded."""
+        """The model's tokenizer, with ``encode`` and ``decode``. Raises RequestError if the tokenizer was not
+        loaded."""
         if self.tokenizer is None:
             raise RequestError("the tokenizer was not loaded; leave skip_tokenizer_init out")
         return self.tokenizer
 
     def beam_search(self, *_: Any, **__: Any) -> NoReturn:
-        """vLLM's beam search, which is not offered. Raises RequestError that names the counterpart."""
+        """Always raise RequestError: beam search, which vLLM has, is not offered. The message names the closest
+        alternative."""
         raise RequestError(
             "there is no beam search; call generate with SamplingParams(n=4, logprobs=0), and keep the answer of the"
             " highest cumulative_logprob"
@@ -186,7 +189,8 @@ class LLM:
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """One number per class for each text, as ``output.outputs.probs``, in the order of ``info.pooling.labels``.
 
-        See :meth:`embed` for the prompts. Raises RequestError, also for a model that is no classifier.
+        See :meth:`embed` for the prompts. Raises RequestError for a bad prompt, and for a model that is not a
+        classifier.
 
         ::
 
@@ -204,7 +208,7 @@ class LLM:
 
         ``query`` is one text for all documents, or one per document. An embedding model gives the cosine of the two
         embeddings, a cross encoder its own score of the pair. ``truncate_prompt_tokens`` shortens documents only.
-        Raises RequestError, also for a classifier with several classes.
+        Raises RequestError for bad texts, and for a classifier with several classes.
 
         ::
 
@@ -226,8 +230,8 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine that runs the requests. Raises RequestError for a model of embeddings, scores or classes, which
-        has none."""
+        """The engine that runs the requests. Raises RequestError for a model of embeddings, scores or classes, because
+        such a model has no engine."""
         self._generates("this")
         if self._engine is None:
             raise EngineDeadError("the engine was not started")
@@ -241,7 +245,8 @@ class LLM:
             )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Parameters of a call without ``sampling_params``: the model's own temperature and so on, if it has any."""
+        """Parameters of a call without ``sampling_params``: the values from the model's files, and Chairlift's defaults
+        otherwise."""
         return SamplingParams(**self._sampling_defaults)
 
     def generate(
@@ -254,14 +259,15 @@ class LLM:
         tenant: str | Sequence[str] = "",
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts: texts, lists of token ids, or vLLM's ``{"prompt_token_ids": ...}``. Outputs have their order.
+        """Generate text for prompts: texts, lists of token ids, or vLLM's ``{"prompt_token_ids": ...}``. Outputs have
+        the order of the prompts.
 
         ``sampling_params``, ``priority``, ``tenant`` and ``lora_request`` are one value for all prompts, or a list with
         one per prompt. Without ``sampling_params``, :meth:`get_default_sampling_params` is used. ``priority`` overrides
-        that of the parameters; ``tenant`` is charged where tenants share fairly; ``lora_request`` is the adapter (None:
-        the model itself). All prompts are checked before any is answered; the RequestError for a bad one gives its
-        index. Raises ModelLoadError for an adapter that cannot be read. Several threads may call; their calls run one
-        after another.
+        the priority in ``sampling_params``; ``tenant`` is the tenant that the policy charges for the tokens;
+        ``lora_request`` is the adapter (None: the model itself). All prompts are checked before any token is computed;
+        the RequestError for a bad prompt gives the prompt's index. Raises ModelLoadError for an adapter that cannot be
+        read. Several threads may call this method; the calls run one after another.
 
         ::
 
@@ -285,7 +291,7 @@ class LLM:
             try:
                 for index, (prompt, param, level) in enumerate(zip(listed, params, priorities, strict=True)):
                     try:
-                        # the engine would read None as "not given", but an entry of a list must be given
+                        # The engine would read None as "not given", but each entry of a list must be given.
                         if param is None:
                             raise RequestError("sampling parameters must be a SamplingParams, got NoneType")
                         if level is not None and isinstance(param, SamplingParams):
@@ -314,17 +320,19 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **template_variables: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several. A conversation is a list of ``{"role": ..., "content": ...}``.
+        """Generate the next message of one or several conversations. A conversation is a list of ``{"role": ...,
+        "content": ...}``.
 
-        A content may be a list of parts: texts, and images where the model reads them, as ``{"type": "image", "image":
-        ...}`` with an image of Pillow, or ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}``.
+        A content may be a list of parts: texts, and images if the model reads images. An image is ``{"type": "image",
+        "image": ...}`` with a Pillow image, or ``{"type": "image_url", "image_url": {"url":
+        "data:image/png;base64,..."}}``.
 
         ``tools`` are functions that the model may call, in OpenAI's form; :meth:`read_answers` finds the calls in the
         outputs. ``tool_choice`` ``"required"``, or the name of a function, forces calls: after its reasoning, the
-        answer has only calls, whose arguments satisfy their schemas. ``parallel_tool_calls=False`` allows one call. The
-        other arguments are those of :meth:`generate`, and variables of the template. Raises RequestError for tools of
-        another form, for tools that the template does not print, and for calls that cannot be forced. Raises
-        TemplateError when the model has no chat template or the template fails.
+        answer has only calls, and the arguments satisfy the functions' schemas. ``parallel_tool_calls=False`` allows
+        one call. The other arguments are those of :meth:`generate`, and variables for the chat template. Raises
+        RequestError for tools that are not in OpenAI's form, for tools that the template does not print, and for calls
+        that cannot be forced. Raises TemplateError when the model has no chat template or the template fails.
 
         ::
 
@@ -354,7 +362,8 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **how)
 
     def remove_lora(self, lora_int_id: int) -> bool:
-        """Forget an adapter by its number; its files are read anew when it is asked for again. False when unknown."""
+        """Remove an adapter from memory by its number. A later request for the adapter reads the files again. Returns
+        False for an unknown number."""
         self._check_process()
         self._generates("remove_lora")
         with self._turn:
@@ -363,7 +372,7 @@ class LLM:
     def _held_to_calls(
         self, tools: Tools, prompts: Sequence[list[int]], given: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
-        """Parameters of each prompt, with the grammar of the forced calls."""
+        """Sampling parameters of each prompt, with a grammar that forces the tool calls."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise RequestError("tools need the tokenizer, which was not loaded; leave skip_tokenizer_init out")
@@ -391,12 +400,12 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_variables: Any,
     ) -> list[int]:
-        """Token ids of a conversation, laid out by the model's chat template. An image is its marker."""
+        """Token ids of a conversation, formatted by the model's chat template. Each image becomes its marker token."""
         how = {"add_generation_prompt": add_generation_prompt, "tools": tools}
         return self._lay_out(messages, **how, **template_variables)[0]
 
     def _lay_out(self, messages: Sequence[ChatMessage], **how: Any) -> tuple[list[int], list[PreparedImage]]:
-        """Token ids of a conversation with a marker for each image, and the images."""
+        """(token ids of a conversation with a marker for each image, the images)."""
         self._generates("chat")
         if self.tokenizer is None:
             raise RequestError("chat needs the tokenizer, which was not loaded (skip_tokenizer_init); send token ids")
@@ -413,7 +422,7 @@ class LLM:
         """Parse the answers of a chat: content, reasoning, and calls of the ``tools`` that the chat was given.
 
         The formats of calls and reasoning are those that the model's chat template prints. Raises RequestError for
-        tools of another form, and when the template has no known format.
+        tools that are not in OpenAI's form, and when the template has no known format.
         """
         if self.tokenizer is None:
             raise RequestError("answers are read by the tokenizer, which was not loaded (skip_tokenizer_init)")
@@ -433,20 +442,23 @@ class LLM:
     def update_weights(
         self, source: str | Path | Mapping[str, Any], version: int, *, in_flight: str = "continue"
     ) -> None:
-        """Use other weights for the same network from the next step on, as ``version``. A new model has version 0.
+        """Use other weights for the same network from the next step on. ``version`` numbers them; the first weights
+        have 0.
 
-        ``source`` is a directory with safetensors, or a mapping from Hugging Face's names to tensors of any float dtype
-        on any device, or to matrices as ``GroupedRows``. It must have all weights of the model, in its shapes. They are
-        copied and rounded to the model's dtype. ``version`` must not be lower than the last one.
-        ``CompletionOutput.weight_versions`` has the version of each token.
+        ``source`` is a directory with safetensors, or a mapping from Hugging Face's weight names to tensors of any
+        float dtype on any device, or to ``GroupedRows`` matrices. ``source`` must have all weights of the model, with
+        the same shapes. The weights are copied and rounded to the model's dtype. ``version`` must not be lower than the
+        current version. ``CompletionOutput.weight_versions`` has the version of each token.
 
-        The prefix cache does not reuse keys and values of older weights. ``in_flight`` is for running requests. With
-        ``"continue"`` they keep their keys and values until they are preempted (PipelineRL; Piche et al., 2025): this
-        costs nothing, but their later tokens are not exactly those of the new weights. With ``"recompute"`` they
-        compute them again first and lose no token (AReaL; Fu et al., 2025).
+        The prefix cache does not reuse keys and values of older weights. ``in_flight`` selects what running requests
+        do. With ``"continue"`` a running request keeps its keys and values until it is preempted (PipelineRL; Piche et
+        al., 2025). This costs nothing, but its later tokens differ slightly from those of the new weights alone. With
+        ``"recompute"`` a running request first computes its keys and values again; it keeps its tokens (AReaL; Fu et
+        al., 2025).
 
         Raises ModelLoadError with the name of the tensor when the weights do not fit or are not finite, and ConfigError
-        for a bad argument; the model then stays unchanged. Raises EngineDeadError when reading a file failed half way.
+        for a bad argument; after both the model is unchanged. Raises EngineDeadError when reading a file failed half
+        way.
         """
         self._check_process()
         self._generates("update_weights")
@@ -454,8 +466,8 @@ class LLM:
             self.engine.update_weights(source, version, in_flight=in_flight)
 
     def _check_process(self) -> None:
-        """Refuse use in a forked process. A fork copies no threads, so the child would wait for ever for the kernels'
-        threads, or for the owner of the lock."""
+        """Raise EngineDeadError in a forked process. A fork copies no threads: the child would wait for ever for the
+        kernels' threads, or for the thread that held the lock."""
         if os.getpid() != self._process:
             raise EngineDeadError(
                 f"this LLM belongs to process {self._process}, and its threads are not in process {os.getpid()}, which"
@@ -463,9 +475,11 @@ class LLM:
             )
 
     def step_for(self, wanted: Container[str]) -> list[RequestOutput]:
-        """Compute one step, and return outputs of the ``wanted`` requests that have ended. Outputs of others are kept.
+        """Compute one step. Returns the outputs of the ``wanted`` requests that have ended; other outputs wait for a
+        later call.
 
-        For requests added to ``engine`` directly, which may end during a call of :meth:`generate`.
+        This method serves requests that were added to ``engine`` directly; they may end during a call of
+        :meth:`generate`.
         """
         self._ended.update((output.request_id, output) for output in self.engine.step() if output.finished)
         return [self._ended.pop(each) for each in list(self._ended) if each in wanted]
@@ -492,7 +506,7 @@ class LLM:
 
 
 def _one_each(what: str, given: Any, count: int) -> list[Any]:
-    """A list with one value per prompt, from one value for all or from such a list."""
+    """A list with one value per prompt. ``given`` is one value for all prompts, or already such a list."""
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:

@@ -1,4 +1,5 @@
-"""Loads a model and makes its executor, from settings. Every engine begins with it, in whatever process it runs."""
+"""Loads a model and makes its executor, from settings. Every engine starts with these functions, in each kind of
+process."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ __all__ = [
 ]
 
 Progress = Callable[[str, float], None]
-"""Called with a label and the share done (0 to 1) while a model loads."""
+"""Function that is called with (label, fraction done from 0 to 1) while a model loads."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class LoadedExecutor:
 
     executor: Executor
     model_dir: str
-    """Empty for a model without files."""
+    """Directory of the model's files; empty for a model without files."""
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -65,11 +66,11 @@ class LoadedExecutor:
     kernels: str
     threads: int
     device: str = "cpu"
-    """``cpu``, or a GPU with its name."""
+    """``cpu``, or the name of the GPU."""
     graphs: str = ""
-    """CUDA graphs recorded at the start, in words."""
+    """Text about the CUDA graphs that were recorded at the start."""
     adapters: AdapterMemory | None = None
-    """Holds adapters beside the model; None where none are served."""
+    """Memory for the adapters; None if no adapters are served."""
     takes_images: bool = False
     """Whether requests may have images."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -78,23 +79,23 @@ class LoadedExecutor:
     model_impl: str = "native"
     """See :attr:`EngineInfo.model_impl`."""
     calls: tuple[str, ...] = ()
-    """Names of operations without a kernel. PyTorch computes them between the kernels."""
+    """Names of operations without a kernel. PyTorch computes these operations between the kernels."""
     block_bytes: int = 0
-    """Bytes of a KV block over all its layers; the mean of the cache groups."""
+    """Bytes of a KV block over all its layers. With several cache groups, the mean of the groups."""
     quantization: str | None = None
     """See :attr:`EngineInfo.quantization`."""
     weight_bytes: int = 0
     kv_cache_dtype: str | None = None
-    """Dtype of K and V, if it is not the model's."""
+    """Data type of K and V, if it differs from the model's data type."""
     step_cost: ModelCost | None = None
-    """Least cost of a step, if the native CPU kernels run the model; otherwise None."""
+    """Minimum cost of a step, if the native CPU kernels run the model; otherwise None."""
 
     def least_step_seconds(self) -> Callable[[StepFeatures, int], float] | None:
-        """Measure the limits of this machine, within some 100 ms, and return a function for the floor of a step in
-        seconds.
+        """Measure the limits of this machine (takes about 100 ms), and return a function for the minimum duration of a
+        step in seconds.
 
-        Its arguments are the features of the step and the number of rows that it samples from. None unless the native
-        CPU kernels run the model.
+        The function takes (features of the step, number of rows that the step samples from). Returns None unless the
+        native CPU kernels run the model.
         """
         cost = self.step_cost
         if cost is None:
@@ -118,8 +119,8 @@ class LoadedExecutor:
         return least_seconds
 
     def info(self, config: EngineConfig, capacity_tokens: int) -> EngineInfo:
-        """Facts for other processes. ``capacity_tokens`` comes from the engine, because it depends on how long a
-        sliding window keeps its blocks."""
+        """Facts about the model and its engine, for other processes. ``capacity_tokens`` comes from the engine, because
+        it depends on how long a sliding window keeps its blocks."""
         groups, size = self.executor.cache_groups, self.executor.block_size
         native = self.kernels not in ("torch", "triton", "hashlm")
         how = ["batch_invariant"] if self.kernels == "triton" and config.model.batch_invariant else []
@@ -162,14 +163,15 @@ class LoadedExecutor:
         """Fields of :class:`EngineInfo` about drafts."""
         has_states = any(group.state_span is not None for group in self.executor.cache_groups)
         verifies = config.scheduler.takes_drafts(self.executor.num_lookahead_steps, has_states)
-        asked = config.scheduler.speculation if verifies else None
-        said = {} if asked is None else {"speculative_method": asked.method}
-        most = 0 if asked is None else asked.num_speculative_tokens
-        return {**said, "num_speculative_tokens": most, "takes_predictions": verifies}
+        speculation = config.scheduler.speculation if verifies else None
+        method = {} if speculation is None else {"speculative_method": speculation.method}
+        num_tokens = 0 if speculation is None else speculation.num_speculative_tokens
+        return {**method, "num_speculative_tokens": num_tokens, "takes_predictions": verifies}
 
 
 def pool_tokens(groups: Sequence[CacheGroup], block_size: int, max_model_len: int) -> int:
-    """Positions that fit into every cache group; with states only, as many as the longest texts have that fit."""
+    """Number of positions that fit into the smallest cache group. If all groups hold recurrent states: the number of
+    positions of the longest texts that fit."""
     tokens = [(group.num_blocks - 1) * block_size for group in groups if group.state_span is None]
     states = [(group.num_blocks - 1) * min(group.state_span, max_model_len) for group in groups if group.state_span]
     return min(tokens or states)
@@ -187,7 +189,7 @@ def read_tokenizer(config: EngineConfig, model_dir: str) -> Tokenizer:
 
 
 def read_images(model_dir: str, tokenizer: Tokenizer) -> ImageProcessor | None:
-    """The reader of images of a model; None for one that reads texts only. Raises ModelLoadError."""
+    """The image reader of a model; None for a model that reads only texts. Raises ModelLoadError."""
     from chairlift.models.vision_files import read_processor
 
     return read_processor(Path(model_dir), tokenizer) if model_dir else None
@@ -200,7 +202,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     delay = parse_hashlm(config.model.model)
     if delay is not None:
         return _load_hashlm(config, delay)
-    # These modules import torch, which takes most of a second, so they are imported only here.
+    # These modules import torch, which takes almost a second, so they are imported only here.
     import torch
 
     from chairlift.executor.kv_tensors import check_fits, plan_kv_cache
@@ -211,8 +213,8 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
 
     model_dir = model_directory(config)
     network = read_network(model_dir, config.model.model_impl)
-    asked_of_model = config.model.generation_config == "auto"
-    sampling = dict(network.sampling_defaults) if asked_of_model else {}
+    uses_generation_config = config.model.generation_config == "auto"
+    sampling = dict(network.sampling_defaults) if uses_generation_config else {}
     _check_sampling(sampling, model_dir)
     max_model_len = _max_model_len(config.model.max_model_len, network.max_model_len)
     network = network.for_length(max_model_len)
@@ -250,7 +252,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
         takes_images=images is not None,
         sampling_defaults=sampling,
         calls=executor.calls,
-        notes=(*network.notes(asked_of_model), *_notes(config, network, dtype, executor.calls, kernels)),
+        notes=(*network.notes(uses_generation_config), *_notes(config, network, dtype, executor.calls, kernels)),
         memory_plan=plan.describe(max_model_len),
         dtype=str(dtype).removeprefix("torch."),
         model_impl=network.model_impl,
@@ -267,7 +269,7 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
 
 
 def _check_sampling(sampling: dict[str, Any], model_dir: Path) -> None:
-    """Raise ConfigError where the model's own sampling parameters are none."""
+    """Raise ConfigError if the sampling defaults in the model's files are not valid sampling parameters."""
     try:
         SamplingParams(**sampling)
     except RequestError as error:
@@ -286,25 +288,25 @@ def _make_executor(
     drafting: LoadedDraftModel | None,
     images: ImageBank | None,
 ) -> LocalExecutor:
-    """Allocate the caches, and what a step needs. Raises ConfigError without memory for them."""
+    """Allocate the caches and the buffers of a step. Raises ConfigError if there is not enough memory."""
     import torch
 
     from chairlift.executor.local import LocalExecutor
     from chairlift.executor.select import make_runner
 
     scheduler = config.scheduler
-    rows, most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    rows, max_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     try:
         small = None if drafting is None else drafting.model
         runner = make_runner(model, plan, config, dtype, device, kernels, max_model_len, small, images)
     except (MemoryError, torch.OutOfMemoryError):
         message = f"no memory for {plan.total_bytes:,} bytes of KV cache (num_kv_blocks, kv_cache_memory_bytes)"
-        raise ConfigError(f"{message} and steps of {most:,} tokens (max_num_batched_tokens); lower one") from None
+        raise ConfigError(f"{message} and steps of {max_tokens:,} tokens (max_num_batched_tokens); lower one") from None
     try:
         sizes = {"num_slots": rows, "max_model_len": max_model_len, "block_size": plan.block_size}
-        drafter = None if drafting is None else drafting.drafter(runner, max_tokens=most, **sizes)
+        drafter = None if drafting is None else drafting.drafter(runner, max_tokens=max_tokens, **sizes)
         executor = LocalExecutor(runner, **sizes, drafter=drafter)
-    except MemoryError:  # the length comes from the model's files and may be absurd
+    except MemoryError:  # the length comes from the model's files, and may be far too large
         message = f"no memory for {rows} rows (max_num_seqs) of {max_model_len:,} tokens (max_model_len); lower one"
         raise ConfigError(message) from None
     return executor
@@ -345,7 +347,7 @@ def _load_weights(
     device: torch.device,
     progress: Progress | None,
 ) -> tuple[CausalLM | TransformersLM, str]:
-    """The model, and the name of the kernels that run it."""
+    """(model, name of the kernels that run it)."""
     from chairlift.executor.select import choose_format, choose_kernels, choose_transformers
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.loader import load_model
@@ -367,29 +369,29 @@ def _notes(
     calls: Sequence[str],
     kernels: str,
 ) -> list[str]:
-    """Notes on how this model is run, one per line."""
+    """Notes for the user on how this model is run, one per line."""
     from chairlift.models.fallback.config import TransformersConfig
 
     notes = []
     if config.model.dtype == "auto" and network.dtype == "float16" and str(dtype) == "torch.bfloat16":
         notes.append(
-            "the checkpoint says float16, and the CPU computes in bfloat16, which has the range and three bits less; "
-            "set dtype to float32 for all of its precision"
+            "the checkpoint is in float16, and the CPU computes in bfloat16, which has three bits of precision less; "
+            "set dtype to float32 to keep the full precision"
         )
     if not isinstance(network, TransformersConfig) and network.vision is not None and kernels in ("torch", "triton"):
         notes.append(f"images are refused: {kernels} kernels run this model, and only the CPU's native ones take them")
     if config.model.quantization == "int4":
         notes.append(
-            "weights are rounded to the nearest of 4 bits, which costs quality: a model of 135M parameters then names "
-            "another likeliest token at one place in three; take a calibrated checkpoint, or int8"
+            "weights are rounded to 4 bits without calibration, which costs quality: in a model of 135M parameters the "
+            "most likely token then changes at one position in three; use a calibrated checkpoint, or int8"
         )
     return [*notes, *_thread_notes(config), *_call_notes(calls)]
 
 
 def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:
     if config.model.quantization is not None:
-        asked = config.model.quantization
-        raise ConfigError(f"quantization is {asked!r}, but HashLM has no weights; leave quantization out")
+        quantization = config.model.quantization
+        raise ConfigError(f"quantization is {quantization!r}, but HashLM has no weights; leave quantization out")
     if config.cache.kv_cache_dtype != "auto":
         raise ConfigError("kv_cache_dtype is 'int8', but HashLM's cache holds no K and V; leave kv_cache_dtype out")
     if config.lora.enable_lora:
@@ -420,16 +422,16 @@ def _load_hashlm(config: EngineConfig, delay: float) -> LoadedExecutor:
     )
 
 
-def _max_model_len(asked: int | None, trained: int) -> int:
-    if asked is not None and asked > trained:
-        raise ConfigError(f"max_model_len is {asked}, but the model was made for {trained} positions; lower it")
-    return asked or trained
+def _max_model_len(setting: int | None, trained: int) -> int:
+    if setting is not None and setting > trained:
+        raise ConfigError(f"max_model_len is {setting}, but the model was made for {trained} positions; lower it")
+    return setting or trained
 
 
 def _cache_memory(
     config: EngineConfig, network: ModelConfig | TransformersConfig, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Bytes for the KV cache without a setting for it, when the weights are loaded."""
+    """Bytes for the KV cache when no setting gives them. Call it after the weights are loaded."""
     import torch
 
     from chairlift.executor.kv_tensors import DEFAULT_SHARE, available_memory, gpu_cache_memory
@@ -438,7 +440,8 @@ def _cache_memory(
 
     if device.type == "cpu" or config.cache.num_kv_blocks is not None:
         return int(available_memory(device) * DEFAULT_SHARE)
-    # Activations of the widest layer, logits and their copies in sampling, and the copies of CUDA graphs.
+    # Memory for the activations of the widest layer, the logits and their copies in sampling, and the copies that CUDA
+    # graphs make.
     token = network.step_bytes(dtype.itemsize)
     if config.model.batch_invariant:  # float32 parts of a split sum, for as many programs as there are multiprocessors
         token += num_multiprocessors(device) * ANY_ROWS_BLOCK * 4
@@ -451,7 +454,7 @@ def _cache_memory(
 
 
 def find_device(name: str) -> torch.device:
-    """``cpu``, ``cuda`` or ``cuda:N`` as torch knows it. Raises ConfigError where torch finds no such GPU."""
+    """``cpu``, ``cuda`` or ``cuda:N`` as a torch device. Raises ConfigError if torch finds no such GPU."""
     import torch
 
     number = int(name.partition(":")[2] or 0)
@@ -464,7 +467,7 @@ def find_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """``cpu``, or a GPU with its name."""
+    """``cpu``, or the name of the GPU."""
     if device.type == "cpu":
         return str(device)
     import torch
@@ -473,7 +476,7 @@ def device_name(device: torch.device) -> str:
 
 
 def threads_of(config: EngineConfig, kernels: str) -> int:
-    """Number of CPU threads to use."""
+    """Number of CPU threads that the kernels use."""
     if kernels in ("torch", "triton"):
         import torch
 
@@ -486,12 +489,12 @@ def threads_of(config: EngineConfig, kernels: str) -> int:
 def _thread_notes(config: EngineConfig) -> list[str]:
     from chairlift.kernels.cpu.library import default_threads
 
-    asked, processors = config.model.threads, default_threads()
-    if asked is None or asked <= processors or config.model.device != "cpu":
+    threads, processors = config.model.threads, default_threads()
+    if threads is None or threads <= processors or config.model.device != "cpu":
         return []
     return [
-        f"threads is {asked}, but this process may use {processors} processors (by its affinity and its control groups'"
-        " quotas): threads that wait for one another make steps slower; lower threads, or leave it out"
+        f"threads is {threads}, but this process may use {processors} processors (by its affinity and the quotas of its"
+        " control groups): threads that wait for one another make steps slower; lower threads, or leave it out"
     ]
 
 
@@ -499,8 +502,8 @@ def _call_notes(calls: Sequence[str]) -> list[str]:
     if not calls:
         return []
     return [
-        f"the kernels lack {', '.join(calls)}: PyTorch computes that, more slowly, and an answer may change with the"
-        " batch where two tokens are equally likely"
+        f"the kernels lack {', '.join(calls)}: PyTorch computes these operations, more slowly, and the generated text"
+        " may depend on the batch where two tokens are almost equally likely"
     ]
 
 
@@ -508,11 +511,12 @@ _PIECES_OF_WEIGHTS: Final = 256
 
 
 def fingerprint(model_dir: str, *parts: str) -> str:
-    """Name that changes when answers may change: with the weights, precision, kernels or version."""
+    """Name that changes when the weights, precision, kernels or version change, because then the generated text may
+    change."""
     digest = hashlib.sha256("\0".join((__version__, *parts)).encode())
     files = [Path(model_dir)] if model_dir.endswith(".gguf") else Path(model_dir).glob("*") if model_dir else ()
     for path in sorted(files):
-        # Only regular files are read: a pipe or device has no end, and a link may be broken.
+        # Only regular files are read: reading a pipe or a device might never end, and a link may be broken.
         if path.suffix in (".json", ".safetensors", ".gguf") and path.is_file():
             with path.open("rb") as file:  # only a part of each file, because reading all weights would take too long
                 size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""Loads the small model or the heads that draft, after checking that they can draft for the model."""
+"""Loads the small model, or the heads, that make drafts, and checks that they fit the served model."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ _SETTING = "speculative_config: the draft model"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedDraftModel:
-    """A small model in memory, or heads."""
+    """A small model in memory, or heads that draft."""
 
     model: CausalLM | None
-    """None for heads."""
+    """The small model; None if heads draft."""
     max_positions: int = 0
-    """Longest sequence that the small model takes."""
+    """Maximum sequence length of the small model, in tokens."""
     heads: Sequence[MedusaHead] = ()
 
     @property
     def kv_cache_spec(self) -> list[LayerCache | LayerState]:
-        """The layers that it adds to the model's cache."""
+        """Cache layers of the small model; they are added to the cache of the served model."""
         return [] if self.model is None else self.model.kv_cache_spec()
 
     def drafter(self, runner: ModelRunner, **sizes: Any) -> Drafter:
-        """The drafter over the runner of the model. ``sizes`` are :class:`DraftModel`'s."""
+        """The drafter that works with the runner of the served model. ``sizes`` are the size arguments of
+        :class:`DraftModel`."""
         if not isinstance(runner, NativeModelRunner):
             raise InvariantError(f"{type(runner).__name__} runs no draft model")
         if runner.draft is None:
@@ -61,46 +62,49 @@ def load_draft_model(
     kernels: str,
     progress: Progress | None = None,
 ) -> LoadedDraftModel | None:
-    """Load what ``speculative_config`` names. None where it names nothing, or where no step takes drafts.
+    """Load the small model or the heads named by ``speculative_config``. None if it names none, or if steps take no
+    drafts.
 
-    ``model_dir``, ``network``, ``dtype`` and ``kernels`` are those of the model that answers. Raises ConfigError for a
-    model that cannot draft for it, ModelLoadError for files that cannot be read.
+    ``model_dir``, ``network``, ``dtype`` and ``kernels`` are those of the served model. Raises ConfigError for a model
+    that cannot draft for the served model, and ModelLoadError for files that cannot be read.
     """
-    asked = config.scheduler.speculation
-    if asked is None or asked.method == "ngram" or not config.scheduler.takes_drafts(0):
+    speculation = config.scheduler.speculation
+    if speculation is None or speculation.method == "ngram" or not config.scheduler.takes_drafts(0):
         return None
     if kernels in ("torch", "triton"):
         raise ConfigError(
-            f"speculative_config: {asked.method} runs on the native CPU kernels, and {kernels} runs this model; use"
-            " method ngram"
+            f"speculative_config: {speculation.method} runs on the native CPU kernels, and {kernels} runs this model;"
+            " use method ngram"
         )
-    small_dir = resolve_model_dir(asked.model)
-    if asked.method == "medusa":
+    small_dir = resolve_model_dir(speculation.model)
+    if speculation.method == "medusa":
         if not isinstance(network, ModelConfig):
             raise ConfigError("speculative_config: medusa needs a model with a native family; use method ngram")
         return LoadedDraftModel(None, heads=load_medusa(small_dir, network.vocab_size, network.hidden_size, dtype))
     small = read_network(small_dir, "native")
     if not isinstance(small, ModelConfig):
-        raise ConfigError(f"{_SETTING} {asked.model!r:.200} has no native family; use another")
+        raise ConfigError(f"{_SETTING} {speculation.model!r:.200} has no native family; use another")
     if small.vocab_size != network.vocab_size:
         raise ConfigError(
-            f"{_SETTING} {asked.model!r:.200} has {small.vocab_size} tokens, and the model {network.vocab_size}; use a"
-            " small model of the same series"
+            f"{_SETTING} {speculation.model!r:.200} has {small.vocab_size} tokens, and the model {network.vocab_size};"
+            " use a small model of the same series"
         )
-    _check_tokenizers(model_dir, small_dir, asked.model)
+    _check_tokenizers(model_dir, small_dir, speculation.model)
     if reason := why_not_native(small, dtype, torch.device("cpu"), config.cache.block_size):
-        raise ConfigError(f"{_SETTING} {asked.model!r:.200} cannot be run by the native kernels: {reason}")
+        raise ConfigError(f"{_SETTING} {speculation.model!r:.200} cannot be run by the native kernels: {reason}")
     length = min(config.model.max_model_len or small.max_model_len, small.max_model_len)
     small = small.for_length(length)
     model = load_model(small_dir, small, dtype, "cpu", progress, weight_format=choose_format(kernels, None))
     if any(isinstance(layer, LayerState) for layer in model.kv_cache_spec()):
-        raise ConfigError(f"{_SETTING} {asked.model!r:.200} has recurrent states, which cannot go back; use another")
+        raise ConfigError(
+            f"{_SETTING} {speculation.model!r:.200} has recurrent states, which cannot go back; use another"
+        )
     return LoadedDraftModel(model, length)
 
 
 def _check_tokenizers(model_dir: Path, small_dir: Path, name: str) -> None:
-    """Raise ConfigError where both directories have a tokenizer, and the ids do not mean the same. Drafts of another
-    tokenizer would hardly ever be right."""
+    """Raise ConfigError if both directories have a tokenizer, and the two give different ids to a token. Drafts with
+    wrong ids would almost never be accepted."""
     files = [directory / "tokenizer.json" for directory in (model_dir, small_dir)]
     if not all(file.exists() for file in files):
         return

@@ -17,15 +17,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 class LoRARequest:
     """An adapter by name, number and directory, in vLLM's form. It is read at its first use.
 
-    A number means the same adapter until that is removed. Raises RequestError for an invalid name or number.
+    A number keeps its adapter until the adapter is removed. Raises RequestError for an invalid name or number.
     """
 
     lora_name: str
-    """Letters, digits and ``._/:-``, at most 128."""
+    """Name of the adapter: letters, digits and ``._/:-``, at most 128 characters."""
     lora_int_id: int
-    """Above 0."""
+    """Number of the adapter, above 0."""
     lora_path: str | Path
-    """The directory that PEFT's ``save_pretrained`` wrote."""
+    """Directory that PEFT's ``save_pretrained`` wrote."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not _NAME.fullmatch(self.lora_name):

@@ -1,4 +1,4 @@
-"""Explains a path or name that is no model, and suggests another. Standard library only.
+"""Explains why a path or name is not a model, and suggests what to give instead. Standard library only.
 
 Each function returns one sentence for an error message. The files are untrusted data: at most a few kilobytes of each
 are read.
@@ -17,8 +17,8 @@ from chairlift.errors import ModelLoadError
 __all__ = ["check_content", "of_directory", "of_name", "of_unknown_id", "of_weights"]
 
 _POINTER: Final = b"version https://git-lfs.github.com/spec/v1"
-_MOST_BYTES: Final = 64 * 1024
-_MOST_ENTRIES: Final = 200
+_MAX_BYTES: Final = 64 * 1024
+_MAX_ENTRIES: Final = 200
 _WANTED: Final = (
     "give the directory that holds config.json and *.safetensors, a GGUF file, or a Hugging Face model id such as"
     " Qwen/Qwen2.5-0.5B-Instruct"
@@ -31,7 +31,7 @@ _SHORT_OLLAMA: Final = re.compile(
 
 
 def check_content(path: Path) -> None:
-    """Raise :class:`~chairlift.errors.ModelLoadError` where a file is a Git-LFS pointer in place of its content."""
+    """Raise :class:`~chairlift.errors.ModelLoadError` if a file is a Git-LFS pointer instead of the real content."""
     if _head(path, len(_POINTER)) == _POINTER:
         raise ModelLoadError(
             f"{path} is a Git-LFS pointer, a few lines that stand for the real file; run git lfs install && git lfs"
@@ -40,7 +40,7 @@ def check_content(path: Path) -> None:
 
 
 def of_name(name: str) -> str:
-    """Fault of a model name that is neither a local directory nor a Hub id."""
+    """Error sentence for a model name that is neither a local directory nor a Hub id."""
     path = Path(name).expanduser()
     if path.is_file():
         return _of_file(path)
@@ -54,7 +54,7 @@ def of_name(name: str) -> str:
 
 
 def of_unknown_id(name: str) -> str:
-    """A hint for a Hub id that the Hub does not know; empty where there is none."""
+    """A hint for an id that the Hub does not know; empty if there is no hint."""
     if "/" not in name and _SHORT_OLLAMA.fullmatch(name):
         return f"if {name!r} is a name of Ollama's, note that its store is not read; "
     if name.lower().endswith("-gguf"):
@@ -64,7 +64,7 @@ def of_unknown_id(name: str) -> str:
 
 
 def of_directory(folder: Path) -> str:
-    """Fault of a directory without ``config.json``."""
+    """Error sentence for a directory without ``config.json``."""
     if (adapter := _of_adapter(folder)) is not None:
         return adapter
     if (folder / "model_index.json").is_file():
@@ -85,7 +85,7 @@ def of_directory(folder: Path) -> str:
 
 
 def of_weights(folder: Path) -> str:
-    """Fault of a directory with ``config.json`` but no ``*.safetensors`` of a whole model."""
+    """Error sentence for a directory with ``config.json`` but without the ``*.safetensors`` files of a whole model."""
     if (adapter := _of_adapter(folder)) is not None:
         return adapter
     gguf = sorted(path.name for path in folder.glob("*.gguf"))
@@ -102,7 +102,7 @@ def _of_adapter(folder: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        base = json.loads(_head(path, _MOST_BYTES)).get("base_model_name_or_path")
+        base = json.loads(_head(path, _MAX_BYTES)).get("base_model_name_or_path")
     except (ValueError, AttributeError, RecursionError):
         base = None
     of = f" of {base!r:.100}" if isinstance(base, str) and base else ""
@@ -133,9 +133,9 @@ def _of_ollama(name: str) -> str:
 
 
 def _neighbours(path: Path) -> str:
-    """Names beside a missing path: the most similar one, or the GGUF files."""
+    """Names of files near a missing path: the most similar name, or the GGUF files."""
     try:
-        names = [each.name for each, _ in zip(path.parent.iterdir(), range(_MOST_ENTRIES), strict=False)]
+        names = [each.name for each, _ in zip(path.parent.iterdir(), range(_MAX_ENTRIES), strict=False)]
     except OSError:
         return ""
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
@@ -146,9 +146,10 @@ def _neighbours(path: Path) -> str:
 
 
 def _inner_model(folder: Path) -> Path | None:
-    """A directory below, of the Hub's cache or of an archive that was unpacked, that holds a model."""
+    """A directory with a model, below ``folder`` (as in the Hub's cache, or in an unpacked archive). None if there is
+    none."""
     for pattern in ("*/config.json", "snapshots/*/config.json"):
-        for found, _ in zip(sorted(folder.glob(pattern)), range(_MOST_ENTRIES), strict=False):
+        for found, _ in zip(sorted(folder.glob(pattern)), range(_MAX_ENTRIES), strict=False):
             return found.parent
     return None
 

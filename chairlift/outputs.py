@@ -24,25 +24,25 @@ __all__ = [
 
 
 class FinishReason(enum.StrEnum):
-    """Reason for the end of a request; the OpenAI API's values, and ``abort``, ``error`` and ``deadline``."""
+    """Why a request ended: the OpenAI API's values, and ``abort``, ``error`` and ``deadline``."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
     DEADLINE = "deadline"
-    """The request could no longer meet its deadline, and such requests are dropped."""
+    """The request could no longer meet its deadline, and the setting ``late_requests`` is ``drop``."""
 
 
 class OutputKind(enum.Enum):
-    """Contents of a stream's outputs."""
+    """Which text each output of a stream has."""
 
     DELTA = "delta"
-    """New parts of the answers."""
+    """Each output has only the new text."""
     CUMULATIVE = "cumulative"
-    """Everything so far, whenever there is something new."""
+    """Each output has all text so far."""
     FINAL = "final"
-    """One output at the end."""
+    """There is one output, at the end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,17 +51,18 @@ class Logprob:
 
     logprob: float
     rank: int | None = None
-    """1 for the most likely token."""
+    """Rank among all tokens by probability; 1 is the most likely token."""
     decoded_token: str | None = None
 
 
 class FlatLogprobs(Sequence[dict[int, Logprob]]):
     """Log-probabilities of many tokens in arrays: 12 bytes per entry instead of 300.
 
-    It reads like a list of dictionaries, which are made on access, and equals a list with the same entries. A token
-    without scores (the first of a prompt) has None. Slices and pickled copies are independent.
+    The object behaves like a list of dictionaries and equals a list with the same entries; a dictionary is made when it
+    is read. The entry of a token without scores (the first token of a prompt) is None. Slices and pickled copies do not
+    share its arrays.
 
-    ``text`` gives the text of a token id; without it ``decoded_token`` is None.
+    ``text`` converts a token id to text; without ``text``, ``decoded_token`` is None.
     """
 
     __slots__ = ("_ends", "_ids", "_logprobs", "_ranks", "_text")
@@ -71,9 +72,10 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
         self._ids = array("i")
         self._logprobs = array("d")
         self._ends = array("q")
-        """End of each token's entries."""
+        """Per token: index after the last of its entries in ``_ids``."""
         self._ranks = array("i")
-        """Ranks of the chosen tokens. The other entries have ranks 1, 2, ... in order."""
+        """Per token: rank of the generated (or prompt) token. The other entries of the token have ranks 1, 2, ... in
+        order."""
 
     @property
     def num_entries(self) -> int:
@@ -81,8 +83,8 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
         return len(self._ids)
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[float], rank: int) -> None:
-        """Add a token: itself first, with its ``rank``, then the most likely ones. Empty lists: the token has no
-        scores. Raises ValueError when the numbers of ids and log-probabilities differ."""
+        """Add one token. The lists begin with the token itself, whose rank is ``rank``; the most likely tokens follow.
+        Empty lists: the token has no scores. Raises ValueError when the numbers of ids and log-probabilities differ."""
         if len(token_ids) != len(logprobs):
             raise ValueError(f"{len(token_ids)} token ids have {len(logprobs)} log-probabilities")
         self._ids.extend(token_ids)
@@ -98,14 +100,15 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
             del self._ids[end:], self._logprobs[end:]
 
     def chosen(self) -> Iterator[Logprob | None]:
-        """Yield the chosen token's entry at each position. It is the first entry of its position."""
+        """Yield, at each position, the entry of the generated (or prompt) token. It is the first entry of the
+        position."""
         start = 0
         for end, rank in zip(self._ends, self._ranks, strict=True):
             yield self._entry(start, rank) if end > start else None
             start = end
 
     def __len__(self) -> int:
-        return len(self._ranks)  # ranks are appended last, so an interrupted append does not count
+        return len(self._ranks)  # append() extends the ranks last, so an interrupted append() adds no token
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> dict[int, Logprob]: ...
@@ -166,20 +169,24 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: Sequence[dict[int, Logprob]] | None = None
-    """One dict per generated token, with the chosen token and the ``logprobs`` most likely ones."""
+    """One dict per generated token: token id -> Logprob, for the generated token and the ``logprobs`` most likely
+    tokens."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """Stop token id or stop string that ended the answer; None for end of sequence and for length."""
+    """Stop token id or stop string that ended the answer. None if an end-of-sequence token or the length limit ended
+    it."""
     weight_versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    """(first token, version): the weights that sampled this token and those after it, up to the next entry.
+    """(index of the first token, version of the weights): this version sampled the token and the later ones, up to the
+    token of the next entry.
 
-    There is one entry unless weights were replaced while it ran. Tokens count from 0 at the beginning of the answer, in
-    deltas too. A delta has only the entries that begin in it, usually none.
+    There is one entry unless weights were replaced while the answer was generated. Indices count from the beginning of
+    the answer, in deltas too. A delta has only the entries whose first token is in the delta; usually it has none.
     """
     accepted_prediction_tokens: int = 0
-    """Tokens so far that were drafted from :attr:`SamplingParams.prediction` and accepted; also in deltas."""
+    """Number of tokens so far that were drafted from :attr:`SamplingParams.prediction` and accepted. In a delta, too,
+    it counts from the beginning."""
     rejected_prediction_tokens: int = 0
-    """Tokens so far that were drafted from it and rejected."""
+    """Number of tokens so far that were drafted from :attr:`SamplingParams.prediction` and rejected."""
 
     @property
     def finished(self) -> bool:
@@ -196,16 +203,17 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
     causes: dict[str, float] | None = None
-    """Seconds from arrival to end by cause (docs/why-slow.md). With ``n`` answers, those of the last one to end."""
+    """Cause -> seconds of the time from arrival to end (docs/why-slow.md). With ``n`` answers, those of the answer that
+    ended last."""
     preempted_by: list[str] = dataclasses.field(default_factory=list)
-    """Ids of the sequences that preempted it: at most the last three, the newest at the end."""
+    """Ids of the sequences that preempted this request: at most the last three, the newest at the end."""
     preempted_during: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    """Intervals (from, until) in which it was preempted: at most the last eight."""
+    """Intervals (from, until), in seconds, in which the request was preempted: at most the last eight."""
 
 
 @dataclasses.dataclass(slots=True)
 class RequestOutput:
-    """State of one request: all text so far, and whether every answer has ended."""
+    """State of one request: all text so far, and whether all its answers have ended."""
 
     request_id: str
     prompt: str | None
@@ -215,10 +223,10 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens that were read from the prefix cache instead of being computed."""
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
-    """One entry per prompt token; the first is None because no token precedes it."""
+    """One entry per prompt token. The first entry is None because no token precedes the first token."""
     metrics: RequestMetrics | None = None
     error: str | None = None
-    """Error message, when a finish reason is ``error``."""
+    """Error message, if an answer has finish reason ``error``."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -16,16 +16,16 @@ _KEPT_ENVIRONMENT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONDONTWRIT
 
 
 def die_with_parent(parent: int) -> None:
-    """On Linux, let the kernel kill this process when its ``parent`` dies. Elsewhere, exit only if it has died
-    already."""
+    """On Linux, let the kernel kill this process when its ``parent`` dies. On other systems, exit only if the parent is
+    dead already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call above
+    if os.getppid() != parent:  # the parent died before the call above
         os._exit(1)
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a child has ended. Unlike ``Popen.poll`` this leaves its exit code for another reader."""
+    """Whether a child process has ended. Unlike ``Popen.poll``, this call leaves the exit code for another caller."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
@@ -33,14 +33,15 @@ def has_ended(pid: int) -> bool:
 
 
 def kill_child(pid: int) -> None:
-    """Kill a child that the event loop waits for. asyncio's own ``kill`` polls first, which may take the exit code from
-    the loop; the loop then warns and reports 255."""
+    """Kill a child process that the event loop waits for. asyncio's own ``kill`` polls first, and the poll may take the
+    exit code; the event loop then warns and reports 255."""
     if not has_ended(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def child_environment() -> dict[str, str]:
-    """Environment for a child process that finds the same packages as this one, and none in the working directory."""
+    """Environment variables for a child process that finds the same packages as this process, but no packages in the
+    working directory."""
     kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
     return kept | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

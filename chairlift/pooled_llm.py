@@ -1,4 +1,4 @@
-"""Calls for embeddings, scores and classes of lists of texts, for LLM and AsyncLLM."""
+"""Computes embeddings, scores and classes of lists of texts, for LLM and AsyncLLM."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledCall(Generic[_Result]):
-    """One checked call."""
+    """One call with checked arguments."""
 
     texts: list[PooledText]
     """Inputs of the model."""
     finish: Callable[[Mapping[str, bytes]], list[PoolingRequestOutput[_Result]]]
-    """Makes the caller's results from the vector of each text, by its id."""
+    """Function from (text id -> its vector) to the caller's results."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledCalls:
-    """Makes the calls of :class:`~chairlift.llm.LLM`, where the arguments are described. Every method raises
+    """Makes the calls of :class:`~chairlift.llm.LLM`, which documents the arguments. Every method raises
     RequestError."""
 
     inputs: PoolingInputs
@@ -67,9 +67,9 @@ class PooledCalls:
         def make(name: str, pair: Any) -> PooledText:
             return inputs.pair(name, pair[0], pair[1], truncate)
 
-        asked = list(queries) if len(queries) > 1 else list(queries) * len(documents)
-        pairs = enumerate(zip(asked, documents, strict=True))
-        texts = [_named(place, len(documents), make, pair) for place, pair in pairs]
+        query_per_document = list(queries) if len(queries) > 1 else list(queries) * len(documents)
+        pairs = enumerate(zip(query_per_document, documents, strict=True))
+        texts = [_named(index, len(documents), make, pair) for index, pair in pairs]
         return _each(texts, lambda values: ScoringOutput(floats(values)[-1]))
 
     def _texts(self, prompts: Sequence[Any], truncate: int | None, prefix: str) -> list[PooledText]:
@@ -77,14 +77,14 @@ class PooledCalls:
             ids, added = self.inputs.encode(prompt, prefix)
             return self.inputs.text(name, ids, truncate, added)
 
-        return [_named(place, len(prompts), make, prompt) for place, prompt in enumerate(prompts)]
+        return [_named(index, len(prompts), make, prompt) for index, prompt in enumerate(prompts)]
 
 
-def _named(place: int, count: int, make: Callable[[str, Any], PooledText], given: Any) -> PooledText:
+def _named(index: int, count: int, make: Callable[[str, Any], PooledText], given: Any) -> PooledText:
     try:
         return make(uuid.uuid4().hex, given)
     except RequestError as error:
-        raise type(error)(f"prompt {place}: {error}") if count > 1 else error from None
+        raise type(error)(f"prompt {index}: {error}") if count > 1 else error from None
 
 
 def _each(texts: list[PooledText], make: Callable[[bytes], _Result]) -> PooledCall[_Result]:
@@ -95,12 +95,13 @@ def _each(texts: list[PooledText], make: Callable[[bytes], _Result]) -> PooledCa
 
 
 def _cosines(first: list[PooledText], second: list[PooledText]) -> PooledCall[ScoringOutput]:
-    """Cosines of pairs. ``first`` has one text for all of ``second``, or one for each."""
+    """Call for the cosine of each pair of texts. ``first`` has one text for all of ``second``, or one text per text of
+    ``second``."""
 
     def finish(vectors: Mapping[str, bytes]) -> list[PoolingRequestOutput[ScoringOutput]]:
         found = []
-        for place, document in enumerate(second):
-            query = first[place if len(first) > 1 else 0]
+        for index, document in enumerate(second):
+            query = first[index if len(first) > 1 else 0]
             score = cosine(vectors[query.request_id], vectors[document.request_id])
             ids = [*query.token_ids, *document.token_ids]
             found.append(PoolingRequestOutput(document.request_id, ScoringOutput(score), ids))
@@ -110,11 +111,11 @@ def _cosines(first: list[PooledText], second: list[PooledText]) -> PooledCall[Sc
 
 
 def one_or_more(prompts: Any) -> list[Any]:
-    """A list of prompts, from one prompt or several. Raises RequestError for anything else."""
+    """A list of prompts. ``prompts`` is one prompt or several; anything else raises RequestError."""
     if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Set)):
         raise RequestError(f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}")
-    alone = isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts)
-    return [prompts] if alone else list(prompts)
+    is_one = isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts)
+    return [prompts] if is_one else list(prompts)
 
 
 def _is_token_ids(prompts: Any) -> bool:
@@ -122,22 +123,22 @@ def _is_token_ids(prompts: Any) -> bool:
 
 
 def listed(texts: Any) -> list[Any]:
-    """A list of texts, from one text or several."""
+    """A list of texts. ``texts`` is one text or several."""
     return [texts] if isinstance(texts, str) else list(texts)
 
 
 class PooledTexts:
-    """Runs calls in this process, one at a time."""
+    """Runs calls for embeddings, scores and classes in this process, one call at a time."""
 
     def __init__(self, core: PoolingCore, inputs: PoolingInputs) -> None:
         self._core = core
         self.calls = PooledCalls(inputs)
 
     def run(self, call: PooledCall[_Result]) -> list[PoolingRequestOutput[_Result]]:
-        """Compute the results of one call. Raises RequestError if a text yields no vector, and KeyboardInterrupt only
-        between two forward passes."""
+        """Compute the results of one call. Raises RequestError if a text yields no vector. A KeyboardInterrupt is
+        raised only between two forward passes."""
         core, found, texts = self._core, dict[str, bytes](), call.texts
-        places = {text.request_id: place for place, text in enumerate(texts)}
+        places = {text.request_id: index for index, text in enumerate(texts)}
         for text in texts:
             core.add(text)
         try:

@@ -1,4 +1,4 @@
-"""Loads a model for embeddings, scores and classes and makes its executor, from settings."""
+"""Loads a model for embeddings, scores and classes, and makes its executor, from settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _OF_GENERATION: Final = (
     *("policy_share", "num_lookahead_steps", "admission_watermark", "governor", "governor_ttft_ms", "governor_tpot_ms"),
     *("scheduling_policy", "service_classes", "tenant_weights", "ageing_seconds", "late_requests"),
 )
-"""Settings of the KV cache, the scheduler and sampling, which such a model does not use."""
+"""Settings of the KV cache, the scheduler and sampling. A model for embeddings, scores or classes does not use them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,8 @@ def is_pooling(config: EngineConfig) -> bool:
 
 
 def read_pooled(config: EngineConfig, model_dir: Path) -> PooledConfig:
-    """Facts from the model's files and the settings. Raises ConfigError and ModelLoadError."""
+    """Settings of pooling, from the model's files and the settings of the engine. Raises ConfigError and
+    ModelLoadError."""
     from chairlift.models.pooling import read_pooled_config, read_reranker
 
     settings = config.model
@@ -108,11 +109,11 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
     kernels = choose_pooled_kernels(config, network, dtype, device)
     weight_format = choose_format(kernels, settings.quantization)
     model = load_pooled(model_dir, pooled, dtype, device, progress, weight_format=weight_format)
-    most = max(scheduler.max_num_batched_tokens, _max_model_len(settings.max_model_len, pooled))
+    max_tokens = max(scheduler.max_num_batched_tokens, _max_model_len(settings.max_model_len, pooled))
     try:
-        executor = make_pooled_executor(model, config, dtype, device, kernels, most)
+        executor = make_pooled_executor(model, config, dtype, device, kernels, max_tokens)
     except MemoryError:
-        message = f"no memory for passes of {most:,} tokens (max_num_batched_tokens, max_model_len); lower them"
+        message = f"no memory for passes of {max_tokens:,} tokens (max_num_batched_tokens, max_model_len); lower them"
         raise ConfigError(message) from None
     info = _engine_info(config, pooled, model_dir, str(dtype).removeprefix("torch."), kernels)
     info = dataclasses.replace(
@@ -127,13 +128,14 @@ def load_pooling(config: EngineConfig, progress: Progress | None = None) -> Load
 
 
 _INVARIANT: Final = {"encoder_embeddings of token_ids", "encoder_attention", "layer_norm", "gelu", "gelu_and_mul"}
-"""PyTorch operations whose rows do not depend on each other. Attention of an encoder is one call per text."""
+"""PyTorch operations that give a row the same result whatever other rows they compute. (Attention of an encoder is one
+call per text.)"""
 
 
-def _max_model_len(asked: int | None, pooled: PooledConfig) -> int:
-    if asked is not None and asked > pooled.max_model_len:
-        raise ConfigError(f"max_model_len is {asked}, but the model was made for {pooled.max_model_len}; lower it")
-    return asked or min(pooled.max_seq_length or pooled.max_model_len, pooled.max_model_len)
+def _max_model_len(setting: int | None, pooled: PooledConfig) -> int:
+    if setting is not None and setting > pooled.max_model_len:
+        raise ConfigError(f"max_model_len is {setting}, but the model was made for {pooled.max_model_len}; lower it")
+    return setting or min(pooled.max_seq_length or pooled.max_model_len, pooled.max_model_len)
 
 
 def _engine_info(config: EngineConfig, pooled: PooledConfig, model_dir: Path, dtype: str, kernels: str) -> EngineInfo:
@@ -170,8 +172,8 @@ def _pair_texts(config: EngineConfig) -> PairTexts | None:
     reranker, instruction = RERANKERS.get(config.model.reranker or ""), config.model.reranker_instruction
     if reranker is None:
         return None
-    asked = reranker.default if instruction is None else instruction
-    query = f"{reranker.instruction}{asked}{reranker.query}"
+    task = reranker.default if instruction is None else instruction
+    query = f"{reranker.instruction}{task}{reranker.query}"
     return PairTexts(reranker.before, query, reranker.document, reranker.behind)
 
 
@@ -191,7 +193,7 @@ def _info(config: EngineConfig, pooled: PooledConfig) -> PoolingInfo:
 
 
 def _notes(config: EngineConfig, pooled: PooledConfig) -> tuple[str, ...]:
-    """Notes for the user, one per line."""
+    """Notes for the user on how this model is run, one per line."""
     idle = [name for name in _OF_GENERATION if name in config.to_flat()]
     without = f"{', '.join(idle)} have no effect: a model for embeddings or classes has no KV cache and draws no tokens"
     notes = [*pooled.notes, *([without] if idle else [])]

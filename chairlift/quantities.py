@@ -17,9 +17,10 @@ _COUNTS: Final = ("max_model_len", "max_num_batched_tokens", "max_num_queued_tok
 
 
 def reader_of(name: str) -> Callable[[str], int] | None:
-    """A function that reads a text as the number of the setting ``name``; None for settings that are no such amounts.
+    """A function that converts a text such as ``4GB`` to the number for the setting ``name``. None if the setting takes
+    no such text.
 
-    It raises ConfigError.
+    The function raises ConfigError for a text that it cannot read.
     """
     read = read_bytes if name.endswith("_bytes") else read_count if name in _COUNTS else None
     return None if read is None else lambda text: read(name, text)
@@ -28,8 +29,8 @@ def reader_of(name: str) -> Callable[[str], int] | None:
 def read_bytes(name: str, text: str) -> int:
     """The bytes of ``4GB`` (powers of 1000), ``4GiB`` or ``4G`` (powers of 1024), or of a plain number.
 
-    Case does not matter. ``name`` is that of the setting. Raises ConfigError for anything else, and for a fraction of a
-    byte.
+    Case does not matter. ``name`` is the setting's name, for the error message. Raises ConfigError for any other text,
+    and for a fraction of a byte.
     """
     units = {"": 1, "b": 1}
     for power, letter in enumerate(_LETTERS, 1):
@@ -38,7 +39,8 @@ def read_bytes(name: str, text: str) -> int:
 
 
 def read_count(name: str, text: str) -> int:
-    """The number of ``32k`` (thousands), ``32K`` (of 1024, as in vLLM), or a plain one. Raises ConfigError."""
+    """The number of ``32k`` (units of 1000), ``32K`` (units of 1024, as in vLLM), or a plain number. Raises
+    ConfigError."""
     units = {"": 1} | {letter: 1000**power for power, letter in enumerate(_LETTERS, 1)}
     units |= {letter.upper(): 1024**power for power, letter in enumerate(_LETTERS, 1)}
     return _read(name, text, units.get, "a whole number, or one such as 32k (thousands) or 32K (of 1024)")

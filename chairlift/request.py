@@ -25,7 +25,8 @@ __all__ = [
 
 
 class RequestStatus(enum.Enum):
-    """Status of a request. SWAPPED is a preempted request whose KV is in host memory."""
+    """Status of a request. PREEMPTED and SWAPPED requests have lost their row; the KV of a SWAPPED request is in host
+    memory."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -47,17 +48,18 @@ LEGAL_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Service:
-    """Promises to a request. Times are seconds on the engine's clock."""
+    """Class, tenant and deadlines of a request. Times are seconds on the engine's clock."""
 
     service_class: str = "default"
     tenant: str = ""
-    """Tenant that is charged for it."""
+    """Tenant whose usage includes the tokens of this request."""
     first_token_by: float = math.inf
     finish_by: float = math.inf
     seconds_per_token: float = math.inf
-    """Longest allowed mean time per token of its decode phase."""
+    """Maximum mean time per token in the decode phase, in seconds."""
     retention: int = 0
-    """Rank of its blocks in the prefix cache after it leaves, 0 to 2; a higher rank stays longer."""
+    """Rank of its blocks in the prefix cache after the request leaves, 0 to 2. Blocks of a higher rank are evicted
+    later."""
 
     @property
     def has_deadline(self) -> bool:
@@ -68,7 +70,8 @@ NO_PROMISE: Service = Service()
 
 
 class DecodeClock:
-    """A counter that ticks once per decode step. All decoding requests share one, so one tick advances all of them."""
+    """A counter that ticks once per decode step. All decoding requests share one clock, so one tick advances all of
+    them."""
 
     __slots__ = ("count",)
 
@@ -78,7 +81,7 @@ class DecodeClock:
 
 NOT_REFUSED = (-1, -1, 0.0)
 SIZE_UNKNOWN = -1
-_STILL = DecodeClock()  # never ticks; the clock of every request that does not decode with the others
+_STILL = DecodeClock()  # never ticks; the clock of every request that is not decoding
 
 
 class Request:
@@ -173,10 +176,10 @@ class Request:
         self.stop_token_ids = stop_token_ids
         self.arrival_time = arrival_time
         self.priority = priority
-        """Lower values go first."""
+        """Priority for the scheduling policy; lower values are served first."""
         self.service = service
         self.start_by = math.inf
-        """Latest start that keeps its deadlines, as computed by the policy; infinite without deadlines."""
+        """Latest start time that still meets its deadlines, set by the policy; infinite without deadlines."""
         self.cache_salt = cache_salt
         self.adapter_id = adapter_id
         self.params = params
@@ -184,49 +187,49 @@ class Request:
         self.sampling = sampling
         """Sampling parameters for the executor; the scheduler does not read them."""
         self.min_tokens = min_tokens
-        """Least number of tokens in the answer, unless its caller leaves."""
+        """Minimum number of generated tokens."""
         self.prediction = prediction
-        """Token ids that the answer is expected to repeat. They change no token of it."""
+        """Token ids that the answer is expected to repeat. They do not change the answer."""
         self.images = images
-        """Positions of its prompt that are rows of images."""
+        """Positions of the prompt whose inputs are rows of encoded images."""
         self.source = source
-        """Request with the same prompt (``n > 1``), whose blocks are shared while it exists."""
+        """Request with the same prompt (``n > 1``). Its blocks are shared as long as it exists."""
         self.may_share = may_share
         """Whether cached KV may be used instead of computing the prompt."""
         self.status = RequestStatus.WAITING
         self.is_ready = True
-        """Whether it may be admitted; false while its grammar is compiled or its adapter is read."""
+        """Whether the request may be admitted. False while its grammar is compiled or its adapter is read."""
         self.finish_reason: FinishReason | None = None
         self.sequence = 0
         """Order of arrival, set by the scheduler."""
         self.size = SIZE_UNKNOWN
-        """Tokens that it had to compute when it joined; while it waits, an estimate from when it was queued."""
+        """Number of tokens to compute at its admission. While it waits: an estimate from when it was queued."""
         self.slot = -1
         """Permanent row in the executor's InputBatch while running; -1 otherwise."""
         self.limit = self.max_total_tokens - 1
-        """Number of KV positions after which this row stops computing. (The last sampled token is never an input.)"""
+        """Number of KV positions at which it stops computing. (The last sampled token is never an input.)"""
         self._begin_books()
 
     def _begin_books(self) -> None:
         """Initialise the fields that the scheduler and the KV cache maintain."""
         self.stop_reason: int | str | None = None
         self.is_guided = False
-        """Whether a grammar or a thinking budget limits its tokens. Its drafts must be allowed there, too."""
+        """Whether a grammar or a thinking budget restricts its tokens. Its drafts must satisfy the same restriction."""
         self.may_draft = True
-        """Whether it may have drafts; false after its grammar failed behind a draft."""
+        """Whether it may have drafts. False after its grammar failed on a draft."""
         self.siblings: list[Request] = []
-        """Requests that wait until this one has computed the prompt, then fork from it."""
+        """Requests with the same prompt that wait until this request has computed the prompt, and then fork from it."""
         self.num_sample_positions = 1
-        """Number of its last positions that are sampled in the chunk that reaches the newest known token; a short chunk
-        samples fewer. The request takes the token of the last position; the others are dropped."""
+        """Number of positions that are sampled when a chunk reaches the newest known token, counted from the end. A
+        shorter chunk samples fewer. Only the token of the last position is used; the others are dropped."""
         self.block_ids: list[list[int]] = []
-        """The block table, one list per cache group."""
+        """The block table: one list of block ids per cache group."""
         self.num_out_of_reach: list[int] = []
         """Per cache group: number of leading table entries that a sliding window has passed and released."""
         self.is_guaranteed = False
-        """Whether it can always continue, because it may reacquire blocks that its sliding windows released."""
+        """Whether it can always continue: blocks that its sliding windows released stay reserved for it."""
         self.reserved: list[tuple[int, int]] = []
-        """Per cache group: (blocks reserved for it, those of them that it does not hold now)."""
+        """Per cache group: (number of blocks reserved for it, number of reserved blocks that it does not hold now)."""
         self.num_published = 0
         """Number of leading full blocks that were published to the prefix cache."""
         self.last_node: PrefixNode | None = None
@@ -236,28 +239,28 @@ class Request:
         self.num_cached_tokens = 0
         """Prompt tokens read from the prefix cache at first admission."""
         self.waits_for = ""
-        """``adapter`` while that is not in memory, ``image`` while one is not encoded."""
+        """What it waits for: ``adapter`` (being read), ``image`` (being encoded) or empty."""
         self.adapter_passes = 0
-        """How often a later request with an adapter was admitted while this one's could not be in the steps."""
+        """Number of later requests with adapters admitted while its own adapter did not fit into the steps."""
         self.num_charged_tokens = 0
-        """Computed tokens since its admission that its tenant was charged for."""
+        """Number of tokens computed since its admission that its tenant was charged for."""
         self.num_accepted_predicted = self.num_rejected_predicted = 0
-        """Drafts from :attr:`prediction` that were accepted, and that were rejected."""
+        """Number of drafts from :attr:`prediction` that were accepted, and number that were rejected."""
         self.num_preemptions = 0
         self.progress_mark = -1
-        """Number of known tokens at its last admission. It can be preempted only with more."""
+        """Number of known tokens at its last admission. It is preempted again only after it has more."""
         self.admitted_at_step = -1
-        """Step in which it got its row."""
+        """Index of the step in which it got its row."""
         self.resumed_at_step = -1
-        """Step of its last resumption. Tokens that earlier steps sample for it are dropped."""
+        """Index of the step of its last resumption. Tokens that earlier steps sample for it are dropped."""
         self.short_of_blocks = False
-        """Whether it keeps its row, has lost blocks at the end of its table, and waits for new ones."""
+        """Whether it keeps its row, but lost the last blocks of its table and waits for new blocks."""
         self.num_ever_computed = 0
-        """Largest number of positions that were computed before a preemption discarded some."""
+        """Largest number of positions computed before a preemption discarded some of them."""
         self.due_at = -1
-        """Tick of the decode clock at which the scheduler must check this decoding request next."""
+        """Tick of the decode clock at which the scheduler must check this request next."""
         self.refused_at: tuple[int, int, float] = NOT_REFUSED
-        """State (KV cache, reserve, watermark) in which this request did not fit the last time."""
+        """State (KV cache, reserve, watermark) in which this request did not fit at its last try."""
         self.times_passed = 0
         """Number of later requests that were admitted before this one."""
         self._computed = 0
@@ -277,17 +280,18 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of known tokens, and one placeholder if a scheduled step will sample a token."""
+        """Number of known tokens, plus one if a scheduled step will sample a token that is not known yet."""
         return max(len(self.token_ids), self.num_computed_tokens + 1)
 
     @property
     def reserve(self) -> int:
-        """Number of positions that need blocks before it may run: all that it may ever need, or the known ones."""
+        """Number of positions that must have blocks before it may run: all that it may ever need if it is guaranteed,
+        otherwise the known tokens."""
         return self.limit if self.is_guaranteed else len(self.token_ids)
 
     @property
     def was_preempted(self) -> bool:
-        """Whether it lost its row, to another request or to an update of the weights."""
+        """Whether it lost its row, either to another request or because the weights were updated."""
         return bool(self.num_preemptions or self.num_ever_computed)
 
     @property
@@ -300,7 +304,7 @@ class Request:
 
     @property
     def decoding(self) -> bool:
-        """Whether this request advances by one token with every tick of the decode clock."""
+        """Whether each tick of the decode clock advances this request by one token."""
         return self._clock is not _STILL
 
     def join(self, clock: DecodeClock) -> None:

@@ -1,4 +1,5 @@
-"""Decoders that answer yes or no about a query and a document, and their prompts. Needs no torch."""
+"""Decoders that score a query and a document by the probability of the answer yes, and their prompts. Needs no
+torch."""
 
 from __future__ import annotations
 
@@ -10,18 +11,20 @@ __all__ = ["RERANKERS", "Reranker"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reranker:
-    """A family of such models. The prompt is ``before``, instruction, query, document, ``behind``."""
+    """A family of rerankers. The prompt is ``before``, ``instruction`` with its text, ``query`` with its text,
+    ``document`` with its text, ``behind``."""
 
     before: str
     instruction: str
-    """Text before the instruction."""
+    """Text between ``before`` and the text of the instruction."""
     query: str
     document: str
     behind: str
     default: str
-    """Default instruction."""
+    """Text of the instruction unless the settings give another."""
     answers: tuple[str, str] = ("no", "yes")
-    """Answers whose logits are compared after the prompt; the probability of the second is the score."""
+    """(negative, positive) answer. The model compares their logits after the prompt; the probability of the positive
+    answer is the score."""
 
 
 RERANKERS: Final = {
@@ -37,5 +40,5 @@ RERANKERS: Final = {
         default="Given a web search query, retrieve relevant passages that answer the query",
     ),
 }
-"""Rerankers by value of the setting ``reranker``. ``qwen3``: Qwen3-Reranker (Zhang et al., 2025), with the prompt of
+"""Value of the setting ``reranker`` -> its family. ``qwen3`` is Qwen3-Reranker (Zhang et al., 2025), with the prompt of
 its model card."""

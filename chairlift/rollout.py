@@ -1,4 +1,4 @@
-"""Use of an LLM as the generator of a training loop."""
+"""An LLM that generates the rollouts of a training loop."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["RolloutGenerator"]
 class RolloutGenerator:
     """A :class:`~chairlift.train.async_loop.Generator` that uses an :class:`~chairlift.llm.LLM` in this thread.
 
-    It computes while :meth:`poll` waits, and stands still while the trainer computes. Unfinished rollouts then continue
-    with the new weights. Only one thread may use the LLM. ``sampling_params`` apply to every rollout, with one answer
-    each; the ticket is added to their seed. Log-probabilities are those of the raw logits. They match the sampling
-    distribution at temperature 1 without top_p, top_k, min_p and penalties. ``in_flight`` is that of
-    :meth:`~chairlift.llm.LLM.update_weights`.
+    The LLM computes only while :meth:`poll` waits, and not while the trainer computes. After the trainer updates the
+    weights, unfinished rollouts continue with the new weights. Only one thread may use the LLM. ``sampling_params``
+    apply to every rollout and must have ``n=1``; the rollout's ticket is added to the seed. Log-probabilities come from
+    the raw logits. They match the sampling distribution at temperature 1 without top_p, top_k, min_p and penalties.
+    ``in_flight`` is an argument of :meth:`~chairlift.llm.LLM.update_weights`.
     """
 
     def __init__(self, llm: LLM, sampling_params: SamplingParams, *, in_flight: str = "continue") -> None:
@@ -52,7 +52,7 @@ class RolloutGenerator:
             self._running[request_id] = ticket
 
     def poll(self, *, wait: bool) -> list[Rollout]:
-        """Rollouts that have ended. With ``wait``, compute until one has."""
+        """Rollouts that have ended. With ``wait``, compute until at least one rollout has ended."""
         ended, self._refused = self._refused, []
         while wait and self._running and not ended:
             ended = [self._rollout(output) for output in self._llm.step_for(self._running)]
@@ -77,6 +77,6 @@ class RolloutGenerator:
 
 
 def _versions(answer: CompletionOutput) -> list[int]:
-    """[L] weight version of each token."""
+    """[L] weight version that sampled each token."""
     runs = [*answer.weight_versions, (len(answer.token_ids), -1)]
     return [version for (start, version), (end, _) in pairwise(runs) for _ in range(start, end)]

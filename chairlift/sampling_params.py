@@ -19,7 +19,7 @@ SHAPED_REASONS: Final = (
     " one; relax one of them",
     "the logits overflow after penalties and temperature; use a higher repetition_penalty or temperature",
 )
-"""Error messages of answers that failed because of these parameters, not because of the model."""
+"""Error messages of requests that failed because of their sampling parameters, not because of the model."""
 _OTHERWISE: Final = {
     "best_of": "ask for n answers with logprobs, and keep those with the highest cumulative_logprob",
     "early_stopping": "there is no beam search; leave it out",
@@ -28,12 +28,12 @@ _OTHERWISE: Final = {
     "truncate_prompt_tokens": "cut the prompt's token ids before they are sent",
     "use_beam_search": "there is no beam search; ask for n answers, and keep the one of the highest cumulative_logprob",
 }
-"""Parameters of vLLM's, old and new, that are not offered, and what to do instead."""
+"""vLLM's parameter that is not offered -> what to do instead."""
 _INT32_MAX = 2**31 - 1
 
 
 def is_of_the_caller(reason: str | None) -> bool:
-    """Whether an answer failed because of its parameters, and not because of the model or engine."""
+    """Whether a request failed because of its own parameters, not because of the model or engine."""
     return reason is not None and (reason in SHAPED_REASONS or reason.startswith(CANNOT_BE_FOLLOWED))
 
 
@@ -49,7 +49,7 @@ class SamplingLimits:
     max_token_id_list: int = 4096
     max_bad_words: int = 128
     max_bad_word_chars: int = 8192
-    """Most characters of all bad words together."""
+    """Maximum number of characters of all bad words together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,36 +62,40 @@ class SamplingParams:
         varied = SamplingParams(n=4, temperature=0.8, top_p=0.95, seed=7, stop=["\n"])
 
     Raises :class:`~chairlift.errors.RequestError` on construction when a value has the wrong type or is out of range.
-    Checks that need the model (token ids below the vocabulary size, room in the context) come later, when the request
-    is queued.
+    Checks that need the model (token ids below the vocabulary size, room in the context) happen when the request is
+    queued.
     """
 
     n: int = 1
     """Number of answers to the prompt (1..16). Each has its own random noise, even with one seed."""
     temperature: float = 1.0
-    """0 is greedy (highest logit, lowest id on a tie). Otherwise the logits are divided by it (up to 100)."""
+    """0 is greedy: the highest logit, and on a tie the lowest id. Otherwise the logits are divided by the temperature
+    (maximum 100)."""
     top_k: int = 0
     """Keep only the k highest logits; 0 or -1 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches this (0..1); 0 keeps the most likely token."""
+    """Keep the smallest set of most likely tokens whose total probability reaches this value (0..1); 0 keeps the most
+    likely token."""
     min_p: float = 0.0
-    """Keep tokens with at least this share of the most likely token's probability (0..1)."""
+    """Keep tokens with at least this fraction of the most likely token's probability (0..1)."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token already generated (-2..2)."""
+    """Amount subtracted once from the logit of every token already generated (-2..2)."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once per time it was generated (-2..2)."""
+    """Amount subtracted from a token's logit for each time that the token was generated (-2..2)."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or output (0 < r <= 10; CTRL, 2019)."""
+    """Divides positive logits, and multiplies negative logits, of tokens in the prompt or output (0 < r <= 10; CTRL,
+    2019)."""
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
-    """Added to the logits of these token ids before anything else."""
+    """Token id -> number added to its logit before all other changes."""
     seed: int | None = None
-    """The same seed and prompt give the same text, whatever else is in the batch. None (or vLLM's -1) draws a random
-    one."""
+    """Seed of the random noise. The same seed and prompt give the same text, whatever else is in the batch. None (or
+    vLLM's -1) draws a random seed."""
     max_tokens: int | None = 16
-    """Most tokens to generate; None: as many as fit. 0 only scores the prompt: it goes with :attr:`prompt_logprobs`,
-    and the prompt may then be as long as the model allows."""
+    """Maximum number of tokens to generate; None: as many as fit. 0 only scores the prompt: it needs
+    :attr:`prompt_logprobs`, and the prompt may then be as long as the model allows."""
     min_tokens: int = 0
-    """Least tokens to generate. Until then end-of-sequence and stop tokens are masked, and stop strings are ignored."""
+    """Minimum number of tokens to generate. Before that, end-of-sequence and stop tokens are masked, and stop strings
+    are ignored."""
     stop: str | Sequence[str] | None = None
     """Stop when the text contains one of these strings. A string that spells a special token matches that token, even
     when :attr:`skip_special_tokens` removes it from the text."""
@@ -100,7 +104,8 @@ class SamplingParams:
     ignore_eos: bool = False
     """Continue after the model's end-of-sequence token."""
     bad_words: Sequence[str] | None = None
-    """Strings that must not be generated: their last token is masked after the tokens before it."""
+    """Strings that must not be generated: the last token of a string is masked when its other tokens were just
+    generated."""
     allowed_token_ids: Sequence[int] | None = None
     """Only these token ids may be generated."""
     include_stop_str_in_output: bool = False
@@ -108,36 +113,38 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     logprobs: int | None = None
-    """Number of most likely tokens to report per generated token, in addition to the chosen one. Values are those of
-    the raw logits."""
+    """Number of most likely tokens to report for each generated token, in addition to the generated token. Values come
+    from the raw logits."""
     prompt_logprobs: int | None = None
-    """Number of most likely tokens to report per prompt token, likewise."""
+    """Number of most likely tokens to report for each prompt token, in addition to that token. Values come from the raw
+    logits."""
     structured_outputs: StructuredOutputsParams | None = None
-    """Form of the answer: a JSON schema, a pattern, a choice, a grammar or structural tags. The answer ends where no
-    token may follow. Not with :attr:`min_tokens` and :attr:`ignore_eos`."""
+    """Form of the answer: a JSON schema, a pattern, a choice, a grammar or structural tags. The answer ends when the
+    form is complete. :attr:`min_tokens` and :attr:`ignore_eos` cannot be set together with it."""
     prediction: str | Sequence[int] | None = None
-    """Text, or its token ids, that the answer is expected to repeat in large part, such as the file that is edited. The
-    answer is the same without it, and comes sooner where the text is right (docs/speculation.md)."""
+    """Text, or its token ids, that the answer is expected to repeat in large part, such as the file to edit. It does
+    not change the answer; the answer is generated faster where the text is right (docs/speculation.md)."""
     thinking: ThinkingBudget | None = None
-    """Limit of the reasoning in tokens, with the tokens that mark reasoning."""
+    """Limit of reasoning tokens, and the tokens that mark reasoning."""
     priority: int | None = None
-    """Lower goes first, if the scheduling policy uses priorities. None: the priority of its class of service."""
+    """Lower values are served first, if the scheduling policy uses priorities. None: the priority of the class of
+    service."""
     service_tier: str | None = None
     """Class of service: auto, default, flex, priority, or another class of the engine."""
     ttft_ms: float | None = None
     """Milliseconds from arrival until the first token is due."""
     tpot_ms: float | None = None
-    """Longest time per token after the first, in milliseconds."""
+    """Maximum milliseconds per token after the first token."""
     deadline_ms: float | None = None
     """Milliseconds from arrival until the whole answer is due."""
 
     detokenize: dataclasses.InitVar[bool] = True
-    """vLLM's, and not kept: text is made when somebody reads it."""
+    """vLLM's parameter; accepted and ignored, because text is made when the caller reads it."""
     logits_processors: dataclasses.InitVar[Sequence[Any] | None] = None
-    """vLLM's, and not kept: there are none."""
+    """vLLM's parameter; only None or an empty list is accepted."""
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
-        """Refuse unknown keywords by name, before Python does so without a hint."""
+        """Raise RequestError for unknown keywords. Python's own TypeError would come later, without a hint."""
         if not args:
             _check_names(cls, fields)
         return object.__new__(cls)  # super() would mean the class before it got its slots
@@ -197,8 +204,8 @@ class SamplingParams:
                     )
 
     def _normalise(self, limits: SamplingLimits) -> None:
-        """Turn the list-like fields into tuples, so that a shared SamplingParams cannot change under a request. The
-        engine copies ``logit_bias``, because no immutable mapping can be pickled."""
+        """Turn the list-like fields into tuples, so that a caller who shares one SamplingParams cannot change a queued
+        request. The engine copies ``logit_bias``, because an immutable mapping cannot be pickled."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         _set(self, "stop", _strings("stop", stop, limits.max_stop_strings, limits.max_stop_length))
         _set(self, "bad_words", _strings("bad_words", self.bad_words, limits.max_bad_words, limits.max_stop_length))
@@ -218,14 +225,15 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
-        """Build from keywords. An unknown one raises RequestError with the most similar known name."""
+        """Build from a mapping of names to values. An unknown name raises RequestError with the most similar known
+        name."""
         _check_names(cls, fields)
         return cls(**fields)
 
     @property
     def greedy(self) -> bool:
-        """Whether no noise is added. top_p 0 keeps one token, and temperatures below 1e-5 are numerically the arg
-        max."""
+        """Whether no noise is added. With top_p 0 only one token is left; temperatures below 1e-5 are numerically
+        argmax."""
         return self.temperature < 1e-5 or self.top_p == 0
 
 
@@ -235,7 +243,7 @@ def is_parameter(name: str) -> bool:
 
 
 def _check_names(cls: type[SamplingParams], fields: Mapping[str, Any]) -> None:
-    known = cls.__dataclass_fields__  # with those that are not kept
+    known = cls.__dataclass_fields__  # the InitVar fields are included
     for name in fields:
         if name in _OTHERWISE:
             raise RequestError(f"sampling parameter {name!r} is not offered; {_OTHERWISE[name]}")
@@ -264,13 +272,13 @@ def _number(name: str, value: Any, low: float, high: float, *, above: bool = Fal
         raise RequestError(f"{name} must be {bound} and at most {high}, got {value}")
 
 
-def _strings(name: str, value: Any, most: int, length: int) -> tuple[str, ...]:
+def _strings(name: str, value: Any, limit: int, length: int) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise RequestError(f"{name} must be a list of strings, got {value!r}")
-    if len(value) > most:
-        raise RequestError(f"{name} takes at most {most} strings, got {len(value)}")
+    if len(value) > limit:
+        raise RequestError(f"{name} takes at most {limit} strings, got {len(value)}")
     for item in value:
         if not isinstance(item, str) or not 1 <= len(item) <= length:
             raise RequestError(f"each string in {name} must have 1 to {length} characters, got {str(item)[:40]!r}")
@@ -279,13 +287,13 @@ def _strings(name: str, value: Any, most: int, length: int) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _token_ids(name: str, value: Any, most: int) -> tuple[int, ...]:
+def _token_ids(name: str, value: Any, limit: int) -> tuple[int, ...]:
     if value is None:
         return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise RequestError(f"{name} must be a list of token ids, got {value!r}")
-    if len(value) > most:
-        raise RequestError(f"{name} takes at most {most} ids, got {len(value)}")
+    if len(value) > limit:
+        raise RequestError(f"{name} takes at most {limit} ids, got {len(value)}")
     if not (value and set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _INT32_MAX):
         for item in value:
             _integer(f"each id in {name}", item, 0, _INT32_MAX)
@@ -293,7 +301,7 @@ def _token_ids(name: str, value: Any, most: int) -> tuple[int, ...]:
 
 
 def _prediction(value: Any) -> str | tuple[int, ...] | None:
-    """A text may be as long as the model takes, which the door knows."""
+    """Check a prediction. Its length is checked later, because the limit depends on the model."""
     if not isinstance(value, str):
         return _token_ids("prediction", value, _INT32_MAX) or None
     if any("\ud800" <= char <= "\udfff" for char in value):
@@ -301,11 +309,11 @@ def _prediction(value: Any) -> str | tuple[int, ...] | None:
     return value or None
 
 
-def _logit_bias(value: Any, most: int) -> dict[int, float]:
+def _logit_bias(value: Any, limit: int) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise RequestError(f"logit_bias must map token ids to numbers, got {value!r}")
-    if len(value) > most:
-        raise RequestError(f"logit_bias takes at most {most} entries, got {len(value)}")
+    if len(value) > limit:
+        raise RequestError(f"logit_bias takes at most {limit} entries, got {len(value)}")
     out: dict[int, float] = {}
     for key, bias in value.items():
         if isinstance(key, str) and not re.fullmatch("0|[1-9][0-9]{0,9}", key):

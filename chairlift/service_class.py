@@ -1,6 +1,6 @@
-"""Classes of service and their promises. Standard library only.
+"""Classes of service: priority, reserved resources and deadlines. Standard library only.
 
-The three names of OpenAI's ``service_tier`` are built in; ``service_classes`` changes them or adds others.
+The three names of OpenAI's ``service_tier`` are built in; the setting ``service_classes`` changes them or adds classes.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _MAX_CLASSES = 32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceClass:
-    """One class. Other requests may use its reserved resources while they are idle; the class takes them back when
-    needed."""
+    """One class of service. Other requests may use the resources reserved for the class while they are idle; a request
+    of the class gets them back when it needs them."""
 
     priority: int = 0
-    """Priority of requests without one of their own. Lower goes first."""
+    """Priority of requests that state no priority. Lower values are served first."""
     min_seqs: int = 0
-    """Rows of the batch reserved for the class."""
+    """Number of rows of the batch reserved for the class."""
     min_blocks: int = 0
-    """KV blocks reserved for the class, in each cache group."""
+    """Number of KV blocks reserved for the class, in each cache group."""
     min_step_tokens: int = 0
-    """Tokens of each step's budget reserved for prompts of the class."""
+    """Number of tokens of each step's budget reserved for prompts of the class."""
     ttft_ms: float | None = None
     """Milliseconds from arrival until the first token is due."""
     tpot_ms: float | None = None
-    """Longest time per token after the first, in milliseconds."""
+    """Maximum milliseconds per token after the first token."""
     deadline_ms: float | None = None
     """Milliseconds from arrival until the whole answer is due."""
     retention: int = 0
-    """Rank of its blocks in the prefix cache: 0, 1 or 2. A higher rank is evicted later."""
+    """Rank of the class's blocks in the prefix cache: 0, 1 or 2. Blocks of a higher rank are evicted later."""
 
 
 _BUILT_IN = {
@@ -51,8 +51,8 @@ _WHOLE |= {"min_step_tokens": (0, 2**24), "retention": (0, 2)}
 
 
 def parse_service_classes(value: str | Mapping[str, Any]) -> dict[str, ServiceClass]:
-    """Classes from ``{"name": {"priority": -5, "min_seqs": 4, ...}}``, as JSON or as a mapping, and the three built-in
-    ones.
+    """Name -> class, from ``{"name": {"priority": -5, "min_seqs": 4, ...}}`` as JSON or as a mapping. The result
+    includes the three built-in classes.
 
     Raises ConfigError for anything else.
     """
@@ -61,7 +61,7 @@ def parse_service_classes(value: str | Mapping[str, Any]) -> dict[str, ServiceCl
     for name, settings in _object("service_classes", value).items():
         if not isinstance(name, str) or not name.isidentifier() or len(name) > 64:
             raise ConfigError(f"a service class needs a name of letters, digits and '_', got {name!r:.80}")
-        if name == "auto":  # as a service_tier it means that the server chooses
+        if name == "auto":  # a request with service_tier "auto" lets the server choose its class
             raise ConfigError("no service class may be named 'auto': requests could not ask for it; take another name")
         if not isinstance(settings, Mapping):
             raise ConfigError(f"service class {name}: its settings must be an object, got {settings!r:.80}")
@@ -76,8 +76,8 @@ def parse_service_classes(value: str | Mapping[str, Any]) -> dict[str, ServiceCl
 
 
 def parse_tenant_weights(value: str | Mapping[str, Any]) -> dict[str, float]:
-    """Weights from ``{"tenant": 2.0}``, as JSON or as a mapping: shares of tenants that are not 1. Raises
-    ConfigError."""
+    """Tenant -> weight, from ``{"tenant": 2.0}`` as JSON or as a mapping. A tenant that is not named has weight 1.
+    Raises ConfigError."""
     weights = _object("tenant_weights", value)
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0.001 <= weight <= 1000:

@@ -1,4 +1,4 @@
-"""One step as flat numpy arrays, and its tokens: input and output of every model runner, real or fake."""
+"""One step as flat numpy arrays (the input of every model runner), and its sampled tokens (the output)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class StepBatch:
     A sample position is a token of the step after which a token is drawn. P of the T tokens are sample positions.
 
     All arrays are C-contiguous. The first six are the arrays of ``cl_batch``: the C struct points to them. If the next
-    step decodes the same rows, this object is advanced in place. So its arrays are valid only until the next step is
-    laid out.
+    step decodes the same rows, the InputBatch changes these arrays in place. So they are valid only until the next step
+    is prepared.
     """
 
     token_ids: _Int32
-    """[T] token ids. A negative entry is the last token of its row, sampled by an earlier step and still on the
-    device."""
+    """[T] token ids. A negative entry means the last token of its row: an earlier step sampled it, and it is still on
+    the device."""
     positions: _Int32
     """[T] index of each token in its sequence."""
     cu_seqlens: _Int32
@@ -50,38 +50,40 @@ class StepBatch:
     seq_lens: _Int32
     """[N] length of each sequence after this step."""
     block_tables: _Int32
-    """[G, N, M] block ids. Entries past the end of the sequence or behind its window are meaningless."""
+    """[G, N, M] block ids. Entries after the end of the sequence, or before its sliding window, are meaningless."""
     slot_mapping: npt.NDArray[np.int64]
-    """[G, T]: ``block * block_size + offset``, the place of each token's KV. In a group of recurrent states it is the
-    block that holds the state after its newest token."""
+    """[G, T]: ``block * block_size + offset``, the cache position of each token's KV. In a group of recurrent states:
+    the block that holds the state after the row's newest token."""
     axes: _Int32 | None = None
-    """[3, T] position of each token in time, height and width, for rotations with axes; None where all are
-    ``positions``."""
+    """[3, T] position of each token in time, height and width, for rotary embeddings with three axes. None if all three
+    equal ``positions``."""
     adapters: _Int32 | None = None
-    """[T]: number of each token's adapter, 0 without one; None where no token has one."""
+    """[T] number of each token's adapter, 0 for no adapter. None if no token has an adapter."""
     image_rows: list[tuple[int, int, bytes, int]] = dataclasses.field(default_factory=list)
-    """(index in the flat batch, count, key, first row): tokens whose inputs are rows of an encoded tile."""
+    """(index in the flat batch, count, key, first row): ``count`` tokens whose inputs are rows of an encoded image
+    tile."""
     slots: _Int32 = dataclasses.field(default_factory=_none)
     """[N] InputBatch row of each row."""
     tokens: _Int32 = dataclasses.field(default_factory=_none)
-    """[num_slots, L] prompt and output of every slot so far. Negative where a token is still on the device."""
+    """[num_slots, L] prompt and output tokens of every slot so far. An entry is negative while its token is still on
+    the device."""
     sampling: list[Any] = dataclasses.field(default_factory=list)
-    """[N] sampling parameters of each row, as given at admission. The list object is the same as in the step before if
-    both only decode the same rows."""
+    """[N] sampling parameters of each row, as passed at admission. It is the same list object as in the previous step
+    if both steps only decode the same rows."""
     sample_rows: _Int32 = dataclasses.field(default_factory=_none)
     """[P] row of each sample position. Results have this order: decode rows, then chunks."""
     sample_tokens: _Int32 = dataclasses.field(default_factory=_none)
     """[P] index of each sample position in the flat batch, ascending. The last one of a row is the row's last token."""
     swap_out: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, block, host block) to save in host memory before everything else."""
+    """(group, block, host block) to save in host memory before all other work of the step."""
     copies: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, source block, destination block) to copy after that, before anything is written."""
+    """(group, source block, destination block) to copy after ``swap_out``, before the step writes KV."""
     swap_in: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, host block, block) to load after the copies."""
+    """(group, host block, block) to load from host memory after ``copies``."""
     verifies: list[tuple[int, int, Any]] = dataclasses.field(default_factory=list)
-    """(first sample position, slot, chunk) of rows with drafts: their tokens are proposed, not known."""
+    """(first sample position, slot, chunk) of rows with drafts. The tokens of the chunk after the first are drafts."""
     prompt_rows: list[tuple[int, int, _Int32]] = dataclasses.field(default_factory=list)
-    """(row, first position, prompt tokens) of chunks whose request wants prompt log-probabilities."""
+    """(row, first position, prompt tokens) of chunks whose request asked for prompt log-probabilities."""
 
     @property
     def sample_slots(self) -> _Int32:
@@ -90,22 +92,24 @@ class StepBatch:
 
     @property
     def sample_lengths(self) -> _Int32:
-        """[P] number of tokens up to and including each sample position. It is the index of the token drawn there."""
+        """[P] number of tokens up to and including each sample position. It is also the position of the token drawn
+        there."""
         return self.positions[self.sample_tokens] + 1
 
     @property
     def histories(self) -> list[_Int32]:
-        """For each of the P sample positions, a view of its row's tokens up to it, valid until this step's are stored.
+        """For each of the P sample positions: a view of the row's tokens up to that position. It is valid until the
+        tokens of this step are stored.
 
-        A view is complete if all tokens of the row were sampled on the host. Tokens that a device sampled may not have
-        arrived yet.
+        A view is complete if all tokens of the row were sampled on the host. Tokens that a device sampled may still be
+        missing.
         """
         ends = zip(self.sample_slots.tolist(), self.sample_lengths.tolist(), strict=True)
         return [self.tokens[slot, :length] for slot, length in ends]
 
     def only(self, kept: npt.NDArray[np.intp]) -> StepBatch:
-        """The step reduced to its tokens ``kept`` [K], for attention. They are in order. Those of a row are its last
-        tokens, without gaps."""
+        """The step reduced to its tokens ``kept`` [K], for attention. ``kept`` is ascending. The kept tokens of a row
+        are its last tokens, without gaps."""
         rows, counts = np.unique(np.searchsorted(self.cu_seqlens, kept, side="right") - 1, return_counts=True)
         return StepBatch(
             self.token_ids[kept],
@@ -121,15 +125,15 @@ class StepBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of prompt tokens that one chunk computed."""
+    """Log-probabilities of the prompt tokens that one chunk computed."""
 
     slot: int
     first: int
     """Position of the first token reported."""
     entries: list[Any]
-    """One per position from ``first`` on; see :class:`SampledTokens` for the type."""
+    """One entry per position, beginning at ``first``; see ``logprobs`` of :class:`SampledTokens` for the type."""
     error: str = ""
-    """Reason why there are no entries. Only this request ends with the error."""
+    """Reason why there are no entries. Only this request ends with an error."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -137,10 +141,10 @@ class SampledTokens:
     """Tokens of a step, one per sample position, in the order of ``StepBatch.sample_tokens``."""
 
     token_ids: list[int]
-    """-1 where no token could be drawn."""
+    """One token id per sample position; -1 if no token could be drawn."""
     logprobs: Sequence[Any] | None = None
-    """Per sample position a record of ``token_ids``, ``logprobs`` (chosen first) and ``rank``, or None. None when no
-    request wants them."""
+    """One entry per sample position: a record with ``token_ids``, ``logprobs`` (drawn token first) and ``rank``, or
+    None. The list is None if no request asked for log-probabilities."""
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
     """Sample position -> reason why it has no token."""
     prompt_logprobs: list[PromptLogprobs] = dataclasses.field(default_factory=list)

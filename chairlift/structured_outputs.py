@@ -18,29 +18,30 @@ from chairlift.errors import RequestError
 __all__ = ["CANNOT_BE_FOLLOWED", "MAX_GRAMMAR_CHARS", "Grammar", "StructuredOutputsParams"]
 
 MAX_GRAMMAR_CHARS: Final = 262_144
-"""Most characters in the text of one grammar."""
+"""Maximum number of characters in the text of one grammar."""
 CANNOT_BE_FOLLOWED: Final = "structured_outputs cannot be followed: "
-"""Beginning of every error that is the fault of the caller's grammar."""
+"""Beginning of each error message whose cause is the caller's grammar."""
 _MAX_CHOICES: Final = 4096
 _KINDS: Final = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _OPTIONS: Final = "x-guidance"
-"""Key under which llguidance reads its own options from a schema."""
+"""Key of llguidance's own options in a schema. Requests may not set these options."""
 _TEMPERATURE: Final = re.compile(r"\btemperature\s*=")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grammar:
-    """One grammar as a value: its kind and its text. It can be sent to another process."""
+    """One grammar as plain data: its kind and its text. It can be sent to another process."""
 
     kind: str
     """``json_schema``, ``regex``, ``choice`` (a JSON list), ``lark``, ``gbnf`` or ``structural_tag`` (JSON)."""
     text: str
     compact: bool = False
-    """JSON without any whitespace between its parts."""
+    """Whether JSON has no whitespace between its parts."""
 
     @property
     def key(self) -> bytes:
-        """SHA-256 of the whole value: equal grammars share one compiled form."""
+        """SHA-256 of kind, text and whitespace option. Equal grammars have equal keys, so they share one compiled
+        form."""
         return hashlib.sha256(f"{self.kind}\0{self.compact}\0{self.text}".encode("utf-8", "surrogatepass")).digest()
 
 
@@ -52,24 +53,25 @@ class StructuredOutputsParams:
 
         params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
 
-    Raises :class:`~chairlift.errors.RequestError` on construction for none or several of them, for a value of another
-    type, and for one that is too long. Errors inside a schema or grammar are found when it is compiled.
+    Raises :class:`~chairlift.errors.RequestError` on construction if no field or several fields are set, if a value has
+    the wrong type, and if a value is too long. Errors inside a schema or grammar are found when it is compiled.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
-    """JSON schema of the answer; kept as text."""
+    """JSON schema of the answer; stored as JSON text."""
     json_object: bool | None = None
-    """Any JSON object."""
+    """Whether the answer is a JSON object of any form."""
     regex: str | None = None
-    """Pattern that the whole answer matches. The syntax is that of Rust's ``regex`` crate."""
+    """Regular expression that the whole answer matches, in the syntax of Rust's ``regex`` crate."""
     choice: Sequence[str] | None = None
-    """Allowed answers."""
+    """Allowed answers; the answer is exactly one of these strings."""
     grammar: str | None = None
-    """Context-free grammar: Lark as llguidance reads it, or GBNF (recognised by ``::=``)."""
+    """Context-free grammar in Lark form, as llguidance reads it, or in GBNF (a text with ``::=`` is GBNF)."""
     structural_tag: str | Mapping[str, Any] | None = None
-    """Free text with tags whose contents follow a schema; kept as text. See :mod:`chairlift.grammar.structural_tag`."""
+    """Free text with tags whose contents follow a schema; stored as JSON text. See
+    :mod:`chairlift.grammar.structural_tag`."""
     disable_any_whitespace: bool = False
-    """JSON without whitespace between its parts."""
+    """Whether JSON has no whitespace between its parts."""
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False) or self._says_false(name)]
@@ -104,7 +106,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputsParams:
-        """Convert an object of this class, or a mapping with the names of its fields."""
+        """Convert a mapping with the names of the fields. An object of this class is returned as it is."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
@@ -136,7 +138,7 @@ class StructuredOutputsParams:
 
 
 _HARMLESS: Final = {"disable_fallback": True, "disable_additional_properties": False}
-"""Other fields of vLLM, with the value that equals the default here."""
+"""vLLM's field that does not exist here -> the value that is accepted, because it changes nothing."""
 
 
 def _set(params: StructuredOutputsParams, name: str, value: Any) -> None:
@@ -148,7 +150,7 @@ def _not_a_number(name: str) -> Any:
 
 
 def _object_text(name: str, given: Any) -> str:
-    """JSON text of an object, given as an object or as text."""
+    """JSON text of an object. ``given`` is the object or its text."""
     try:
         value = json.loads(given, parse_constant=_not_a_number) if isinstance(given, str) else given
         if not isinstance(value, Mapping):
@@ -163,7 +165,7 @@ def _object_text(name: str, given: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert mappings of any kind to dictionaries with string keys, in order."""
+    """Copy mappings of any kind as dictionaries with string keys, in the same order."""
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) for name in value):
             raise TypeError("names must be text")

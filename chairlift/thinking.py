@@ -1,6 +1,6 @@
-"""Thinking budgets: a limit of reasoning tokens, and the marks that show reasoning. Plain data.
+"""Thinking budgets: a maximum number of reasoning tokens, and the tokens that mark reasoning. Plain data.
 
-The field of requests is vLLM's ``thinking_token_budget``. Marks are token ids here, so that no text has to be read.
+In requests, the field is vLLM's ``thinking_token_budget``. Marks are token ids, so that no text has to be decoded.
 """
 
 from __future__ import annotations
@@ -13,32 +13,34 @@ from chairlift.errors import RequestError
 
 __all__ = ["ThinkingBudget"]
 
-_MOST_MARKS = 64
+_MAX_MARKS = 64
 _MAX = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingBudget:
-    """After ``max_tokens`` tokens of reasoning, ``end`` and then ``after`` are forced. Later tokens are free.
+    """After ``max_tokens`` tokens of reasoning, the engine forces the tokens ``end`` and ``after``. Later tokens are
+    free.
 
-    Marks are not counted. A model that ends its reasoning earlier is not affected. Raises RequestError on construction
-    for values of the wrong type or out of range.
+    The marks do not count as reasoning tokens. A model that ends its reasoning earlier is not affected. Raises
+    RequestError on construction for values of the wrong type or out of range.
     """
 
     max_tokens: int
-    """Most tokens of reasoning, 0 or more."""
+    """Maximum number of reasoning tokens, 0 or more."""
     end: int
-    """The token that ends the reasoning."""
+    """Id of the token that ends the reasoning."""
     begin: tuple[int, ...] = ()
-    """Tokens that begin the reasoning, at the start of the answer. Empty: the prompt ends with them."""
+    """Ids of the tokens that begin the reasoning, at the start of the answer. Empty: the prompt ends with these
+    tokens."""
     after: tuple[int, ...] = ()
-    """Tokens that the model's format needs between the end of the reasoning and the answer."""
+    """Ids of the tokens that the model's format needs between the end of the reasoning and the answer."""
 
     def __post_init__(self) -> None:
         for name in ("begin", "after"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-            if len(getattr(self, name)) > _MOST_MARKS:
-                raise RequestError(f"thinking.{name} must have at most {_MOST_MARKS} token ids")
+            if len(getattr(self, name)) > _MAX_MARKS:
+                raise RequestError(f"thinking.{name} must have at most {_MAX_MARKS} token ids")
         given = {"max_tokens": (self.max_tokens,), "end": (self.end,), "begin": self.begin, "after": self.after}
         for name, values in given.items():
             for value in values:
@@ -47,7 +49,8 @@ class ThinkingBudget:
 
     @classmethod
     def of(cls, given: Any) -> ThinkingBudget:
-        """Convert an object of this class, or a mapping with the names of its fields. Raises RequestError."""
+        """Convert a mapping with the names of the fields. An object of this class is returned as it is. Raises
+        RequestError."""
         if isinstance(given, cls):
             return given
         known = [field.name for field in dataclasses.fields(cls)]
@@ -57,5 +60,5 @@ class ThinkingBudget:
 
     @property
     def marks(self) -> tuple[int, ...]:
-        """All token ids in it."""
+        """All token ids of the budget: ``begin``, ``end`` and ``after``."""
         return (*self.begin, self.end, *self.after)

@@ -1,7 +1,8 @@
-"""vLLM's settings that Chairlift does not have: accepted if they have no effect, translated, or refused by name.
+"""vLLM's settings that Chairlift does not have. Each is accepted (it has no effect), translated to Chairlift's setting,
+or refused with an error.
 
-So a script or command line for vLLM runs after a change of its import or first word, and unsupported settings are
-reported at once. :mod:`chairlift.config` has the settings that both have. Standard library only.
+So a script for vLLM runs after a change of its import, a command line after a change of its first word. Unsupported
+settings are reported at once. :mod:`chairlift.config` has the settings that both projects have. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ _CHECKPOINT_FORMATS: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Name:
-    """A setting of vLLM's."""
+    """One setting of vLLM that Chairlift does not have."""
 
     kind: type
-    """bool, int, float or str."""
+    """Type of the setting: bool, int, float or str."""
     accepted: tuple[Any, ...] | None
-    """Values that change nothing here; None: all."""
+    """Values that have no effect here and are accepted; None: all values."""
     why: str
-    """Why they change nothing, for a line when one is given."""
+    """Reason why accepted values have no effect, for the log line."""
     instead: str = ""
-    """Remedy for another value."""
+    """What to do instead, for the error message about another value."""
 
 
 NAMES: Final[dict[str, Name]] = {
@@ -59,26 +60,26 @@ NAMES: Final[dict[str, Name]] = {
         "only safetensors and GGUF files are read; leave it out",
     ),
     "cpu_offload_gb": Name(
-        float, (0,), "weights are where they are computed with", "set device to cpu, or quantization"
+        float, (0,), "weights stay on the device that computes", "set device to cpu, or quantization"
     ),
-    "max_seq_len_to_capture": Name(int, None, "which steps are recorded follows from cuda_graphs"),
+    "max_seq_len_to_capture": Name(int, None, "cuda_graphs decides which steps are recorded"),
     "async_scheduling": Name(bool, None, "num_lookahead_steps says how far steps are scheduled ahead"),
     "guided_decoding_backend": Name(str, None, "every grammar is compiled by llguidance"),
-    "max_logprobs": Name(int, tuple(range(21)), "a request may ask for up to 20", "20 are the most; leave it out"),
+    "max_logprobs": Name(int, tuple(range(21)), "a request may ask for up to 20", "20 is the maximum; leave it out"),
     "download_dir": Name(str, (), "", "set HF_HOME to the directory of the Hub's cache"),
     "enforce_eager": Name(bool, None, "cuda_graphs off is its name here"),
     "swap_space": Name(float, None, "in GiB; swap_space_bytes is its name here"),
     "num_gpu_blocks_override": Name(int, None, "num_kv_blocks is its name here"),
     "task": Name(str, None, "runner is its name here"),
 }
-"""Settings of the engine."""
+"""vLLM's setting of the engine -> how it is treated."""
 SERVER_NAMES: Final[dict[str, Name]] = {
     "enable_auto_tool_choice": Name(bool, (True,), "calls are always read", "set tool_call_parser to none"),
     "uvicorn_log_level": Name(str, None, "connections are not logged; log_requests logs requests"),
     "disable_frontend_multiprocessing": Name(bool, None, "the engine always has a process of its own"),
     "root_path": Name(str, ("",), "there is none", "let the proxy take the prefix away"),
 }
-"""Settings of ``vllm serve`` besides."""
+"""vLLM's setting of ``vllm serve`` only -> how it is treated."""
 _RUNNERS: Final = {
     "auto": "auto",
     "generate": "generate",
@@ -87,11 +88,12 @@ _RUNNERS: Final = {
 
 
 def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without vLLM's names. Raises ConfigError, naming what to use, for what is not there."""
+    """The settings with vLLM's names replaced by Chairlift's. Raises ConfigError, which says what to use, for a setting
+    that is not supported."""
     found = {name: settings[name] for name in settings if name in NAMES or name in SERVER_NAMES}
     kept = {name: value for name, value in settings.items() if name not in found}
     for name, value in found.items():
-        if value is None:  # nothing was asked for
+        if value is None:  # the setting was not given
             continue
         known = NAMES.get(name) or SERVER_NAMES[name]
         _check(name, known, value)
@@ -108,7 +110,7 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def notes(settings: Mapping[str, Any]) -> list[str]:
-    """A line for each of vLLM's names that is given and accepted."""
+    """One line for each given setting of vLLM that was accepted without effect."""
     known = NAMES | SERVER_NAMES
     given = {name: value for name, value in settings.items() if name in known and value is not None}
     return [f"{name} {value} is accepted: {known[name].why}" for name, value in given.items()]
@@ -123,7 +125,7 @@ def _check(name: str, known: Name, value: Any) -> None:
 
 
 def _ours(name: str, value: Any) -> dict[str, Any]:
-    """Chairlift's settings for one of vLLM's settings."""
+    """Chairlift's settings (name -> value) for one of vLLM's settings."""
     if name == "enforce_eager":
         return {"cuda_graphs": "off"} if value else {}
     if name == "swap_space":

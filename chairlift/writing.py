@@ -1,4 +1,4 @@
-"""Writes files that replace the old file only when they are complete."""
+"""Writes a file so that it replaces the old file only when it is complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["check_writable", "replacing"]
 def check_writable(path: Path | None, flag: str, *others: Path | str | None) -> None:
     """Raise ConfigError for a path that cannot be written, or that is also one of ``others``.
 
-    Call it before long work. It does not change the contents of a file.
+    Call this function before long work. It does not change the contents of any file.
     """
     if path is None:
         return
@@ -26,7 +26,7 @@ def check_writable(path: Path | None, flag: str, *others: Path | str | None) -> 
         raise ConfigError(f"--{flag} {path} is read or written for something else, too; give another --{flag}")
     try:
         existed = path.exists()
-        if not path.is_fifo():  # opening a FIFO and closing it would look like the end to its reader
+        if not path.is_fifo():  # a reader of the FIFO would take open and close for the end of the data
             path.open("a").close()
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; give another --{flag}") from None
@@ -38,9 +38,9 @@ def check_writable(path: Path | None, flag: str, *others: Path | str | None) -> 
 def replacing(path: Path) -> Iterator[TextIO]:
     """A text file that replaces ``path`` at the end of the block. After an error the old file is unchanged.
 
-    It keeps the mode of the old file, and follows a link. Special files, links in /dev or /proc, and files in a
-    directory where no new file can be made are written in place. Raises OSError with the file's name. Use ``buffer`` of
-    the file for bytes.
+    The new file has the mode of the old file; a link is followed to its target. Special files, links in /dev or /proc,
+    and files in a directory where no new file can be made are written in place. Raises OSError with the file's name. To
+    write bytes, use the file's ``buffer``.
     """
     target = Path(os.path.realpath(path))
     old = path.exists()

@@ -179,7 +179,7 @@ class Fleet(RemoteCore):
         self._pace, scheduler = MeasuredPace(), config.scheduler
         pace = self._pace.pace(scheduler.max_num_batched_tokens)
         self._members = [
-            _Member(self, Replica(index, pace, max_num_seqs=scheduler.most_running, cache_tokens=0))
+            _Member(self, Replica(index, pace, max_num_seqs=scheduler.max_running, cache_tokens=0))
             for index in range(replicas)
         ]
         rows = min(_MOST_ROWS, scheduler.max_num_seqs * replicas)
@@ -529,7 +529,7 @@ class Fleet(RemoteCore):
         scheduler = self.config.scheduler  # what the process tells with its first step
         member.stats = EngineStats(
             free_blocks=info.num_blocks,
-            running_limit=scheduler.most_running,
+            running_limit=scheduler.max_running,
             token_budget=scheduler.max_num_batched_tokens,
         )
         for load in self._loads.values():

@@ -157,7 +157,7 @@ class _Fleet:
         first, limits = simulated_core(deployment, config)
         self._inputs = InputProcessor(limits, None, first.kv, seed=0)
         pace = _pace(deployment.cost, config.scheduler.max_num_batched_tokens)
-        rows, tokens = config.scheduler.most_running, first.kv.capacity_tokens
+        rows, tokens = config.scheduler.max_running, first.kv.capacity_tokens
         cached = tokens if config.cache.enable_prefix_caching else 0
 
         def make(clock: VirtualClock) -> EngineCore:

@@ -238,7 +238,7 @@ def governor_from_config(
     used."""
     if config.governor == "off":
         return None
-    most, reserved = config.most_running, sum(each.min_seqs for each in (config.promises or {}).values())
+    most, reserved = config.max_running, sum(each.min_seqs for each in (config.promises or {}).values())
     # Reserved rows of classes must stay available, and prompts must make progress.
     least = Settings(reserved + 1, min(config.max_num_batched_tokens, 64), min(config.admission_watermark, 0.01))
     bounds = Bounds(least, Settings(most, config.max_num_batched_tokens, max(config.admission_watermark, 0.4)))

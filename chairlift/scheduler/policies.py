@@ -24,7 +24,7 @@ def policy_from_config(config: SchedulerConfig, estimate: EstimateOf | None = No
     if config.scheduling_policy == "priority":
         return Precedence(
             parse_service_classes(config.service_classes),
-            max_running=config.most_running,
+            max_running=config.max_running,
             ageing_seconds=config.ageing_seconds,
             tenant_weights=parse_tenant_weights(config.tenant_weights),
             estimate=estimate,
