@@ -23,7 +23,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from chairlift.errors import ConfigError
-from chairlift.lora.trainable import TrainableAdapter
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import hf_state_dict
 from chairlift.models.model_files import TOKENIZER_FILES
@@ -78,6 +77,12 @@ def write_model(model: CausalLM, files: ModelFiles, directory: Path) -> None:
             shutil.copyfile(files.tokenizer_dir / name, directory / name)
 
 
+class _WritesItself(Protocol):
+    """A :class:`~chairlift.train.networks.Network`, as checkpoints see it."""
+
+    def write(self, directory: Path, files: ModelFiles) -> None: ...
+
+
 class CheckpointStore:
     """The checkpoints of one run, of which the newest ``keep`` stay, and the best."""
 
@@ -98,7 +103,7 @@ class CheckpointStore:
         """The newest complete checkpoint."""
         return next(reversed(self.all()), None)
 
-    def save(self, step: int, state: Mapping[str, Any], model: CausalLM | TrainableAdapter, files: ModelFiles) -> Path:
+    def save(self, step: int, state: Mapping[str, Any], model: CausalLM | _WritesItself, files: ModelFiles) -> Path:
         """Write a checkpoint; returns its directory. ``state`` is made of plain Python, NumPy arrays and tensors.
         ``files`` are of a model; an adapter has its own.
 
@@ -110,10 +115,10 @@ class CheckpointStore:
             for left in self.root.glob(pattern):  # by a process that was killed, perhaps at another step
                 shutil.rmtree(left)
         try:
-            if isinstance(model, TrainableAdapter):
-                model.write(partial)
-            else:
+            if isinstance(model, CausalLM):
                 write_model(model, files, partial)
+            else:
+                model.write(partial, files)
             _save_state(partial / _STATE, state)
         except SafetensorError as error:
             raise OSError(f"{partial} cannot be written ({error}); make room there, then run the same again") from None

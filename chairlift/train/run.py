@@ -418,7 +418,7 @@ class _Run:
                 "config": dataclasses.asdict(self.prepared.config),
                 "best": self.best,
             }
-            store.save(step, state, self.trainer.adapter or self.trainer.model, self.prepared.files)
+            store.save(step, state, self.trainer.network, self.prepared.files)
         self.saved = step
         return store.root / f"step-{step:08d}"
 

@@ -1,9 +1,9 @@
-"""Optimiser steps over packs, for the models that serve: one loss constant per step, on any number of ranks.
+"""Optimiser steps over packs, for any model: one loss constant per step, on any number of ranks.
 
-Nothing here that a loop of one's own could not do: packs come from :class:`~chairlift.train.stream.PackStream`, attend
-through :class:`~chairlift.train.varlen.VarlenContext`, and are weighed by :class:`~chairlift.train.loss.StepLoss`. The
-loss of a step is a sum over all its packs and ranks divided by one constant, so gradients are summed over the ranks,
-and how sequences were divided among packs and ranks changes them by rounding only.
+Nothing here that a loop of one's own could not do: packs come from :class:`~chairlift.train.stream.PackStream`, are
+computed by a :class:`~chairlift.train.networks.Network`, and are weighed by :class:`~chairlift.train.loss.StepLoss`.
+The loss of a step is a sum over all its packs and ranks divided by one constant, so gradients are summed over the
+ranks, and how sequences were divided among packs and ranks changes them by rounding only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import logging
 import math
@@ -22,20 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from chairlift.errors import ConfigError, DivergedError
 from chairlift.lora.trainable import TrainableAdapter
 from chairlift.models.causal_lm import CausalLM
-from chairlift.models.layers.attention import Attention
-from chairlift.models.layers.mlp import MLP
 from chairlift.train.collate import IGNORED, PackCollator
 from chairlift.train.config import TrainerConfig
 from chairlift.train.expert_balance import ExpertBalance
 from chairlift.train.layout import Pack
 from chairlift.train.loss import StepLoss
+from chairlift.train.networks import NativeNetwork, Network
 from chairlift.train.parallel import join_over_ranks, sum_gradients, sum_over_ranks
-from chairlift.train.varlen import VarlenContext
 
 if TYPE_CHECKING:
     from chairlift.train.drift import DriftSampler
@@ -79,7 +75,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: CausalLM | Network,
         config: TrainerConfig,
         stream: PackStream | None = None,
         *,
@@ -93,8 +89,8 @@ class Trainer:
 
         Raises ConfigError for a model that has no float32 weights to train.
         """
-        self.model = model.train().requires_grad_(adapter is None)
-        self.adapter = adapter
+        self.network: Network = NativeNetwork(model, adapter) if isinstance(model, CausalLM) else model
+        self.model = self.network.module.train().requires_grad_(False)
         self.config = config
         self.stream = stream
         self.drift = drift
@@ -102,11 +98,12 @@ class Trainer:
         self.stop_requested = False
         """Set to True on any rank to stop all ranks. They learn of it with the next step's result."""
         self._seed = seed
-        self._adapter_dropout = adapter is not None and adapter.dropout > 0
         self._loss = StepLoss(config.reduce, gradients="sum", label_smoothing=config.label_smoothing)
-        self._balance = ExpertBalance(model) if config.balance_loss else None
-        self._parameters = dict(model.named_parameters() if adapter is None else adapter.parameters)
-        dtypes = {parameter.dtype for parameter in (*model.parameters(), *self._parameters.values())}
+        self._balance = ExpertBalance(self.model) if config.balance_loss else None
+        self._parameters = dict(self.network.trained)
+        for parameter in self._parameters.values():
+            parameter.requires_grad_(True)
+        dtypes = {parameter.dtype for parameter in (*self.model.parameters(), *self._parameters.values())}
         if dtypes != {torch.float32}:
             raise ConfigError(
                 f"the trainer's weights must be float32, these are {', '.join(map(str, dtypes)) or 'none'}; load the "
@@ -185,7 +182,7 @@ class Trainer:
         """Add the gradient of a pack; returns its part of the step's loss."""
         with (  # also around the backward, in which layers may be computed again
             self._dropout(pack),
-            _recomputed(self.model, self.config.gradient_checkpointing),
+            self.network.recomputed() if self.config.gradient_checkpointing else contextlib.nullcontext(),
             contextlib.ExitStack() as stack,
         ):
             router_logits = [] if self._balance is None else stack.enter_context(self._balance.watched())
@@ -203,40 +200,37 @@ class Trainer:
         """
 
         def router_logits(pack: Pack) -> list[Tensor]:
-            with torch.set_grad_enabled(self.adapter is not None), self._dropout(pack), balance.watched() as logits:
-                self._hidden(self._batch(pack), pack)
+            whole = all(parameter.requires_grad for parameter in self.model.parameters())
+            with torch.set_grad_enabled(not whole), self._dropout(pack), balance.watched() as logits:
+                batch = self._batch(pack)
+                self._logits(batch, pack, predictions(batch)[0][:1])
             return logits
 
         return balance.step(packs, router_logits)
 
     def _dropout(self, pack: Pack) -> contextlib.AbstractContextManager[None]:
-        return _dropout(self.model, self.config.dropout, self._seed, self.num_steps, pack, own=self._adapter_dropout)
+        return _dropout(self.network, self.config.dropout, self._seed, self.num_steps, pack)
 
     def _batch(self, pack: Pack) -> dict[str, Tensor]:
         device = next(iter(self._parameters.values())).device
         return {name: value.to(device) for name, value in _collate(pack).items()}
 
-    def _hidden(self, batch: Mapping[str, Tensor], pack: Pack) -> Tensor:
-        """Hidden states [T, D] of a pack, in bf16 where ``autocast`` says so."""
-        context = VarlenContext(pack.layout.cu_seqlens)
-        with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.config.autocast):
-            hidden: Tensor = self.model(batch["input_ids"][0], batch["position_ids"][0], context)
-        return hidden
+    def _logits(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor) -> Tensor:
+        """Logits [R, V] of these rows of a pack, in bf16 where ``autocast`` says so."""
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.config.autocast):
+            return self.network.logits(batch, pack, rows)
 
     def pack_loss(self, pack: Pack, loss: StepLoss) -> Tensor:
         """The scalar loss of one pack, inside of ``loss.step``, by the model as it is: without dropout of its own."""
         batch = self._batch(pack)
         rows, chosen = predictions(batch)
-        hidden = self._hidden(batch, pack)
-        with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self.config.autocast):
-            logits = self.model.compute_logits(hidden[rows])
-        part = loss(logits, chosen)
+        part = loss(self._logits(batch, pack, rows), chosen)
         if self.drift is not None and loss is self._loss:
             self._observed += _sequence_losses(loss.losses, chosen, pack.ids)
         return part
 
     def _check_tokens(self, packs: Sequence[Pack]) -> None:
-        known = self.model.config.vocab_size
+        known = self.network.vocab_size
         for pack in packs:
             if int(pack.tokens.max()) >= known:
                 raise ConfigError(
@@ -264,7 +258,7 @@ class Trainer:
             "model": {name: parameter.detach() for name, parameter in self._parameters.items()},
             "optimizer": {name: dict(moments) for name, moments in kept.items() if moments},
             "stream": None if self.stream is None else self.stream.state_dict(),
-            "adapter": None if self.adapter is None else self.adapter.settings(),
+            "adapter": self.network.settings(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -292,7 +286,7 @@ class Trainer:
         self.num_steps = int(state["steps"])
 
     def _check_adapter(self, saved: Mapping[str, Any] | None) -> None:
-        here = None if self.adapter is None else self.adapter.settings()
+        here = self.network.settings()
         if (saved is None) != (here is None):
             kinds = {True: "a model", False: "an adapter"}
             raise ConfigError(
@@ -336,37 +330,20 @@ def _names(pack: Pack) -> str:
 
 
 @contextlib.contextmanager
-def _recomputed(model: CausalLM, enabled: bool) -> Iterator[None]:
-    """Keep only the input of each layer for the backward, which computes the layer again (Chen et al., 2016).
-
-    The gradients are the same bits: the same operations run on the same numbers, dropout included.
-    """
-    layers = list(model.model.layers) if enabled else []
-    for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward  # what hid the class's own method
-
-
-@contextlib.contextmanager
-def _dropout(model: CausalLM, rate: float, seed: int, step: int, pack: Pack, *, own: bool = False) -> Iterator[None]:
+def _dropout(network: Network, rate: float, seed: int, step: int, pack: Pack) -> Iterator[None]:
     """Apply dropout to the output of each branch of the model's layers, by hooks and not in the model's code.
 
-    What is dropped depends on the seed, the step and the pack: not on the rank, nor on what ran before. So does ``own``
-    dropout, that of an adapter.
+    What is dropped depends on the seed, the step and the pack: not on the rank, nor on what ran before. So does dropout
+    of the network's own, such as that of an adapter.
     """
-    if not rate and not own:
+    if not rate and not network.drops:
         yield
         return
     key = hashlib.blake2b(f"{seed} {step} {pack.ids} {pack.lengths}".encode(), digest_size=8)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(int.from_bytes(key.digest()))
-        for module in model.modules():
-            if rate and isinstance(module, (Attention, MLP)):
-                hook = module.register_forward_hook(lambda _module, _args, out: functional.dropout(out, rate))
-                stack.callback(hook.remove)
+        for module in network.branches() if rate else ():
+            hook = module.register_forward_hook(lambda _module, _args, out: functional.dropout(out, rate))
+            stack.callback(hook.remove)
         yield
