@@ -15,6 +15,7 @@ from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig, parse_config
 from chairlift.models.random_weights import random_model
 from chairlift.models.registry import FAMILIES
+from chairlift.train import networks
 from chairlift.train import trainer as trainer_module
 from chairlift.train.collate import PackCollator
 from chairlift.train.config import TrainConfig
@@ -88,7 +89,7 @@ def test_a_fault_in_packing_would_be_seen(mutation: str, monkeypatch: pytest.Mon
     config, data = parse_config(config_of("gpt2")), examples(9)
     _, expected = one_by_one(model_of(config), data, "token")
     if mutation == "one layout":
-        monkeypatch.setattr(trainer_module, "VarlenContext", lambda offsets: VarlenContext((0, offsets[-1])))
+        monkeypatch.setattr(networks, "VarlenContext", lambda offsets: VarlenContext((0, offsets[-1])))
     elif mutation == "positions run on":
         monkeypatch.setattr(Layout, "positions", property(lambda layout: torch.arange(layout.num_tokens).numpy()))
     elif mutation == "shifted mask":
