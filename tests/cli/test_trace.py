@@ -164,7 +164,7 @@ def test_sharegpt_with_a_tokenizer(chairlift: Run, tmp_path: Path) -> None:
         (("show", "TRACE", "--columns", "time"), "columns must be FIELD=COLUMN"),
         (("show", "TRACE", "--columns", "time=a,input=b,output=c"), "line 1 of"),
         (("show", "TRACE", "--pattern", "x", "--format", "azure"), "not allowed with argument"),
-        (("show", "TRACE", "--arrivals", "poisson:1"), "arrivals and a tokenizer are for conversations"),
+        (("show", "TRACE", "--arrivals", "poisson:1"), "arrivals and a tokenizer are only for files of texts"),
         (("show", "TRACE", "--tokenizer", "/nowhere"), "/nowhere has no tokenizer.json"),
         (("show", "TRACE", "--png", "/nowhere/x.png"), "cannot write /nowhere/x.png: No such file"),
         (("sample", "TRACE", "-o", "TRACE"), "is there already; give another -o, or --force to replace it"),

@@ -1,8 +1,10 @@
-"""Simulation of the real engine under a virtual clock, with faults: one seed is one execution.
+"""Simulation of the real engine under a virtual clock, with injected faults. Equal seeds give equal executions.
 
-A seed makes a :mod:`~chairlift.workbench.sim.world`. The :mod:`~chairlift.workbench.sim.simulator` runs it, checks the
-invariants after every step, and compares every answer with HashLM served alone. A world that fails is reduced to the
-events it needs (:mod:`~chairlift.workbench.sim.minimise`). The method is FoundationDB's and TigerBeetle's.
+A seed gives a :mod:`~chairlift.workbench.sim.world`. The :mod:`~chairlift.workbench.sim.simulator` runs the world,
+checks the invariants after every step, and compares every answer with the answer that HashLM gives when it runs the
+request alone. A failing world is reduced to the events that the failure needs
+(:mod:`~chairlift.workbench.sim.minimise`).
+FoundationDB and TigerBeetle are tested by the same method.
 
-For traffic and its times, see :mod:`chairlift.replay`.
+For simulated traffic and its latencies, see :mod:`chairlift.replay`.
 """

@@ -1,4 +1,4 @@
-"""Run seeds: ``python -m chairlift.workbench.sim --seeds 1000``. To look at one: ``... --seed 17``."""
+"""Run simulated worlds: ``python -m chairlift.workbench.sim --seeds 1000``, or a single world with ``--seed 17``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ __all__ = ["main", "report", "run_seeds"]
 
 
 def report(seed: int) -> str | None:
-    """None when the world of ``seed`` holds; else what failed, the events that are needed, and how to see it again."""
+    """Run the world of ``seed``. Returns None if all checks pass.
+
+    Otherwise returns the message of the failed check, the events that the failure needs, and a command to reproduce it.
+    """
     world = make_world(seed)
     failure = failure_of(world)
     if failure is None:
@@ -32,7 +35,7 @@ def report(seed: int) -> str | None:
 
 
 def run_seeds(seeds: Sequence[int]) -> int:
-    """Run the worlds of ``seeds``, and print what came of it; 1 at the first that does not hold, else 0."""
+    """Run the worlds of ``seeds`` up to the first failure, and print a report. Returns 1 for a failure, otherwise 0."""
     start, steps = time.perf_counter(), 0
     for seed in seeds:
         try:
@@ -46,9 +49,9 @@ def run_seeds(seeds: Sequence[int]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m chairlift.workbench.sim", description=__doc__)
-    parser.add_argument("--seed", type=int, help="run this one seed, and show how it fails")
-    parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to run (default 1000)")
-    parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
+    parser.add_argument("--seed", type=int, help="run only this seed, and show how it fails")
+    parser.add_argument("--seeds", type=int, default=1000, help="number of seeds to run (default 1000)")
+    parser.add_argument("--first", type=int, default=0, help="first seed (default 0)")
     args = parser.parse_args(argv)
     return run_seeds([args.seed] if args.seed is not None else range(args.first, args.first + args.seeds))
 

@@ -1,4 +1,5 @@
-"""Scripted adapters without weights: files are numbers, which a model mixes into its hashes."""
+"""Scripted LoRA adapters for simulations. An adapter has no weights: its file holds a number, which HashLM mixes into
+the hash that gives the next token."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ __all__ = ["AdapterFiles", "ScriptedAdapters", "content_tag", "request_for"]
 
 _TAG = 0x9E3779B97F4A7C15
 BROKEN = -1
-"""Content that marks a simulated file as damaged: loading it fails."""
+"""Number that marks a simulated file as damaged. Loading a damaged file fails."""
 
 
 def content_tag(content: int) -> int:
-    """64 bits that represent the effect of an adapter; 0 for none."""
+    """Number of 64 bits that stands in for the weights of an adapter: HashLM adds it to its hash. 0: no adapter."""
     return content * _TAG % 2**64
 
 
@@ -33,17 +34,17 @@ class _Read(NamedTuple):
 
 
 class AdapterFiles:
-    """The files on disk, and the adapters that a model has read from them."""
+    """Simulates the adapter files on disk, and the memory that holds loaded adapters."""
 
     def __init__(self) -> None:
         self.contents: dict[str, int] = {}
-        """Path -> present content, a unique number above 0."""
+        """Path -> content of the file: a unique number above 0, or :data:`BROKEN`."""
         self.tags: dict[int, int] = {}
-        """Adapter in memory -> its effect on a row."""
+        """Id of an adapter in memory -> its :func:`content_tag`."""
         self._writes = 0
 
     def write(self, path: str, *, broken: bool = False) -> int:
-        """Write another adapter to a path. Returns its content."""
+        """Replace the file at ``path`` by a new adapter. Returns the content of the file."""
         self._writes += 1
         self.contents[path] = BROKEN if broken else self._writes
         return self.contents[path]
@@ -56,16 +57,17 @@ class AdapterFiles:
         return _Read(content)
 
     def put(self, adapter_id: int, adapter: _Read) -> None:
-        """Load an adapter."""
+        """Put an adapter into memory."""
         self.tags[adapter_id] = content_tag(adapter.content)
 
     def drop(self, adapter_id: int) -> None:
-        """Remove an adapter."""
+        """Remove an adapter from memory."""
         del self.tags[adapter_id]
 
 
 class ScriptedAdapters(Adapters):
-    """Reads adapters beside the loop, on the clock of a simulation: call :meth:`tick` once per step."""
+    """Loads adapters in simulated time: a load ends after ``delay`` steps. The simulator calls :meth:`tick` once per
+    step."""
 
     def __init__(self, files: AdapterFiles, max_loras: int, max_cpu_loras: int, delay: int) -> None:
         config = LoRAConfig(enable_lora=True, max_loras=max_loras, max_cpu_loras=max_cpu_loras)
@@ -74,7 +76,7 @@ class ScriptedAdapters(Adapters):
         self._delay, self._tick = delay, 0
 
     def tick(self) -> None:
-        """Read what is due."""
+        """Count one step, and load the adapters whose delay has passed."""
         self._tick += 1
         for due in [each for each in self._due if each[0] <= self._tick]:
             self._due.remove(due)
@@ -91,5 +93,5 @@ class ScriptedAdapters(Adapters):
 
 
 def request_for(number: int, path: str) -> LoRARequest:
-    """The adapter of a request in a world."""
+    """Reference to adapter ``number`` at ``path``, as a request carries it."""
     return LoRARequest(f"a{number}", number, path)

@@ -1,4 +1,4 @@
-"""Scripted drafts: right, wrong at some place, too many, stale, or with tokens that end an answer."""
+"""Scripted draft tokens for simulations: right, wrong, too many, out of date, or with tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ _KINDS = ("none", "none", "right", "right", "wrong", "partly", "ends", "stale", 
 
 
 class ScriptedDrafts:
-    """Drafts for requests with known answers. The drafts at a position depend on the seed alone.
+    """Drafts tokens for requests whose answers are known in advance.
+
+    The drafts depend only on the seed, the request's id and the length of its sequence.
 
     Args:
         seed: Seed of the world.
-        answer_of: Tokens of a request's answer; None if they are unknown.
-        vocab_size: Wrong drafts are token ids below it.
-        eos: Token that ends an answer.
+        answer_of: Function from a request to the tokens of its answer, or to None if they are unknown.
+        vocab_size: Number of token ids. Wrong drafts are drawn from them.
+        eos: Id of the token that ends an answer.
     """
 
     def __init__(
@@ -36,20 +38,21 @@ class ScriptedDrafts:
         self.num_forgotten = 0
         self.most = 128
         self.only_known = False
-        """See :class:`~chairlift.scheduler.drafts.Speculator`."""
+        """Whether only known tokens are drafted; see :class:`~chairlift.scheduler.drafts.Speculator`."""
 
     def choose(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, budget: int
     ) -> Sequence[tuple[Request, Sequence[int]]]:
-        """See :class:`~chairlift.scheduler.drafts.Speculator`; more than may be, which the scheduler must cut."""
+        """Draft tokens as :class:`~chairlift.scheduler.drafts.Speculator` does, but sometimes more than allowed: the
+        scheduler must drop the rest."""
         found: list[tuple[Request, Sequence[int]]] = []
-        for request, most in rows:
-            drafts = self._draft(request, most)
+        for request, limit in rows:
+            drafts = self._draft(request, limit)
             if drafts:
                 found.append((request, drafts))
         return found
 
-    def _draft(self, request: Request, most: int) -> list[int]:
+    def _draft(self, request: Request, limit: int) -> list[int]:
         rng = random.Random(f"{self._seed} {request.request_id} {len(request.token_ids)}")
         kind, count = rng.choice(_KINDS), rng.randint(1, 6)
         answer = self._answer_of(request)
@@ -57,19 +60,19 @@ class ScriptedDrafts:
             return []
         begin = request.num_output_tokens - (kind == "stale")
         coming = [*answer[begin:], *(rng.randrange(self._vocab_size) for _ in range(40))]
-        drafts = coming[: most + 5 if kind == "many" else count]
-        place = rng.randrange(len(drafts))
+        drafts = coming[: limit + 5 if kind == "many" else count]
+        index = rng.randrange(len(drafts))
         if kind == "wrong":
             drafts[0] = (drafts[0] + 1) % self._vocab_size
         elif kind == "partly":
-            drafts[place] = (drafts[place] + 1) % self._vocab_size
+            drafts[index] = (drafts[index] + 1) % self._vocab_size
         elif kind == "ends":
-            drafts[place] = rng.choice([self._eos, *request.stop_token_ids])
+            drafts[index] = rng.choice([self._eos, *request.stop_token_ids])
         return drafts
 
     def verified(self, request: Request, drafts: Sequence[int], num_accepted: int) -> None:
-        """Ignore the result: there is nothing to learn."""
+        """Ignore the number of accepted drafts, because scripted drafts do not adapt."""
 
     def forget(self, request: Request) -> None:
-        """Ignore the end of a request: there is no state."""
+        """Count the end of a request. There is no state to drop."""
         self.num_forgotten += 1

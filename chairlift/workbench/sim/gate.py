@@ -1,7 +1,7 @@
-"""The gate for policies: runs random worlds with the policy and checks everything.
+"""Test of a scheduling policy in many simulated worlds: ``chairlift sim gate module:Class``.
 
-A policy that passes has fulfilled :class:`~chairlift.scheduler.policy.Policy`, and the engine its own promises, in all
-of them: ``chairlift sim gate module:Class``.
+In every world, the policy must follow the rules of the :class:`~chairlift.scheduler.policy.Policy` protocol, and the
+engine's own checks must pass.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from chairlift.workbench.sim.world import Event, World, make_world
 __all__ = ["Broken", "GateReport", "check_policy", "run_gate"]
 
 MakePolicy = Callable[[], Policy]
-"""A fresh policy, as at the start of an engine."""
+"""Function that returns a new policy in its initial state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Broken:
-    """The first promise that was not kept."""
+    """The first rule that the policy broke, and how to reproduce the failure."""
 
     promise: str
-    """One of :data:`~chairlift.workbench.sim.policy_watch.PROMISES`."""
+    """Name of the broken rule, a key of :data:`~chairlift.workbench.sim.policy_watch.PROMISES`."""
     seed: int
     message: str
     events: tuple[Event, ...]
-    """Events that break the promise: reduced to those that are needed, or all of the world for ``determinism``."""
+    """Events of the world that are needed for the failure. For ``determinism``: all events of the world."""
     replay: str
-    """The command that shows it again."""
+    """Command that reproduces the failure."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GateReport:
-    """Result of checking a policy. ``str()`` is for people."""
+    """Result of checking a policy. ``str()`` gives a report in text."""
 
     policy: str
     num_seeds: int
-    """Worlds run, the one that failed included; each is run twice."""
+    """Number of worlds that were run, the failed world included. Each world is run twice."""
     num_steps: int
     checked: dict[str, int]
-    """Per promise, how often it was looked at."""
+    """Name of a rule -> number of times that the rule was checked."""
     broken: Broken | None
 
     @property
@@ -66,9 +66,9 @@ class GateReport:
 
 
 def check_policy(make_policy: MakePolicy, seeds: Sequence[int], *, path: str = "") -> GateReport:
-    """Run the worlds of ``seeds`` twice each, up to the first that does not hold.
+    """Run the world of each seed twice, up to the first world in which a check fails.
 
-    ``make_policy`` is called for every run; ``path`` is its ``module:Class``, for the replay command.
+    ``make_policy`` is called once per run. ``path`` is the ``module:Class`` of the policy, shown in the replay command.
     """
     name = path or f"{make_policy.__module__}:{make_policy.__qualname__}"
     checked: Counter[str] = Counter(dict.fromkeys(PROMISES, 0))
@@ -86,7 +86,7 @@ def check_policy(make_policy: MakePolicy, seeds: Sequence[int], *, path: str = "
 
 
 def _run(make_policy: MakePolicy, world: World, checked: Counter[str]) -> tuple[Violation | None, int]:
-    """Violation in this world, if any, and the number of steps that were run."""
+    """Run a world twice. Returns (violation or None, number of steps of both runs)."""
     traces, steps = [], 0
     for _ in range(2):
         try:
@@ -111,7 +111,7 @@ def _run(make_policy: MakePolicy, world: World, checked: Counter[str]) -> tuple[
 
 
 def _reduced(make_policy: MakePolicy, world: World, violation: Violation, path: str) -> Broken:
-    """The violation with the events it needs. A policy that is not deterministic may need them all."""
+    """Describe the violation with the events that it needs: all events if the policy is not deterministic."""
 
     def fails(fewer: World) -> Violation | None:
         found, _ = _run(make_policy, fewer, Counter())
@@ -124,9 +124,9 @@ def _reduced(make_policy: MakePolicy, world: World, violation: Violation, path: 
 
 
 def run_gate(path: str, seeds: Sequence[int]) -> int:
-    """Check ``module:Class``, made without arguments, and print the report; 0 when it passes, 1 when not.
+    """Check the policy ``module:Class`` and print the report. Returns 0 if the policy passes, otherwise 1.
 
-    Raises ConfigError for a policy that cannot be made.
+    The class is called without arguments. Raises ConfigError when this fails.
     """
     load_policy(path)
     report = check_policy(lambda: load_policy(path), seeds, path=path)

@@ -1,7 +1,7 @@
-"""Scripted grammars that need no grammar library.
+"""Scripted grammars for simulations, which need no grammar library.
 
-A script is a function of the answer's tokens: the ids that may follow, whether the answer may end there, and whether it
-must. Scripts compile after a number of ticks, or not at all, and some fail later.
+Given the tokens of an answer so far, a script says which token ids may follow, and whether the answer may or must end.
+Compiling a script takes a number of steps, or fails. Some scripts fail later, at a chosen token.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ __all__ = ["GrammarScript", "ScriptedGrammars", "scripted_tokens"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GrammarScript:
-    """The settings of a world's grammar."""
+    """A scripted grammar: the seed of its rules, and how compiling or following it fails."""
 
     seed: int
     delay: int = 0
-    """Ticks until it is compiled."""
+    """Number of steps until the grammar is compiled."""
     outcome: str = "good"
-    """``good``, ``refused`` (it does not compile), ``lost`` (the compiler dies of it), ``empty`` (no id may follow at
-    ``at``), ``broken`` (the token at ``at`` is refused though it was allowed)."""
+    """``good``: no failure. ``refused``: the grammar does not compile. ``lost``: the compiler crashes. ``empty``: no
+    token id is allowed at index ``at`` of the answer. ``broken``: the matcher refuses the allowed token at ``at``."""
     at: int = 0
 
     @property
     def text(self) -> str:
-        """The script as the pattern of a request; :meth:`of` reads it."""
+        """The script as text, used as the regular expression of a request. :meth:`of` parses this text."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -53,11 +53,11 @@ class GrammarScript:
         return random.Random(f"{self.seed}:{list(tokens)}")
 
     def complete(self, tokens: Sequence[int]) -> bool:
-        """Whether nothing may follow."""
+        """Whether the answer must end after ``tokens``."""
         return bool(tokens) and self._rng(tokens).random() < 0.08
 
     def allowed(self, tokens: Sequence[int], stop_token_ids: Sequence[int]) -> list[int]:
-        """The ids that may follow, ascending."""
+        """Token ids that may follow ``tokens``, ascending."""
         if self.outcome == "empty" and len(tokens) == self.at:
             return []
         rng = self._rng(tokens)
@@ -103,9 +103,9 @@ class _Matcher:
         self.rewind(begin)
         return count
 
-    def forced(self, most: int) -> Sequence[int]:
+    def forced(self, limit: int) -> Sequence[int]:
         allowed = self._script.allowed(self._tokens, self._stops)
-        return allowed if most and len(allowed) == 1 else ()
+        return allowed if limit and len(allowed) == 1 else ()
 
     def mask(self) -> npt.NDArray[np.uint32]:
         return mask_bits(self._script.allowed(self._tokens, self._stops), VOCAB_SIZE)
@@ -120,7 +120,7 @@ class _Script:
 
 
 class ScriptedCompiler:
-    """A :class:`~chairlift.grammar.compiler.Compiler` of scripts."""
+    """Implements the interface of :class:`~chairlift.grammar.compiler.Compiler` for scripted grammars."""
 
     def compile(self, grammar: Grammar) -> Compiled:
         script = GrammarScript.of(grammar)
@@ -132,7 +132,7 @@ class ScriptedCompiler:
 
 
 class ScriptedGrammars(Grammars):
-    """Compiles scripts on the clock of a simulation: :meth:`tick` once per step."""
+    """Compiles scripts in simulated time. The simulator calls :meth:`tick` once per step."""
 
     def __init__(self) -> None:
         super().__init__(ScriptedCompiler(), self._later, fill_beside=False)
@@ -141,14 +141,14 @@ class ScriptedGrammars(Grammars):
         self._tick = 0
 
     def check(self, grammar: Grammar) -> None:
-        """Accept every grammar: all are compiled beside the loop."""
+        """Accept every grammar without compiling it; :meth:`tick` compiles it later."""
 
     def add(self, requests: Any, grammar: Grammar) -> None:
         self._delay = GrammarScript.of(grammar).delay
         super().add(requests, grammar)
 
     def tick(self) -> None:
-        """Compile what is due."""
+        """Count one step, and compile the grammars whose delay has passed."""
         self._tick += 1
         for due in [each for each in self._waiting if each[0] <= self._tick]:
             self._waiting.remove(due)
@@ -167,8 +167,10 @@ class ScriptedGrammars(Grammars):
 def scripted_tokens(
     script: GrammarScript, args: dict[str, Any], row: SamplingRow, windows: Sequence[int | None], stops: set[int]
 ) -> tuple[list[int], str]:
-    """The answer of a request served alone, and how it ends: ``length``, ``stop`` (a stop token), ``complete`` or
-    ``error``."""
+    """(tokens, ending) of a request that follows ``script`` and is the only request.
+
+    The ending is ``length``, ``stop`` (a stop token), ``complete`` (the script ends the answer) or ``error``.
+    """
     tokens: list[int] = []
     if script.outcome in ("refused", "lost"):
         return tokens, "error"

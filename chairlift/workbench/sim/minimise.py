@@ -1,4 +1,4 @@
-"""Cut a failing world down to the events it needs (delta debugging; Zeller and Hildebrandt, 2002)."""
+"""Reduces a failing world to the events that the failure needs (delta debugging; Zeller and Hildebrandt, 2002)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["failure_of", "minimise"]
 
 
 def failure_of(world: World) -> str | None:
-    """Message of the violation in this world; None without one."""
+    """Run a world. Returns the message of the check that failed, or None if all checks passed."""
     try:
         run_world(world)
     except Violation as violation:
@@ -21,7 +21,7 @@ def failure_of(world: World) -> str | None:
 
 
 def minimise(world: World, fails: Callable[[World], object | None] = failure_of) -> World:
-    """A world with a minimal list of events that still fails: leaving any one out would make it pass."""
+    """Reduce a failing world: the returned world still fails, and would pass without any one of its events."""
     events, parts = list(world.events), 2
     while len(events) >= 2:
         size = max(1, len(events) // parts)

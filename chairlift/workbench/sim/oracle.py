@@ -1,4 +1,5 @@
-"""Expected answers: HashLM serves each request alone, with stopping rules written the plain way."""
+"""Computes the answer that each simulated request must get: HashLM runs the request alone, with a plain
+implementation of the stopping rules."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ __all__ = ["Expected", "byte_tokenizer", "expected_answer"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Expected:
-    """One answer, had its request been alone."""
+    """The answer that a request gets when it is the only request."""
 
     token_ids: list[int]
     text: str
@@ -32,7 +33,7 @@ class Expected:
 
 @cache
 def byte_tokenizer() -> Tokenizer:
-    """Letters, and the bytes of a two-byte and of a four-byte character, one token each."""
+    """Tokenizer with one token for each letter, and one for each byte of a two-byte and a four-byte character."""
     import tokenizers
 
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(_vocabulary(), []))
@@ -44,7 +45,7 @@ def byte_tokenizer() -> Tokenizer:
 
 def _vocabulary() -> dict[str, int]:
     letters = [chr(97 + i) for i in range(LETTERS)]
-    # The byte-level alphabet's names of C3 A9 (é) and F0 9F 98 80 (a face), and of a space.
+    # Names, in the byte-level alphabet, of the bytes C3 A9 (é), of F0 9F 98 80 (a face), and of a space.
     names = [*letters, "Ã", "©", "ð", "Ł", "ĺ", "Ģ", "Ġ"]
     return {name: index for index, name in enumerate(names)}
 
@@ -52,7 +53,7 @@ def _vocabulary() -> dict[str, int]:
 def expected_answer(
     args: dict[str, Any], params: SamplingParams, index: int, windows: Sequence[int | None], with_text: bool
 ) -> Expected:
-    """The answer ``index`` of a request described by an arrival's ``args``."""
+    """Answer number ``index`` of the request that arrives with ``args``."""
     row = SamplingRow(
         params=params,
         seed=sample_seed(args["seed"], index),
@@ -81,13 +82,13 @@ def expected_answer(
         cut, stop = _cut(_text(args["prompt"], given, with_text, final=False), strings, include)
         if stop is not None:
             return Expected(given, cut, FinishReason.STOP, stop)
-    text, stop = _cut(_text(args["prompt"], tokens, with_text), strings, include)  # its last bytes may complete a stop
+    text, stop = _cut(_text(args["prompt"], tokens, with_text), strings, include)  # the end may complete a stop string
     reason = {"complete": FinishReason.STOP, "error": FinishReason.ERROR}.get(end, FinishReason.LENGTH)
     return Expected(tokens, text, reason if stop is None else FinishReason.STOP, stop)
 
 
 def _text(prompt: list[int], tokens: list[int], with_text: bool, *, final: bool = True) -> str:
-    """The answer's text; a character that begins in the prompt and ends in the answer belongs to the answer."""
+    """Text of an answer. A character whose bytes begin in the prompt and end in the answer belongs to the answer."""
     given = b"".join(map(_token_bytes, tokens))
     if not with_text or not given:
         return ""

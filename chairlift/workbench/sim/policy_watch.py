@@ -1,4 +1,4 @@
-"""Checks every answer of a policy against its protocol."""
+"""Checks every value that a scheduling policy returns against the rules of the ``Policy`` protocol."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ PROMISES = {
     "rank": "rank() is a tuple of numbers",
     "share": "share() gives each request at most once, no more than it needs, no more than the budget, and not nothing",
     "victim": "victim() is one of the candidates, or None",
-    "yields": "of two running requests at most one yields to the other",
-    "late": "late() and moved() report requests that are there, late() each of them once",
+    "yields": "no two running requests yield to each other",
+    "late": "late() and moved() report requests that have not ended; late() reports each at most once",
     "hooks": "queued, joined, left and forgotten follow the life of every request",
-    "front": "what was preempted waits before those of its lane that have not begun",
-    "determinism": "one seed is one execution",
+    "front": "preempted requests wait before requests of the same lane that have not started",
+    "determinism": "equal seeds give equal executions",
     "engine": "answers are right, budgets and blocks add up, and every request comes to an end",
 }
-"""Promises that can be found broken: name -> meaning."""
+"""Rules that are checked for a policy: name -> meaning. They are called promises: what a policy promises the engine."""
 
-_MOST_IDLE_SHARES = 1
-"""Allowed consecutive steps in which the policy gives no request anything. If nothing else runs, the loop takes the
-second for a stall."""
+_MAX_IDLE_SHARES = 1
+"""Maximum number of consecutive steps in which the policy may give no tokens to any request. After a second such step
+with nothing else running, the scheduler reports that it is stalled."""
 
 
 class Violation(Exception):
-    """A world in which something that must hold did not; ``promise`` is one of :data:`PROMISES`."""
+    """Raised when a check of a simulated world fails. ``promise`` is the broken rule, a key of :data:`PROMISES`."""
 
     def __init__(self, message: str, promise: str = "engine") -> None:
         super().__init__(message)
@@ -41,9 +41,10 @@ class Violation(Exception):
 
 
 class PolicyWatch:
-    """Answers as ``policy`` does. Raises Violation at the first answer that breaks a promise.
+    """A policy that forwards every call to ``policy`` and checks the result.
 
-    ``checked`` counts the checks of each promise.
+    Raises Violation at the first result that breaks a rule of :data:`PROMISES`. ``checked`` maps the name of a rule to
+    the number of its checks.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -57,7 +58,7 @@ class PolicyWatch:
         self._idle_shares = 0
 
     def __getattr__(self, name: str) -> Any:
-        if name == "policy":  # not there yet
+        if name == "policy":  # __init__ has not set the attribute yet, as while unpickling
             raise AttributeError(name)
         return getattr(self.policy, name)
 
@@ -67,7 +68,7 @@ class PolicyWatch:
         return self.policy.fork()
 
     def catch_up(self, original: Policy) -> None:
-        """Never asked: a fork is one of the policy."""
+        """Do nothing. The method is never called, because :meth:`fork` returns a fork of the wrapped policy."""
 
     def order(self, request: Request) -> tuple[float, ...]:
         return self._numbers("order", self._ask("order", request))
@@ -93,26 +94,26 @@ class PolicyWatch:
         return answer
 
     def victim(self, candidates: Iterable[Request]) -> Request | None:
-        able = list(candidates)
-        chosen: Request | None = self._ask("victim", able)
-        known = chosen is None or any(chosen is one for one in able)
-        self._expect("victim", known, "victim() chose {!r}, which is not one of {!r}", chosen, able)
+        choices = list(candidates)
+        chosen: Request | None = self._ask("victim", choices)
+        known = chosen is None or any(chosen is one for one in choices)
+        self._expect("victim", known, "victim() chose {!r}, which is not one of {!r}", chosen, choices)
         return chosen
 
     def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> list[tuple[Request, int]]:
         shares = list(self._each("share", needs, budget))
-        wanted = {request.request_id: num_tokens for request, num_tokens in needs}
+        needed_tokens = {request.request_id: num_tokens for request, num_tokens in needs}
         for request, num_tokens in shares:
-            most = wanted.pop(request.request_id, -1)
-            self._expect("share", most >= 0, "share() gave {!r} tokens twice, or it needs none", request)
+            need = needed_tokens.pop(request.request_id, -1)
+            self._expect("share", need >= 0, "share() gave {!r} tokens twice, or it needs none", request)
             self._expect(
-                "share", 0 <= num_tokens <= most, "share() gave {} of {} tokens to {!r}", num_tokens, most, request
+                "share", 0 <= num_tokens <= need, "share() gave {} of {} tokens to {!r}", num_tokens, need, request
             )
         given = sum(num_tokens for _, num_tokens in shares)
         self._expect("share", given <= max(0, budget), "share() gave {} tokens of a budget of {}", given, budget)
         self._idle_shares = self._idle_shares + 1 if budget > 0 and not given else 0
-        idle = self._idle_shares > _MOST_IDLE_SHARES
-        self._expect("share", not idle, "share() gave nobody anything in {} steps in a row", self._idle_shares)
+        idle = self._idle_shares > _MAX_IDLE_SHARES
+        self._expect("share", not idle, "share() gave no tokens to any request in {} steps in a row", self._idle_shares)
         return shares
 
     def observe(self, running: Iterable[Request], now: float) -> None:
@@ -125,7 +126,7 @@ class PolicyWatch:
         for request in self._each("late", now):
             name = request.request_id
             known = name in self._stages and name not in self._reported
-            self._expect("late", known, "late() reported {!r}, which has gone or was reported before", request)
+            self._expect("late", known, "late() reported {!r}, which has ended or was reported before", request)
             self._reported.add(name)
             self._places.pop(name, None)
             yield request
@@ -133,7 +134,7 @@ class PolicyWatch:
     def moved(self) -> Iterator[Request]:
         for request in self._each("moved"):
             known = request.request_id in self._stages
-            self._expect("late", known, "moved() reported {!r}, which has gone", request)
+            self._expect("late", known, "moved() reported {!r}, which has ended", request)
             self._places.pop(request.request_id, None)
             yield request
 
@@ -145,7 +146,7 @@ class PolicyWatch:
         self._places[request.request_id] = (self.lane(request), self.order(request))
 
     def joined(self, request: Request) -> None:
-        self._follows(request, "joined", ("queued", "left"))  # at once after left, where it kept its row
+        self._follows(request, "joined", ("queued", "left"))  # "left", if the request kept its row while preempted
         self._places.pop(request.request_id, None)
         self._ask("joined", request)
 
@@ -163,8 +164,8 @@ class PolicyWatch:
     # -- between steps -------------------------------------------------------------------------------------------
 
     def check(self, waiting: Iterable[Request], now: float) -> None:
-        """After a step, check that waiting requests keep the place where they were filed, and that preempted ones are
-        in front."""
+        """Check, after a step, that the lane and order of waiting requests have not changed, and that preempted
+        requests wait before requests that have not started."""
         begun: set[Hashable] = set()
         heads: set[Hashable] = set()
         for request in waiting:
@@ -173,14 +174,15 @@ class PolicyWatch:
             self._expect("order", order == before[1], "order() of {!r} went from {} to {}", request, before[1], order)
             self._expect("lane", lane == before[0], "lane() of {!r} went from {!r} to {!r}", request, before[0], lane)
             fresh = request.status is RequestStatus.WAITING
-            self._expect("front", fresh or lane not in begun, "{!r} waits behind one that has not begun", request)
+            in_front = fresh or lane not in begun
+            self._expect("front", in_front, "{!r} waits behind a request that has not started", request)
             begun.update([lane] * fresh)
-            if lane not in heads:  # the loop asks only if there are several
+            if lane not in heads:  # the scheduler ranks the first requests of lanes only if there are several lanes
                 heads.add(lane)
                 self.rank(request, now - request.arrival_time, now)
 
     def check_drained(self) -> None:
-        """Check at the end that every request has gone."""
+        """Check, after all requests have ended, that the policy was told of the end of each."""
         self._expect("hooks", not self._stages, "the policy was not told of the end of {}", sorted(self._stages))
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -211,8 +213,8 @@ class PolicyWatch:
     def _numbers(self, promise: str, key: Any) -> tuple[float, ...]:
         well = isinstance(key, tuple) and all(isinstance(part, (int, float)) and part == part for part in key)
         self._expect(promise, well, "{}() gave {!r}, which is not a tuple of numbers", promise, key)
-        made: tuple[float, ...] = key
-        return made
+        numbers: tuple[float, ...] = key
+        return numbers
 
     def _follows(self, request: Request, stage: str, allowed: tuple[str | None, ...]) -> None:
         before = self._stages.get(request.request_id)

@@ -1,4 +1,4 @@
-"""Scripted masks and sample positions, in place of grammars and drafts."""
+"""Scripted token masks and sample positions, which take the place of grammars and drafts in simulations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ __all__ = ["Scripts"]
 
 
 class Scripts:
-    """Gives the engine the masks of a world, and checks the token of every sample position that no request takes."""
+    """Gives the engine the token masks of a world, and checks tokens that are sampled but then discarded.
+
+    A chunk with several sample positions gives several tokens; the request uses only the last of these tokens.
+    """
 
     def __init__(self, core: EngineCore, windows: Sequence[int | None]) -> None:
         self.num_masks = self.num_checked = 0
@@ -25,17 +28,18 @@ class Scripts:
         self._windows = windows
         self._args: dict[Request, dict[str, Any]] = {}
         self._extra: dict[int, list[tuple[int, Request, int]]] = {}
-        """Step -> (index of the sample position, request, length of its prefix) of those that no request takes."""
+        """Step number -> (index of the sample position, request, tokens before it) of each token that is discarded."""
         core.masks_of = self._masks
         core.scheduler.update = self._checked  # type: ignore[method-assign]
 
     def follow(self, request: Request, args: dict[str, Any]) -> None:
-        """``request`` was made from an arrival's ``args``."""
+        """Use the masks and sample positions in ``args``, from an arrival event, for ``request``."""
         self._args[request] = args
         request.num_sample_positions = args["sample_positions"]
 
     def _sample_positions(self, out: SchedulerOutput) -> Iterator[tuple[Request, int, bool]]:
-        """(request, length of the prefix, whether the request takes the token) of a step that was just scheduled."""
+        """Sample positions of a step that was just scheduled: (request, number of tokens before the position, whether
+        the request uses the sampled token)."""
         running = self._scheduler.running
         for name, _ in out.decode_rows:
             yield running[name], running[name].num_computed_tokens, True
@@ -45,8 +49,8 @@ class Scripts:
 
     def _masks(self, out: SchedulerOutput) -> Masks | None:
         masks = {}
-        for index, (request, length, taken) in enumerate(self._sample_positions(out)):
-            if not taken:
+        for index, (request, length, used) in enumerate(self._sample_positions(out)):
+            if not used:
                 self._extra.setdefault(out.step, []).append((index, request, length))
             if allowed := allowed_at(self._args[request], length):
                 masks[index] = mask_bits(allowed, VOCAB_SIZE)
@@ -65,5 +69,5 @@ class Scripts:
         served_alone = (request.sampling, self._windows, VOCAB_SIZE, 1, lambda position: allowed_at(args, position))
         expected = reference_tokens(prefix, *served_alone)[0]
         if len(prefix) != length or token != expected:
-            raise Violation(f"{request.request_id}: token {token} behind {length} tokens instead of {expected}")
+            raise Violation(f"{request.request_id}: token {token} after {length} tokens instead of {expected}")
         self.num_checked += 1

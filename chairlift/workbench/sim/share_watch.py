@@ -1,9 +1,14 @@
-"""Both bounds of the shared prompt budget, checked for every request of a simulated world.
+"""Checks that no prompt in a simulated world waits longer than the two bounds of the shared prompt budget allow.
 
-Let A be the prompt tokens handed out since a request of p tokens could join, V the uncomputed work before it in policy
-order, S the work with smaller sizes, later joins included, and f the fraction in policy order. Its prompt is computed
-by ``A = (V + p) / f`` and by ``A = (p + S) / (1 - f)``, each plus one step. Positions advance when a step is scheduled,
-so look-ahead adds nothing here.
+The scheduler gives a fraction f of the prompt tokens of a step in policy order, and the rest to the smallest prompts.
+For a prompt of p tokens, counted since the request could join:
+
+- A is the number of prompt tokens that the scheduler has given to all requests.
+- V is the number of tokens that were left to compute in prompts before this prompt in policy order.
+- S is the number of tokens in smaller prompts, with prompts that joined later.
+
+The prompt must be computed before A exceeds ``(V + p) / f``, and before A exceeds ``(p + S) / (1 - f)``, each plus the
+tokens of one step. Steps that are scheduled ahead count when they are scheduled.
 """
 
 from __future__ import annotations
@@ -21,55 +26,59 @@ __all__ = ["ShareWatch"]
 
 @dataclasses.dataclass(slots=True)
 class _Prompt:
-    """A request whose prompt is under way. Counts are tokens."""
+    """A request whose prompt is not yet computed. Counts are in tokens. A, V, S and p are those of the module text."""
 
     request: Request
     resumed_at_step: int
     order: tuple[float, ...]
-    """Place in policy order: smaller gets tokens first."""
+    """Sort key in policy order. The smallest key gets tokens first."""
     size_order: tuple[float, ...]
-    left: int
-    """Not yet computed."""
+    remaining: int
+    """Prompt tokens that are not yet computed."""
     before: int
-    """V + p."""
+    """V + p: tokens of this prompt and of prompts before it in policy order."""
     smaller: int
-    """p + S."""
+    """S + p: tokens of this prompt and of smaller prompts."""
     handed_out: int = 0
-    """A."""
+    """A: prompt tokens given to all requests since this request could join."""
 
 
 class ShareWatch:
     """Checks the waits after every scheduled step. Raises Violation when a request waits longer than a bound allows.
 
-    Requests without a bound are excluded, and their tokens count as work before all others: preempted requests, those
-    that were refused a block, those with a deadline, and those of a class with reserved step tokens. The work of a
-    request with an adapter is unknown until it joins.
+    Some requests have no bound: preempted requests, requests that were refused a block, requests with a deadline, and
+    requests of a class with reserved step tokens. Their tokens count as work before all other requests. The size of a
+    request with an adapter is unknown until the request joins.
 
     Args:
-        scheduler: The checked scheduler; its policy is ``fcfs`` or ``priority``.
-        fraction: f.
-        most_tokens: Most tokens of a step.
-        reserving: Classes of service with reserved step tokens.
+        scheduler: The scheduler to check. Its policy is ``fcfs`` or ``priority``.
+        fraction: Fraction of the prompt tokens that is given in policy order (f).
+        max_step_tokens: Maximum number of tokens of a step.
+        reserving: Names of the service classes with reserved step tokens.
     """
 
-    def __init__(self, scheduler: Scheduler, fraction: float, most_tokens: int, reserving: Set[str]) -> None:
+    def __init__(self, scheduler: Scheduler, fraction: float, max_step_tokens: int, reserving: Set[str]) -> None:
         self._scheduler = scheduler
         self._fraction = fraction
-        self._slack = most_tokens + 2
-        """One step; carried fractions of a token add less than one on each side."""
+        self._slack = max_step_tokens + 2
+        """Tokens of one step, plus 2 for rounding: each of the two parts rounds to whole tokens."""
         self._reserving = reserving
         self._prompts: dict[str, _Prompt] = {}
         kv = scheduler.kv
         self._from_arrival = scheduler.policy.name == "fcfs" and kv.prefix_cache is None
-        """Whether the tokens that a request has to compute, and its start, are known before it joins."""
+        """Whether requests are watched from their arrival. With a prefix cache they are watched only from the step in
+        which they join, because the number of tokens to compute is unknown before."""
         self._newest = 0
         self.num_checked = 0
-        """Prompts that were computed within both bounds."""
+        """Number of prompts that were computed within both bounds."""
         self.num_jumps = 0
-        """Prompts that were computed before older work that precedes them in policy order."""
+        """Number of prompts that were computed before a prompt that precedes them in policy order."""
 
     def step(self, out: SchedulerOutput, refused: Set[str]) -> None:
-        """Step ``out`` was scheduled; ``refused`` has requests that did not get a block in it."""
+        """Count the tokens of a step that was just scheduled, and check all waiting prompts.
+
+        ``refused`` has the ids of requests that did not get a block in this step.
+        """
         self._queue()
         self._forget(out, refused)
         for row in out.joined:
@@ -79,27 +88,27 @@ class ShareWatch:
         given = dict(zip(out.chunk_ids, (chunk.num_tokens for chunk in out.chunks), strict=True))
         total = sum(given.values())
         others = sum(count for name, count in given.items() if name not in self._prompts)
-        done = []
+        computed = []
         for name, prompt in self._prompts.items():
             prompt.before += others
             prompt.smaller += others
             self._check(prompt)
             prompt.handed_out += total
-            prompt.left -= given.get(name, 0)
-            if prompt.left <= 0:
-                done.append(name)
-        for name in done:
+            prompt.remaining -= given.get(name, 0)
+            if prompt.remaining <= 0:
+                computed.append(name)
+        for name in computed:
             ended = self._prompts.pop(name)
             self.num_checked += 1
             self.num_jumps += any(other.order < ended.order for other in self._prompts.values())
 
     def _queue(self) -> None:
-        """Watch new requests that wait and could join: a row and blocks count as there until a step shows otherwise."""
+        """Watch new requests that wait, as if a row and blocks were free; :meth:`_forget` drops them if not."""
         if self._from_arrival:
             for request in self._scheduler.requests.values():
                 if request.sequence > self._newest:
                     self._newest = request.sequence
-                    # other requests wait for a prompt or an adapter
+                    # requests with a source or an adapter have to wait for another prompt or for a load
                     if request.source is None and not request.adapter_id:
                         self._begin(request, request.num_prompt_tokens)
 
@@ -125,20 +134,20 @@ class ShareWatch:
         )
         for other in self._prompts.values():
             if other.order < new.order:
-                new.before += other.left
+                new.before += other.remaining
             else:
                 other.before += size
             if other.size_order < new.size_order:
-                new.smaller += other.left
+                new.smaller += other.remaining
             else:
                 other.smaller += size
         self._prompts[request.request_id] = new
 
     def _forget(self, out: SchedulerOutput, refused: Set[str]) -> None:
-        """Exclude requests that were preempted, left, or could not join without a row or blocks."""
+        """Stop watching requests that were preempted, that ended, or for which there was no row or no block."""
         waiting = self._scheduler.waiting
-        passed = any(request.times_passed for request in waiting)  # no request may join before one that did not fit
-        full = not self._scheduler.batch.open_rows  # even if the tokens were used up before any request needed a row
+        passed = any(request.times_passed for request in waiting)  # a request did not fit
+        full = not self._scheduler.batch.open_rows  # true even if the step ran out of tokens before it ran out of rows
         stuck = bool(refused) or passed or full or out.held_up_by not in ("", "tokens")
         joined = {row.request_id for row in out.joined}
 
@@ -154,15 +163,15 @@ class ShareWatch:
             del self._prompts[name]
 
     def _check(self, prompt: _Prompt) -> None:
-        """Raise a violation if the prompt was not computed after this many given tokens."""
+        """Raise Violation if the prompt is not computed although a bound has passed."""
         f, name = self._fraction, prompt.request.request_id
         if prompt.handed_out > prompt.before / f + self._slack:
             raise Violation(
-                f"{name} is not computed after {prompt.handed_out} tokens of prompts, with {prompt.before} of its own"
-                f" and before it in policy order, of which a share of {f} is handed out first"
+                f"{name} is not computed after {prompt.handed_out} tokens of prompts, although only {prompt.before}"
+                f" tokens are its own or before it in policy order, which gets a fraction of {f}"
             )
         if f < 1.0 and prompt.handed_out > prompt.smaller / (1 - f) + self._slack:
             raise Violation(
-                f"{name} is not computed after {prompt.handed_out} tokens of prompts, with {prompt.smaller} of its own"
-                f" and of smaller ones, and a share of {1 - f} goes by size"
+                f"{name} is not computed after {prompt.handed_out} tokens of prompts, although only {prompt.smaller}"
+                f" tokens are its own or of smaller prompts, which get a fraction of {1 - f}"
             )

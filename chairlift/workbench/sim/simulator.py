@@ -1,4 +1,4 @@
-"""Run one world through the real engine, and check everything after every step."""
+"""Runs a simulated world through the real engine, and checks the engine's invariants and outputs after every step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _STEP_SECONDS = 0.01
 
 
 class _Faults:
-    """Faults of the current step: kind -> target of the event."""
+    """Faults to inject in the current step. ``active`` maps the kind of an event to its target."""
 
     def __init__(self) -> None:
         self.active: dict[str, int] = {}
@@ -55,13 +55,13 @@ class _Faults:
 
 
 class _FaultyCache(KVCacheManager):
-    """A KV manager that randomly refuses."""
+    """A KV cache manager that refuses blocks while a fault says so."""
 
     def __init__(self, faults: _Faults, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.faults = faults
         self.refused: set[str] = set()
-        """Requests that did not get a block since the last step."""
+        """Ids of requests that were refused blocks since the last step."""
         self._extend, self.tables.extend = self.tables.extend, self.extend  # type: ignore[method-assign]
 
     def admit(self, request: Request, *args: Any, **kwargs: Any) -> Admission | None:
@@ -78,24 +78,24 @@ class _FaultyCache(KVCacheManager):
 
 
 class _FaultyModel(HashLM):
-    """HashLM that sometimes fails: a whole step, or one row."""
+    """A HashLM in which a fault makes a whole step or one row fail."""
 
     faults: _Faults
-    most_adapters = 0
-    """Different ones in a step, at most."""
+    max_step_adapters = 0
+    """Largest number of different adapters in any step so far."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.missing_adapters: set[int] = set()
-        """Adapters that a step needed and that were not in memory."""
+        """Numbers of adapters that a step needed although they were not in memory."""
 
     def forward(self, batch: StepBatch) -> list[int]:
         if self.faults.on("raise"):
             raise RuntimeError("injected: the forward pass failed")
         if batch.adapters is not None:
-            asked = set(batch.adapters.tolist()) - {0}
-            self.most_adapters = max(self.most_adapters, len(asked))
-            self.missing_adapters |= asked - set(self.adapter_tags)
+            needed = set(batch.adapters.tolist()) - {0}
+            self.max_step_adapters = max(self.max_step_adapters, len(needed))
+            self.missing_adapters |= needed - set(self.adapter_tags)
         return super().forward(batch)
 
     def sample(self, hidden: list[int], batch: StepBatch, masks: Masks | None = None) -> SampledTokens:
@@ -108,7 +108,8 @@ class _FaultyModel(HashLM):
 
 
 class _FaultyRows(InputBatch):
-    """Rows that sometimes fail before they are up to date, halfway there, or when the step is laid out."""
+    """An input batch in which a fault raises an error: before the update of the rows, during it, or while the step's
+    arrays are filled."""
 
     faults: _Faults
 
@@ -124,13 +125,13 @@ class _FaultyRows(InputBatch):
         self._fail_at(3)
         return super()._flatten(out)
 
-    def _fail_at(self, place: int) -> None:
-        if self.faults.active.get("raise", 0) % 4 == place:
+    def _fail_at(self, stage: int) -> None:
+        if self.faults.active.get("raise", 0) % 4 == stage:
             raise MemoryError("injected: the step failed")
 
 
 class _WatchedExecutor(LocalExecutor):
-    """Knows which blocks the steps in flight read and write."""
+    """A local executor that records which KV blocks the steps in flight read and write."""
 
     def __init__(self, runner: _FaultyModel, *, num_slots: int, max_model_len: int, block_size: int) -> None:
         super().__init__(runner, num_slots=num_slots, max_model_len=max_model_len, block_size=block_size)
@@ -159,17 +160,19 @@ class _WatchedExecutor(LocalExecutor):
 
 @dataclasses.dataclass(slots=True)
 class _Submitted:
-    """A request the simulator waits for."""
+    """A request whose outputs the simulator still expects."""
 
     args: dict[str, Any]
     expected: list[Expected]
     seen: list[int]
-    """Tokens reported so far, per answer."""
+    """Number of tokens that the engine has reported so far, for each answer."""
 
 
 class Simulation:
-    """One execution, with ``policy`` in place of the world's own. ``trace`` digests every step, so that two runs can
-    be compared."""
+    """One execution of a world. ``policy``, if given, replaces the scheduling policy of the world.
+
+    ``trace`` is a hash over every step and output: equal traces show that two executions were equal.
+    """
 
     def __init__(self, world: World, policy: Policy | None = None) -> None:
         self.world, self.clock, self.faults = world, VirtualClock(), _Faults()
@@ -208,11 +211,11 @@ class Simulation:
             adapters=None if world.adapters is None else ScriptedAdapters(self.files, *world.adapters),
         )
         self._versions: Counter[int] = Counter()
-        """How often an adapter was replaced at a new path."""
+        """Adapter number -> how often the adapter was replaced at a new path."""
         self.num_adapted = self.num_reloads = 0
         self._set_bounds()
         self.share = None if policy else _share_watch(self.engine.scheduler, config)
-        """None if the order of the policy is unknown, or the batch is closed."""
+        """Checks how long prompts wait. None if the caller's policy has an unknown order, or batches are static."""
         self._watch_joins(kv)
         self.scripts = Scripts(self.engine.core, world.windows) if world.scripted else None
         if world.drafts:
@@ -223,28 +226,28 @@ class Simulation:
         self._begin_counts()
 
     def _begin_counts(self) -> None:
-        """Nothing has happened yet."""
+        """Set all counters and records to their values before the first step."""
         self.num_reserved = 0
-        """Requests that joined in a reserved row."""
+        """Number of requests that joined in a reserved row."""
         self.pending: dict[str, _Submitted] = {}
         self.ended: set[str] = set()
         self.num_steps = 0
         self.num_cached_tokens = self.num_failed = self.num_passed = self.num_dropped = self.num_limits = 0
-        """Counts of the paths that the simulation must reach."""
+        """Counts that tests read to check that the worlds reach these parts of the engine."""
         self._trace = hashlib.sha256()
         self._records = 0
         self._budgets: dict[int, int] = {}
-        """Step in flight -> most tokens that it may compute."""
+        """Number of a step in flight -> maximum number of tokens that the step may compute."""
 
     def _answer_of(self, request: Request) -> list[int] | None:
-        """Tokens that a request will answer with, as far as they are known."""
+        """Tokens that the request must generate; None for a request that has ended."""
         name, _, index = request.request_id.partition("#")
         submitted = self.pending.get(name)
         return None if submitted is None else submitted.expected[int(index or 0)].token_ids
 
     @property
     def num_copies(self) -> int:
-        """Blocks copied for forks."""
+        """Number of KV blocks that were copied for forks."""
         return self.executor.num_copies
 
     @property
@@ -260,7 +263,7 @@ class Simulation:
         )  # 0: no request is preempted
 
     def _watch_joins(self, kv: _FaultyCache) -> None:
-        """After each step is scheduled, check the bounds of the prompt share."""
+        """Wrap ``Scheduler.schedule``: after each call, check how long the prompts have waited."""
         scheduler = self.engine.scheduler
         schedule = scheduler.schedule
 
@@ -275,10 +278,13 @@ class Simulation:
         scheduler.schedule = watched  # type: ignore[method-assign]
 
     def run(self) -> None:
-        """Safety with faults, then liveness without. Raises Violation."""
+        """Run all events with their faults, then run on without faults until every request has ended.
+
+        Raises Violation at the first check that fails.
+        """
         log = logging.getLogger("chairlift")
         level = log.level
-        log.setLevel(logging.CRITICAL)  # injected failures are no news
+        log.setLevel(logging.CRITICAL)  # the engine logs each injected failure as an error
         try:
             self._run()
         finally:
@@ -340,7 +346,8 @@ class Simulation:
         return f"a{number}-{self._versions[number]}"
 
     def _change_adapter(self, kind: str, number: int) -> None:
-        """Replace the files of a loaded adapter: at a new path (``reload``), at the same path, or not at all."""
+        """Change an adapter: ``reload`` loads other files from a new path, ``rewrite`` replaces the files at the same
+        path, ``unload`` only removes the adapter."""
         if kind != "rewrite" and not self.engine.remove_lora(number):
             return
         self.num_reloads += kind == "reload"
@@ -348,11 +355,11 @@ class Simulation:
             self._versions[number] += 1
         if kind == "rewrite" and self._path_of(number) in self.files.contents:
             self.files.write(self._path_of(number))
-            if self.engine.remove_lora(number):  # otherwise the content in memory would remain correct
+            if self.engine.remove_lora(number):  # so that the engine reads the new files
                 self.num_reloads += 1
 
     def _adapter_for(self, args: dict[str, Any]) -> LoRARequest | None:
-        """Adapter of an arrival; its effect is added to ``args``."""
+        """Adapter of an arriving request, or None. Adds the adapter's effect on the tokens to ``args``."""
         number = args.get("adapter", 0)
         if not number or self.world.adapters is None:
             return None
@@ -416,7 +423,7 @@ class Simulation:
         self.pending[name] = _Submitted(args, expected, [0] * params.n)
 
     def _evict(self, count: int) -> None:
-        """Make the prefix cache lose its oldest blocks, as memory pressure would."""
+        """Remove up to ``count`` unused blocks of each pool from the prefix cache, as a lack of memory would."""
         cache = self.engine.kv.prefix_cache
         for group, pool in enumerate(self.engine.kv.pools):
             for block in [b for b in range(1, pool.num_blocks) if pool.nodes[b] and not pool.ref_counts[b]][:count]:
@@ -438,8 +445,9 @@ class Simulation:
             for name, request in scheduler.running.items()
             if request.num_preemptions and len(request.token_ids) <= request.progress_mark
         }
-        most = max(len(scheduler.running), scheduler.batch.running_limit)
-        last, budget = scheduler.step, max(most, scheduler.batch.token_budget)
+        max_running = max(len(scheduler.running), scheduler.batch.running_limit)
+        last_step = scheduler.step
+        budget = max(max_running, scheduler.batch.token_budget)
         try:
             outputs = self.engine.step()
             self.engine.check_invariants()
@@ -450,9 +458,11 @@ class Simulation:
                     raise InvariantError(f"{name} was preempted again without a token in between")
         except (InvariantError, ArithmeticError, LookupError, TypeError, ValueError, ChairliftError) as error:
             raise Violation(f"step {self.num_steps}: {type(error).__name__}: {error}") from error
-        if len(scheduler.running) > most:
-            raise Violation(f"step {self.num_steps}: {len(scheduler.running)} requests run, and {most} may")
-        if scheduler.step > last:
+        if len(scheduler.running) > max_running:
+            raise Violation(
+                f"step {self.num_steps}: {len(scheduler.running)} requests run, but at most {max_running} may run"
+            )
+        if scheduler.step > last_step:
             self._budgets[scheduler.step] = budget
         self.clock.advance(_STEP_SECONDS)
         self.num_passed += sum(request.times_passed > 0 for request in self.engine.scheduler.waiting)
@@ -464,9 +474,11 @@ class Simulation:
 
     def _check_adapters(self) -> None:
         """Check that a step has no more adapters than allowed, and that all of them are in memory."""
-        most = self.world.adapters[0] if self.world.adapters else 0
-        if self.model.most_adapters > most:
-            raise Violation(f"step {self.num_steps} had {self.model.most_adapters} adapters, and {most} may be")
+        allowed = self.world.adapters[0] if self.world.adapters else 0
+        if self.model.max_step_adapters > allowed:
+            raise Violation(
+                f"step {self.num_steps} had {self.model.max_step_adapters} adapters, but at most {allowed} are allowed"
+            )
         if self.model.missing_adapters:
             raise Violation(f"step {self.num_steps}: adapters {self.model.missing_adapters} were not in memory")
 
@@ -489,9 +501,9 @@ class Simulation:
             if record.num_tokens > min(self._budgets.pop(record.step), scheduler["max_num_batched_tokens"]):
                 raise Violation(f"step {record.step} computed {record.num_tokens} tokens, above its budget")
             if len(rows) > scheduler["max_num_seqs"] or len({row.request_id for row in rows}) != len(rows):
-                raise Violation(f"step {record.step} has a row too many: {rows}")
+                raise Violation(f"step {record.step} has too many rows, or two rows of one request: {rows}")
             if sum(row.num_tokens for row in rows) != record.num_tokens or len({row.slot for row in rows}) != len(rows):
-                raise Violation(f"step {record.step} does not add up: {rows}")
+                raise Violation(f"step {record.step}: rows share a slot or their tokens do not add up: {rows}")
             whole = sum(pool.capacity for pool in self.engine.kv.pools)
             if record.blocks.free + record.blocks.used + record.blocks.cached != whole:
                 raise Violation(f"step {record.step}: {record.blocks} are not all {whole} blocks")
@@ -512,7 +524,7 @@ class Simulation:
             self.num_failed += any(answer.finish_reason is FinishReason.ERROR for answer in output.outputs)
             failed = {FinishReason.ERROR, FinishReason.DEADLINE} & {answer.finish_reason for answer in output.outputs}
             if output.error and not failed:
-                raise Violation(f"{output.request_id} ended well, but is said to have failed: {output.error}")
+                raise Violation(f"{output.request_id} succeeded, but its output has an error: {output.error}")
             if any(answer.finish_reason is None for answer in output.outputs):
                 raise Violation(f"{output.request_id} is finished, but one of its answers is not")
             self._check_causes(output)
@@ -520,10 +532,10 @@ class Simulation:
             del self.pending[output.request_id]
 
     def _check_causes(self, output: RequestOutput) -> None:
-        """Every second of the request has one cause."""
+        """Check that the seconds per cause of an ended request add up to its total time."""
         metrics = output.metrics
         if metrics is None or metrics.causes is None or metrics.finished_time is None:
-            raise Violation(f"{output.request_id} has ended, but nobody knows where its time went")
+            raise Violation(f"{output.request_id} has ended, but its output does not say how its time was spent")
         unknown, spent = set(metrics.causes) - set(CAUSES), metrics.finished_time - metrics.arrival_time
         if unknown or min(metrics.causes.values()) < 0 or abs(sum(metrics.causes.values()) - spent) > 1e-6:
             raise Violation(f"{output.request_id} took {spent} s, but was charged {metrics.causes}")
@@ -568,7 +580,7 @@ class Simulation:
             raise Violation(f"{where}: {answer} instead of {expected}")
 
     def _check_drained(self) -> None:
-        """Check that nothing is left when all requests have gone."""
+        """Check that no part of the engine keeps a request or a block after all requests have ended."""
         kv, scheduler = self.engine.kv, self.engine.scheduler
         self.policy.check_drained()
         if scheduler.has_unfinished or scheduler.running or len(scheduler.waiting):
@@ -578,15 +590,15 @@ class Simulation:
         if self.engine.core.adapters.num_users:
             raise Violation("adapters still have requests after all of them ended")
         if len(self.engine.core.causes):
-            raise Violation(f"{len(self.engine.core.causes)} requests that have ended are still charged for time")
+            raise Violation(f"{len(self.engine.core.causes)} requests have ended, but their time is still counted")
         if scheduler.num_preemptions and (scheduler.batch.preemption.never or scheduler.membership.held):
-            raise Violation(f"{scheduler.num_preemptions} requests were preempted where nobody may be")
+            raise Violation(f"{scheduler.num_preemptions} requests were preempted, but preemption is off")
         if kv.counts().used or kv.tables.held_blocks:
             raise Violation(f"{kv.counts().used} blocks are still in use after all requests ended")
 
 
 def run_world(world: World, policy: Policy | None = None) -> Simulation:
-    """Run a world to its end; raises Violation when something that must hold does not."""
+    """Run a world to its end. Raises Violation at the first check that fails."""
     simulation = Simulation(world, policy)
     simulation.run()
     return simulation

@@ -1,4 +1,7 @@
-"""From a seed to a world: an engine's settings, and a list of events. Plain data, so that it can be cut down."""
+"""Draws a simulated world from a seed: settings of an engine and a list of events.
+
+A world is plain data, so that a failing world can be reduced by leaving out events.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ from chairlift.models.hashlm import STATE
 __all__ = ["Event", "World", "allowed_at", "make_world"]
 
 LETTERS = 12
-"""Token ids below this are letters, so stop strings drawn from them do occur."""
+"""Token ids below this number are letters. Stop strings consist of these letters, so that they do occur in outputs."""
 VOCAB_SIZE = 20
 EOS = 19
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happens before step ``at``."""
+    """An arrival, a fault, or another change that happens before step ``at``."""
 
     at: int
     kind: str
@@ -30,13 +33,13 @@ class Event:
     settings), ``reload`` (an adapter is replaced under its name), ``unload`` or ``rewrite`` (its files are replaced
     without notice)."""
     target: int = 0
-    """Request number, which row, or which adapter."""
+    """Number of the request, of the row or of the adapter, depending on ``kind``; a count or a duration for others."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class World:
-    """Everything one execution depends on."""
+    """All inputs of one simulated execution: settings of the engine, and events."""
 
     seed: int
     block_size: int
@@ -46,27 +49,28 @@ class World:
     num_blocks: int
     max_model_len: int
     scheduler: dict[str, Any]
-    """Settings of the scheduler, by name."""
+    """Name -> value of each setting of the scheduler."""
     bounds: dict[str, int]
-    """``look_ahead``, ``max_times_passed`` and ``max_preemptions``, which are constants where traffic is served."""
+    """Name -> value of ``look_ahead``, ``max_times_passed`` and ``max_preemptions``: constants outside simulations."""
     enable_prefix_caching: bool
     hash_bits: int | None
-    """Bits of the prefix-cache hash; None is SHA-256 itself, few make collisions common."""
+    """Number of bits of the prefix cache's hash. A few bits make collisions common. None: the whole SHA-256."""
     with_text: bool
-    """Whether there is a tokenizer, and so text and stop strings."""
+    """Whether the engine has a tokenizer, so that requests can have stop strings and outputs have text."""
     events: tuple[Event, ...]
     num_host_blocks: int = 0
     prefix_offload: bool = False
     scripted: bool = False
-    """Whether requests have masks, or several sample positions in a chunk."""
+    """Whether requests have scripted token masks, or several sample positions in a chunk."""
     grammars: bool = False
     """Whether some requests have a grammar."""
     drafts: bool = False
-    """Whether requests have drafts."""
+    """Whether the engine drafts tokens for requests (speculative decoding)."""
     state_span: int = ONE_STATE
     """Positions per block in groups of recurrent states."""
     adapters: tuple[int, int, int] | None = None
-    """Most adapters in a step, most in memory, and ticks that it takes to read one, in worlds with adapters."""
+    """(maximum number of adapters in a step, maximum in memory, number of steps that it takes to read an adapter).
+    None in worlds without adapters."""
 
 
 CLASSES = {
@@ -74,11 +78,12 @@ CLASSES = {
     "chat": {"priority": -3, "min_blocks": 3, "ttft_ms": 300.0},
     "batch": {"priority": 4, "min_step_tokens": 1},
 }
-"""Classes of service of worlds with classes. The smallest world has room for all reservations."""
+"""Settings of the service classes, in worlds that have classes. Even the smallest world has the memory that these
+classes reserve."""
 
 
 def make_world(seed: int) -> World:
-    """The world of a seed. Each feature is off half of the time, so that few features meet in any one world."""
+    """Draw the world of a seed. Each feature is off in about half of the worlds, so that a world has few features."""
     rng = random.Random(seed)
 
     def maybe(value: Any, otherwise: Any) -> Any:
@@ -92,7 +97,7 @@ def make_world(seed: int) -> World:
     tight = max(1, -(-max_model_len // block_size) // rng.choice([1, 2])) + rng.randint(0, 6)
     scheduler, bounds = _scheduler(rng, maybe)
     with_text = maybe(True, False)
-    # Later additions use their own generator, so that earlier worlds do not change.
+    # Settings that were added later have a generator of their own, so that the worlds of known seeds do not change.
     later = random.Random(seed ^ 0x5E12)
     events = _arrivals(rng, block_size, max_model_len, with_text)
     if later.random() < 0.5:
@@ -112,7 +117,7 @@ def make_world(seed: int) -> World:
         events += _limits(later, scheduler, horizon)
     num_blocks, enable_prefix_caching = 1 + maybe(tight, roomy), maybe(True, False)
     hash_bits = maybe(None, rng.choice([3, 8]))
-    prefix_offload = seed % 5 == 1  # other worlds stay as they were
+    prefix_offload = seed % 5 == 1  # not drawn: a draw would change the worlds of all seeds
     if prefix_offload:
         enable_prefix_caching, num_host_blocks = True, later.choice([3, 16, 64])
         _come_again(later, [event for event in events if event.kind == "arrive"], block_size, max_model_len)
@@ -128,7 +133,7 @@ def make_world(seed: int) -> World:
         _script(random.Random(seed ^ 0x3A5C), [event for event in events if event.kind == "arrive"])
     grammars = seed % 20 == 19
     if grammars:
-        with_text = True  # without a tokenizer there are none
+        with_text = True  # grammars need a tokenizer
         _hold(random.Random(seed ^ 0x6A3B), [event for event in events if event.kind == "arrive"])
     drafts = seed % 10 in (2, 6) or seed % 40 == 39  # the seeds of the second condition combine drafts with grammars
     if seed % 40 == 39:
@@ -160,7 +165,10 @@ def make_world(seed: int) -> World:
 
 
 def _recur(rng: random.Random, world: World) -> World:
-    """Add recurrent states, with K and V or alone, with snapshots every few blocks or without."""
+    """Add a cache group of recurrent states to a world, or replace all its groups by such a group.
+
+    Some of these worlds take snapshots of the states every few blocks.
+    """
     span = rng.choice([world.block_size, 2 * world.block_size, 4 * world.block_size, ONE_STATE])
     windows = rng.choice([(STATE,), (*world.windows, STATE), (STATE, *world.windows)])
     world = dataclasses.replace(world, windows=windows, state_span=span)
@@ -174,8 +182,11 @@ def _recur(rng: random.Random, world: World) -> World:
 
 
 def _adapt(rng: random.Random, events: list[Event], horizon: int) -> tuple[list[Event], tuple[int, int, int]]:
-    """Adapters for most requests, more of them than a step or the memory may have; some are replaced meanwhile."""
-    count, most = rng.choice([2, 3, 5, 9]), rng.choice([1, 1, 2, 3])
+    """Give most requests an adapter, and add events that replace adapters.
+
+    There are often more adapters than a step or the memory may have. Returns the events and ``World.adapters``.
+    """
+    count, max_in_step = rng.choice([2, 3, 5, 9]), rng.choice([1, 1, 2, 3])
     for event in events:
         if event.kind == "arrive" and rng.random() < 0.8:
             event.args["adapter"] = 1 + min(int(rng.paretovariate(0.8)) - 1, count - 1)
@@ -185,24 +196,28 @@ def _adapt(rng: random.Random, events: list[Event], horizon: int) -> tuple[list[
         for kind in kinds
         for _ in range(rng.choice([1, 4, 12]))
     ]
-    return [*events, *changes], (most, most + rng.choice([0, 0, 1, 4]), rng.choice([0, 0, 1, 5]))
+    max_in_memory = max_in_step + rng.choice([0, 0, 1, 4])
+    return [*events, *changes], (max_in_step, max_in_memory, rng.choice([0, 0, 1, 5]))
 
 
 def _draft(rng: random.Random, scheduler: dict[str, Any], events: list[Event], horizon: int) -> list[Event]:
-    """Room for drafts in most steps, and rows that fail in some."""
+    """Raise the token budget so that most steps have room for drafts, and make rows fail in some steps."""
     scheduler |= {"batching": "continuous", "max_num_batched_tokens": max(48, scheduler["max_num_batched_tokens"])}
-    kept = [event for event in events if event.kind != "limits"]
-    return kept + [Event(rng.randrange(horizon), "nan", rng.randrange(40)) for _ in range(rng.choice([0, 3, 12]))]
+    unlimited = [event for event in events if event.kind != "limits"]
+    return unlimited + [Event(rng.randrange(horizon), "nan", rng.randrange(40)) for _ in range(rng.choice([0, 3, 12]))]
 
 
 def allowed_at(args: dict[str, Any], position: int) -> list[int] | None:
-    """The token ids, ascending, that an arrival's mask allows at ``position`` of the sequence; None: all."""
+    """Token ids, ascending, that a request's mask allows at ``position`` of its sequence. None: all ids are allowed.
+
+    ``args`` are those of the event with which the request arrives.
+    """
     masks = args.get("masks")
     return masks[position % len(masks)] if masks else None
 
 
 def _script(rng: random.Random, arrivals: list[Event]) -> None:
-    """Sliding-window masks that change with the position, and chunks that sample several positions."""
+    """Give requests token masks that change with the position, and chunks with several sample positions."""
     for event in arrivals:
         event.args["sample_positions"] = rng.choice([1, 1, 2, 3, 9])
         some = [sorted(rng.sample(range(VOCAB_SIZE), rng.choice([1, 2, 5, 12]))) for _ in range(rng.choice([1, 2, 4]))]
@@ -210,7 +225,7 @@ def _script(rng: random.Random, arrivals: list[Event]) -> None:
 
 
 def _hold(rng: random.Random, arrivals: list[Event]) -> None:
-    """Grammars for most requests, few enough that some share one; some of them break, in each way."""
+    """Give most requests a grammar. A few grammars are shared by many requests, and some grammars fail."""
     outcomes = ["good"] * 8 + ["refused", "lost", "empty", "broken"]
     scripts = [
         {
@@ -227,7 +242,7 @@ def _hold(rng: random.Random, arrivals: list[Event]) -> None:
 
 
 def _scheduler(rng: random.Random, maybe: Callable[[Any, Any], Any]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Settings of a scheduler, and its bounds."""
+    """Draw ``World.scheduler`` and ``World.bounds``."""
     batching = maybe("continuous", rng.choice(["static", "dynamic", "continuous"]))
     settings = {
         "max_num_seqs": rng.choice([1, 2, 3, 5, 8, 16]),
@@ -247,24 +262,28 @@ def _scheduler(rng: random.Random, maybe: Callable[[Any, Any], Any]) -> tuple[di
 def _cramped(
     rng: random.Random, scheduler: dict[str, Any], block_size: int, max_model_len: int
 ) -> tuple[tuple[int, ...], int]:
-    """Windows with little more memory than one request needs, where few requests, or none, can be preempted."""
+    """Draw ``windows`` and ``num_blocks`` of a world with sliding windows and little memory.
+
+    The memory is little more than one request needs. Few requests, or none, can be preempted.
+    """
     window, step = rng.choice([1, 3, 7, 16]), scheduler["max_num_batched_tokens"]
     scheduler["preemption_mode"] = rng.choice(["none", scheduler["preemption_mode"]])
     scheduler["batching"] = rng.choice(["static", scheduler["batching"]])
-    most = min(-(-(window + 4 + step) // block_size) + 1, -(-max_model_len // block_size))
-    return rng.choice([(window,), (window, window + 5), (window + 5, window)]), 1 + most + rng.randint(0, 2 * most)
+    per_request = min(-(-(window + 4 + step) // block_size) + 1, -(-max_model_len // block_size))
+    windows = rng.choice([(window,), (window, window + 5), (window + 5, window)])
+    return windows, 1 + per_request + rng.randint(0, 2 * per_request)
 
 
 def _crowded(
     rng: random.Random, scheduler: dict[str, Any], events: list[Event], block_size: int, max_model_len: int
 ) -> int:
-    """Many requests of all sizes arrive at about the same time. There are enough rows to reserve some for short
-    requests."""
+    """Add many requests of all sizes that arrive at about the same time, and set enough rows to reserve some for short
+    requests. Returns ``num_blocks`` of the world."""
     scheduler["max_num_seqs"] = rng.choice([32, 33, 48])
     scheduler["max_num_batched_tokens"] = rng.choice([48, 64, 96])
     scheduler["policy_share"] = rng.choice([0.25, 0.5, 0.75, 0.75, 1.0])
     for event in events:
-        if event.kind == "limits":  # drawn for another size of step
+        if event.kind == "limits":  # these limits were drawn for the earlier token budget
             event.args["tokens"] = min(event.args["tokens"], scheduler["max_num_batched_tokens"])
             event.args["running"] = min(event.args["running"], event.args["tokens"])
     arrivals = [event for event in events if event.kind == "arrive"]
@@ -339,7 +358,7 @@ def _arrivals(rng: random.Random, block_size: int, max_model_len: int, with_text
 
 
 def _come_again(rng: random.Random, arrivals: list[Event], block_size: int, max_model_len: int) -> None:
-    """Add prompts of a few blocks. Some continue earlier requests, whose blocks may have been reused."""
+    """Lengthen prompts by a few blocks. Some prompts begin with an earlier prompt, to test the prefix cache."""
     for number, event in enumerate(arrivals):
         if number and rng.random() < 0.6:
             event.args["prompt"] = rng.choice(arrivals[:number]).args["prompt"]
@@ -349,17 +368,15 @@ def _come_again(rng: random.Random, arrivals: list[Event], block_size: int, max_
 
 
 def _limits(rng: random.Random, scheduler: dict[str, Any], horizon: int) -> list[Event]:
-    """Limits that a governor without guard rails might set, before some steps or before all of them."""
-    rows, most = (
-        min(scheduler["max_num_seqs"], scheduler["max_num_batched_tokens"]),
-        scheduler["max_num_batched_tokens"],
-    )
+    """Events that change the scheduler's limits as a governor without guard rails could, before some or all steps."""
+    max_tokens = scheduler["max_num_batched_tokens"]
+    rows = min(scheduler["max_num_seqs"], max_tokens)
     events = []
     for at in range(horizon) if rng.random() < 0.5 else sorted(rng.randrange(horizon) for _ in range(3)):
         running = rng.choice([rng.randint(1, rows), rows])
         args = {
             "running": running,
-            "tokens": rng.randint(running, most),
+            "tokens": rng.randint(running, max_tokens),
             "watermark": rng.choice([0.0, 0.0, 0.05, 0.3]),
         }
         events.append(Event(at, "limits", 0, args))

@@ -1,4 +1,4 @@
-"""Arrival processes as values. The same value and seed give the same times, on any machine."""
+"""Arrival processes: when requests arrive. Equal processes and seeds give equal times on any machine."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _Times = npt.NDArray[np.float64]
 
 
 class Arrivals(Protocol):
-    """An arrival process."""
+    """Protocol of an arrival process."""
 
     def times(self, count: int, seed: int = 0) -> list[float]:
-        """When ``count`` requests arrive, in seconds from the start, ascending."""
+        """Arrival times of ``count`` requests in seconds from the start, ascending."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllAtOnce:
-    """Offline: everybody is there at the start."""
+    """All requests arrive at the start, as in an offline run."""
 
     def times(self, count: int, seed: int = 0) -> list[float]:
         return [0.0] * count
@@ -45,11 +45,11 @@ class AllAtOnce:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """``users`` clients, each of which sends its next request when its last one has been answered.
+    """``users`` clients, each of which sends its next request when its last request has been answered.
 
-    All times are zero: the sender keeps ``users`` requests in flight. A closed loop hides queueing. A slow server gets
-    fewer requests, so its queue never grows, and latency looks better than with real, independent visitors (Schroeder
-    et al., Open Versus Closed, NSDI 2006).
+    All times are 0: the client program always has ``users`` requests in flight. A closed loop hides queueing. A slow
+    server gets fewer requests, so its queue never grows, and latency looks better than with independent visitors
+    (Schroeder et al., Open Versus Closed, NSDI 2006).
     """
 
     users: int
@@ -64,7 +64,7 @@ class ClosedLoop:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Constant:
-    """One request every ``1 / rate`` seconds, the first at once."""
+    """One request every ``1 / rate`` seconds. The first request arrives at 0."""
 
     rate: float
 
@@ -79,7 +79,8 @@ class Constant:
 class Gamma:
     """Independent gaps with a gamma distribution of mean ``1 / rate`` seconds.
 
-    ``burstiness`` is its shape, as in vLLM's benchmarks: 1 is a Poisson process, less comes in bursts, more is regular.
+    ``burstiness`` is the shape of the distribution, as in vLLM's benchmarks. 1 gives a Poisson process, smaller values
+    give bursts, and larger values give regular gaps.
     """
 
     rate: float
@@ -96,7 +97,7 @@ class Gamma:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnOff:
-    """Poisson arrivals with ``rate`` for ``on_seconds``, then none for ``off_seconds``, and again."""
+    """Poisson arrivals with ``rate`` for ``on_seconds``, then no arrivals for ``off_seconds``, repeated."""
 
     rate: float
     on_seconds: float
@@ -124,7 +125,8 @@ class Ramp:
             _positive(name, getattr(self, name))
 
     def times(self, count: int, seed: int = 0) -> list[float]:
-        # When start t + growth t^2 / 2, the number of arrivals expected until t, reaches those of a unit process.
+        # Until t, start t + growth t^2 / 2 arrivals are expected. Solve for the t at which this equals each arrival
+        # time of a Poisson process with rate 1.
         wanted = _unit_poisson(count, seed)
         growth = (self.end - self.start) / self.seconds
         within = (self.start + self.end) / 2 * self.seconds
@@ -135,9 +137,9 @@ class Ramp:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Diurnal:
-    """Poisson arrivals whose rate swings like a day: lowest at the start, highest after half of ``period`` seconds.
+    """Poisson arrivals whose rate varies as over a day: lowest at the start, highest after half of ``period`` seconds.
 
-    ``rate`` is the mean over a period, ``peak_to_trough`` the ratio of highest to lowest.
+    ``rate`` is the mean rate over a period. ``peak_to_trough`` is the highest rate divided by the lowest rate.
     """
 
     rate: float
@@ -151,8 +153,8 @@ class Diurnal:
             raise ConfigError(f"peak_to_trough of arrivals must be 1 or more, got {self.peak_to_trough!r}")
 
     def times(self, count: int, seed: int = 0) -> list[float]:
-        # Inverse of the integral of rate (1 - swing cos(2 pi t / period)). This is Kepler's equation; its root is
-        # within ``far`` of the time at a constant rate.
+        # Invert the integral of rate * (1 - swing cos(2 pi t / period)) by bisection. This is Kepler's equation. Each
+        # root differs by at most ``far`` from the arrival time at a constant rate.
         wanted = _unit_poisson(count, seed) / self.rate
         swing = (self.peak_to_trough - 1) / (self.peak_to_trough + 1)
         far = swing * self.period / (2 * math.pi)
@@ -174,11 +176,11 @@ ARRIVAL_FORMS: Final = {
     "diurnal": (Diurnal, ("RATE", "PEAK_TO_TROUGH", "PERIOD_SECONDS")),
     "closed": (ClosedLoop, ("USERS",)),
 }
-"""Spelling of each process for :func:`parse_arrivals`; rates are in requests per second."""
+"""Name of a process in :func:`parse_arrivals` -> (class, names of its numbers). Rates are in requests per second."""
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """``poisson:4`` and the like (:data:`ARRIVAL_FORMS`). Raises ConfigError that lists the forms."""
+    """Parse a process such as ``poisson:4`` (see :data:`ARRIVAL_FORMS`). Raises ConfigError that lists the forms."""
     name, *parts = text.split(":")
     forms = ", ".join(":".join((form, *names)) for form, (_, names) in ARRIVAL_FORMS.items())
     if name not in ARRIVAL_FORMS or len(parts) != len(ARRIVAL_FORMS[name][1]):
@@ -196,7 +198,7 @@ def _unit_poisson(count: int, seed: int) -> _Times:
 
 
 def _generator(seed: int) -> np.random.Generator:
-    return np.random.default_rng([seed, 1])  # not the stream that lengths are drawn from
+    return np.random.default_rng([seed, 1])  # lengths are drawn from another stream
 
 
 def _listed(times: _Times) -> list[float]:

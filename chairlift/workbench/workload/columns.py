@@ -1,8 +1,8 @@
-"""Traces with named or numbered columns: Azure's and BurstGPT's CSV, and custom logs with a mapping.
+"""Reads traces with named or numbered columns: the CSV files of Azure and BurstGPT, and other logs by a mapping.
 
-A mapping gives the columns of the time, the prompt's length and the answer's length (``time``, ``input``, ``output``),
-and of other fields of a :class:`~chairlift.replay.traced_request.TracedRequest`. Requests without a prompt or an answer
-have failed: they are skipped and counted.
+A mapping names the columns of the time, the prompt's length and the answer's length (``time``, ``input``, ``output``),
+and of other fields of a :class:`~chairlift.replay.traced_request.TracedRequest`. Requests with an empty prompt or
+answer failed in the recorded system; they are skipped and counted.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ COLUMN_FORMATS: Final[dict[str, dict[str, str]]] = {
         "session": "Session ID",
     },
 }
-"""Published traces, by the names of their columns. BurstGPT's first release has no sessions."""
+"""Published trace -> field -> name of its column. The first release of BurstGPT has no ``Session ID``."""
 
 _REQUIRED: Final = ("time", "input", "output")
 _OPTIONAL_COLUMNS: Final = {"Session ID"}
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """``time=TIMESTAMP,input=prompt_tokens,output=3``: field to column. Raises ConfigError that lists the fields."""
+    """Parse a mapping such as ``time=TIMESTAMP,input=prompt_tokens,output=3`` into field -> column.
+
+    Raises ConfigError that lists the fields.
+    """
     columns: dict[str, str] = {}
     for part in text.split(","):
         field, _, column = (piece.strip() for piece in part.partition("="))
@@ -46,8 +49,10 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def read_columns(source: Source, columns: Mapping[str, str]) -> Iterator[Row]:
-    """Rows of a CSV, TSV or JSON-lines file. Columns are names, in JSON also paths (``usage.prompt_tokens``), or
-    places from 1, for a file without names. Raises ConfigError that names the line.
+    """Read the rows of a CSV, TSV or JSON-lines file. ``columns`` maps fields to columns.
+
+    A column is a name, a path in JSON (``usage.prompt_tokens``), or a number from 1 in a file without a header line.
+    Raises ConfigError with the line number for an invalid line.
     """
     _check_fields("columns", columns)
     head = source.peek()
@@ -62,9 +67,10 @@ def read_columns(source: Source, columns: Mapping[str, str]) -> Iterator[Row]:
 
 
 def read_pattern(source: Source, pattern: str) -> Iterator[Row]:
-    """Rows of a text log: a regular expression with groups named like the fields, found anywhere in a line.
+    """Read the rows of a text log. ``pattern`` is a regular expression whose groups are named like the fields.
 
-    Lines in which it is not found are left out. Raises ConfigError that names the line.
+    The pattern may match anywhere in a line. Lines without a match are skipped. Raises ConfigError with the line number
+    for an invalid line.
     """
     try:
         expression = re.compile(pattern)
@@ -110,7 +116,7 @@ def _csv_records(source: Source, columns: Mapping[str, str], delimiter: str) -> 
             if places is None:
                 places = _places(source, columns, [cell.strip() for cell in cells])
                 if not all(column.isdecimal() for column in columns.values()) or not _is_number(cells, places["input"]):
-                    continue  # these are names
+                    continue  # this line is the header
             try:
                 yield {field: cells[place] for field, place in places.items()}
             except IndexError:
@@ -121,7 +127,7 @@ def _csv_records(source: Source, columns: Mapping[str, str], delimiter: str) -> 
 
 
 def _places(source: Source, columns: Mapping[str, str], names: list[str]) -> dict[str, int]:
-    """Field to index. Columns that a format may lack are left out."""
+    """Field -> index of its column. Optional columns that the file does not have are left out."""
     places = {}
     for field, column in columns.items():
         if column in names:
@@ -162,18 +168,18 @@ def _json_records(source: Source, columns: Mapping[str, str]) -> Iterator[dict[s
 
 
 def _row(source: Source, values: dict[str, Any], columns: Mapping[str, str]) -> Row | None:
-    own: dict[str, Any] = {}
+    values_by_field: dict[str, Any] = {}
     for field, value in values.items():
         if field in _REQUIRED or (value != "" and value is not None):
             try:
-                own[field] = FIELDS[field](value)
+                values_by_field[field] = FIELDS[field](value)
             except (ValueError, TypeError, OverflowError) as error:
                 raise ConfigError(f"{source.where}: {columns[field]} {error}, got {value!r:.60}") from None
-    time, prompt, output = own.pop("time"), own.pop("input"), own.pop("output")
+    time, prompt, output = values_by_field.pop("time"), values_by_field.pop("input"), values_by_field.pop("output")
     if not prompt or not output:
         source.left_out["requests without a prompt or an answer"] += 1
         return None
-    return source.number, time, prompt, output, own
+    return source.number, time, prompt, output, values_by_field
 
 
 def _time(value: Any) -> float:
@@ -232,4 +238,4 @@ FIELDS: Final[dict[str, Callable[[Any], Any]]] = {
     "session": _text,
     "turn": _count,
 }
-"""Columns that a file may have: name -> function that reads a value."""
+"""Field -> function that converts the text of a column. Raises ValueError for an invalid text."""

@@ -1,7 +1,7 @@
-"""Trace files: reads published and logged formats, and writes Chairlift's.
+"""Reads trace files in published formats and in the formats of logs, and writes them in Chairlift's format.
 
-Chairlift's format is Mooncake's (FAST 2025), JSON lines with ``timestamp`` in ms, ``input_length``, ``output_length``
-and ``hash_ids``, and additional fields. A file is read line by line, and errors name the line.
+Chairlift's format extends Mooncake's (FAST 2025): JSON lines with ``timestamp`` in ms, ``input_length``,
+``output_length`` and ``hash_ids``, and further fields. A file is read line by line, and errors name the line.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from chairlift.writing import replacing
 __all__ = ["FORMATS", "LoadedTexts", "LoadedTrace", "load_texts", "load_trace", "read_trace", "write_trace"]
 
 FORMATS: Final = {
-    "chairlift": "JSON lines, ours: Mooncake's, with more fields",
+    "chairlift": "JSON lines in Chairlift's format: as mooncake, with more fields",
     "mooncake": "JSON lines with timestamp (ms), input_length, output_length, hash_ids",
-    "bailian": "JSON lines of Qwen's service: Mooncake's with seconds, chat_id and parent_chat_id, blocks of 16",
+    "bailian": "JSON lines of Qwen's service: as mooncake, with seconds, chat_id, parent_chat_id, blocks of 16",
     "azure": "CSV with TIMESTAMP, ContextTokens, GeneratedTokens (2023 and 2024)",
     "burstgpt": "CSV with Timestamp, Request tokens, Response tokens, and in its second release Session ID",
     **TEXT_FORMATS,
 }
-"""Formats that need no mapping, in words. Any of them may be compressed (gzip) or in Parquet, with the same names of
-columns."""
+"""Format -> description, for the formats that need no mapping of columns. A file may be compressed with gzip, or be in
+Parquet with columns of the same names."""
 
 _OWN_FIELDS: Final = {
     "tenant": "",
@@ -47,26 +47,27 @@ _OWN_FIELDS: Final = {
     "session": "",
     "turn": 0,
 }
-"""Fields with equal names in files and in TracedRequest, and their defaults."""
+"""Field -> default, for the fields that have the same name in a file and in TracedRequest."""
 _BAILIAN_BLOCK: Final = 16
 _WHOLE_MS: Final = re.compile(r'"timestamp": *[0-9]+ *[,}]')
-"""Mooncake's times. Ours have a fraction, if only ``.0``."""
+"""Matches a time of Mooncake's format, which is a whole number. Times in Chairlift's format have a fraction."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedTrace:
-    """Trace that was read from a file."""
+    """A trace that was read from a file."""
 
     requests: list[TracedRequest]
-    """In order of arrival, the first at 0."""
+    """Requests in order of arrival. The first request arrives at 0."""
     format: str
-    """One of :data:`FORMATS`, ``columns`` or ``pattern``."""
+    """A key of :data:`FORMATS`, or ``columns`` or ``pattern``."""
     notes: list[str]
-    """Remarks about the trace in whole phrases: skipped and estimated parts."""
+    """Messages for the user about parts of the trace that were skipped or estimated."""
 
 
 def read_trace(path: Path, **how: Any) -> list[TracedRequest]:
-    """The requests of a file, in order of arrival, the first at 0; ``how`` as :func:`load_trace` takes it."""
+    """Read the requests of a trace file, in order of arrival. ``how`` has the keyword arguments of
+    :func:`load_trace`."""
     return load_trace(path, **how).requests
 
 
@@ -81,18 +82,23 @@ def load_trace(
     sort: bool = False,
     seed: int = 0,
 ) -> LoadedTrace:
-    """Read a trace.
+    """Read a trace file. Raises ConfigError with the line number for an invalid line.
 
-    ``format`` is one of :data:`FORMATS`; by default the first line decides. ``columns`` maps fields to the columns of a
-    CSV, TSV or JSON-lines log (:func:`~chairlift.workbench.workload.columns.read_columns`); ``pattern`` finds them in a
-    text log. ``arrivals``, with ``seed``, gives the arrivals of the conversations in a ShareGPT file (default: all at
-    once), and ``tokenizer`` counts the tokens of a text in it. ``sort`` accepts lines in any order of time. Raises
-    ConfigError with the number of a bad line, also for decreasing times without ``sort``.
+    Args:
+        path: The file.
+        format: A key of :data:`FORMATS`. By default the first line of the file determines the format.
+        columns: Field -> column of a CSV, TSV or JSON-lines log; see
+            :func:`~chairlift.workbench.workload.columns.read_columns`.
+        pattern: Regular expression that finds the fields in the lines of a text log.
+        arrivals: Arrival times of the requests of a file with texts. By default all arrive at once.
+        tokenizer: Function that counts the tokens of a text, for a file with texts.
+        sort: Whether the lines may be in any order of time. Otherwise a decreasing time is an error.
+        seed: Seed of ``arrivals``.
     """
     if format is not None and format not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}; got {format!r}")
     if sum(way is not None for way in (format, columns, pattern)) > 1:
-        raise ConfigError("format, columns and pattern each say how to read a trace; give one of them")
+        raise ConfigError("format, columns and pattern are three ways to read a trace; give only one")
     try:
         with opened_text(path) as file:
             source = Source(path, file)
@@ -102,8 +108,8 @@ def load_trace(
                 format = _guess(source)
             if format not in TEXT_FORMATS and (arrivals is not None or tokenizer is not None):
                 raise ConfigError(
-                    f"{path} has times and lengths; arrivals and a tokenizer are for conversations and other texts,"
-                    " which have none"
+                    f"{path} has times and lengths; arrivals and a tokenizer are only for files of texts, which have"
+                    " no times and lengths"
                 )
             if pattern is not None:
                 rows = read_pattern(source, pattern)
@@ -126,19 +132,20 @@ def load_trace(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedTexts:
-    """Data set that was read from a file: requests in order of arrival, and the content of each."""
+    """A data set that was read from a file: requests in order of arrival, and the content of each request."""
 
     requests: list[TracedRequest]
     said: list[Said]
     format: str
-    """One of :data:`TEXT_FORMATS`."""
+    """A key of :data:`TEXT_FORMATS`."""
     notes: list[str]
 
 
 def load_texts(path: Path, arrivals: Arrivals, seed: int = 0) -> LoadedTexts:
-    """Read a data set with its texts, in one of :data:`TEXT_FORMATS`; the first line decides.
+    """Read a data set with its texts. The first line of the file determines which of :data:`TEXT_FORMATS` it has.
 
-    ``arrivals``, with ``seed``, gives the times of the requests. Raises ConfigError with the number of a bad line.
+    ``arrivals`` and ``seed`` give the arrival times of the requests. Raises ConfigError with the line number for an
+    invalid line.
     """
     try:
         with opened_text(path) as file:
@@ -146,8 +153,8 @@ def load_texts(path: Path, arrivals: Arrivals, seed: int = 0) -> LoadedTexts:
             format = text_format_of(source.peek().strip())
             if format is None:
                 raise ConfigError(
-                    f"{path} has no texts that could be sent: it must be one of {', '.join(TEXT_FORMATS)}; a trace of"
-                    " lengths and times goes with --trace"
+                    f"{path} has no texts to send: its format must be one of {', '.join(TEXT_FORMATS)}; give a trace"
+                    " of lengths and times with --trace"
                 )
             found = list(read_texts(source, format, arrivals, None, seed))
             requests = _requests(path, [row for row, _ in found], False)
@@ -157,7 +164,7 @@ def load_texts(path: Path, arrivals: Arrivals, seed: int = 0) -> LoadedTexts:
         raise ConfigError(f"cannot read the data set {path}: {error.strerror or error}") from None
     notes = _notes(source, estimated=False)
     if unsaid := sum(said.unsaid for _, said in found):
-        notes.append(f"{unsaid:,} requests do not say how long an answer they want: {DEFAULT_OUTPUT} tokens at most")
+        notes.append(f"{unsaid:,} requests do not say how long their answer is: the limit is {DEFAULT_OUTPUT} tokens")
     if not requests:
         raise ConfigError(f"the data set {path} has no requests" + "".join(f"; {note}" for note in notes[:1]))
     return LoadedTexts(requests, [said for _, said in found], format, notes)
@@ -173,10 +180,10 @@ def _notes(source: Source, *, estimated: bool) -> list[str]:
 
 
 def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:
-    """Write JSON lines that :func:`read_trace` reads, without fields that have their default. Times are rounded to 1
+    """Write JSON lines that :func:`read_trace` can read. Fields with their default are left out; times are rounded to 1
     us.
 
-    An existing file is replaced only when everything is written. Raises OSError.
+    An existing file is replaced only after the whole trace is written. Raises OSError.
     """
     with replacing(path) as file:
         file.writelines(map(_line, requests))
@@ -206,7 +213,7 @@ def _guess(source: Source) -> str:
     head = source.peek().strip()
     if (texts := text_format_of(head)) is not None:
         return texts
-    if head.startswith("{") and '"input_length"' not in head:  # a table that was kept as Parquet
+    if head.startswith("{") and '"input_length"' not in head:  # a row of a Parquet file
         for format, columns in COLUMN_FORMATS.items():
             if f'"{columns["input"]}"' in head:
                 return format
@@ -257,10 +264,10 @@ def _read_jsonl(source: Source, bailian: bool) -> Iterator[Row]:
 
 
 def _place_in_chat(source: Source, chats: dict[Any, tuple[str, int]], fields: dict[str, Any]) -> tuple[str, int]:
-    """Session and turn of a request that names the request before it instead of the chat.
+    """(session, turn) of a request in Qwen's format, in which a request names its previous request, not its chat.
 
-    The first request after another continues its session. A second one is a branch: a session that begins with that
-    turn, is sent at its own time, and shares the earlier text by its prefix.
+    The first request that names a previous request continues the session of that request. A second request that names
+    the same previous request is a branch: it begins a session of its own, and shares the earlier text by prefix ids.
     """
     name, parent = fields.get("chat_id"), fields.get("parent_chat_id")
     if type(name) not in (int, str) or type(parent) not in (int, str):
@@ -269,8 +276,8 @@ def _place_in_chat(source: Source, chats: dict[Any, tuple[str, int]], fields: di
     if before is None:
         chats[name] = (str(name), 0)
     else:
-        # A key that no file can contain, since names are numbers or texts; it marks a request that was continued
-        # already.
+        # The tuple marks a request that was continued already. No file can contain this key, because the names in a
+        # file are numbers or texts.
         branched = ("", parent) in chats
         chats["", parent] = before
         chats[name] = (str(name) if branched else before[0], before[1] + 1)
@@ -286,15 +293,15 @@ def _requests(path: Path, rows: Iterable[Row], sort: bool) -> list[TracedRequest
             first = last = time
         if time < last:
             raise ConfigError(
-                f"line {number} of {path} comes {last - time:,.3f} s before the line above it; --sort takes lines in"
-                " any order"
+                f"line {number} of {path} is {last - time:,.3f} s earlier than the line above it; --sort accepts lines"
+                " in any order"
             )
         last = time
         session = own.get("session")
         if isinstance(session, str) and "turn" not in own:
             own["turn"] = turns.get(session, -1) + 1
         try:
-            arrival = round(time - first, 6)  # without the noise of a difference: a trace that is copied stays equal
+            arrival = round(time - first, 6)  # drop rounding noise: a copied trace stays equal
             request = TracedRequest(arrival=arrival, prompt_tokens=prompt, output_tokens=output, **own)
         except ConfigError as error:
             raise ConfigError(f"line {number} of {path}: {error}") from None
@@ -311,7 +318,7 @@ def _requests(path: Path, rows: Iterable[Row], sort: bool) -> list[TracedRequest
 
 
 def _line_that_is_no_text(path: Path) -> str:
-    """Number and file of the first line that is not UTF-8, in words; only the file if it cannot be read again."""
+    """``line N of PATH`` for the first line that is not UTF-8. Only the path if the file cannot be read again."""
     if path.is_file():
         with opened_bytes(path) as file:
             for number, line in enumerate(file, 1):

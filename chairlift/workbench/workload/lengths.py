@@ -1,4 +1,4 @@
-"""Distributions of prompt and answer lengths, and the requests drawn from them. A workload is a value."""
+"""Distributions of prompt and answer lengths, and requests that are drawn from them."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ __all__ = [
     "parse_lengths",
 ]
 
-_MOST: Final = 1 << 24
+_MAX_LENGTH: Final = 1 << 24
 _FIRST_ID = 10
 """Smallest token id of a drawn prompt, because lower ones are special tokens in most vocabularies."""
 
 
 class Lengths(Protocol):
-    """A distribution of whole numbers from 1 up: tokens, turns of a chat, ms."""
+    """Protocol of a distribution of whole numbers of at least 1, such as tokens, turns of a chat, or ms."""
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        """``count`` independent draws."""
+        """Draw ``count`` independent numbers."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Lengths in tokens with a normal logarithm, clipped: most requests are short, a few very long, as in chat."""
+    """Log-normal lengths in tokens, clipped to a range. Most requests are short and a few are very long, as in chat."""
 
     mu: float
     """Mean of the natural logarithm."""
     sigma: float
-    """Its standard deviation."""
+    """Standard deviation of the natural logarithm."""
     least: int
     most: int
 
@@ -53,14 +53,14 @@ class LogNormal:
             raise ConfigError(f"lengths need MU from -50 to 50 and SIGMA from 0 to 50, got {self.mu} and {self.sigma}")
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        """``count`` lengths, fractions cut off."""
+        """Draw ``count`` lengths, rounded down to whole numbers."""
         lengths = np.minimum(rng.lognormal(self.mu, self.sigma, count), self.most).astype(int)
         return [int(length) for length in np.clip(lengths, self.least, self.most)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Zipf:
-    """Lengths from ``least`` to ``most``, each as likely as its own power ``-alpha``: many short, a long tail."""
+    """Lengths from ``least`` to ``most``. A length n is drawn in proportion to ``n ** -alpha``: most are short."""
 
     alpha: float
     least: int
@@ -75,12 +75,12 @@ class Zipf:
         lengths = np.arange(self.least, self.most + 1, dtype=np.float64)
         until = np.cumsum((lengths / self.least) ** -self.alpha)
         found = np.searchsorted(until, rng.random(count) * until[-1], side="right")
-        return [self.least + int(place) for place in np.minimum(found, len(lengths) - 1)]
+        return [self.least + int(index) for index in np.minimum(found, len(lengths) - 1)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Uniform:
-    """All lengths from ``least`` to ``most`` are equally likely."""
+    """Lengths from ``least`` to ``most``, all equally likely."""
 
     least: int
     most: int
@@ -94,7 +94,7 @@ class Uniform:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fixed:
-    """Always ``tokens``."""
+    """Every length is ``tokens``."""
 
     tokens: int
 
@@ -109,7 +109,7 @@ class Fixed:
 class Empirical:
     """Observed lengths, drawn with replacement.
 
-    Prompts and answers are drawn independently; a sample of the trace itself keeps them together.
+    Prompt and answer lengths are drawn independently. Use a sample of the trace where the two must stay together.
     """
 
     seen: tuple[int, ...]
@@ -129,15 +129,15 @@ LENGTH_FORMS: Final[dict[str, tuple[Any, tuple[str, ...]]]] = {
     "uniform": (Uniform, ("LEAST", "MOST")),
     "fixed": (Fixed, ("N",)),
 }
-"""Spelling of each distribution for :func:`parse_lengths`, besides ``file:TRACE``. MU and SIGMA are those of the
-logarithm."""
+"""Name of a distribution in :func:`parse_lengths` -> (class, names of its numbers). MU and SIGMA are the mean and the
+standard deviation of the natural logarithm."""
 
 
 def parse_lengths(text: str, of: Literal["prompt", "output"] = "prompt") -> Lengths:
-    """Parse ``uniform:16:64`` and so on (:data:`LENGTH_FORMS`); ``file:TRACE`` draws from the lengths in a trace.
+    """Parse a distribution such as ``uniform:16:64`` (see :data:`LENGTH_FORMS`). ``file:TRACE`` draws from a trace.
 
-    ``of`` selects the lengths of prompts or of answers. Raises ConfigError with the list of forms, or with the fault of
-    the trace.
+    ``of`` selects the prompt lengths or the answer lengths of that trace. Raises ConfigError for an unknown form, with
+    a list of the forms, and for a trace that cannot be read.
     """
     name, *parts = text.split(":")
     if name == "file" and parts:
@@ -150,8 +150,8 @@ def parse_lengths(text: str, of: Literal["prompt", "output"] = "prompt") -> Leng
     kind, names = LENGTH_FORMS[name]
     try:
         numbers = [
-            float(part) if wanted in ("MU", "SIGMA", "ALPHA") else int(part)
-            for wanted, part in zip(names, parts, strict=True)
+            float(part) if name in ("MU", "SIGMA", "ALPHA") else int(part)
+            for name, part in zip(names, parts, strict=True)
         ]
     except ValueError:
         raise ConfigError(f"lengths must be one of {forms}, with numbers; got {text!r}") from None
@@ -160,8 +160,8 @@ def parse_lengths(text: str, of: Literal["prompt", "output"] = "prompt") -> Leng
 
 
 def _check_range(least: int, most: int) -> None:
-    if not 1 <= least <= most <= _MOST:
-        raise ConfigError(f"lengths must go from at least 1 to at most {_MOST:,}, got {least} to {most}")
+    if not 1 <= least <= most <= _MAX_LENGTH:
+        raise ConfigError(f"lengths must go from at least 1 to at most {_MAX_LENGTH:,}, got {least} to {most}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,15 +171,15 @@ class Workload:
     count: int = 64
     seed: int = 0
     vocab_size: int = 8000
-    """Prompt ids are uniform from 10 up to here, exclusive."""
+    """Token ids of prompts are drawn uniformly from 10 to ``vocab_size`` - 1."""
     prompt: LogNormal = LogNormal(4.6, 0.8, 8, 1024)
     output: LogNormal = LogNormal(4.2, 0.9, 4, 512)
 
     def requests(self) -> list[tuple[list[int], int]]:
-        """``count`` pairs of prompt token ids and number of output tokens.
+        """Draw ``count`` requests as (prompt token ids, number of output tokens).
 
-        The order of the draws is part of the definition: prompt lengths, output lengths, then the ids of each prompt.
-        Raises ConfigError when the vocabulary has no id for prompts.
+        The order of the draws must not change, so that equal workloads stay equal: prompt lengths, output lengths, then
+        the ids of each prompt. Raises ConfigError when the vocabulary is too small to have ids for prompts.
         """
         if self.vocab_size <= _FIRST_ID:
             raise ConfigError(f"prompts are drawn from ids {_FIRST_ID} and above, but vocab_size is {self.vocab_size}")

@@ -1,4 +1,4 @@
-"""Opens files of traffic as text: plain, compressed (gzip), or Parquet as JSON lines."""
+"""Opens trace files as text. Gzip files are decompressed, and rows of Parquet files become JSON lines."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ __all__ = ["opened_bytes", "opened_text"]
 
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _ROWS: Final = 256
-"""Parquet rows in memory at a time, besides their row group."""
+"""Number of Parquet rows that are converted at a time. The whole row group is in memory in addition."""
 
 
 @contextlib.contextmanager
 def opened_text(path: Path) -> Iterator[TextIO]:
-    """Text of a file. Its first bytes determine the format, not its name.
+    """Open a file as text. The first bytes of the file determine its format; the name does not matter.
 
-    Raises OSError when it cannot be opened, ConfigError when it is damaged, or is Parquet and pyarrow is missing.
+    Raises OSError when the file cannot be opened. Raises ConfigError when the file is damaged, or when it is a Parquet
+    file and pyarrow is missing.
     """
     head = _head(path)
     try:
@@ -50,14 +51,14 @@ def opened_bytes(path: Path) -> Iterator[Any]:
 
 
 def _head(path: Path) -> bytes:
-    if not path.is_file():  # a pipe is read once
+    if not path.is_file():  # a pipe can be read only once
         return b""
     with path.open("rb") as file:
         return file.read(4)
 
 
 class _Rows(io.RawIOBase):
-    """The rows of a Parquet file as lines of JSON."""
+    """Binary stream of JSON lines, one for each row of a Parquet file."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self._lines, self._rest = _json_lines(path, file), b""
@@ -90,5 +91,5 @@ def _json_lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _plain(value: object) -> str:
-    """A value that JSON has no form for: a time in ISO 8601; bytes, such as images, as a word."""
+    """Convert a value that JSON cannot express: a time to ISO 8601, and bytes, such as an image, to ``"bytes"``."""
     return "bytes" if isinstance(value, bytes) else str(value)

@@ -1,4 +1,4 @@
-"""A smaller trace from a large one, like it."""
+"""Draws a smaller trace from a large trace, with similar lengths and the same rate."""
 
 from __future__ import annotations
 
@@ -21,21 +21,25 @@ def sample_trace(
     rate: float | None = None,
     window: bool = False,
 ) -> list[TracedRequest]:
-    """``count`` requests of a trace in order of arrival, the first at 0; all of them without ``count``.
+    """Draw ``count`` requests of a trace, or all requests if ``count`` is None.
 
-    They are drawn at random from the whole trace, so that lengths are not those of one hour. Sessions are drawn as a
-    whole, which may give a few requests more. To keep the rate, the starts of sessions are moved closer together by the
-    drawn share. Pauses within a session are unchanged, so the last of a few long sessions may end late. A sample has
-    smoother bursts and fewer repeated prefixes. ``window`` preserves both: it takes neighbouring requests from a random
-    place with their times, and cuts sessions at its ends; but lengths in one hour may differ from those of the day.
+    The result is in order of arrival; the first request arrives at 0.
 
-    ``rate``, in requests per second, stretches the times further. Raises ConfigError when there are too few requests,
-    or when all arrive at once and have no rate.
+    By default requests are drawn at random from the whole trace, so that all hours contribute lengths. Sessions are
+    drawn as a whole, which may give slightly more than ``count`` requests. To keep the request rate, the start times of
+    sessions are multiplied by the drawn fraction of the trace. Pauses within a session do not change. The sample has
+    smoother bursts and fewer repeated prefixes than the trace.
+
+    With ``window``, the sample is a run of consecutive requests that begins at a random request. This preserves bursts
+    and repeated prefixes, but cuts sessions, and the lengths may be typical of one hour only.
+
+    ``rate``, in requests per second, rescales the start times. Raises ConfigError when there are too few requests, or
+    when ``rate`` is given and all requests arrive at once.
     """
     if count is not None and not 1 <= count <= len(trace):
         raise ConfigError(
-            f"the trace has {len(trace):,} requests, so a sample has from 1 to so many, not {count:,}; leave the number"
-            " out to take all of them"
+            f"the trace has {len(trace):,} requests, so a sample has from 1 to {len(trace):,} requests, not {count:,};"
+            " leave the number out to take the whole trace"
         )
     rng = np.random.default_rng(seed)
     scale = 1.0
@@ -64,15 +68,15 @@ def sample_trace(
 
 def _whole_sessions(trace: Sequence[TracedRequest], count: int, rng: np.random.Generator) -> list[TracedRequest]:
     sessions: dict[str | int, list[int]] = {}
-    for place, request in enumerate(trace):
-        sessions.setdefault(request.session or place, []).append(place)
+    for index, request in enumerate(trace):
+        sessions.setdefault(request.session or index, []).append(index)
     units = list(sessions.values())
-    places: list[int] = []
+    indices: list[int] = []
     for number in rng.permutation(len(units)):
-        places += units[number]
-        if len(places) >= count:
+        indices += units[number]
+        if len(indices) >= count:
             break
-    return [trace[place] for place in sorted(places)]
+    return [trace[index] for index in sorted(indices)]
 
 
 def _scale_for(rate: float, begins: Sequence[float], sessions: int) -> float:
@@ -81,5 +85,5 @@ def _scale_for(rate: float, begins: Sequence[float], sessions: int) -> float:
     if not 1e-6 <= rate <= 1e9:
         raise ConfigError(f"rate must be from 0.000001 to 1,000,000,000 requests per second, got {rate}")
     if sessions < 2 or seconds == 0:
-        raise ConfigError("all requests come at once, so there is no rate to change; draw the trace with arrivals")
+        raise ConfigError("all requests arrive at once, so there is no rate to change; draw the trace with arrivals")
     return len(begins) / sessions * (sessions - 1) / seconds / rate

@@ -1,4 +1,4 @@
-"""Common parts of all trace files: numbered lines, none of them endless, and times as logs spell them."""
+"""Helpers for readers of trace files: numbered lines of bounded length, and times in the formats of logs."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from chairlift.errors import ConfigError
 __all__ = ["TIME_FORMS", "Row", "Source", "parse_time"]
 
 Row: TypeAlias = tuple[int, float, int, int, dict[str, Any]]
-"""(line, seconds on any clock, prompt tokens, output tokens, other fields of a TracedRequest by name)."""
+"""(line number, arrival in seconds from any start, prompt tokens, output tokens, other fields of a TracedRequest)."""
 
 TIME_FORMS: Final = "seconds, epoch seconds or ms, ISO 8601, 10/Oct/2023:13:55:36 +0000, or 10-31 13:55:36"
-"""Forms that :func:`parse_time` reads, in words."""
+"""Time formats that :func:`parse_time` accepts, for error messages."""
 
 _LONGEST_LINE: Final = 1 << 24
 _MONTHS: Final = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
 _ACCESS_LOG: Final = re.compile(r"\[?(\d\d?/[A-Z][a-z]{2}/\d{4}):(\d\d):(\d\d):(\d\d)(?: ([+-])(\d\d)(\d\d))?\]?")
 _NO_YEAR: Final = re.compile(r"(\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?)")
-_MOST_SECONDS: Final = 1e11
-"""Larger numbers are no seconds since 1970 (this is the year 5138), but ms, or yet smaller units."""
+_MAX_SECONDS: Final = 1e11
+"""Maximum number that is read as seconds since 1970 (the year 5138). Larger numbers are in ms or a smaller unit."""
 
 
 class Source:
-    """Lines of an open file with their numbers. Errors name the place as ``where`` and the line."""
+    """Iterator over the lines of an open file that counts the lines. :attr:`where` is used in error messages."""
 
     def __init__(self, path: Path, file: TextIO) -> None:
         self.path = path
         self.number = 0
-        """Number of the line that was read last, from 1."""
+        """Number of the line that was read last. The first line has number 1."""
         self.left_out: collections.Counter[str] = collections.Counter()
-        """Lines or requests that are no part of the trace, by reason."""
+        """Reason -> number of lines or requests that were skipped for it."""
         self.images = 0
-        """Number of images in the prompts, where they have any; their tokens are not counted."""
+        """Number of images in all prompts. The prompt lengths do not include their tokens."""
         self._file = file
         self._ahead: list[str] = []
 
@@ -49,7 +49,7 @@ class Source:
         return f"line {self.number} of {self.path}"
 
     def peek(self) -> str:
-        """The first line that is not blank (its beginning, if it is too long), without consuming it."""
+        """The first line that is not blank, or its beginning if the line is too long. The line is not consumed."""
         while piece := self._file.readline(_LONGEST_LINE):
             self._ahead.append(piece)
             if not piece.isspace():
@@ -57,11 +57,11 @@ class Source:
         return ""
 
     def pieces(self) -> Iterator[str]:
-        """All of the text, whether or not it has lines."""
+        """The whole text in pieces of limited size, for files that are not organised in lines."""
         return itertools.chain(self._ahead, iter(lambda: self._file.read(_LONGEST_LINE // 16), ""))
 
     def __iter__(self) -> Iterator[str]:
-        """Lines with their ends. Raises ConfigError for one that is too long."""
+        """The lines with their line ends. Raises ConfigError for a line that is too long."""
         for line in itertools.chain(self._ahead, iter(lambda: self._file.readline(_LONGEST_LINE), "")):
             self.number += 1
             if len(line) == _LONGEST_LINE:
@@ -69,7 +69,7 @@ class Source:
             yield line
 
     def object(self, line: str) -> dict[str, Any]:
-        """The JSON object that a line is. Raises ConfigError when it is none."""
+        """Parse a line as a JSON object. Raises ConfigError when the line is not a JSON object."""
         try:
             fields = json.loads(line)
         except (ValueError, RecursionError):
@@ -80,14 +80,14 @@ class Source:
 
 
 def parse_time(value: Any) -> float:
-    """Seconds since 1970, or since the start of the trace for small numbers. Raises ValueError for an invalid time.
+    """Convert a time to seconds: since 1970, or since the start of the trace if the file counts from there.
 
-    Without a time zone it is UTC. Log lines of Python and vLLM have no year (``10-31 13:55:36``): 2024 is used, which
-    has a 29th of February.
+    A time without a time zone is read as UTC. Logs of Python and vLLM omit the year (``10-31 13:55:36``); the year 2024
+    is used, because it has a 29th of February. Raises ValueError for an invalid time.
     """
     if isinstance(value, str):
         text = value.strip()
-        if text[4:5] == "-":  # saves the two attempts below where there are a million of them
+        if text[4:5] == "-":  # an ISO date: skipping float() saves time in traces with a million lines
             return _parse_text(text)
         try:
             value = float(text)
@@ -96,7 +96,7 @@ def parse_time(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value <= 1e300:
         raise ValueError(f"no time: {value!r:.40}")
     seconds = float(value)
-    while seconds > _MOST_SECONDS:
+    while seconds > _MAX_SECONDS:
         seconds /= 1000
     return seconds
 

@@ -1,4 +1,4 @@
-"""Summary of a trace: size, rate, burstiness, and repetition of prompts."""
+"""Summarises a trace: number of requests, rate, burstiness, lengths, and repetition of prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LengthFacts", "TraceFacts", "summarise"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LengthFacts:
-    """Lengths of prompts or answers, in tokens."""
+    """Statistics of the lengths of prompts or answers, in tokens."""
 
     total: int
     mean: float
@@ -32,31 +32,32 @@ class LengthFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TraceFacts:
-    """Facts about a trace."""
+    """Statistics of a trace."""
 
     requests: int
     sessions: int
-    """Chats; requests on their own are none."""
+    """Number of chats. Requests without a session are not counted."""
     seconds: float
-    """From the first arrival to the last."""
+    """Time from the first arrival to the last arrival."""
     rate: float | None
     """Requests per second; None when all arrive at once."""
     burstiness: float | None
-    """Standard deviation of the gaps between arrivals over their mean: 1 in a Poisson process, above it in bursts.
-    None without two gaps."""
+    """Standard deviation of the gaps between arrivals, divided by their mean. It is 1 for a Poisson process and larger
+    for bursts. None if there are fewer than two gaps."""
     prompts: LengthFacts
     outputs: LengthFacts
     repeated: float | None
-    """Share of the prompt tokens that repeat the beginning of an earlier prompt; None if the trace has no prefix
+    """Fraction of the prompt tokens that repeat the beginning of an earlier prompt. None if the trace has no prefix
     ids."""
     cancels: int
-    """Requests whose client leaves at some time."""
+    """Number of requests whose client disconnects early."""
     classes: list[tuple[TracedRequest, int]]
-    """One request of each combination of tenant, priority, tier and promises, and how many there are; most first."""
+    """(example request, number of requests) for each combination of tenant, priority, tier and latency targets; the
+    most frequent combination first."""
 
 
 def summarise(trace: Sequence[TracedRequest]) -> TraceFacts:
-    """The figures of a trace of at least one request, in order of arrival."""
+    """Summarise a trace of at least one request. The requests must be in order of arrival."""
     seconds = trace[-1].arrival - trace[0].arrival
     gaps = np.diff([request.arrival for request in trace])
     classes: dict[tuple[object, ...], tuple[TracedRequest, int]] = {}
@@ -79,18 +80,22 @@ def summarise(trace: Sequence[TracedRequest]) -> TraceFacts:
 
 
 def _repeated(trace: Sequence[TracedRequest]) -> float | None:
-    """The share, from a tree of blocks. A block repeats another if all earlier blocks do, up to the other's length."""
+    """Compute ``TraceFacts.repeated`` with a tree of blocks.
+
+    A block repeats an earlier block if all blocks before it are equal, too. A partial block repeats only the tokens
+    that the earlier block has.
+    """
     if not any(request.prefix_ids for request in trace):
         return None
     nodes: dict[tuple[int, int], int] = {}
     filled: dict[int, int] = collections.defaultdict(int)
     repeated = 0
     for request in trace:
-        node, left = -request.prefix_block, request.prompt_tokens
+        node, remaining = -request.prefix_block, request.prompt_tokens
         for number in request.prefix_ids:
             node = nodes.setdefault((node, number), len(nodes) + 1)
-            here = min(left, request.prefix_block)
-            repeated += min(here, filled[node])
-            filled[node] = max(filled[node], here)
-            left -= here
+            block_tokens = min(remaining, request.prefix_block)
+            repeated += min(block_tokens, filled[node])
+            filled[node] = max(filled[node], block_tokens)
+            remaining -= block_tokens
     return repeated / sum(request.prompt_tokens for request in trace)

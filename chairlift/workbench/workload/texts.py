@@ -1,7 +1,7 @@
-"""Data sets of texts: conversations, prompts and batches, as requests with their contents.
+"""Reads data sets of texts (conversations, prompts and batch files) as requests with their contents.
 
-Conversations are ShareGPT's (a JSON list, or one per line) or lists of OpenAI's messages; prompts are those of ``vllm
-bench serve --dataset-name custom``; batches are files for OpenAI's batch API.
+Conversations are in ShareGPT's format (a JSON list, or one conversation per line), or are lists of OpenAI messages.
+Files of prompts are those of ``vllm bench serve --dataset-name custom``. Batch files are those of OpenAI's batch API.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from chairlift.workbench.workload.source import Row, Source
 __all__ = ["DEFAULT_OUTPUT", "TEXT_FORMATS", "Said", "read_texts", "text_format_of", "text_rows"]
 
 TEXT_FORMATS: Final = {
-    "sharegpt": "a JSON list of conversations; it has texts and no times",
-    "chats": "JSON lines with conversations (ShareGPT's), or messages (OpenAI's)",
-    "custom": "JSON lines with prompt, and perhaps output_tokens: vLLM's custom data sets",
+    "sharegpt": "a JSON list of conversations, with texts but no times",
+    "chats": "JSON lines with conversations (as in ShareGPT) or messages (as in OpenAI's API)",
+    "custom": "JSON lines with prompt, and optionally output_tokens: vLLM's custom data sets",
     "openai-batch": "JSON lines with custom_id and body: a file for OpenAI's batch API",
 }
-"""Formats that have texts, in words."""
+"""Format -> description, for the formats with texts."""
 
 DEFAULT_OUTPUT: Final = 256
-"""Default output tokens of a request, as in ``vllm bench serve``."""
+"""Number of output tokens of a request whose file does not say it; the default of ``vllm bench serve``."""
 
 _PEOPLE: Final = {"human", "user"}
 _MODELS: Final = {"gpt", "chatgpt", "assistant", "model", "bing", "bard"}
 _BLOCK: Final = 16
-"""Tokens per prefix id. Turns share the earlier text up to a multiple of this."""
+"""Number of prompt tokens that one prefix id covers. Turns of a chat share whole blocks of this size."""
 _CHARACTERS_PER_TOKEN: Final = 4
 _LONGEST_CHAT: Final = 1 << 26
 _IMAGE_MARK: Final = "<image>"
@@ -39,22 +39,22 @@ _IMAGE_MARK: Final = "<image>"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Said:
-    """Content of one request."""
+    """Content of one request: a plain prompt or a chat, and its lengths."""
 
     prompt_tokens: int
     output_tokens: int
     text: str | None
-    """A plain prompt; None for a chat."""
+    """The plain prompt. None for a chat."""
     messages: tuple[Mapping[str, Any], ...]
     """Messages of a chat, as OpenAI's API takes them; empty for a plain prompt."""
     images: int = 0
     """Number of images in the prompt. Their tokens are not in ``prompt_tokens``."""
     unsaid: bool = False
-    """Whether the data set does not give the length of the answer."""
+    """Whether the data set omits the length of the answer, so that ``output_tokens`` is a default."""
 
 
 def text_format_of(head: str) -> str | None:
-    """The format of a file of texts by its first line; None when it is none."""
+    """Format of a file of texts, recognised by the first line ``head``. None if the file is not in such a format."""
     if head.startswith("["):
         return "sharegpt" if head[1:].lstrip()[:1] in ("", "{") else None
     try:
@@ -90,10 +90,10 @@ def read_texts(
     *,
     keep: bool = True,
 ) -> Iterator[tuple[Row, Said]]:
-    """One row per answer, with the content of its request. The prompt of a chat is all earlier text.
+    """One row per answer, with the content of its request. The prompt of a chat's turn is all earlier text of the chat.
 
-    Without a ``tokenizer``, lengths are estimated. If ``keep`` is false, texts are dropped after counting.
-    Raises ConfigError with the number of a bad line.
+    Without a ``tokenizer``, lengths are estimated from the number of characters. If ``keep`` is false, texts are
+    dropped after their tokens are counted. Raises ConfigError with the line number for an invalid line.
     """
     count = tokenizer or (lambda text: max(1, round(len(text) / _CHARACTERS_PER_TOKEN)))
     reader = {"custom": _prompt, "openai-batch": _batch}.get(format, _chat)
@@ -117,11 +117,11 @@ def read_texts(
     times = arrivals.times(sum(len(said) for _, said in groups), seed)
     start = next_id = 0
     for number, (line, said) in enumerate(groups):
-        for place, each in enumerate(said):
+        for turn, each in enumerate(said):
             own: dict[str, Any] = {}
             if len(said) > 1:
                 ids = range(next_id, next_id - (-each.prompt_tokens // _BLOCK))
-                own = {"session": str(number), "turn": place, "prefix_ids": tuple(ids), "prefix_block": _BLOCK}
+                own = {"session": str(number), "turn": turn, "prefix_ids": tuple(ids), "prefix_block": _BLOCK}
             yield (line, times[start], each.prompt_tokens, each.output_tokens, own), each
         # Chats start so far apart that the requests, not the chats, come at the rate of the arrivals.
         start += len(said)
@@ -132,7 +132,10 @@ def read_texts(
 
 
 def _chat(where: str, chat: Any, count: Callable[[str], int]) -> list[Said]:
-    """The turns of a conversation that were answered; of messages that end with a question, that one too."""
+    """One request for each answered question of a conversation.
+
+    A question at the end of OpenAI messages gives a request, too, although it has no answer.
+    """
     lists = [chat.get(name) for name in ("conversations", "messages")] if isinstance(chat, dict) else []
     found = next((each for each in lists if isinstance(each, list)), None)
     if found is None:
@@ -141,31 +144,31 @@ def _chat(where: str, chat: Any, count: Callable[[str], int]) -> list[Said]:
     images = len(chat["image"]) if isinstance(chat.get("image"), list) else int("image" in chat)
     turns: list[Said] = []
     said: list[Mapping[str, Any]] = []
-    tokens, asked, marked = 0, False, 0
+    tokens, has_question, marked = 0, False, 0
     for message in found:
         author, text, pictures, content = _message(where, message, shared)
         length = max(1, count(text))
-        if author in _MODELS and not asked:
-            continue  # a split chat begins with an answer whose question is not there
+        if author in _MODELS and not has_question:
+            continue  # some data sets split long chats, so that a part begins with an answer
         if author in _MODELS:
             turns.append(Said(tokens, length, None, tuple(said), max(marked, images)))
         tokens += length
         marked += pictures
         role = "assistant" if author in _MODELS else "user" if author in _PEOPLE else author
         said.append({**_rest(message, shared), "role": role, "content": content})
-        asked = author not in _MODELS and (asked or author in _PEOPLE)
-    if asked and not shared:
+        has_question = author not in _MODELS and (has_question or author in _PEOPLE)
+    if has_question and not shared:
         turns.append(Said(tokens, DEFAULT_OUTPUT, None, tuple(said), max(marked, images), unsaid=True))
     return turns
 
 
 def _rest(message: Mapping[str, Any], shared: bool) -> dict[str, Any]:
-    """Fields of an OpenAI message besides role and content, such as calls of tools; none for ShareGPT."""
+    """Fields of an OpenAI message besides role and content, such as tool calls. Empty for a ShareGPT message."""
     return {} if shared else {name: value for name, value in message.items() if name not in ("role", "content")}
 
 
 def _message(where: str, message: Any, shared: bool) -> tuple[str, str, int, Any]:
-    """Author, text, number of images, and content to send."""
+    """(author, text, number of images, content to send) of a message. Raises ConfigError if a part is missing."""
     names = ("from", "value") if shared else ("role", "content")
     author, content = (message.get(name) if isinstance(message, dict) else None for name in names)
     parts = content if isinstance(content, list) and not shared else [{"type": "text", "text": content}]
@@ -184,7 +187,7 @@ def _message(where: str, message: Any, shared: bool) -> tuple[str, str, int, Any
 
 
 def _prompt(where: str, item: Any, count: Callable[[str], int]) -> list[Said]:
-    """A prompt on its own."""
+    """The request of a record with a plain ``prompt``."""
     text = item.get("prompt") if isinstance(item, dict) else None
     if not isinstance(text, str) or not text:
         raise ConfigError(f"{where} has no text in 'prompt'")
@@ -198,7 +201,7 @@ def _prompt(where: str, item: Any, count: Callable[[str], int]) -> list[Said]:
 
 
 def _batch(where: str, item: Any, count: Callable[[str], int]) -> list[Said]:
-    """The request of one line of a batch file; none for an embedding and the like."""
+    """The request of one line of a batch file. Empty for requests without generated text, such as embeddings."""
     body = item.get("body") if isinstance(item, dict) else None
     if not isinstance(body, dict):
         raise ConfigError(f"{where} has no object 'body', as each line of a batch file has")
@@ -207,7 +210,7 @@ def _batch(where: str, item: Any, count: Callable[[str], int]) -> list[Said]:
         return _prompt(where, body, count)
     if not isinstance(body.get("messages"), list):
         return []
-    # All of the messages are the prompt, also answers before the last question.
+    # The prompt has all messages, including earlier answers.
     parts = [_message(where, message, False) for message in body["messages"]]
     tokens = sum(max(1, count(text)) for _, text, _, _ in parts)
     images = sum(pictures for _, _, pictures, _ in parts)
@@ -236,7 +239,7 @@ def _line_items(source: Source) -> Iterable[tuple[int, Any]]:
 
 
 def list_items(source: Source) -> Iterator[tuple[int, Any]]:
-    """The items of one JSON list, each with its line, without the whole of it in memory."""
+    """(line number, item) of each item of a JSON list, without reading the whole list into memory."""
     decoder, pieces = json.JSONDecoder(), source.pieces()
     text, place, line, inside, more, wanted = "", 0, 1, False, True, 0
     while True:
@@ -257,7 +260,7 @@ def list_items(source: Source) -> Iterator[tuple[int, Any]]:
             except (ValueError, RecursionError):
                 if not more or there > _LONGEST_CHAT:
                     raise ConfigError(f"the conversation on line {line} of {source.path} is not valid JSON") from None
-                wanted = 2 * there  # the text is incomplete: try again only after much more
+                wanted = 2 * there  # the item is incomplete: parse again when twice as much text is there
             else:
                 yield line, item
                 line += text.count("\n", place, end)

@@ -1,7 +1,7 @@
-"""Entry point for traces: requests with arrival times, drawn from a kind of traffic, read or written.
+"""Entry point for traces: lists of requests with arrival times, which can be drawn, read from a file and written.
 
-A trace has lengths, not texts. Where it marks equal blocks of prompts (``prefix_ids``), the generated prompts are
-equal, so that prefix caching works as with the original.
+A trace has the lengths of prompts and answers, but no texts. ``prefix_ids`` mark prompt blocks that are equal; the
+generated prompts have equal tokens in these blocks, so that prefix caching works as with the original prompts.
 """
 
 from __future__ import annotations

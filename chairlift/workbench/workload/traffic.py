@@ -1,4 +1,4 @@
-"""Kinds of traffic as values: lengths, shared beginnings, tenants; drawn with a seed."""
+"""Describes kinds of traffic (lengths, shared prefixes, chats, tenants), and draws requests from them with a seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chairlift.workbench.workload.lengths import Fixed, Lengths, LogNormal, Unif
 __all__ = ["WORKLOADS", "Cancels", "Chats", "RequestClass", "SharedPrefixes", "Traffic", "draw_trace"]
 
 _CHAT_BLOCK: Final = 16
-"""Tokens per prefix id where turns share earlier text. It is small, so that little of the sharing is lost."""
+"""Tokens per prefix id in chats. The block is small because only whole blocks of earlier turns count as shared."""
 _CLASS_FIELDS: Final = ("tenant", "priority", "service_tier", "ttft_ms", "tpot_ms", "deadline_ms")
 
 
@@ -25,21 +25,22 @@ def _share(what: str, share: float) -> None:
 
 
 def _stream(seed: int, number: int) -> np.random.Generator:
-    return np.random.default_rng([seed, number])  # 1 is the stream of the arrivals
+    return np.random.default_rng([seed, number])  # number 1 is used in arrivals.py
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Prompts with equal beginnings, such as system prompts. The shared tokens are added to a prompt's own length."""
+    """Prefixes that several prompts have in common, such as system prompts. They are added to the length of a
+    prompt."""
 
     tokens: int
-    """Length of a prefix, in whole blocks: of 512, or of 16 in chats."""
+    """Length of a prefix in tokens: a multiple of 512, or of 16 in chats."""
     share: float = 1.0
-    """Share of the requests, or chats, that have one."""
+    """Fraction of the requests (or of the chats) that have a shared prefix."""
     distinct: int = 1
     """Number of different prefixes."""
     alpha: float = 1.0
-    """The k-th of them is as frequent as ``k ** -alpha``."""
+    """Skew of the frequencies: the k-th prefix is used in proportion to ``k ** -alpha``."""
 
     def __post_init__(self) -> None:
         _share("shared prefixes", self.share)
@@ -52,21 +53,21 @@ class SharedPrefixes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chats:
-    """Requests are turns of chats: a prompt is all earlier text and a new message.
+    """Requests that are turns of chats: each prompt repeats all earlier text of the chat and adds a new message.
 
-    Prompt lengths of the traffic are those of the new messages. A turn is not sent before the previous one is answered.
-    In a replay, the match in the prefix cache ends where the previous prompt ended, because the trace does not know the
-    answer's tokens.
+    ``Traffic.prompt`` gives the lengths of the new messages. A turn is sent only after the previous turn is answered.
+    In a replay, a turn shares with the previous turn only the prompt, not the answer, because a trace does not contain
+    the tokens of answers.
 
-    Requests have the rate of the arrivals where chats overlap. The rate is lower at first, before there are later
-    turns, and at the end, when no chat begins any more.
+    On average the requests have the rate of the arrivals. The rate is lower at the start, when all chats are in their
+    first turns, and at the end, when no new chats begin.
     """
 
     turns: Lengths
     think_seconds: float = 0.0
-    """Mean of the exponential time from one turn to the next."""
+    """Mean time in seconds from one turn to the next; the times have an exponential distribution."""
     most_tokens: int = 8192
-    """A chat ends before a turn that would need more, with its answer."""
+    """Maximum length of a chat in tokens. A chat ends before the turn that would exceed the maximum with its answer."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.think_seconds <= 1e9:
@@ -77,12 +78,12 @@ class Chats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cancels:
-    """Clients that leave before the answer is complete."""
+    """Clients that disconnect before the answer is complete."""
 
     share: float
-    """Share of the requests whose clients leave."""
+    """Fraction of the requests whose clients disconnect."""
     after_ms: Lengths
-    """Pauses of the users between turns, in ms."""
+    """Time in ms from sending a request to the disconnect."""
 
     def __post_init__(self) -> None:
         _share("cancels", self.share)
@@ -90,10 +91,11 @@ class Cancels:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestClass:
-    """One of the kinds of clients; a chat belongs to one as a whole. Fields as in a TracedRequest."""
+    """A kind of client. All requests of a chat belong to the same class. The fields are those of a TracedRequest."""
 
     weight: float = 1.0
-    """Its share of the requests, or chats, is its weight over the sum of all weights."""
+    """Relative frequency: the fraction of requests (or chats) of this class is its weight divided by the sum of
+    weights."""
     tenant: str = ""
     priority: int = 0
     service_tier: str = ""
@@ -127,13 +129,14 @@ class Traffic:
 
     @property
     def prefix_block(self) -> int:
-        """Tokens per prefix id of what is drawn."""
+        """Number of prompt tokens that one prefix id of a drawn request covers."""
         return PREFIX_BLOCK if self.chats is None else _CHAT_BLOCK
 
     def draw(self, count: int, arrivals: Arrivals | None = None, seed: int = 0) -> list[TracedRequest]:
-        """``count`` requests in order of arrival, all at once unless ``arrivals`` is given.
+        """Draw ``count`` requests in order of arrival. Without ``arrivals`` all of them arrive at 0.
 
-        Each aspect has its own random stream, so that changing one does not change the others.
+        Lengths, arrivals, chats, prefixes, classes and cancels each have their own random stream, so that a change of
+        one of them leaves the others unchanged.
         """
         rng = np.random.default_rng(seed)
         prompts, outputs = self.prompt.draw(rng, count), self.output.draw(rng, count)
@@ -148,43 +151,44 @@ class Traffic:
         for number, (first, turns) in enumerate(chats):
             shared = prefixes[number]
             # Chats start so far apart that the requests, not the chats, come at the rate of the arrivals.
-            time, said = times[first], len(shared) * self.prefix_block
+            time, chat_tokens = times[first], len(shared) * self.prefix_block
             for turn in range(turns):
-                place = first + turn
-                said += prompts[place]
+                index = first + turn
+                chat_tokens += prompts[index]
                 fields = own[number]
                 if self.chats is not None:
-                    ids = range(next_id, next_id - (-said // self.prefix_block) - len(shared))
+                    ids = range(next_id, next_id - (-chat_tokens // self.prefix_block) - len(shared))
                     fields = fields | {"session": str(number), "turn": turn, "prefix_ids": shared + tuple(ids)}
                 elif shared:
                     fields = fields | {"prefix_ids": shared}
                 requests.append(
                     TracedRequest(
                         arrival=time,
-                        prompt_tokens=said,
-                        output_tokens=outputs[place],
+                        prompt_tokens=chat_tokens,
+                        output_tokens=outputs[index],
                         prefix_block=self.prefix_block,
                         **fields,
                     )
                 )
-                said += outputs[place]
+                chat_tokens += outputs[index]
                 if self.chats is not None:
                     time += float(think.exponential(self.chats.think_seconds))
-            next_id -= -said // self.prefix_block
+            next_id -= -chat_tokens // self.prefix_block
         return sorted(self._with_cancels(requests, seed), key=lambda request: request.arrival)
 
     def _chats(self, prompts: list[int], outputs: list[int], seed: int) -> list[tuple[int, int]]:
-        """(first request, number of turns) of each chat; requests on their own are chats of one."""
+        """(index of the first request, number of turns) of each chat. Without chats, each request is a chat of 1
+        turn."""
         count = len(prompts)
         if self.chats is None:
-            return [(place, 1) for place in range(count)]
-        wanted = self.chats.turns.draw(_stream(seed, 2), count)
+            return [(index, 1) for index in range(count)]
+        lengths = self.chats.turns.draw(_stream(seed, 2), count)
         before = 0 if self.prefixes is None else self.prefixes.tokens
         chats: list[tuple[int, int]] = []
         first = 0
         while first < count:
             turns, tokens = 0, before
-            while turns < wanted[len(chats)] and first + turns < count:
+            while turns < lengths[len(chats)] and first + turns < count:
                 tokens += prompts[first + turns] + outputs[first + turns]
                 if tokens > self.chats.most_tokens and turns:
                     break
@@ -194,7 +198,7 @@ class Traffic:
         return chats
 
     def _prefixes(self, chats: int, seed: int) -> list[tuple[int, ...]]:
-        """The ids of each chat's shared prefix."""
+        """Prefix ids of the shared prefix of each chat; empty for a chat without a shared prefix."""
         if self.prefixes is None:
             return [()] * chats
         rng, blocks = _stream(seed, 4), self.prefixes.tokens // self.prefix_block
@@ -206,7 +210,7 @@ class Traffic:
         ]
 
     def _own_fields(self, chats: int, seed: int) -> list[dict[str, Any]]:
-        """The fields that each chat has from its class."""
+        """Name -> value of the request fields that each chat gets from its class."""
         if not self.classes:
             return [{}] * chats
         weights = np.array([each.weight for each in self.classes])
@@ -218,11 +222,11 @@ class Traffic:
         if self.cancels is None:
             return requests
         rng = _stream(seed, 6)
-        leaves = rng.random(len(requests)) < self.cancels.share
-        after = self.cancels.after_ms.draw(rng, len(requests))
+        cancelled = rng.random(len(requests)) < self.cancels.share
+        delays = self.cancels.after_ms.draw(rng, len(requests))
         return [
-            dataclasses.replace(request, cancel_ms=ms) if gone else request
-            for request, gone, ms in zip(requests, leaves, after, strict=True)
+            dataclasses.replace(request, cancel_ms=ms) if leaves else request
+            for request, leaves, ms in zip(requests, cancelled, delays, strict=True)
         ]
 
 
@@ -233,7 +237,7 @@ WORKLOADS: Final = {
         output=LogNormal(4.2, 0.9, 4, 512),
     ),
     "assistant": Traffic(
-        description="chat behind a system prompt of 1,024 tokens that all share",
+        description="chat with a system prompt of 1,024 tokens that all requests share",
         prompt=LogNormal(4.6, 0.8, 8, 1024),
         output=LogNormal(4.2, 0.9, 4, 512),
         prefixes=SharedPrefixes(1024),
@@ -249,31 +253,34 @@ WORKLOADS: Final = {
         output=LogNormal(6.2, 0.6, 32, 2048),
     ),
     "uniform": Traffic(
-        description="all requests alike, answers of 24 tokens, as when classifying: batching has little to gain",
+        description="all requests alike, answers of 24 tokens, as for classification: batching gains little",
         prompt=Fixed(64),
         output=Fixed(24),
     ),
     "conversation": Traffic(
-        description="chats of 1 to 16 turns with 20 s between them; each turn repeats all that was said",
+        description="chats of 1 to 16 turns with 20 s between turns; each prompt repeats the whole chat",
         prompt=LogNormal(3.9, 0.8, 8, 512),
         output=LogNormal(4.8, 0.7, 8, 1024),
         chats=Chats(Zipf(1.0, 1, 16), think_seconds=20.0),
     ),
     "agents": Traffic(
-        description="loops of 3 to 12 tool calls, 1 s each, behind one of 4 long system prompts; short answers",
+        description="loops of 3 to 12 tool calls, 1 s each, with one of 4 long system prompts; short answers",
         prompt=LogNormal(5.3, 0.9, 32, 4096),
         output=LogNormal(4.0, 0.7, 8, 512),
         prefixes=SharedPrefixes(2048, distinct=4),
         chats=Chats(Uniform(3, 12), think_seconds=1.0, most_tokens=16384),
     ),
 }
-"""Kinds of traffic by name."""
+"""Name -> kind of traffic."""
 
 
 def draw_trace(
     workload: str = "chat", arrivals: Arrivals | None = None, count: int = 64, seed: int = 0
 ) -> list[TracedRequest]:
-    """``count`` requests of a kind of traffic (:data:`WORKLOADS`). Raises ConfigError for an unknown one."""
+    """Draw ``count`` requests of the kind of traffic ``workload``, a key of :data:`WORKLOADS`.
+
+    Raises ConfigError for an unknown name.
+    """
     if workload not in WORKLOADS:
         raise ConfigError(f"workload must be one of {', '.join(WORKLOADS)}; got {workload!r}")
     return WORKLOADS[workload].draw(count, arrivals, seed)

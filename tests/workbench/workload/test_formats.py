@@ -137,7 +137,7 @@ def test_a_request_may_have_no_hash_ids(tmp_path: Path) -> None:
 def test_sort_takes_lines_in_any_order_and_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps(GOOD | {"timestamp": time}) + "\n" for time in (1000, 5500, 2000)))
-    with pytest.raises(ConfigError, match=r"line 3 of .* comes 3\.500 s before the line above it; --sort"):
+    with pytest.raises(ConfigError, match=r"line 3 of .* is 3\.500 s earlier than the line above it; --sort"):
         read_trace(path)
     assert [each.arrival for each in read_trace(path, sort=True)] == [0.0, 1.0, 4.5]
 
@@ -313,7 +313,11 @@ def test_a_pattern_reads_text_logs(tmp_path: Path) -> None:
             {},
             r"line 2 of .*: TIMESTAMP must be a time \(seconds, epoch seconds or ms, ISO 8601.*got 'yesterday'",
         ),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2,2,3\n1,2,3\n", {}, "line 3 of .* comes 1.000 s before the line"),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2,2,3\n1,2,3\n",
+            {},
+            "line 3 of .* is 1.000 s earlier than the line",
+        ),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,2.5\n", {}, "line 2 of .*: GeneratedTokens must be a whole num"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,0\n", {}, "has no requests; requests without a prompt or"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", {}, "has no requests"),
@@ -335,11 +339,11 @@ def test_a_pattern_reads_text_logs(tmp_path: Path) -> None:
             {"format": "nginx"},
             "sharegpt, chats, custom, openai-batch; got 'nginx'",
         ),
-        (ACCESS, {"format": "azure", "pattern": PATTERN}, "format, columns and pattern each say how"),
+        (ACCESS, {"format": "azure", "pattern": PATTERN}, "format, columns and pattern are three ways"),
         (
             json.dumps(GOOD),
             {"arrivals": Constant(1.0)},
-            "has times and lengths; arrivals and a tokenizer are for conv",
+            "has times and lengths; arrivals and a tokenizer are only for files",
         ),
         ("", {}, "is empty"),
         ("\n \n", {}, "is empty"),
@@ -597,5 +601,5 @@ def test_turns_that_branch_are_sessions_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_trace_of_lengths_has_no_texts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no texts that could be sent: .* goes with --trace"):
+    with pytest.raises(ConfigError, match=r"has no texts to send: .* with --trace"):
         load_texts(written(tmp_path / "t.jsonl", json.dumps(GOOD)), AllAtOnce())

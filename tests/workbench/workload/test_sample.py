@@ -117,11 +117,11 @@ def test_all_of_a_trace_is_the_trace() -> None:
 
 def test_what_cannot_be_drawn_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="the trace has 10,000 requests, so a sample has from 1 to so many, not 10,001"
+        ConfigError, match="the trace has 10,000 requests, so a sample has from 1 to 10,000 requests, not 10,001"
     ):
         sample_trace(LONG, 10_001)
     with pytest.raises(ConfigError, match=r"rate must be from 0\.000001 to 1,000,000,000 requests per second"):
         sample_trace(LONG, 10, rate=float("nan"))
-    with pytest.raises(ConfigError, match="all requests come at once, so there is no rate"):
+    with pytest.raises(ConfigError, match="all requests arrive at once, so there is no rate"):
         sample_trace(draw_trace("chat", count=9), 5, rate=1.0)
     assert {each.arrival for each in sample_trace(draw_trace("chat", count=9), 5)} == {0.0}
