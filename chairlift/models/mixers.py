@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-__all__ = ["DeltaNetConfig", "LSTMConfig", "Mamba2Config", "MixerConfig", "ShortConvConfig", "StoredPart"]
+__all__ = ["CellConfig", "DeltaNetConfig", "Mamba2Config", "MixerConfig", "ShortConvConfig", "StoredPart"]
 
 StoredPart = tuple[int, tuple[int, ...]]
 """(number of rows, row order) of one checkpoint tensor: for each of our rows, the index of the tensor's row. An empty
@@ -132,21 +132,28 @@ class DeltaNetConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LSTMConfig:
-    """An LSTM layer whose state has the model's hidden size."""
+class CellConfig:
+    """A layer of LSTM or GRU cells whose state has the model's hidden size."""
 
+    kind: str = "lstm"
+    """``lstm`` or ``gru``."""
     bias: bool = True
     """Whether both linear layers have a bias."""
 
+    @property
+    def gates(self) -> int:
+        """Number of vectors of the hidden size in the result of each linear layer."""
+        return {"lstm": 4, "gru": 3}[self.kind]
+
     def products(self, hidden: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(out, in) of the linear layers: a list of those before the state, and a list of those after it."""
-        return [(4 * hidden, hidden)], []
+        return [(self.gates * hidden, hidden)], []
 
     def num_plain(self, hidden: int) -> tuple[int, int]:
         """Numbers of all other weights: (those before and in the state, including the hidden state's weight and the
         biases; those after the state)."""
-        return 4 * hidden * (hidden + 2 * self.bias), 0
+        return self.gates * hidden * (hidden + 2 * self.bias), 0
 
 
-MixerConfig = ShortConvConfig | Mamba2Config | DeltaNetConfig | LSTMConfig
+MixerConfig = ShortConvConfig | Mamba2Config | DeltaNetConfig | CellConfig
 """Settings of any recurrent mixer."""

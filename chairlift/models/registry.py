@@ -27,7 +27,7 @@ from chairlift.models.hyperclovax import HYPERCLOVAX
 from chairlift.models.internlm3 import INTERNLM3
 from chairlift.models.lfm2 import LFM2
 from chairlift.models.llama import LLAMA
-from chairlift.models.lstm import LSTM
+from chairlift.models.lstm import GRU, LSTM
 from chairlift.models.mamba2 import MAMBA2
 from chairlift.models.ministral import MINISTRAL
 from chairlift.models.ministral3 import MINISTRAL3
@@ -76,6 +76,7 @@ FAMILIES: dict[str, Family] = {
         GRANITE,
         GRANITEMOE,
         GRANITEMOEHYBRID,
+        GRU,
         HELIUM,
         HUNYUAN_V1_DENSE,
         IDEFICS3,

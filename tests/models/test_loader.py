@@ -508,5 +508,5 @@ def test_names_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_every_family_is_compared_with_transformers() -> None:
     compared = [*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES, *RECURRENT_FAMILIES, *WHOLE_FAMILIES, *VISION_FAMILIES]
-    compared.append("lstm")  # with torch.nn.LSTM; transformers has no such model
+    compared += ["gru", "lstm"]  # with torch.nn.GRU and torch.nn.LSTM; transformers has no such models
     assert sorted(registry.FAMILIES) == sorted(compared)

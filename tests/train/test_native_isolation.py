@@ -13,9 +13,9 @@ from chairlift.train import varlen
 from chairlift.train.isolation import IsolationReport, check_isolation
 from chairlift.train.varlen import VarlenContext
 from tests.models.tiny import RECURRENT_FAMILIES
-from tests.train.test_native_families import config_of, model_of
+from tests.train.test_native_families import CELLS, config_of, model_of
 
-FAMILIES = ("lstm", *RECURRENT_FAMILIES)
+FAMILIES = (*CELLS, *RECURRENT_FAMILIES)
 
 
 def check(family: str) -> IsolationReport:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from chairlift.kernels.lstm import LSTM
+from chairlift.kernels.cells import GRU, LSTM
 from chairlift.kernels.mamba2 import Mamba2, Mamba2Shape
 from chairlift.kernels.short_conv import ShortConv
 from chairlift.models.context import AttentionContext, LayerState
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.delta_net import DeltaNetMixer
 from chairlift.models.layers.linear import Linear
-from chairlift.models.mixers import DeltaNetConfig, LSTMConfig, Mamba2Config, ShortConvConfig
+from chairlift.models.mixers import CellConfig, DeltaNetConfig, Mamba2Config, ShortConvConfig
 
-__all__ = ["LSTMMixer", "Mamba2Mixer", "Mixer", "ShortConvMixer", "make_mixer"]
+__all__ = ["CellMixer", "Mamba2Mixer", "Mixer", "ShortConvMixer", "make_mixer"]
 
 
 class _Taps(nn.Module):
@@ -115,22 +115,24 @@ class Mamba2Mixer(nn.Module):
         return Mamba2(self.shape, conv, self.A_log, self.dt_bias, self.D, norm)
 
 
-class LSTMMixer(nn.Module):
-    """An LSTM layer: a linear layer for the inputs, then the cell :class:`~chairlift.kernels.lstm.LSTM`: [T, D] -> [T,
-    D]."""
+class CellMixer(nn.Module):
+    """A linear layer for the inputs, then the cell :class:`~chairlift.kernels.cells.LSTM` or
+    :class:`~chairlift.kernels.cells.GRU`: [T, D] -> [T, D]."""
 
     bias: nn.Parameter | None
 
-    def __init__(self, config: ModelConfig, mixer: LSTMConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, mixer: CellConfig, layer: int) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.layer = config.cache_number(layer, state=True)
-        self.in_proj = Linear(hidden, 4 * hidden, bias=mixer.bias)
-        self.recurrent = nn.Parameter(torch.empty(4 * hidden, hidden))
-        self.register_parameter("bias", nn.Parameter(torch.zeros(4 * hidden)) if mixer.bias else None)
+        self.kind, width = mixer.kind, mixer.gates * hidden
+        self.in_proj = Linear(hidden, width, bias=mixer.bias)
+        self.recurrent = nn.Parameter(torch.empty(width, hidden))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(width)) if mixer.bias else None)
         if not self.recurrent.is_meta:
             nn.init.normal_(self.recurrent, std=hidden**-0.5)
-            if self.bias is not None:  # new models remember: their forget gates are open (Jozefowicz et al., 2015)
+            if self.bias is not None:
+                # New models remember (Jozefowicz et al., 2015): f of an LSTM, and z of a GRU, begin open.
                 nn.init.ones_(self.bias[hidden : 2 * hidden])
 
     @property
@@ -141,11 +143,11 @@ class LSTMMixer(nn.Module):
     def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
         return ctx.recur(self.layer, self._cell(), self.in_proj(x))
 
-    def _cell(self) -> LSTM:
-        return LSTM(self.recurrent, self.bias)
+    def _cell(self) -> LSTM | GRU:
+        return (GRU if self.kind == "gru" else LSTM)(self.recurrent, self.bias)
 
 
-Mixer = ShortConvMixer | Mamba2Mixer | DeltaNetMixer | LSTMMixer
+Mixer = ShortConvMixer | Mamba2Mixer | DeltaNetMixer | CellMixer
 
 
 def make_mixer(config: ModelConfig, layer: int) -> Mixer | None:
@@ -155,6 +157,6 @@ def make_mixer(config: ModelConfig, layer: int) -> Mixer | None:
         return Mamba2Mixer(config, mixer, layer)
     if isinstance(mixer, DeltaNetConfig):
         return DeltaNetMixer(config, mixer, layer)
-    if isinstance(mixer, LSTMConfig):
-        return LSTMMixer(config, mixer, layer)
+    if isinstance(mixer, CellConfig):
+        return CellMixer(config, mixer, layer)
     return None if mixer is None else ShortConvMixer(config, mixer, layer)

@@ -1,4 +1,4 @@
-"""Models of LSTMs compute what torch.nn.LSTM computes, however their work is cut, and mistakes show."""
+"""Models of LSTMs and GRUs compute what PyTorch's layers compute, however their work is cut, and mistakes show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from chairlift import LLM
 from chairlift.errors import ModelLoadError
 from chairlift.kernels import recurrent
-from chairlift.kernels.lstm import LSTM
+from chairlift.kernels.cells import GRU, LSTM
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.checkpoint import hf_state_dict
 from chairlift.models.hf_config import parse_config
@@ -29,7 +29,7 @@ from tests.models.test_families import close, load, prompt
 from tests.models.test_recurrent_families import KERNELS, PARAMS, PIECE_MISTAKES, PROMPTS, SCHEDULES, answers
 from tests.train import tiny_run
 
-SIZES: dict[str, Any] = {"model_type": "lstm", "vocab_size": 128, "hidden_size": 48, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {"vocab_size": 128, "hidden_size": 48, "num_hidden_layers": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "two layers": {},
     "no biases": {"bias": False, "num_hidden_layers": 1},
@@ -37,25 +37,33 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def write(tmp_path: Path, **more: Any) -> Path:
-    return write_random_model(tmp_path / "lstm", {**SIZES, "eos_token_id": 1, **more}, dtype="float32", std=0.4)
+CELLS = {"gru": GRU, "lstm": LSTM}
+each_cell = pytest.mark.parametrize("cell", CELLS)
+
+
+def write(tmp_path: Path, cell: str, **more: Any) -> Path:
+    config = {"model_type": cell, **SIZES, "eos_token_id": 1, **more}
+    return write_random_model(tmp_path / cell, config, dtype="float32", std=0.4)
 
 
 def torch_logits(model_dir: Path, tokens: list[int]) -> Tensor:
-    """Logits [n, vocab] by torch.nn.LSTM with the tensors of the file."""
+    """Logits [n, vocab] by torch.nn.LSTM or torch.nn.GRU with the tensors of the file."""
     tensors, config = load_file(model_dir / "model.safetensors"), json.loads((model_dir / "config.json").read_text())
     size, layers = config["hidden_size"], config["num_hidden_layers"]
-    lstm = torch.nn.LSTM(size, size, layers, bias=config.get("bias", True), batch_first=True)
-    lstm.load_state_dict({name.removeprefix("lstm."): each for name, each in tensors.items() if "lstm." in name})
+    prefix = f"{config['model_type']}."
+    module = {"gru.": torch.nn.GRU, "lstm.": torch.nn.LSTM}[prefix]
+    layer = module(size, size, layers, bias=config.get("bias", True), batch_first=True)
+    layer.load_state_dict({name.removeprefix(prefix): each for name, each in tensors.items() if prefix in name})
     with torch.no_grad():
-        hidden = lstm(tensors["embed_tokens.weight"][tokens][None])[0][0]
+        hidden = layer(tensors["embed_tokens.weight"][tokens][None])[0][0]
         head = tensors.get("lm_head.weight", tensors["embed_tokens.weight"])
         return torch.nn.functional.linear(hidden, head, tensors.get("lm_head.bias"))
 
 
+@each_cell
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_files_are_those_of_torch(variant: str, tmp_path: Path) -> None:
-    model_dir = write(tmp_path, **VARIANTS[variant])
+def test_logits_and_files_are_those_of_torch(variant: str, cell: str, tmp_path: Path) -> None:
+    model_dir = write(tmp_path, cell, **VARIANTS[variant])
     ours = load(model_dir, weight_format=PLAIN)
     prompts = [prompt(40, 1), prompt(3, 2), prompt(61, 3)]
     for logits, tokens in zip(packed_logits(ours, prompts), prompts, strict=True):
@@ -68,8 +76,9 @@ def test_logits_and_files_are_those_of_torch(variant: str, tmp_path: Path) -> No
     assert cost.body_params + cost.head_params + looked_up == sum(each.numel() for each in stored.values())
 
 
-def test_a_chunk_may_end_anywhere(tmp_path: Path) -> None:
-    model_dir = write(tmp_path)
+@each_cell
+def test_a_chunk_may_end_anywhere(cell: str, tmp_path: Path) -> None:
+    model_dir = write(tmp_path, cell)
     ours, tokens, other = load(model_dir), prompt(15, 3), prompt(20, 4)
     expected, beside = torch_logits(model_dir, tokens), torch_logits(model_dir, other)
     runner = PagedRunner(ours, 4, num_blocks=256, state_span=8)
@@ -80,11 +89,12 @@ def test_a_chunk_may_end_anywhere(tmp_path: Path) -> None:
         assert close(torch.cat((first[0], second[1])), beside)
 
 
+@each_cell
 @pytest.mark.parametrize("kernels", [KERNELS[0], *(pytest.param(k, marks=pytest.mark.nightly) for k in KERNELS[1:])])
-def test_answers_do_not_depend_on_the_schedule(kernels: str, tmp_path: Path) -> None:
+def test_answers_do_not_depend_on_the_schedule(kernels: str, cell: str, tmp_path: Path) -> None:
     """Not a bit of them does on native kernels: the cell's products have one size, whoever else is in the batch."""
     settings = {"kernels": kernels, "dtype": "float32", "skip_tokenizer_init": True, "threads": 1}
-    model_dir, params = write(tmp_path), dataclasses.replace(PARAMS, max_tokens=20)
+    model_dir, params = write(tmp_path, cell), dataclasses.replace(PARAMS, max_tokens=20)
     alone = LLM(model_dir, max_num_seqs=1, enable_prefix_caching=False, num_kv_blocks=60, **settings)
     expected = answers([alone.generate([tokens], params)[0] for tokens in PROMPTS])
     cached = 0
@@ -99,10 +109,11 @@ def test_answers_do_not_depend_on_the_schedule(kernels: str, tmp_path: Path) -> 
     assert cached
 
 
-def test_a_trained_model_is_served(tmp_path: Path) -> None:
+@each_cell
+def test_a_trained_model_is_served(cell: str, tmp_path: Path) -> None:
     tiny_run.write_records(tmp_path / "data.jsonl")
     raw = tiny_run.settings(tmp_path, steps=4)
-    raw["model"]["config"] = {**SIZES, "vocab_size": tiny_run.VOCAB, "eos_token_id": 1}
+    raw["model"]["config"] = {"model_type": cell, **SIZES, "vocab_size": tiny_run.VOCAB, "eos_token_id": 1}
     outcome = train(TrainConfig.from_mapping(raw))
     llm = LLM(outcome.directory, skip_tokenizer_init=True, dtype="float32", num_kv_blocks=20)
     tokens = [5, 9, 33]
@@ -121,9 +132,11 @@ def test_a_trained_model_is_served(tmp_path: Path) -> None:
     ],
 )
 def test_a_config_that_cannot_be_is_refused(config: dict[str, Any], words: str) -> None:
-    assert parse_config(SIZES).recurrent and not parse_config(SIZES).attends
-    with pytest.raises(ModelLoadError, match=words):
-        parse_config({**SIZES, **config})
+    for cell in CELLS:
+        parsed = parse_config({"model_type": cell, **SIZES})
+        assert parsed.recurrent and not parsed.attends
+        with pytest.raises(ModelLoadError, match=words):
+            parse_config({"model_type": cell, **SIZES, **config})
 
 
 # -- each way of getting it wrong is noticed ---------------------------------------------------------------------------
@@ -132,7 +145,7 @@ Scan = Callable[[Any, tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, tup
 
 
 def hidden_lost(scan: Scan) -> Scan:
-    return lambda self, inputs, state: scan(self, inputs, (torch.zeros_like(state[0]), state[1]))
+    return lambda self, inputs, state: scan(self, inputs, (torch.zeros_like(state[0]), *state[1:]))
 
 
 def cells_lost(scan: Scan) -> Scan:
@@ -143,14 +156,14 @@ def state_late(scan: Scan) -> Scan:
     return lambda self, inputs, state: (scan(self, inputs, state)[0], state)
 
 
-def cells_in_16_bits(scan: Scan) -> Scan:
-    return lambda self, inputs, state: scan(self, inputs, (state[0], state[1].bfloat16().float()))
+def state_in_16_bits(scan: Scan) -> Scan:
+    return lambda self, inputs, state: scan(self, inputs, (*state[:-1], state[-1].bfloat16().float()))
 
 
 def gates_in_another_order(scan: Scan) -> Scan:
-    def wrong(self: LSTM, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        i, f, g, o = inputs[0].chunk(4, dim=-1)
-        return scan(self, (torch.cat((f, i, g, o), dim=-1),), state)
+    def wrong(self: Any, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        first, second, *others = inputs[0].split(self.weight.shape[1], dim=-1)
+        return scan(self, (torch.cat((second, first, *others), dim=-1),), state)
 
     return wrong
 
@@ -159,16 +172,37 @@ def bias_left_out(scan: Scan) -> Scan:
     return lambda self, inputs, state: scan(dataclasses.replace(self, bias=None), inputs, state)
 
 
-CELL_MISTAKES = (hidden_lost, cells_lost, state_late, cells_in_16_bits, gates_in_another_order, bias_left_out)
-MISTAKES = [each.__name__ for each in CELL_MISTAKES] + list(PIECE_MISTAKES)
+def bias_of_n_outside_its_gate(scan: Scan) -> Scan:
+    """The bias of a GRU's third part is added to the input's, where r does not scale it (Cho et al., 2014)."""
+
+    def wrong(self: Any, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return scan(dataclasses.replace(self, bias=None), (inputs[0] + self.bias,), state)
+
+    return wrong
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_state_that_goes_wrong_is_noticed(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_dir, tokens = write(tmp_path), [prompt(24, 5), prompt(24, 6)]
-    planted = {each.__name__: each for each in CELL_MISTAKES}
+MISTAKES: dict[str, tuple[Callable[[Scan], Scan], ...]] = {
+    "gru": (
+        hidden_lost,
+        state_late,
+        state_in_16_bits,
+        gates_in_another_order,
+        bias_left_out,
+        bias_of_n_outside_its_gate,
+    ),
+    "lstm": (hidden_lost, cells_lost, state_late, state_in_16_bits, gates_in_another_order, bias_left_out),
+}
+PLANTED = [(cell, name) for cell in CELLS for name in (*(each.__name__ for each in MISTAKES[cell]), *PIECE_MISTAKES)]
+
+
+@pytest.mark.parametrize(("cell", "mistake"), PLANTED)
+def test_a_state_that_goes_wrong_is_noticed(
+    cell: str, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir, tokens = write(tmp_path, cell), [prompt(24, 5), prompt(24, 6)]
+    planted = {each.__name__: each for each in MISTAKES[cell]}
     if mistake in planted:
-        monkeypatch.setattr(LSTM, "scan", planted[mistake](LSTM.scan))
+        monkeypatch.setattr(CELLS[cell], "scan", planted[mistake](CELLS[cell].scan))
     else:
         plan = recurrent.plan_pieces
         monkeypatch.setattr("chairlift.models.context.plan_pieces", lambda *args: PIECE_MISTAKES[mistake](plan(*args)))
