@@ -30,6 +30,7 @@ CONFIG is YAML, with the sections model, data, packing, training and checkpoints
   packing: {capacity: 4096, step: "packs:8"}
   training: {steps: 1000, learning_rate: 2e-5, warmup_steps: 50}
   lora: {r: 16, alpha: 32}                # an adapter (LoRA, in PEFT's format) instead of the whole model
+                                          # or several: {adapters: {law: {r: 16}, med: {r: 8}}}
   output: OUT
 
 With data.eval_files each checkpoint says its loss on them, and OUT/best is the one with the lowest.
@@ -118,12 +119,17 @@ def _tell(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> No
         print(f"lowest loss on eval_files: {best:.4f} after step {step:,}, in {outcome.directory.parent / 'best'}")
     loss = "" if outcome.last is None else f", loss {outcome.last.loss:.4f}"
     before = "nothing is left to do: " if outcome.last is None else ""
-    what = "model" if config.lora is None else "adapter"
-    print(f"{before}trained {outcome.steps:,} steps{loss}; the {what} is in {outcome.directory}")
+    adapters = {} if config.lora is None else config.lora.by_name or {"mine": config.lora}
+    what = "model is" if config.lora is None else "adapter is" if len(adapters) == 1 else "adapters are"
+    print(f"{before}trained {outcome.steps:,} steps{loss}; the {what} in {outcome.directory}")
     served = [str(outcome.directory)]
     if config.lora is not None:
-        served = [str(config.model.path), "--enable-lora", "--lora-modules", f"mine={outcome.directory}"]
-        served += ["--max-lora-rank", str(config.lora.r)] if config.lora.r > LoRAConfig().max_lora_rank else []
+        served = [str(config.model.path), "--enable-lora"]
+        for name in adapters:
+            directory = outcome.directory / name if config.lora.adapters else outcome.directory
+            served += ["--lora-modules", f"{name}={directory}"]
+        rank = max(each.r for each in adapters.values())
+        served += ["--max-lora-rank", str(rank)] if rank > LoRAConfig().max_lora_rank else []
     print(f"serve it with: {shlex.join(['chairlift', 'serve', *served])}")
 
 
@@ -173,7 +179,9 @@ class _Progress:
         rate = f"{self._tokens / (time.perf_counter() - self._began):,.0f} tok/s, " if self._tokens else ""
         waste = trainer.stream.stats().waste if trainer.stream is not None else 0.0
         balance = f", balance {result.balance_loss:.3f}" if result.balance_loss else ""
-        self._bar.set_postfix_str(f"loss {result.loss:.4f}{balance}, {rate}waste {waste:.2%}", refresh=False)
+        own = [f"{name} {each.loss:.4f}" for name, each in result.adapters.items() if each.num_targets]
+        some = f" ({', '.join([*own[:4], *(['...'] if len(own) > 4 else [])])})" if own else ""
+        self._bar.set_postfix_str(f"loss {result.loss:.4f}{some}{balance}, {rate}waste {waste:.2%}", refresh=False)
         events = [] if trainer.drift is None else trainer.drift.events
         for event in events[self._changes :]:
             means = f"mean {event.before:.3f} before, {event.after:.3f} since"

@@ -25,9 +25,9 @@ from chairlift.lora.sites import Sites, layer_of, sites_in
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.checkpoint import CheckpointPart
 from chairlift.models.hf_config import ModelConfig
-from chairlift.models.layers.linear import Linear
+from chairlift.models.layers.linear import Adapted, Linear
 
-__all__ = ["ALL_LINEAR", "TrainableAdapter", "target_parts"]
+__all__ = ["ALL_LINEAR", "TrainableAdapter", "attach", "target_parts"]
 
 ALL_LINEAR: Final = "all-linear"
 """Target for every linear layer except the output head and the experts, as in PEFT."""
@@ -59,13 +59,22 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+def attach(model: CausalLM, name: str, adapted: Adapted) -> None:
+    """Let ``adapted`` finish the results of the layer ``name``. Raises ConfigError if an adapter does so already."""
+    layer = model.get_submodule(name)
+    if not isinstance(layer, Linear) or layer.adapted is not None:
+        raise ConfigError(f"{name} has an adapter already; load the model again")
+    layer.adapted = adapted
+
+
 class TrainableAdapter:
     """An adapter of rank ``r`` for the ``targets`` of a model, whose layers add it from now on.
 
     ``model`` has its plain float weights, and they are not changed. A begins Kaiming-uniform, drawn by PyTorch's
     generator, and B at zero, as PEFT begins them, so that the adapter changes nothing at first. The scale is
     ``alpha / r``, or ``alpha / sqrt(r)`` with ``rslora`` (Kalajdzievski, 2023). ``dropout`` zeroes that share of each
-    matrix's input while the model is in training mode. ``base`` is the model's name for whoever loads the adapter.
+    matrix's input while the model is in training mode. ``base`` is the model's name for whoever loads the adapter. With
+    ``attached`` False the layers stay as they are, and :attr:`products` is for whoever calls them.
     Raises ConfigError for targets that the model does not have, and for a model that has an adapter already.
     """
 
@@ -79,6 +88,7 @@ class TrainableAdapter:
         rslora: bool = False,
         dropout: float = 0.0,
         base: str = "",
+        attached: bool = True,
     ) -> None:
         self._sites = sites_in(model.config)
         self._model, self._config, self._base = model, model.config, base
@@ -92,23 +102,34 @@ class TrainableAdapter:
             nn.init.kaiming_uniform_(a, a=math.sqrt(5))
             self.parameters[_tensor(name, "A")] = nn.Parameter(a)
             self.parameters[_tensor(name, "B")] = nn.Parameter(torch.zeros(part.shape[0], r, device=device))
-        self._attach()
+        if attached:
+            self._attach()
+
+    @property
+    def model(self) -> CausalLM:
+        """The model that the adapter is for."""
+        return self._model
 
     @property
     def scale(self) -> float:
         """Factor of the product of A and B."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
-    def _attach(self) -> None:
+    @property
+    def products(self) -> dict[str, Adapted]:
+        """Name of each adapted layer -> its result with the low-rank products added."""
         layers: dict[str, list[tuple[int, nn.Parameter, nn.Parameter]]] = {}
         for name, part in sorted(self._parts.items(), key=lambda item: item[1].start):
             pair = self.parameters[_tensor(name, "A")], self.parameters[_tensor(name, "B")]
             layers.setdefault(layer_of(part), []).append((part.start, *pair))
-        for name, parts in layers.items():
-            layer = self._model.get_submodule(name)
-            if not isinstance(layer, Linear) or layer.adapted is not None:
-                raise ConfigError(f"{name} has an adapter already; load the model again")
-            layer.adapted = _AdaptedLayer(layer, parts, self.scale, self.dropout)
+        return {
+            name: _AdaptedLayer(self._model.get_submodule(name), parts, self.scale, self.dropout)
+            for name, parts in layers.items()
+        }
+
+    def _attach(self) -> None:
+        for name, product in self.products.items():
+            attach(self._model, name, product)
 
     def settings(self) -> dict[str, Any]:
         """Settings that must be equal when an adapter continues with this one's matrices: scale and base, as plain
@@ -175,7 +196,7 @@ class _AdaptedLayer:
     """Forward pass of one adapted layer."""
 
     def __init__(
-        self, layer: Linear, parts: list[tuple[int, nn.Parameter, nn.Parameter]], scale: float, dropout: float
+        self, layer: nn.Module, parts: list[tuple[int, nn.Parameter, nn.Parameter]], scale: float, dropout: float
     ) -> None:
         self._layer, self._parts, self._scale, self._dropout = layer, parts, scale, dropout
 
@@ -187,4 +208,5 @@ class _AdaptedLayer:
             added = functional.linear(functional.linear(dropped, a), b) * self._scale
             pieces += [out[:, at:start], out[:, start:end] + added]
             at = end
-        return torch.cat([*pieces, out[:, at:]], dim=1) if len(pieces) > 2 or at < out.shape[1] else pieces[1]
+        found = [piece for piece in (*pieces, out[:, at:]) if piece.shape[1]]
+        return torch.cat(found, dim=1) if len(found) > 1 else found[0]

@@ -7,7 +7,8 @@
         training/state.safetensors, training/state.json                               what the trainer goes on with
         training/SHA256SUMS                                                           of these two, for sha256sum -c
 
-An adapter is ``adapter_config.json`` and ``adapter_model.safetensors`` instead of a model, as PEFT writes it.
+An adapter is ``adapter_config.json`` and ``adapter_model.safetensors`` instead of a model, as PEFT writes it; of
+several, each is in a directory of its name.
 Everything is written into a directory of another name, flushed to the disk, and then renamed, so a process that is
 killed at any moment leaves the previous checkpoint as the newest. Only JSON and safetensors: nothing that is read runs.
 """

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ __all__ = [
     "CheckpointSettings",
     "DataSettings",
     "DriftSettings",
+    "LoraAdapter",
     "LoraSettings",
     "ModelSettings",
     "PackingSettings",
@@ -65,8 +67,27 @@ class ModelSettings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoraAdapter:
+    """One of several adapters that are trained together. What it leaves out is as in the section ``lora``."""
+
+    r: int | None = None
+    alpha: float | None = None
+    targets: tuple[str, ...] | None = None
+    rslora: bool | None = None
+    dropout: float | None = None
+
+
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_STATE_NAME = "training"
+"""Name of the directory in a checkpoint that holds the state of the run."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """A low-rank adapter that is trained in place of the model (LoRA; Hu et al., 2021). Names are PEFT's."""
+    """A low-rank adapter that is trained in place of the model (LoRA; Hu et al., 2021), or several.
+
+    Names are PEFT's.
+    """
 
     r: int = 16
     """Rank."""
@@ -78,6 +99,9 @@ class LoraSettings:
     """Multiply with ``alpha / sqrt(r)`` instead (rsLoRA; Kalajdzievski, 2023)."""
     dropout: float = 0.0
     """Share of each matrix's input that is zeroed."""
+    adapters: Mapping[str, LoraAdapter] | None = None
+    """Several adapters by name, trained in one pass. A record names its adapter in its field ``adapter``; without that
+    field, the source's name in ``data.files`` is its adapter's."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.r <= 1024:
@@ -88,6 +112,38 @@ class LoraSettings:
             raise ConfigError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if not self.targets:
             raise ConfigError("targets is empty, so there would be nothing to train; leave it out for all-linear")
+        if self.adapters is not None and not self.adapters:
+            raise ConfigError("adapters is empty; name the adapters to train, or leave it out to train one")
+        for name in self.adapters or {}:
+            if not _ADAPTER_NAME.fullmatch(name) or name.lower() == _STATE_NAME:
+                raise ConfigError(
+                    f"adapters has the name {name[:120]!r}; a name is also a directory's, so it has at most 100"
+                    f" letters, digits and ._-, begins with a letter or digit, and is not {_STATE_NAME!r}"
+                )
+            try:
+                self.of(name)
+            except ConfigError as error:
+                raise ConfigError(f"adapters.{name}: {error}") from None
+        folded: dict[str, str] = {}
+        for name in self.adapters or {}:
+            if (other := folded.setdefault(name.lower(), name)) != name:
+                raise ConfigError(
+                    f"adapters has {other} and {name}, which are one directory on some systems; rename one"
+                )
+
+    def of(self, name: str) -> LoraSettings:
+        """The settings of one of ``adapters``, as if it were trained alone."""
+        given = {
+            field.name: value
+            for field in dataclasses.fields(LoraAdapter)
+            if (value := getattr((self.adapters or {})[name], field.name)) is not None
+        }
+        return dataclasses.replace(self, adapters=None, **given)
+
+    @property
+    def by_name(self) -> Mapping[str, LoraSettings]:
+        """The settings of each of ``adapters``; empty if there is only one, without a name."""
+        return {name: self.of(name) for name in self.adapters or {}}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,6 +394,10 @@ class TrainConfig:
             raise ConfigError("both data.weights and drift.weights are given; keep one of them")
         if self.lora is not None and self.model.path is None:
             raise ConfigError("lora adapts a model that exists; give model.path, or leave lora out")
+        if self.lora is not None and self.lora.adapters is not None and self.training.balance_loss:
+            raise ConfigError(
+                "training.balance_loss is a product over all tokens, so several adapters cannot share it; set it to 0"
+            )
         if self.seed < 0:
             raise ConfigError(f"seed must not be negative, got {self.seed}")
 
@@ -352,9 +412,11 @@ class TrainConfig:
         import yaml
 
         try:
-            raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+            raw = _loader()(path.read_text(encoding="utf-8")).get_single_data()
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not valid YAML: {error}") from None
         raw = {} if raw is None else raw
@@ -368,6 +430,29 @@ class TrainConfig:
                 value = text
             _set(raw, name.strip(), value)
         return cls.from_mapping(raw, str(path))
+
+
+@functools.cache
+def _loader() -> Any:
+    """YAML's safe loader, but ConfigError for a key that stands twice in one mapping: the first would be lost."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def compose_mapping_node(self, anchor: str | None) -> Any:
+            node = super().compose_mapping_node(anchor)
+            seen: dict[str, int] = {}
+            for key, _value in node.value:
+                line = key.start_mark.line + 1
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    raise ConfigError(
+                        f"the key {key.value[:60]!r} is in line {seen[key.value]} and again in line {line}; remove or"
+                        " rename one of them"
+                    )
+                if isinstance(key, yaml.ScalarNode):
+                    seen[key.value] = line
+            return node
+
+    return Loader
 
 
 def _set(raw: Any, name: str, value: Any) -> None:

@@ -22,7 +22,7 @@ from chairlift.train.collate import IGNORED, PackCollator
 from chairlift.train.layout import Pack
 from chairlift.train.parallel import num_ranks, sum_over_group
 
-__all__ = ["Batch", "ExpertCounts", "Gradients", "Reduce", "StepLoss", "token_losses"]
+__all__ = ["Batch", "ExpertCounts", "Gradients", "Reduce", "StepLoss", "own_normaliser", "token_losses"]
 
 Batch = Pack | Mapping[str, Any]
 """A pack, or a collated batch: ``labels`` [B, S]; ``loss_weight``, ``segment_ids``, ``position_ids`` if any."""
@@ -139,8 +139,7 @@ class StepLoss:
 
     def normaliser(self, batches: Sequence[Batch]) -> float:
         """Z counted over these batches and the group. Every rank must call it, with its own batches."""
-        cpu = torch.device("cpu")
-        own = sum(float(_targets(batch, self.reduce, cpu, torch.float64).normaliser) for batch in batches)
+        own = own_normaliser(batches, self.reduce)
         return float(sum_over_group(torch.tensor([own], dtype=torch.float64), self.group))
 
     def _agree(self, packs: float | Sequence[Batch]) -> float:
@@ -158,6 +157,12 @@ class StepLoss:
                 " and reduce='weights' if weights may be negative"
             )
         return total
+
+
+def own_normaliser(batches: Sequence[Batch], reduce: Reduce) -> float:
+    """Z counted over these batches of one rank."""
+    cpu = torch.device("cpu")
+    return sum(float(_targets(batch, reduce, cpu, torch.float64).normaliser) for batch in batches)
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, chunk: int | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from chairlift.lora.trainable import TrainableAdapter
+from chairlift.lora.trainable_set import TrainableAdapters
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.layers.attention import Attention
 from chairlift.models.layers.mlp import MLP
@@ -60,9 +61,9 @@ class Network(Protocol):
 
 
 class NativeNetwork:
-    """A model of Chairlift's own layers. With an ``adapter`` of it, only that is trained and written."""
+    """A model of Chairlift's own layers. With an ``adapter`` of it, or several, only these are trained and written."""
 
-    def __init__(self, model: CausalLM, adapter: TrainableAdapter | None = None) -> None:
+    def __init__(self, model: CausalLM, adapter: TrainableAdapter | TrainableAdapters | None = None) -> None:
         self.model = model
         self.module: nn.Module = model
         self.adapter = adapter

@@ -24,17 +24,19 @@ from chairlift.errors import ConfigError
 from chairlift.kernels.weights import PLAIN
 from chairlift.lora.sites import sites_in
 from chairlift.lora.trainable import TrainableAdapter, target_parts
+from chairlift.lora.trainable_set import TrainableAdapters
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig, parse_config, read_json
 from chairlift.models.loader import load_model, resolve_dtype
 from chairlift.train.balance import Cost
 from chairlift.train.checkpoint import CheckpointStore, ModelFiles, load_state, random_state, set_random_state
-from chairlift.train.config import DataSettings, DriftSettings, TrainConfig
+from chairlift.train.config import DataSettings, DriftSettings, LoraSettings, TrainConfig
 from chairlift.train.drift import DriftSampler
 from chairlift.train.encoder import Encode, Encoder, fitting
 from chairlift.train.evaluation import Evaluation, EvaluationResult
 from chairlift.train.parallel import Ranks, process_group, world_size
-from chairlift.train.record_files import expand
+from chairlift.train.record_files import expand, open_file
+from chairlift.train.several_adapters import adapter_field, naming
 from chairlift.train.sources import FollowedLines, RecordSource
 from chairlift.train.stream import PackStream
 from chairlift.train.stream_stats import Cut
@@ -106,7 +108,8 @@ def prepare(
     resume_from = _resume_from(store, resume)
     network, files = _model_files(config)
     if config.lora is not None:
-        target_parts(sites_in(network), config.lora.targets)  # for its checks alone
+        for settings in (config.lora, *config.lora.by_name.values()):
+            target_parts(sites_in(network), settings.targets)  # for its checks alone
     tokenizer_dir = files.tokenizer_dir if config.data.files or config.data.eval_files else None
     encoder = _encoder(config.data, tokenizer_dir)
     if encoder.vocab_size > network.vocab_size:
@@ -123,7 +126,7 @@ def prepare(
 
 
 def _evaluation_openers(config: TrainConfig, encode: Encode) -> dict[str, Callable[[], Any]]:
-    def opener(files: Sequence[str]) -> Callable[[], Any]:
+    def opener(files: Sequence[str], encode: Encode) -> Callable[[], Any]:
         state = (source := RecordSource(files, encode)).state_dict()
 
         def from_the_beginning() -> RecordSource:
@@ -132,7 +135,40 @@ def _evaluation_openers(config: TrainConfig, encode: Encode) -> dict[str, Callab
 
         return from_the_beginning
 
-    return {name: opener(files) for name, files in config.data.eval_by_name.items()}
+    named = isinstance(config.data.eval_files, Mapping)
+    return {
+        name: opener(files, _encode_for(config, encode, name if named else None))
+        for name, files in config.data.eval_by_name.items()
+    }
+
+
+def _encode_for(config: TrainConfig, encode: Encode, source: str | None) -> Encode:
+    """``encode`` for the records of a source, which name their adapters where there are several."""
+    names = list(config.lora.by_name) if config.lora is not None else []
+    if not names:
+        return encode
+    return naming(encode, names, config.data.columns, source if source in names else None)
+
+
+def _check_adapters(config: TrainConfig) -> None:
+    """Raise ConfigError for an adapter that no record of the files is for."""
+    data = config.data
+    missing = set(config.lora.by_name if config.lora is not None else ())
+    if data.source is not None or data.access != "random":
+        return  # read once, so what comes is not known
+    for source, files in data.by_name.items():
+        default = source if isinstance(data.files, Mapping) else None
+        for file in map(open_file, expand(files)):
+            for row in range(len(file)):
+                if not missing:
+                    return
+                with contextlib.suppress(ConfigError):  # said, or counted, when it is read
+                    missing.discard(adapter_field(file.read(row) or {}, data.columns, default))
+    if missing:
+        raise ConfigError(
+            f"no record is for the adapter {', '.join(sorted(missing))}; name it in the field 'adapter' of records, or"
+            " give data.files with a source of its name, or leave it out of lora.adapters"
+        )
 
 
 def _encoder(data: DataSettings, tokenizer_dir: Path | None) -> Encoder:
@@ -212,7 +248,13 @@ def _source_openers(config: TrainConfig, encode: Encode) -> dict[str, Callable[[
     if data.source is not None:
         made = _import_source(data)
         return {"data": lambda _wait: made()}
-    return {name: _file_opener(config, files, encode) for name, files in data.by_name.items()}
+    named = isinstance(data.files, Mapping)
+    openers = {
+        name: _file_opener(config, files, _encode_for(config, encode, name if named else None))
+        for name, files in data.by_name.items()
+    }
+    _check_adapters(config)
+    return openers
 
 
 def _file_opener(config: TrainConfig, files: Sequence[str], encode: Encode) -> Callable[[Callable[[], bool]], Any]:
@@ -285,11 +327,17 @@ def _make_model(prepared: Prepared) -> CausalLM:
     return CausalLM(prepared.network)
 
 
-def _make_adapter(config: TrainConfig, model: CausalLM) -> TrainableAdapter | None:
+def _make_adapter(config: TrainConfig, model: CausalLM) -> TrainableAdapter | TrainableAdapters | None:
+    def make(lora: LoraSettings, *, attached: bool) -> TrainableAdapter:
+        torch.manual_seed(config.seed % 2**32)  # whatever was drawn before: each begins as it would alone
+        given = {name: value for name, value in dataclasses.asdict(lora).items() if name != "adapters"}
+        return TrainableAdapter(model, **given, base=str(config.model.path), attached=attached)
+
     if config.lora is None:
         return None
-    torch.manual_seed(config.seed % 2**32)  # whatever loading drew
-    return TrainableAdapter(model, **dataclasses.asdict(config.lora), base=str(config.model.path))
+    if config.lora.adapters is None:
+        return make(config.lora, attached=True)
+    return TrainableAdapters({name: make(each, attached=False) for name, each in config.lora.by_name.items()})
 
 
 def train(

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from chairlift.errors import ConfigError, DivergedError
 from chairlift.lora.trainable import TrainableAdapter
+from chairlift.lora.trainable_set import TrainableAdapters
 from chairlift.models.causal_lm import CausalLM
 from chairlift.train.collate import IGNORED, PackCollator
 from chairlift.train.config import TrainerConfig
@@ -32,6 +33,7 @@ from chairlift.train.layout import Pack
 from chairlift.train.loss import StepLoss
 from chairlift.train.networks import NativeNetwork, Network
 from chairlift.train.parallel import join_over_ranks, sum_gradients, sum_over_ranks
+from chairlift.train.several_adapters import AdapterLosses, AdapterStep, mean_loss
 
 if TYPE_CHECKING:
     from chairlift.train.drift import DriftSampler
@@ -51,19 +53,22 @@ class StepResult:
     step: int
     """Number of steps taken, this one included."""
     loss: float
-    """Mean loss as ``TrainerConfig.reduce`` defines it, label smoothing included."""
+    """Mean loss as ``TrainerConfig.reduce`` defines it, label smoothing included. With several adapters, the mean of
+    theirs, weighted with their numbers of targets."""
     num_tokens: int
     num_targets: int
     num_packs: int
     """Number of packs without fillers."""
     grad_norm: float
-    """Norm of the gradients before clipping."""
+    """Norm of all gradients before clipping."""
     learning_rate: float
     balance_loss: float = 0.0
     """Load-balancing loss of the step before its factor, not part of ``loss``; 1 when the load is even, 0 when it is
     not computed."""
     stop: bool = False
     """Whether any rank asked to stop after this step."""
+    adapters: Mapping[str, AdapterStep] = dataclasses.field(default_factory=dict)
+    """Results by name, where several adapters are trained."""
 
 
 class Trainer:
@@ -81,11 +86,12 @@ class Trainer:
         *,
         seed: int = 0,
         drift: DriftSampler | None = None,
-        adapter: TrainableAdapter | None = None,
+        adapter: TrainableAdapter | TrainableAdapters | None = None,
     ) -> None:
         """``stream`` is what :meth:`run` reads; :meth:`step` needs none. ``seed`` is of dropout. ``drift`` is told the
-        losses of all sequences after each step; it is the stream's source. With an ``adapter`` of the model only that
-        is trained, and the state holds no other weights.
+        losses of all sequences after each step; it is the stream's source. With an ``adapter`` of the model, or
+        several, only these are trained, and the state holds no other weights. Each sequence then names its adapter of
+        several in its field ``adapter``.
 
         Raises ConfigError for a model that has no float32 weights to train.
         """
@@ -98,7 +104,14 @@ class Trainer:
         self.stop_requested = False
         """Set to True on any rank to stop all ranks. They learn of it with the next step's result."""
         self._seed = seed
-        self._loss = StepLoss(config.reduce, gradients="sum", label_smoothing=config.label_smoothing)
+        self._several: AdapterLosses | None = None
+        if isinstance(adapter, TrainableAdapters):
+            self._several = AdapterLosses(adapter, config.reduce, config.label_smoothing)
+        self._loss = self._several or StepLoss(config.reduce, gradients="sum", label_smoothing=config.label_smoothing)
+        if self._several is not None and config.balance_loss:
+            raise ConfigError(
+                "balance_loss is a product over all tokens, so several adapters cannot share it; set it to 0"
+            )
         self._balance = ExpertBalance(self.model) if config.balance_loss else None
         self._parameters = dict(self.network.trained)
         for parameter in self._parameters.values():
@@ -160,8 +173,8 @@ class Trainer:
         balance = 0.0 if self._balance is None else self._balance.total
         own = [math.fsum(parts), balance, tokens, targets, len(real), self.stop_requested]
         loss, balance, *counts, stops = sum_over_ranks(own)
-        most = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
-        norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), most))
+        norm, adapters = self._clip()
+        loss = mean_loss(adapters) if adapters else loss
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise self._diverged(loss, norm, real, parts)
         self.optimizer.step()
@@ -169,7 +182,15 @@ class Trainer:
         if self.drift is not None:
             self._tell(self.drift)
         tokens, targets, num_packs = map(int, counts)
-        return StepResult(self.num_steps, loss, tokens, targets, num_packs, norm, rate, balance, stops > 0)
+        return StepResult(self.num_steps, loss, tokens, targets, num_packs, norm, rate, balance, stops > 0, adapters)
+
+    def _clip(self) -> tuple[float, dict[str, AdapterStep]]:
+        """Clip the gradients, of each adapter by themselves; returns their norm, and what the step was for each."""
+        most = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
+        if self._several is None:
+            return float(nn.utils.clip_grad_norm_(self._parameters.values(), most)), {}
+        adapters = self._several.finish(most)
+        return math.hypot(*(each.grad_norm for each in adapters.values())), adapters
 
     def _tell(self, drift: DriftSampler) -> None:
         """Tell the losses of the step's sequences, over all ranks."""
@@ -220,8 +241,10 @@ class Trainer:
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.config.autocast):
             return self.network.logits(batch, pack, rows)
 
-    def pack_loss(self, pack: Pack, loss: StepLoss) -> Tensor:
+    def pack_loss(self, pack: Pack, loss: StepLoss | AdapterLosses) -> Tensor:
         """The scalar loss of one pack, inside of ``loss.step``, by the model as it is: without dropout of its own."""
+        if self._several is not None:
+            pack = self._several.route(pack)
         batch = self._batch(pack)
         rows, chosen = predictions(batch)
         part = loss(self._logits(batch, pack, rows), chosen)

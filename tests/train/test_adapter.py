@@ -85,6 +85,11 @@ def test_gradients_equal_pefts(family: str, tmp_path: Path) -> None:
     compare_gradients(tiny_hf_model(tmp_path, family), tmp_path, rslora=family == "llama")
 
 
+@pytest.mark.parametrize("target", ["q_proj", "k_proj", "v_proj"])
+def test_one_part_of_a_fused_layer_is_adapted_alone(target: str, tmp_path: Path) -> None:
+    compare_gradients(tiny_hf_model(tmp_path, "llama", num_hidden_layers=2), tmp_path, targets=(target,))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", sorted({*FAMILIES, *MORE_FAMILIES} - set(KINDS)))
 def test_gradients_of_every_family_equal_pefts(family: str, tmp_path: Path) -> None:
