@@ -221,7 +221,7 @@ class SpeculativeConfig:
     """Number of tokens that must match before method ngram makes a draft."""
     model: str = ""
     """Small model for method draft_model, or heads for method medusa: a directory, or a name on the Hugging Face
-    Hub."""
+    Hub. The bundled model has heads of its own."""
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> SpeculativeConfig:
@@ -241,9 +241,9 @@ class SpeculativeConfig:
         method, model = given.get("method"), given.get("model", "")
         if method not in ("ngram", "draft_model", "medusa"):
             raise ConfigError(f"speculative_config: method must be ngram, draft_model or medusa, got {method!r:.80}")
-        if not isinstance(model, str) or bool(model) != (method != "ngram"):
+        if not isinstance(model, str) or (method != "medusa" and bool(model) != (method == "draft_model")):
             raise ConfigError(
-                "speculative_config: draft_model and medusa need model, the directory or name of the small model or of"
+                "speculative_config: draft_model needs model, the directory or name of the small model, medusa that of"
                 f" the heads; ngram takes no model; got method {method!r} and model {model!r:.200}"
             )
         for name, most in (("num_speculative_tokens", 64), ("prompt_lookup_min", 16)):

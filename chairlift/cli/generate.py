@@ -36,7 +36,8 @@ Prompts are arguments, or lines of standard input (no PROMPT, or -), and answers
   {"prompt": "Hi"}    {"prompt": [1, 2, 3]}    {"messages": [{"role": "user", "content": "Hi"}]}
 
 each with an optional "id" and any sampling parameter by name, such as "max_tokens": 32. An answer has index, id,
-prompt, outputs (text, token_ids, finish_reason), usage and error, and the line's other keys as they are. A line that
+prompt, prompt_token_ids, outputs (text, token_ids, finish_reason), usage and error, and the line's other keys as they
+are; chairlift train reads them. A line that
 cannot be answered is reported, gets an error in its place, and does not hold up the others.
 
 The file may be HumanEval's, GSM8K's (--prompt-field question), MT-Bench's ("turns", each answered in its conversation),
@@ -386,6 +387,7 @@ def _record(job: Job) -> dict[str, Any]:
     output = job.output
     record: dict[str, Any] = {"index": job.index, "id": job.id, "prompt": job.prompt, "outputs": [], "usage": None}
     if output is not None:
+        record["prompt_token_ids"] = list(output.prompt_token_ids)
         record["outputs"] = [_answer_record(answer) for answer in output.outputs]
         if output.prompt_logprobs is not None:
             record["prompt_logprobs"] = [entry and _logprob_records(entry) for entry in output.prompt_logprobs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -31,6 +32,7 @@ CONFIG is YAML, with the sections model, data, packing, training and checkpoints
   training: {steps: 1000, learning_rate: 2e-5, warmup_steps: 50}
   lora: {r: 16, alpha: 32}                # an adapter (LoRA, in PEFT's format) instead of the whole model
                                           # or several: {adapters: {law: {r: 16}, med: {r: 8}}}
+  heads: {method: medusa, num_heads: 4}   # or Medusa heads, which draft (docs/speculation.md)
   output: OUT
 
 With data.eval_files each checkpoint says its loss on them, and OUT/best is the one with the lowest.
@@ -121,6 +123,7 @@ def _tell(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> No
     before = "nothing is left to do: " if outcome.last is None else ""
     adapters = {} if config.lora is None else config.lora.by_name or {"mine": config.lora}
     what = "model is" if config.lora is None else "adapter is" if len(adapters) == 1 else "adapters are"
+    what = "Medusa heads are" if config.heads is not None else what
     print(f"{before}trained {outcome.steps:,} steps{loss}; the {what} in {outcome.directory}")
     served = [str(outcome.directory)]
     if config.lora is not None:
@@ -130,6 +133,9 @@ def _tell(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> No
             served += ["--lora-modules", f"{name}={directory}"]
         rank = max(each.r for each in adapters.values())
         served += ["--max-lora-rank", str(rank)] if rank > LoRAConfig().max_lora_rank else []
+    if config.heads is not None:
+        asked = json.dumps({"method": config.heads.method, "model": str(outcome.directory)})
+        served = [str(config.model.path), "--speculative-config", asked]
     print(f"serve it with: {shlex.join(['chairlift', 'serve', *served])}")
 
 

@@ -6,7 +6,7 @@ the token that it draws with the request's settings and noise.
 
 The files are those that Medusa publishes: ``medusa_num_heads`` and ``medusa_num_layers`` in ``config.json``. Each head
 has ``{head}.{layer}.linear.weight`` and ``.bias`` of its blocks, x + SiLU(Wx + b), and ``{head}.{layers}.weight``, an
-output head.
+output head. With ``original_lm_head``, a key of vLLM's, all heads use the model's output head instead.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class MedusaHead:
 
     blocks: Sequence[tuple[Tensor, Tensor]]
     """Weight [D, D] and bias [D] of each block, in float32."""
-    head: PackedMatrix
-    """[V, D]."""
+    head: PackedMatrix | None
+    """[V, D]; None: the model's output head."""
 
 
 class MedusaHeads:
@@ -61,8 +61,14 @@ class MedusaHeads:
 
     def __init__(self, heads: Sequence[MedusaHead], runner: NativeModelRunner, num_slots: int) -> None:
         self._heads, self._runner = heads, runner
-        self._templates = RowTemplates(heads[0].head.n)
-        self._states = np.zeros((num_slots, heads[0].head.k), dtype=np.float32)
+        self._templates = RowTemplates(runner.vocab_size)
+        self._shared = all(head.head is None for head in heads)
+        layers = [list(zip(*layer, strict=True)) for layer in zip(*(head.blocks for head in heads), strict=True)]
+        self._blocks = [
+            (torch.stack(weights).mT.contiguous(), torch.stack(biases)[:, None]) for weights, biases in layers
+        ]
+        """Per layer the weights [heads, D, D], turned, and the biases [heads, 1, D]."""
+        self._states = np.zeros((num_slots, len(heads[0].blocks[0][1])), dtype=np.float32)
         """Per slot the hidden state that its newest token was drawn from."""
         self._tokens: np.ndarray = np.zeros((num_slots, 0), dtype=np.int32)
         """Every slot's sequence: the engine's own array, whose part behind the known tokens is free."""
@@ -99,14 +105,19 @@ class MedusaHeads:
         known = np.array([len(request.token_ids) for request, _ in rows], dtype=np.int32)
         sampling = [request.sampling for request, _ in rows]
         states = torch.from_numpy(self._states[slots])
-        for number, head in enumerate(self._heads[: max((most for _, most in rows), default=0)]):
+        numbers = range(min(len(self._heads), max((most for _, most in rows), default=0)))
+        together = self._shared and not any(_reads_history(request) for request, _ in rows)
+        for part in [numbers] if together else [range(number, number + 1) for number in numbers]:
+            if not part:
+                break
             begin = time.perf_counter()
-            drawn = self._draw(head, states, slots, known + number, sampling)
-            for row, token in enumerate(drawn):
+            drawn = self._draw(part, states, slots, known, sampling)
+            for at, token in enumerate(drawn):
+                number, row = part[at // len(rows)], at % len(rows)
                 if len(drafts[row]) == number < rows[row][1] and token >= 0:
                     drafts[row].append(token)
                     self._tokens[slots[row], known[row] + number] = token
-            size, taken = len(rows).bit_length(), time.perf_counter() - begin
+            size, taken = len(rows).bit_length(), (time.perf_counter() - begin) / len(part)
             self._seconds[size] = taken + (self._seconds.get(size, taken) - taken) * (1 - _MEMORY)
         return drafts
 
@@ -114,11 +125,17 @@ class MedusaHeads:
         """Do nothing: the next request in the slot begins with its own state."""
 
     def _draw(
-        self, head: MedusaHead, states: Tensor, slots: np.ndarray, lengths: np.ndarray, sampling: list[object]
+        self, numbers: range, states: Tensor, slots: np.ndarray, known: np.ndarray, sampling: list[object]
     ) -> list[int]:
-        """A token of each row, drawn with the noise of place ``lengths``; -1 where none could be drawn."""
-        for weight, bias in head.blocks:
-            states = states + torch.nn.functional.silu(torch.addmm(bias, states, weight.T))
+        """A token of each row, head by head, drawn with the noise of its place; -1 where none could be drawn. Several
+        heads share an output head."""
+        these = slice(numbers.start, numbers.stop)
+        made = states.expand(len(numbers), *states.shape)
+        for weights, biases in self._blocks:
+            made = made + torch.nn.functional.silu(torch.baddbmm(biases[these], made, weights[these]))
+        if len(numbers) > 1:
+            slots, sampling = np.tile(slots, len(numbers)), sampling * len(numbers)
+        lengths = np.concatenate([known + number for number in numbers])
         lengths = np.minimum(lengths, self._tokens.shape[1] - 1)
         every = np.arange(len(slots), dtype=np.int32)
         none = np.zeros((0, 0, 0), dtype=np.int32)
@@ -136,13 +153,20 @@ class MedusaHeads:
             sample_tokens=every,
         )
         rows = self._templates.fill(batch, None)
-        self._runner.project(states, rows, head.head)
+        self._runner.project(made.flatten(0, 1), rows, self._heads[numbers[0]].head)
         return rows.sampled().token_ids
+
+
+def _reads_history(request: Request) -> bool:
+    """Whether the drafts before a draft change what is drawn."""
+    params = request.params
+    penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    return bool(penalties or params.bad_words)
 
 
 def load_medusa(folder: Path, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> list[MedusaHead]:
     """Read the heads for a model with these sizes. Raises ModelLoadError."""
-    count, layers = _sizes(folder)
+    count, layers, shares = _sizes(folder)
     found = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if found is None:
         raise ModelLoadError(
@@ -154,15 +178,18 @@ def load_medusa(folder: Path, vocab_size: int, hidden_size: int, dtype: torch.dt
         for layer in range(layers):
             shapes[f"{head}.{layer}.linear.weight"] = (hidden_size, hidden_size)
             shapes[f"{head}.{layer}.linear.bias"] = (hidden_size,)
-        shapes[f"{head}.{layers}.weight"] = (vocab_size, hidden_size)
+        if not shares:
+            shapes[f"{head}.{layers}.weight"] = (vocab_size, hidden_size)
     try:
         with safe_open(found, "pt") as file:
             names_given = list(file.keys())
             _check(found, {name: tuple(file.get_slice(name).get_shape()) for name in names_given}, shapes)
-            packed = NATIVE.empty([MatrixShape(vocab_size, hidden_size)] * count, dtype, torch.device("cpu"))
+            own = [] if shares else [MatrixShape(vocab_size, hidden_size)] * count
+            packed = NATIVE.empty(own, dtype, torch.device("cpu")) if own else [None] * count
             heads: list[MedusaHead] = []
             for head, matrix in enumerate(packed):
-                NATIVE.write(matrix, 0, file.get_tensor(f"{head}.{layers}.weight"), mapped=False)
+                if matrix is not None:
+                    NATIVE.write(matrix, 0, file.get_tensor(f"{head}.{layers}.weight"), mapped=False)
                 names = [f"{head}.{layer}.linear" for layer in range(layers)]
                 parts = [(file.get_tensor(f"{name}.weight"), file.get_tensor(f"{name}.bias")) for name in names]
                 heads.append(MedusaHead([(weight.float(), bias.float()) for weight, bias in parts], matrix))
@@ -171,8 +198,8 @@ def load_medusa(folder: Path, vocab_size: int, hidden_size: int, dtype: torch.dt
     return heads
 
 
-def _sizes(folder: Path) -> tuple[int, int]:
-    """Heads, and blocks of each."""
+def _sizes(folder: Path) -> tuple[int, int, bool]:
+    """Heads, blocks of each, and whether they use the model's output head."""
     path = folder / "config.json"
     if not path.is_file():
         found = "is a file" if folder.is_file() else "has no config.json"
@@ -185,7 +212,10 @@ def _sizes(folder: Path) -> tuple[int, int]:
     for name, size in zip(("medusa_num_heads", "medusa_num_layers"), sizes, strict=True):
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MOST_HEADS:
             raise ModelLoadError(f"{path}: {name} must be a whole number from 1 to {_MOST_HEADS}, got {size!r:.80}")
-    return sizes[0], sizes[1]
+    shares = config.get("original_lm_head", False)
+    if not isinstance(shares, bool):
+        raise ModelLoadError(f"{path}: original_lm_head must be true or false, got {shares!r:.80}")
+    return sizes[0], sizes[1], shares
 
 
 def _check(path: Path, given: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:

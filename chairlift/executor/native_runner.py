@@ -145,8 +145,13 @@ class NativeModelRunner:
         kept = _kept(batch)
         return batch.sample_tokens if kept is None else np.searchsorted(kept, batch.sample_tokens).astype(np.int32)
 
-    def project(self, states: Tensor, rows: NativeRows, head: PackedMatrix) -> None:
-        """Multiply hidden states [R, D] of any dtype with an output head, and sample ``rows``."""
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        return self._head_weight.n
+
+    def project(self, states: Tensor, rows: NativeRows, head: PackedMatrix | None) -> None:
+        """Multiply hidden states [R, D] of any dtype with an output head, the model's if None, and sample ``rows``."""
         width, dtype = states.shape[1], self._dtype
         padded = torch.zeros((len(states), -(-width // PANEL) * PANEL + PANEL), dtype=dtype)
         padded[:, :width] = states

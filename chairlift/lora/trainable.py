@@ -27,7 +27,7 @@ from chairlift.models.checkpoint import CheckpointPart
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.linear import Adapted, Linear
 
-__all__ = ["ALL_LINEAR", "TrainableAdapter", "attach", "target_parts"]
+__all__ = ["ALL_LINEAR", "TrainableAdapter", "attach", "target_parts", "weights_digest"]
 
 ALL_LINEAR: Final = "all-linear"
 """Target for every linear layer except the output head and the experts, as in PEFT."""
@@ -53,6 +53,16 @@ def target_parts(sites: Sites, targets: Sequence[str]) -> list[CheckpointPart]:
             )
         chosen |= found
     return [part for name, part in sites.parts.items() if name in chosen]
+
+
+def weights_digest(model: CausalLM) -> str:
+    """Digest of a model's weights, from sums of their bits, which no order of adding changes."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        bits = parameter.detach().contiguous().view(torch.uint8).view(-1)
+        whole = bits[: bits.numel() // 4 * 4].view(torch.int32).sum(dtype=torch.int64)
+        digest.update(f"{name} {tuple(parameter.shape)} {int(whole)}\n".encode())
+    return digest.hexdigest()
 
 
 def _last(name: str) -> str:
@@ -138,13 +148,7 @@ class TrainableAdapter:
 
     @functools.cached_property
     def _base_digest(self) -> str:
-        """Digest of the base weights, from sums of their bits, which no order of adding changes."""
-        digest = hashlib.sha256()
-        for name, parameter in self._model.named_parameters():
-            bits = parameter.detach().contiguous().view(torch.uint8).view(-1)
-            whole = bits[: bits.numel() // 4 * 4].view(torch.int32).sum(dtype=torch.int64)
-            digest.update(f"{name} {tuple(parameter.shape)} {int(whole)}\n".encode())
-        return digest.hexdigest()
+        return weights_digest(self._model)
 
     def tensors(self) -> dict[str, Tensor]:
         """All matrices by PEFT's names and in its order of rows, float32 on the CPU, detached."""

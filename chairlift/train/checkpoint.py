@@ -8,7 +8,8 @@
         training/SHA256SUMS                                                           of these two, for sha256sum -c
 
 An adapter is ``adapter_config.json`` and ``adapter_model.safetensors`` instead of a model, as PEFT writes it; of
-several, each is in a directory of its name.
+several, each is in a directory of its name. Heads are
+``config.json`` and ``medusa_lm_head.safetensors``.
 Everything is written into a directory of another name, flushed to the disk, and then renamed, so a process that is
 killed at any moment leaves the previous checkpoint as the newest. Only JSON and safetensors: nothing that is read runs.
 """
@@ -106,7 +107,7 @@ class CheckpointStore:
 
     def save(self, step: int, state: Mapping[str, Any], model: CausalLM | _WritesItself, files: ModelFiles) -> Path:
         """Write a checkpoint; returns its directory. ``state`` is made of plain Python, NumPy arrays and tensors.
-        ``files`` are of a model; an adapter has its own.
+        ``files`` are of a model; an adapter and heads have their own.
 
         Raises ConfigError for a state with anything else in it, and OSError for a disk that is full.
         """

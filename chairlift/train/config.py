@@ -22,6 +22,7 @@ __all__ = [
     "CheckpointSettings",
     "DataSettings",
     "DriftSettings",
+    "HeadsSettings",
     "LoraAdapter",
     "LoraSettings",
     "ModelSettings",
@@ -144,6 +145,30 @@ class LoraSettings:
     def by_name(self) -> Mapping[str, LoraSettings]:
         """The settings of each of ``adapters``; empty if there is only one, without a name."""
         return {name: self.of(name) for name in self.adapters or {}}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsSettings:
+    """Heads that draft (docs/speculation.md), trained in place of the model, which stays as it is."""
+
+    method: Literal["medusa"] = "medusa"
+    """Kind of heads: ``medusa`` (Cai et al., 2024)."""
+    num_heads: int = 4
+    """Number of heads; each guesses a token further ahead."""
+    num_layers: int = 1
+    """Residual blocks of each head."""
+    own_output_heads: bool = False
+    """Train an output head for each, which begins as the model's: as many numbers as the vocabulary times the width.
+    Without, all heads use the model's."""
+    decay: float = 0.8
+    """Each head's weight in the loss, relative to that of the head before."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_layers"):
+            if not 1 <= getattr(self, name) <= 64:
+                raise ConfigError(f"{name} must be 1 to 64, got {getattr(self, name)}")
+        if not 0 < self.decay <= 1:
+            raise ConfigError(f"decay must be above 0 and at most 1, got {self.decay}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,6 +402,8 @@ class TrainConfig:
     checkpoints: CheckpointSettings = CheckpointSettings()
     lora: LoraSettings | None = None
     """Train an adapter, and leave the model as it is. None: train the model."""
+    heads: HeadsSettings | None = None
+    """Train heads that draft, and leave the model as it is. None: none."""
     drift: DriftSettings | None = None
     """Also for a single source; None replays nothing, and mixes several in equal shares."""
     output: str | None = None
@@ -398,8 +425,22 @@ class TrainConfig:
             raise ConfigError(
                 "training.balance_loss is a product over all tokens, so several adapters cannot share it; set it to 0"
             )
+        if self.heads is not None:
+            self._check_heads()
         if self.seed < 0:
             raise ConfigError(f"seed must not be negative, got {self.seed}")
+
+    def _check_heads(self) -> None:
+        if self.model.path is None:
+            raise ConfigError("heads draft for a model that exists; give model.path, or leave heads out")
+        if self.lora is not None:
+            raise ConfigError("both lora and heads are given; train one after the other")
+        if self.drift is not None:
+            raise ConfigError("drift is found by the model's loss, which heads do not compute; leave drift out")
+        if self.training.dropout or self.training.balance_loss:
+            raise ConfigError(
+                "heads learn from the model as it is served; leave training.dropout and training.balance_loss out"
+            )
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any], where: str = "config") -> TrainConfig:

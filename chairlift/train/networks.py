@@ -38,6 +38,8 @@ class Network(Protocol):
     """Token ids are below this."""
     drops: bool
     """Whether the module drops numbers by itself in training mode."""
+    section: str
+    """Section of the settings that :meth:`settings` come from."""
 
     def logits(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor) -> Tensor:
         """Logits [R, V] of the tokens ``rows`` (int64 [R]) of a collated pack, without a look at other sequences."""
@@ -62,6 +64,8 @@ class Network(Protocol):
 
 class NativeNetwork:
     """A model of Chairlift's own layers. With an ``adapter`` of it, or several, only these are trained and written."""
+
+    section = "lora"
 
     def __init__(self, model: CausalLM, adapter: TrainableAdapter | TrainableAdapters | None = None) -> None:
         self.model = model

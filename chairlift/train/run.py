@@ -34,6 +34,7 @@ from chairlift.train.config import DataSettings, DriftSettings, LoraSettings, Tr
 from chairlift.train.drift import DriftSampler
 from chairlift.train.encoder import Encode, Encoder, fitting
 from chairlift.train.evaluation import Evaluation, EvaluationResult
+from chairlift.train.medusa import MedusaNetwork, MedusaTrainer
 from chairlift.train.parallel import Ranks, process_group, world_size
 from chairlift.train.record_files import expand, open_file
 from chairlift.train.several_adapters import adapter_field, naming
@@ -110,6 +111,8 @@ def prepare(
     if config.lora is not None:
         for settings in (config.lora, *config.lora.by_name.values()):
             target_parts(sites_in(network), settings.targets)  # for its checks alone
+    if config.heads is not None and network.recurrent:
+        raise ConfigError("heads are not trained for a model with recurrent states, which a wrong draft would change")
     tokenizer_dir = files.tokenizer_dir if config.data.files or config.data.eval_files else None
     encoder = _encoder(config.data, tokenizer_dir)
     if encoder.vocab_size > network.vocab_size:
@@ -322,7 +325,8 @@ def _stream(config: TrainConfig, network: ModelConfig, source: Any, ranks: Ranks
 
 def _make_model(prepared: Prepared) -> CausalLM:
     config = prepared.config
-    if config.model.path is not None and (prepared.resume_from is None or config.lora is not None):
+    keeps_model = config.lora is not None or config.heads is not None
+    if config.model.path is not None and (prepared.resume_from is None or keeps_model):
         return load_model(Path(config.model.path), prepared.network, torch.float32, weight_format=PLAIN)
     return CausalLM(prepared.network)
 
@@ -338,6 +342,16 @@ def _make_adapter(config: TrainConfig, model: CausalLM) -> TrainableAdapter | Tr
     if config.lora.adapters is None:
         return make(config.lora, attached=True)
     return TrainableAdapters({name: make(each, attached=False) for name, each in config.lora.by_name.items()})
+
+
+def _make_trainer(prepared: Prepared, model: CausalLM, stream: PackStream, drift: DriftSampler | None) -> Trainer:
+    config, base = prepared.config, str(prepared.config.model.path)
+    given: dict[str, Any] = {"seed": config.seed, "drift": drift}
+    if config.heads is not None:
+        sizes = {name: getattr(config.heads, name) for name in ("num_heads", "num_layers", "own_output_heads")}
+        heads = MedusaNetwork(model, **sizes, base=base)
+        return MedusaTrainer(heads, config.training, stream, decay=config.heads.decay, **given)
+    return Trainer(model, config.training, stream, adapter=_make_adapter(config, model), **given)
 
 
 def train(
@@ -365,8 +379,7 @@ def train(
             seed(config.seed % 2**32)
         drift = source if isinstance(source, DriftSampler) else None
         model = _make_model(prepared)
-        adapter = _make_adapter(config, model)
-        trainer = Trainer(model, config.training, stream, seed=config.seed, drift=drift, adapter=adapter)
+        trainer = _make_trainer(prepared, model, stream, drift)
         if prepared.resume_from is not None:
             state = load_state(prepared.resume_from)
             try:

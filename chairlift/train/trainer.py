@@ -310,17 +310,18 @@ class Trainer:
 
     def _check_adapter(self, saved: Mapping[str, Any] | None) -> None:
         here = self.network.settings()
+        section = self.network.section
         if (saved is None) != (here is None):
-            kinds = {True: "a model", False: "an adapter"}
+            kinds = {True: "a model", False: "an adapter or heads"}
             raise ConfigError(
                 f"the checkpoint is of {kinds[saved is None]}, and {kinds[here is None]} is to be trained; give the"
-                " same lora settings"
+                " same lora or heads settings"
             )
         for name, value in (here or {}).items():
             there = (saved or {}).get(name)
             if there != value:
-                what = "another base model" if name == "base" else f"lora.{name} {there}, and here it is {value}"
-                raise ConfigError(f"the checkpoint's adapter has {what}; give the same settings and model")
+                what = "another base model" if name == "base" else f"{section}.{name} {there}, and here it is {value}"
+                raise ConfigError(f"the checkpoint has {what}; give the same settings and model")
 
 
 def predictions(batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
