@@ -1,4 +1,4 @@
-"""``chairlift embed``: embeddings of texts, as JSON lines."""
+"""``chairlift embed``: computes embeddings of texts, and prints them as JSON lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ embeds with --runner pooling."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift embed``."""
+    """Add the flags of ``chairlift embed``."""
     parser.add_argument("texts", metavar="TEXT", nargs="*", help="a text; - reads one per line from standard input")
     parser.add_argument("--dimensions", metavar="N", type=int, help="keep the first N numbers (Matryoshka models)")
     parser.add_argument("--prompt-name", metavar="NAME", help="the model's prompt that goes before each text")
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print all results. Raises ChairliftError for a fault."""
+    """Compute and print all results. Raises ChairliftError if it cannot run."""
     settings, _ = read_settings(args, sampling=False)
     texts = [text for text in args.texts if text != "-"]
     if not args.texts or "-" in args.texts:

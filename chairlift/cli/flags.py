@@ -1,4 +1,5 @@
-"""Command-line flags made from the engine's settings and the sampling parameters, and a model made from the flags."""
+"""Command-line flags generated from the engine's settings and the sampling parameters, and a model loaded from these
+flags."""
 
 from __future__ import annotations
 
@@ -60,20 +61,21 @@ _SHORT: Final = {
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
 }
-"""vLLM's short flags."""
+"""Setting -> short flag, as in vLLM."""
 _FURTHER_SENTENCES: Final = re.compile(r"(?<=\.) (?!\(default).*?(?= \(default: [^)]*\)$|$)")
-"""What follows the first sentence of a help text, up to its default."""
+"""Matches all sentences of a help text after the first, up to its default value."""
 _JSON: Final = {
     "service_classes": '{"chat": {"priority": -5, "min_seqs": 8, "ttft_ms": 500}}',
     "tenant_weights": '{"alice": 2}',
 }
-"""Settings that are JSON objects, with an example each: a mapping in a config file, text or @FILE as a flag."""
+"""Setting whose value is a JSON object -> example. In a config file the value is a mapping; as a flag it is JSON text
+or @FILE."""
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
-    """One flag per engine setting, grouped as in :class:`~chairlift.config.EngineConfig`, and ``--config``.
+    """Add ``--config``, and one flag per engine setting, grouped as in :class:`~chairlift.config.EngineConfig`.
 
-    Only flags that are given appear in the namespace. ``leave_out`` names settings the command has another way for.
+    Flags that the user does not give are missing in the namespace. ``leave_out`` names settings without a flag.
     """
     groups = {part: parser.add_argument_group(title) for part, title in _TITLES.items()}
     groups["model"].add_argument(
@@ -95,7 +97,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_vllm_flags(parser: argparse.ArgumentParser, names: Mapping[str, Name]) -> None:
-    """Flags that only vLLM has; :mod:`chairlift.vllm_names` says what becomes of them. Help does not list them."""
+    """Add flags that only vLLM has. :mod:`chairlift.vllm_names` translates, ignores or refuses them. Help does not
+    list them."""
     for name, known in names.items():
         options: dict[str, Any] = {"dest": _ENGINE + name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         options |= {"action": argparse.BooleanOptionalAction} if known.kind is bool else {"type": known.kind}
@@ -123,7 +126,8 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, prefix: str) -> None:
 
 
 def _amount(name: str) -> Callable[[str], int] | None:
-    """The reader of an amount, as argparse wants it; None for other settings."""
+    """Parser for a setting that is an amount (such as ``4GB`` or ``32k``), in argparse's form; None for other
+    settings."""
     read = reader_of(name)
     if read is None:
         return None
@@ -138,7 +142,7 @@ def _amount(name: str) -> Callable[[str], int] | None:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """Flags for the sampling parameters; only those that are given appear in the namespace."""
+    """Add a flag for each sampling parameter. Flags that the user does not give are missing in the namespace."""
     group = parser.add_argument_group("sampling")
     for name, kind, text in _SAMPLING_FLAGS:
         options: dict[str, Any] = {"dest": _SAMPLING + name, "default": argparse.SUPPRESS, "help": text}
@@ -154,9 +158,10 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
 
 
 def shorten_help(parser: argparse.ArgumentParser, everyday: Collection[str]) -> None:
-    """Let ``--help`` list the ``everyday`` flags with a sentence each, and ``--help-all`` all flags with all sentences.
+    """Make ``--help`` list only the ``everyday`` flags, with one sentence each. ``--help-all`` then lists all flags
+    with their full texts.
 
-    Call it when the parser has all its flags. Raises KeyError for a flag that the parser lacks.
+    Call this after all flags are added. Raises KeyError for a flag that the parser does not have.
     """
     flags = {flag: action for action in parser._actions for flag in action.option_strings}
     shown = {flags[flag] for flag in everyday} | {flags["--help"]}
@@ -164,7 +169,7 @@ def shorten_help(parser: argparse.ArgumentParser, everyday: Collection[str]) -> 
     usage = f"{parser.prog} [MODEL] [FLAG ...]"
 
     class HelpAll(argparse.Action):
-        """Prints the help with all flags, and ends."""
+        """argparse action that prints the help with all flags and exits."""
 
         def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
             parser.usage = None
@@ -181,30 +186,32 @@ def shorten_help(parser: argparse.ArgumentParser, everyday: Collection[str]) -> 
 
 
 def read_settings(args: argparse.Namespace, *, sampling: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings from the config file and the flags: keywords for :class:`~chairlift.LLM`, and sampling parameters.
+    """(engine settings for :class:`~chairlift.LLM`, sampling parameters), from the config file and the flags. Flags
+    take precedence over the file.
 
-    Flags go before the file. Sampling is greedy where neither gives a temperature; a command without ``sampling`` gets
-    none, and refuses them in the file. Raises ConfigError.
+    If no temperature is given, sampling is greedy. With ``sampling`` false the command has no sampling parameters, and
+    refuses them in the file. Raises ConfigError.
     """
     file = _read_file(args.config, {name: (kind, True) for name, kind, _ in _SAMPLING_FLAGS} if sampling else {})
     names = {name for name, _, _ in _SAMPLING_FLAGS} if sampling else set()
     engine = {name: value for name, value in file.items() if name not in names} | _given(args, _ENGINE)
-    asked = {name: value for name, value in file.items() if name in names} | _given(args, _SAMPLING)
-    return _translated(engine), {"temperature": 0.0} | asked if sampling else {}
+    given = {name: value for name, value in file.items() if name in names} | _given(args, _SAMPLING)
+    return _translated(engine), {"temperature": 0.0} | given if sampling else {}
 
 
 def read_server_settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
-    """Settings from the config file and the flags: the engine's by name, and the server's. Raises ConfigError."""
+    """(engine settings by name, server settings), from the config file and the flags. Raises ConfigError."""
     server = {flag.name: (flag.kind, flag.default is None) for flag in server_fields()}
     file = _read_file(args.config, server)
     engine = {name: value for name, value in file.items() if name not in server} | _given(args, _ENGINE)
-    asked = {name: value for name, value in file.items() if name in server} | _given(args, _SERVER)
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in asked.items()}
+    given = {name: value for name, value in file.items() if name in server} | _given(args, _SERVER)
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     return _translated(engine), ServerConfig(**values)
 
 
 def _translated(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without vLLM's own names. A line on standard error says what was done with each."""
+    """The settings, with vLLM's own names translated or removed. Prints a line to standard error for each such
+    setting."""
     known = translate(engine)
     for line in notes(engine):
         print(f"chairlift: {line}", file=sys.stderr)
@@ -212,9 +219,9 @@ def _translated(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_file(path: Path | None, more: Mapping[str, tuple[type, bool]]) -> dict[str, Any]:
-    """The settings in a YAML or JSON file, dashes in their names turned to underscores, their types checked.
+    """Setting -> value, from a YAML or JSON file. Dashes in names become underscores, and types are checked.
 
-    They are the engine's, and ``more``: the type of each, and whether it may be null.
+    Allowed are the engine's settings and ``more``: setting -> (type, whether null is allowed).
     """
     if path is None:
         return {}
@@ -236,7 +243,7 @@ def _read_file(path: Path | None, more: Mapping[str, tuple[type, bool]]) -> dict
 
 
 def load_llm(settings: Mapping[str, Any], quiet: bool) -> LLM:
-    """Load the model, showing progress on a terminal."""
+    """Load the model. Shows progress on a terminal, except with ``quiet``."""
     from chairlift import LLM  # takes torch along, which --help and usage errors need not wait for
 
     show = _progress if not quiet and sys.stderr.isatty() else None
@@ -260,7 +267,7 @@ def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
 
 
 def _json_text(name: str, value: str) -> str:
-    """Text of a JSON setting; ``@FILE`` means the content of the file. Raises ConfigError."""
+    """Text of a JSON setting. ``@FILE`` stands for the contents of the file. Raises ConfigError."""
     if not value.startswith("@"):
         return value
     return _read_text(f"the file of {_spelled(name)}", Path(value[1:]))
@@ -289,7 +296,8 @@ def _parse(path: Path, text: str) -> Any:
 
 
 def _checked(path: Path, name: str, value: Any, kind: type, optional: bool) -> Any:
-    """A value of the type the flag has; a number may be written without its fraction."""
+    """``value``, converted to the type of its flag; 4.0 is allowed for an integer. Raises ConfigError for another
+    type."""
     if value is None and optional:
         return value
     if name in _JSON and isinstance(value, dict):
@@ -314,12 +322,12 @@ def _progress(label: str, share: float) -> None:
     print(f"\r{label} {share:4.0%}", end=end, file=sys.stderr, flush=True)
 
 
-def whole_number(least: int, most: int) -> Callable[[str], int]:
-    """A whole number in a range."""
+def whole_number(minimum: int, maximum: int) -> Callable[[str], int]:
+    """Parser for a whole number from ``minimum`` to ``maximum``, for argparse."""
 
     def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least:,} to {most:,}, got {text!r}")
+        if not text.isascii() or not text.isdigit() or not minimum <= int(text) <= maximum:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {minimum:,} to {maximum:,}, got {text!r}")
         return int(text)
 
     return parse

@@ -1,4 +1,4 @@
-"""``chairlift sim``: simulates the effect of settings on traffic."""
+"""``chairlift sim``: simulates the effect of settings on a given traffic."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from chairlift.cli.sim_fleet import (
     add_fleet_flags,
     check_flags,
     fleet_lines,
-    promised_trace,
     simulate_fleets,
+    trace_with_slo,
 )
 from chairlift.config import BUNDLED_MODEL, EngineConfig, Flag, flat_fields
 from chairlift.errors import ConfigError
@@ -66,7 +66,7 @@ _NOT_SIMULATED: Final = {
     "seed",
     "swap_directory",
 }
-_MOST_REQUESTS: Final = 1_000_000
+_MAX_REQUESTS: Final = 1_000_000
 _A_SAMPLE: Final = 1000
 _BUSY: Final = 0.1
 
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{refused[0]} in {args.config} means nothing to a simulation; leave it out")
     configs = _configs(settings, args.compare)
     trace, users, traffic = read_traffic(args)
-    trace = promised_trace(trace, args.slo)
+    trace = trace_with_slo(trace, args.slo)
     deployment = choose_deployment(args, configs[0][1])
     if args.save is not None:
         from chairlift.replay.machines import write_deployment
@@ -164,7 +164,7 @@ def _simulate(
     deployment: Deployment,
     users: int | None,
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """One engine with each of the settings: lines to print, and results for JSON."""
+    """Simulate one engine with each of the settings. Returns (lines to print, results for JSON)."""
     from chairlift.replay.replay import replay
 
     reports = [(value, replay(trace, config, deployment, max_concurrency=users)) for value, config in configs]
@@ -179,7 +179,7 @@ def _simulate(
 
 
 def _configs(settings: dict[str, Any], compare: str | None) -> list[tuple[str, EngineConfig]]:
-    """Settings of each simulation, with the value that differs."""
+    """(label, settings) of each simulation. The label is the compared value."""
     if compare is None:
         return [("", EngineConfig.from_flat(settings))]
     name, _, values = compare.partition("=")
@@ -202,7 +202,7 @@ def setting_value(flag: Flag, text: str) -> Any:
 
 
 def add_traffic_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add the flags that :func:`read_traffic` reads: requests and arrival times. Unless ``required``, the default is
+    """Add the flags that :func:`read_traffic` reads: requests and arrival times. If not ``required``, the default is
     the workload ``chat``."""
     traffic = parser.add_argument_group("traffic")
     source = traffic.add_mutually_exclusive_group(required=required)
@@ -226,15 +226,13 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, required: bool) -> Non
 
 
 def read_traffic(args: argparse.Namespace) -> tuple[list[TracedRequest], int | None, str]:
-    """The requests, the number of users in a closed loop (None: open loop), and a description.
-
-    Raises ConfigError.
-    """
+    """(requests, number of users, description of the traffic). The number of users is None in an open loop. Raises
+    ConfigError."""
     from chairlift.workbench.workload.arrivals import ClosedLoop, parse_arrivals
     from chairlift.workbench.workload.trace import draw_trace, read_trace
 
-    if args.num_prompts is not None and not 1 <= args.num_prompts <= _MOST_REQUESTS:
-        raise ConfigError(f"num_prompts must be from 1 to {_MOST_REQUESTS:,}, got {args.num_prompts}")
+    if args.num_prompts is not None and not 1 <= args.num_prompts <= _MAX_REQUESTS:
+        raise ConfigError(f"num_prompts must be from 1 to {_MAX_REQUESTS:,}, got {args.num_prompts}")
     if args.seed < 0:
         raise ConfigError(f"seed must be 0 or more, got {args.seed}")
     if args.trace is not None:
@@ -253,7 +251,7 @@ def read_traffic(args: argparse.Namespace) -> tuple[list[TracedRequest], int | N
 
 
 def choose_deployment(args: argparse.Namespace, config: EngineConfig) -> Deployment:
-    """Machine and model that the flags name. Raises ConfigError."""
+    """The machine and model to simulate, from the flags. Raises ConfigError."""
     from chairlift.replay.machines import MACHINES, deploy, read_deployment, shape_from_name
 
     if args.save_steps is not None and args.fit is None:
@@ -360,5 +358,5 @@ def _comparison_lines(compare: str, reports: list[tuple[str, SimReport]]) -> lis
 
 
 def _seconds(value: float) -> str:
-    """A duration in a suitable unit."""
+    """A duration as text in a suitable unit."""
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s" if value < 100 else f"{value:,.0f} s"

@@ -1,4 +1,5 @@
-"""``chairlift train``: from a file of settings to a directory that serves."""
+"""``chairlift train``: trains a model from a file of settings, and writes a directory that ``chairlift serve`` can
+load."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ _BAR_FORMAT: Final = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{p
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift train``."""
+    """Add the flags of ``chairlift train``."""
     parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file with the settings of the run")
     parser.add_argument(
         "--resume",
@@ -140,7 +141,7 @@ def _tell(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> No
 
 
 class _Progress:
-    """A bar with the loss, tokens per second and waste of packing; a line now and then where there is no terminal."""
+    """Shows loss, tokens per second and packing waste: as a bar on a terminal, otherwise as a line at intervals."""
 
     def __init__(self, steps: int, *, shown: bool) -> None:
         self._steps, self._shown = steps, shown
@@ -157,7 +158,7 @@ class _Progress:
             self._bar.close()
 
     def on_evaluation(self, result: EvaluationResult) -> None:
-        """A line with the losses of each source."""
+        """Print a line with the evaluation loss of each source."""
         if not self._shown:
             return
         rows = {"evaluation": result.total, **(result.sources if len(result.sources) > 1 else {})}
@@ -175,7 +176,8 @@ class _Progress:
             from tqdm import tqdm
 
             pause = 0.1 if sys.stderr.isatty() else _QUIET_TERMINAL_SECONDS
-            # The first step is not typical: it ended before the bar was made.
+            # The bar is created only now, at the end of the first step. So the first step, which is slower than others,
+            # does not count in the speed.
             self._bar = tqdm(
                 total=self._steps, initial=result.step, mininterval=pause, bar_format=_BAR_FORMAT, file=sys.stderr
             )

@@ -1,4 +1,5 @@
-"""Form of the answer that a request asks for: one value from the fields of OpenAI, vLLM and older vLLM."""
+"""Structured outputs: reads the fields of OpenAI, vLLM and older vLLM that constrain the form of the output, and makes
+one value from them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ FIELDS: Final = (
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     "structural_tag",
 )
-"""Fields for the form of the answer; a request may have one of them."""
+"""Fields that constrain the form of the output; a request may have one of them."""
 _CALLS: Final = "tool_choice asks for a call, whose grammar is made of the parameters of tools:"
 _INSIDE: Final = {
     "response_format": "response_format.json_schema.schema",
@@ -31,7 +32,7 @@ _INSIDE: Final = {
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """The requested form; None for free text. Raises ApiError with the name of a field."""
+    """The requested constraint; None for free text. Raises ApiError with the name of a field."""
     given = _given(request)
     if len(given) > 1:
         message = f"{' and '.join(given)} each ask for a form of the answer; leave all but one out"
@@ -50,7 +51,7 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | 
 
 @contextlib.contextmanager
 def naming(request: GenerationRequest) -> Iterator[None]:
-    """Add the name of the requesting field to errors about a grammar, in ``param`` and in the message."""
+    """Context manager: add the name of the field to errors about a grammar, both as ``param`` and in the message."""
     try:
         yield
     except RequestError as error:
@@ -69,7 +70,7 @@ def naming(request: GenerationRequest) -> Iterator[None]:
 
 
 def _forces_call(request: GenerationRequest) -> bool:
-    """Whether ``tool_choice`` is the reason for a grammar."""
+    """Whether the grammar exists because ``tool_choice`` forces a call."""
     choice = getattr(request, "tool_choice", None)
     if isinstance(choice, dict) and isinstance(choice.get("allowed_tools"), dict):
         choice = choice["allowed_tools"].get("mode")
@@ -77,7 +78,7 @@ def _forces_call(request: GenerationRequest) -> bool:
 
 
 def _given(request: GenerationRequest) -> list[str]:
-    """Names of the fields that ask for a form other than text."""
+    """Names of the fields in the request that ask for a form other than text."""
     named = [name for name in FIELDS if getattr(request, name) is not None]
     return [name for name in named if getattr(request, name) != {"type": "text"} or name != "response_format"]
 
