@@ -19,7 +19,7 @@ from typing import Any
 import jsonschema_rs
 
 from chairlift import LLM, SamplingParams
-from chairlift.tool_calls import TOOL_FORMATS, AnswerReader, Thinking, check_tools, held_to, read_answer
+from chairlift.tool_calls import TOOL_FORMATS, AnswerReader, Thinking, check_tools, output_constraint, read_answer
 
 _TEXT = {"type": "string", "maxLength": 40}
 _FUNCTIONS: dict[str, dict[str, Any]] = {
@@ -83,7 +83,7 @@ def main() -> int:
     settings = parser.parse_args()
     llm, form = LLM(settings.model), TOOL_FORMATS[settings.tool_call_parser]
     tools = check_tools(functions(), "required", False)
-    held = held_to(None, tools, form, None, Thinking.NONE)
+    held = output_constraint(None, tools, form, None, Thinking.NONE)
     listed = json.dumps([each["function"] for each in functions()])
     prompts, params = [], []
     for number in range(settings.calls):

@@ -37,7 +37,7 @@ from chairlift.tool_calls import (
     AnswerReader,
     Tools,
     check_tools,
-    held_to,
+    output_constraint,
     read_answer,
     reasoning_format_of,
     thinking_of,
@@ -388,7 +388,7 @@ class LLM:
             if params.structured_outputs is not None:
                 raise RequestError("tool_choice and structured_outputs each hold the answer to a form; leave one out")
             tail = tokenizer.decode(prompt[-64:], False, final=False)
-            whole = held_to(None, tools, form, reasoning, thinking_of(reasoning, tail))
+            whole = output_constraint(None, tools, form, reasoning, thinking_of(reasoning, tail))
             held.append(dataclasses.replace(params, structured_outputs=whole))
         return held
 

@@ -296,7 +296,7 @@ class RequestState:
         missed = tuple(kind for kind in kinds if misses[kind])
         if dropped and not missed:  # one of several answers began late
             missed = ("ttft",)
-        return dataclasses.replace(record, promised=bool(kinds), misses=missed)
+        return dataclasses.replace(record, has_deadline=bool(kinds), misses=missed)
 
 
 class OutputProcessor:

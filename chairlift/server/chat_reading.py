@@ -28,7 +28,7 @@ from chairlift.tool_calls import (
     Thinking,
     Tools,
     check_tools,
-    held_to,
+    output_constraint,
     reasoning_format_of,
     thinking_of,
     tool_format_of,
@@ -160,7 +160,7 @@ def held_params(plan: ChatPlan, chat: ChatRequest, params: SamplingParams) -> Sa
     """``params`` with a grammar for the whole output: reasoning, then tool calls or content. Raises ApiError."""
     requested = params.structured_outputs
     with naming(chat):
-        whole = held_to(requested, plan.tools, plan.tool_format, plan.reasoning, plan.thinking)
+        whole = output_constraint(requested, plan.tools, plan.tool_format, plan.reasoning, plan.thinking)
         return params if whole is requested else dataclasses.replace(params, structured_outputs=whole)
 
 
