@@ -121,7 +121,7 @@ class EngineStats:
     token_budget: int = 0
     """Current maximum number of tokens per step."""
     watermark: float = 0.0
-    """Fraction of the KV blocks that must stay free when a sequence joins the batch, currently."""
+    """Fraction of the KV blocks that must stay free when a sequence joins the batch."""
     num_governor_decisions: int = 0
     """Number of changes by the governor. In shadow mode: changes that it would have made."""
     max_loras: int = 0
@@ -146,8 +146,8 @@ class EngineStats:
     budget."""
     num_thinking_ended: int = 0
     floor_share: float | None = None
-    """Minimum possible time of the last steps on this machine, divided by their actual time. None if the machine's
-    limits were not measured."""
+    """Minimum time that this machine needs for the last steps, divided by the time that they took. None if the
+    machine's limits were not measured."""
     expert_imbalance: list[float] = dataclasses.field(default_factory=list)
     """Load imbalance of each expert layer in recent steps: tokens of its busiest expert divided by the mean over its
     experts. Updated once a second; empty if experts are not counted."""

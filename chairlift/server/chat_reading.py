@@ -56,8 +56,8 @@ class ChatPlan:
     """Format of reasoning; None: reasoning stays part of the text."""
     include_reasoning: bool = True
     hidden: tuple[str, ...] = ()
-    """Special tokens that the engine leaves in the text so that the reader can see them, and that the reader removes.
-    Usually empty."""
+    """Texts of special tokens. The engine leaves them in the output so that the reader can find marks; the reader then
+    removes them. Usually empty."""
     thinking: Thinking = Thinking.NONE
     """Whether the output may contain reasoning, and whether it begins inside reasoning that the prompt opened."""
 
@@ -109,7 +109,8 @@ def _with_effort(effort: str | None, variables: dict[str, Any], template: str, i
 
 
 def chat_plan(state: ServerState, chat: ChatRequest, ignored: list[str]) -> ChatPlan:
-    """Plan for reading the outputs of a request. Raises ApiError."""
+    """Make the plan for reading the outputs of a chat request. Names of ignored fields are added to ``ignored``.
+    Raises ApiError."""
     plan = plan_prompt(state, chat, ignored)
     template, config = state.engine.chat_template, state.config
     reasoning = None
@@ -143,7 +144,8 @@ def _with_special_tokens(plan: ChatPlan, tokenizer: Tokenizer | None, hide: bool
 
 
 def opened_by(plan: ChatPlan, chat: ChatRequest, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> ChatPlan:
-    """The plan, updated with whether the prompt ends inside reasoning."""
+    """The plan, with ``thinking`` set from the end of the prompt: whether the output begins inside reasoning, may
+    begin reasoning, or has none."""
     marks = plan.reasoning
     if marks is None or tokenizer is None:
         return plan

@@ -327,7 +327,7 @@ def _drafts(info: EngineInfo) -> str:
 
 
 def banner(state: ServerState, info: EngineInfo, url: str) -> str:
-    """Banner: text for a person who has just started the server."""
+    """Text that is printed when the server is ready: model, device, memory, limits and an example request."""
     if info.pooling is not None:
         return _pooling_banner(state, info, info.pooling, url)
     config, engine = state.config, state.engine

@@ -58,7 +58,7 @@ class ErrorObject(msgspec.Struct, kw_only=True):
 
 
 class ErrorReply(msgspec.Struct, kw_only=True):
-    """Error response of every path."""
+    """The response of all paths in case of an error."""
 
     error: ErrorObject
 

@@ -154,7 +154,7 @@ LogitBias = Annotated[
     Meta(max_length=_LIMITS.max_logit_bias),
 ]
 _MAPPINGS: Final = {"logit_bias": LogitBias, "chat_template_kwargs": TemplateVariables}
-"""Fields whose value is an object with names chosen by the client -> type of the object."""
+"""Field -> type of its value. The value is an object whose names the client chooses."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):

@@ -177,11 +177,11 @@ async def on_thread_if_long(state: ServerState, size: int, work: Callable[[], _T
 def truncate(
     prompt: list[int], keep: int | None, info: EngineInfo, max_tokens: int | None, added: tuple[int, int] = (0, 0)
 ) -> list[int]:
-    """Shorten a prompt to ``keep`` tokens: its end, and the special tokens that the tokenizer ``added`` (before,
-    after).
+    """The last tokens of a prompt, so that ``keep`` tokens remain. Special tokens that the tokenizer ``added`` (number
+    before, number after) are kept and counted.
 
-    This is what a tokenizer does that truncates on the left. -1 keeps the largest number that leaves room for the
-    output; None keeps all. Raises ApiError if ``keep`` is less than the number of added tokens.
+    -1 keeps the largest number that leaves room for the output; None keeps all. Raises ApiError if ``keep`` is less
+    than the number of added tokens.
     """
     if keep == -1:
         keep = max(1, min(info.max_model_len, info.capacity_tokens + 1) - (1 if max_tokens is None else max_tokens))

@@ -258,13 +258,12 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _up_to_final_message(chat: Sequence[Mapping[str, Any]], text: str, marked: str) -> str:
-    """Text of a chat up to the end of the last message's content.
+    """Text of a chat up to the end of the last message's content, where the model will continue.
 
-    ``marked`` is the text of the same chat with a mark at this point. As in transformers, a space after the mark shows
-    whether the template strips contents, and a content that the template changes cannot be continued. Two cases that
-    transformers accepts are refused: a template that prints the text before the mark differently, and one that prints
-    messages after the last message. If the template prints the content twice, the last copy is continued, and the mark
-    is removed from the first copy.
+    ``marked`` is the same text with a mark at this point. As in transformers, a space after the mark shows whether the
+    template strips contents. A content that the template changes cannot be continued. Neither can a chat whose
+    template prints the text before the mark differently, or prints messages after the last message; transformers
+    accepts these two cases. If the template prints the content twice, the last copy is continued.
     """
     end = marked.rfind(_END_OF_FINAL_MESSAGE)
     if end < 0:

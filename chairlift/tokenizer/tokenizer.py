@@ -242,7 +242,8 @@ class Tokenizer:
 
     def _encoding(self, text: str, add_special_tokens: bool, with_offsets: bool = False) -> tokenizers.Encoding:
         self._check_text(text)
-        # The batch functions release the interpreter's lock. The fast function is used if offsets are not needed.
+        # Both batch functions release the interpreter's lock. The faster one computes no offsets, so it is used unless
+        # offsets are needed.
         encode_many = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
         try:
             if len(text) <= _ALONE:
@@ -312,7 +313,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _neighbour(self) -> tuple[list[int], str]:
-        """(token ids, text): a token whose text is a letter, alone or repeated, and that letter."""
+        """(token ids, text) of a token that decodes to one letter. Other tokens are decoded next to it. Both are empty
+        if there is no such token."""
         for token_id in range(self.vocab_size):
             if token_id not in self.special_ids:
                 text = self._decode_together([token_id], False)
@@ -390,7 +392,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _contents(folder: Path) -> tuple[Path, bytes, dict[str, Any]]:
-    """(file, contents of ``tokenizer.json``, contents of the tokenizer's configuration)."""
+    """(path of the tokenizer's file, contents of ``tokenizer.json``, contents of ``tokenizer_config.json``)."""
     file = folder / "tokenizer.json"
     if file.is_file():
         try:

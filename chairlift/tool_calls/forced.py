@@ -27,7 +27,8 @@ _DESCRIBES: Final = (
     *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
     *("title", "description", "$schema", "$id", "$comment", "default", "examples"),
 )
-"""Keywords of an object's schema that the grammar can respect if each argument is written separately."""
+"""Keywords that an object's schema may have if the grammar writes each argument separately. A schema with any other
+keyword is not supported in this case."""
 _OF_TEXT: Final = ("pattern", "format", "minLength", "maxLength", "allOf", "anyOf", "oneOf", "not")
 """Keywords that the grammar cannot enforce for text without quotation marks."""
 
