@@ -46,13 +46,16 @@ class ModelSettings:
     """The model to train. ``path`` loads one, ``config`` makes a new one from the run's seed."""
 
     path: str | None = None
-    """Directory of a Hugging Face model of a family that runs natively (docs/models.md)."""
+    """Directory of a Hugging Face model."""
     config: str | Mapping[str, Any] | None = None
     """``config.json`` of a new model, as a path or as its content."""
     generation_config: Mapping[str, Any] | None = None
     """``generation_config.json`` to write beside the model (default: that of ``path``, if any)."""
     tokenizer: str | None = None
     """Directory of the tokenizer for texts, copied into checkpoints (default: ``path``)."""
+    impl: Literal["auto", "native", "transformers"] = "auto"
+    """Who computes the layers: ``native`` for the families of docs/models.md; ``transformers`` for any other causal
+    language model, if its packed sequences do not leak; ``auto``: native where there is such a family."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Dtype of the weights written for serving. The trainer's own weights are float32 and kept beside them. An adapter
     is written in float32."""

@@ -103,10 +103,13 @@ class Trainer:
         self.num_steps = 0
         self.stop_requested = False
         """Set to True on any rank to stop all ranks. They learn of it with the next step's result."""
+        if config.dropout:
+            self.network.branches()  # for its check alone
         self._seed = seed
         self._several: AdapterLosses | None = None
-        if isinstance(adapter, TrainableAdapters):
-            self._several = AdapterLosses(adapter, config.reduce, config.label_smoothing)
+        adapters = self.network.adapter if isinstance(self.network, NativeNetwork) else None
+        if isinstance(adapters, TrainableAdapters):
+            self._several = AdapterLosses(adapters, config.reduce, config.label_smoothing)
         self._loss = self._several or StepLoss(config.reduce, gradients="sum", label_smoothing=config.label_smoothing)
         if self._several is not None and config.balance_loss:
             raise ConfigError(
