@@ -327,8 +327,11 @@ class TrainerConfig:
     """Factor of the load-balancing loss of models with experts, which is added to the loss of the step; see
     :class:`~chairlift.train.expert_balance.ExpertBalance`. It is 1 when the load is even, so 0.01 is usual. Every pack
     costs one more forward pass, because tokens per expert are counted over the whole step first."""
-    autocast: bool = False
-    """Compute products in bf16 while weights and their sums stay fp32."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of products. With ``bfloat16`` weights, gradients, moments and losses stay float32, and each product
+    rounds its operands (torch.autocast)."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """``adamw8bit`` keeps the moments in 8 bits, by bitsandbytes (``chairlift[adamw8bit]``)."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward, which computes the layer again: less memory, a third more time."""
 
@@ -411,6 +414,11 @@ class TrainConfig:
     """Also for a single source; None replays nothing, and mixes several in equal shares."""
     output: str | None = None
     """Directory for the checkpoints."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model is computed; ``auto`` is ``cuda`` where there is one. Each process of a machine takes a device of
+    its own."""
+    tensorboard: bool = False
+    """Write curves to ``OUTPUT/tensorboard`` (``chairlift[tensorboard]``)."""
     seed: int = 0
     """Seed of fresh weights, the order of the data, and dropout."""
     threads: int | None = None

@@ -30,6 +30,7 @@ from chairlift.models.hf_config import ModelConfig, parse_config, read_json
 from chairlift.models.loader import load_model
 from chairlift.models.registry import FAMILIES
 from chairlift.train.balance import Cost
+from chairlift.train.board import Board
 from chairlift.train.checkpoint import CheckpointStore, ModelFiles, load_state, random_state, set_random_state
 from chairlift.train.config import DataSettings, DriftSettings, LoraSettings, TrainConfig
 from chairlift.train.drift import DriftSampler
@@ -47,7 +48,7 @@ from chairlift.train.stream_stats import Cut
 from chairlift.train.trainer import StepResult, Trainer
 from chairlift.writing import replacing
 
-__all__ = ["Outcome", "Prepared", "prepare", "train"]
+__all__ = ["Outcome", "Prepared", "device_of", "prepare", "train"]
 
 _POLL_SECONDS = 0.2
 
@@ -130,6 +131,7 @@ def prepare(
             f"the tokenizer has {encoder.vocab_size} tokens, but the model only {network.vocab_size} "
             "(vocab_size); use the tokenizer that belongs to the model, or a larger vocab_size"
         )
+    device_of(config)
     _stream(config, network, [[0, 0]], Ranks(0, ranks))  # for its checks alone
     most = config.packing.capacity if config.packing.overflow == "error" else None
     encode = fitting(encoder.examples, network.vocab_size, most)
@@ -351,16 +353,17 @@ def _stream(config: TrainConfig, network: ModelConfig | TransformersShape, sourc
 
 
 def _make_network(prepared: Prepared) -> Network:
-    """The model to train. Raises ConfigError for one of transformers whose packed sequences leak."""
-    config, shape = prepared.config, prepared.network
+    """The model to train, on its device. Raises ConfigError for one of transformers whose packed sequences leak."""
+    config, shape, device = prepared.config, prepared.network, device_of(prepared.config)
     path = None if config.model.path is None else Path(config.model.path)
     if isinstance(shape, TransformersShape):
-        return TransformersNetwork(load_for_training(shape, path))
+        return TransformersNetwork(load_for_training(shape, path).to(device))
     keeps_model = config.lora is not None or config.heads is not None
     if path is not None and (prepared.resume_from is None or keeps_model):
         model = load_model(path, shape, torch.float32, weight_format=PLAIN)
     else:
         model = CausalLM(shape)
+    model.to(device)
     if config.heads is not None:
         sizes = {name: getattr(config.heads, name) for name in ("num_heads", "num_layers", "own_output_heads")}
         return MedusaNetwork(model, **sizes, base=str(path))
@@ -387,6 +390,45 @@ def _make_trainer(config: TrainConfig, network: Network, stream: PackStream, dri
     return Trainer(network, config.training, stream, seed=config.seed, drift=drift)
 
 
+def device_of(config: TrainConfig) -> str:
+    """``cpu`` or ``cuda``. Raises ConfigError for a device that is not here."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, and PyTorch finds no such device; take cpu, or auto")
+    return "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def _restore(trainer: Trainer, directory: Path) -> dict[str, Any]:
+    """Let the trainer go on from a checkpoint; returns its whole state. Raises ConfigError for one of another run."""
+    state = load_state(directory)
+    try:
+        trainer.load_state_dict(state["trainer"])
+        set_random_state(state["random"])
+    except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
+        why = error if isinstance(error, ConfigError) else f"it is damaged ({error!r})"
+        raise ConfigError(f"cannot go on from {directory}: {why}; to begin anew, give another --output") from None
+    return state
+
+
+def _evaluation(prepared: Prepared, ranks: Ranks) -> Evaluation | None:
+    if not prepared.open_evaluation:
+        return None
+    packing = prepared.config.packing
+    made = Evaluation(prepared.open_evaluation, capacity=packing.capacity, overflow=packing.overflow, ranks=ranks)
+    made.check()
+    return made
+
+
+def _both(first: Callable[..., None], second: Callable[..., Any] | None) -> Callable[..., None]:
+    """A function that calls both with the same arguments."""
+
+    def call(*args: Any) -> None:
+        first(*args)
+        if second is not None:
+            second(*args)
+
+    return call
+
+
 def train(
     config: TrainConfig,
     *,
@@ -406,7 +448,7 @@ def train(
     prepared = prepare(config, resume=resume, ranks=world_size(), on_save=on_save)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    with process_group() as ranks, _Interrupts() as interrupts:
+    with process_group(device_of(config)) as ranks, _Interrupts() as interrupts, contextlib.ExitStack() as stack:
         sources = {name: open_source(interrupts.wait) for name, open_source in prepared.open_sources.items()}
         source = _mixed(config, sources)
         stream = _stream(config, prepared.network, source, ranks)
@@ -416,26 +458,14 @@ def train(
         network = _make_network(prepared)
         on_start(network)
         trainer = _make_trainer(config, network, stream, drift)
-        if prepared.resume_from is not None:
-            state = load_state(prepared.resume_from)
-            try:
-                trainer.load_state_dict(state["trainer"])
-                set_random_state(state["random"])
-            except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
-                why = error if isinstance(error, ConfigError) else f"it is damaged ({error!r})"
-                raise ConfigError(
-                    f"cannot go on from {prepared.resume_from}: {why}; to begin anew, give another --output"
-                ) from None
+        state = None if prepared.resume_from is None else _restore(trainer, prepared.resume_from)
         interrupts.watch(trainer)
-        evaluation = None
-        if prepared.open_evaluation:
-            packing = config.packing
-            evaluation = Evaluation(
-                prepared.open_evaluation, capacity=packing.capacity, overflow=packing.overflow, ranks=ranks
-            )
-            evaluation.check()
-        run = _Run(prepared, ranks, trainer, on_step, on_evaluation, evaluation)
-        if prepared.resume_from is not None:
+        if config.tensorboard and ranks.rank == 0:
+            board = Board(prepared.store.root / "tensorboard", after=trainer.num_steps)
+            stack.callback(board.close)
+            on_step, on_evaluation = _both(board.step, on_step), _both(board.evaluation, on_evaluation)
+        run = _Run(prepared, ranks, trainer, on_step, on_evaluation, _evaluation(prepared, ranks))
+        if state is not None:
             run.remember(state.get("best"))
         outcome = run.go()
         skipped = sum(getattr(each, "skipped", 0) for each in sources.values())
