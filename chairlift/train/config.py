@@ -332,6 +332,9 @@ class TrainerConfig:
     rounds its operands (torch.autocast)."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """``adamw8bit`` keeps the moments in 8 bits, by bitsandbytes (``chairlift[adamw8bit]``)."""
+    sharding: Literal["none", "fsdp"] = "none"
+    """What several processes divide: ``fsdp`` weights, gradients and moments (FSDP2), put together layer by layer where
+    they are computed with; ``none`` only the packs, each process holding all weights."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward, which computes the layer again: less memory, a third more time."""
 
