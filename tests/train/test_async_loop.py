@@ -212,7 +212,7 @@ def test_a_resumed_loop_trains_on_the_same(steps: int) -> None:
     second = echo_loop(prompts, generator)
     second.load_state_dict(first.state_dict())
     assert before + second.run(6 - steps) == whole
-    with pytest.raises(ConfigError, match="this one is under way"):
+    with pytest.raises(ConfigError, match="this loop has already started"):
         second.load_state_dict(first.state_dict())
 
 

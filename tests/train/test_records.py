@@ -301,7 +301,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         FollowedLines([tmp_path / "a.jsonl.gz"], several, follow=True)
     for name, content, message in (
         ("b.json", "[]", "empty array"),
-        ("c.json", "[1", "begins as a JSON array"),
+        ("c.json", "[1", "begins with a JSON array"),
         ("d.txt", "x", r"suffix '\.txt'"),
         ("e.arrow", "x", "cannot be read as Arrow"),
     ):
