@@ -525,7 +525,7 @@ class Fleet(RemoteCore):
         return [member.core for member in self._members if member.alive and member.core is not None]
 
     async def _load(self, member: _Member) -> None:
-        """Start the process of a replica."""
+        """Start the process of a replica, and load the newest weights if they were replaced."""
         member.core = self._connect(member.view.index, member)
         try:
             member.info = await member.core.start()

@@ -83,7 +83,8 @@ MACHINES: Final = {
         _gpu("rtx-5090", 1.792, 209, 32),
         _gpu("rtx-4090", 1.008, 165, 24),
         _gpu("rtx-3090", 0.936, 71, 24),
-        # AMX: 2,048 operations per cycle. AVX-512 BF16: 64 on Zen 4, 128 on Zen 5. Neoverse: four BFMMLA of 32.
+        # Operations per core and cycle: 2,048 with AMX, 64 with AVX-512 BF16 on Zen 4 and 128 on Zen 5. Neoverse runs
+        # four BFMMLA instructions of 32 operations.
         _cpu("sapphire-rapids-8480", 56, 2.0, 2048, 307.2),
         _cpu("emerald-rapids-8592", 64, 1.9, 2048, 358.4),
         _cpu("granite-rapids-6980p", 128, 2.0, 2048, 844.8),

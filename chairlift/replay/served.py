@@ -86,7 +86,7 @@ class RequestTiming:
     request: TracedRequest
     """The request. Its ``arrival`` is the time at which it was sent, on the core's clock."""
     index: int
-    """Index in the trace."""
+    """Index of the request in the trace."""
     started: float = -1.0
     times: list[float] = dataclasses.field(default_factory=list)
     """Time at which each token was delivered. A static batch delivers all tokens at its end."""

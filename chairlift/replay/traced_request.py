@@ -15,7 +15,7 @@ PREFIX_BLOCK: Final = 512
 _MAX_TOKENS: Final = 1 << 24
 _MAX_ID: Final = 1 << 62
 _FIRST_ID: Final = 10
-"""Smallest token id of a prompt, because lower ones are special tokens in most vocabularies."""
+"""Smallest token id of a generated prompt. Lower ids are special tokens in most vocabularies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,8 @@ class TracedRequest:
     """Number of tokens of the whole prompt, including earlier turns."""
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()
-    """Ids of the prompt's first blocks of ``prefix_block`` tokens: prompts with the same ids and block size begin with
-    the same tokens. The last block may reach beyond the prompt. Ids are small numbers, or hashes of up to 62 bits."""
+    """Ids of the first blocks of the prompt; a block has ``prefix_block`` tokens. Prompts whose first ids are equal
+    begin with equal tokens. The last block may reach beyond the prompt. Ids are numbers below 2**62, such as hashes."""
     prefix_block: int = PREFIX_BLOCK
     """Number of prompt tokens that one prefix id covers."""
     session: str = ""

@@ -22,9 +22,9 @@ class Cost:
     the lengths of its sequences."""
 
     linear: float
-    """a: cost per token."""
+    """Cost per token (a)."""
     quadratic: float
-    """b: cost per squared length of a sequence."""
+    """Cost per squared length of a sequence (b)."""
 
     def __post_init__(self) -> None:
         if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):

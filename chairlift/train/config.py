@@ -169,7 +169,7 @@ class DataSettings:
     text_field: str = "text"
     """Name of the field with the text in records of plain text."""
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Name of a field in the files -> name that it stands for, such as ``{question: prompt, answer: completion}``."""
+    """Name of a field in the files -> name that is used here, such as ``{question: prompt, answer: completion}``."""
     chat_template: str | None = None
     """File with a chat template for training (default: the tokenizer's). Checkpoints contain the tokenizer's
     template."""
@@ -249,7 +249,7 @@ class DriftSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PackingSettings:
-    """How sequences share forward passes: arguments of :class:`~chairlift.train.stream.PackStream`."""
+    """How sequences are packed: arguments of :class:`~chairlift.train.stream.PackStream`."""
 
     capacity: int = 4096
     """Maximum number of tokens in a pack. It determines the memory of one forward and backward pass."""
@@ -260,7 +260,7 @@ class PackingSettings:
     max_sequences: int | None = None
     """Maximum number of sequences in a pack. None: no limit."""
     overflow: Literal["error", "split", "truncate", "drop", "own_pack"] = "error"
-    """Treatment of a sequence that is longer than a pack."""
+    """Treatment of a sequence that is longer than ``capacity``; see :class:`~chairlift.train.stream.PackStream`."""
     step: str = "packs:8"
     """Size of one optimiser step, over all ranks: ``tokens:1M``, ``sequences:256`` or ``packs:8``."""
     window: int = 128

@@ -210,7 +210,7 @@ class Encoder:
 
 
 def _learn_closing_tokens(weights: npt.NDArray[np.float32], added: npt.NDArray[np.bool_]) -> None:
-    """Make the end tokens that the tokenizer appends targets, if the text ends with a target."""
+    """Set the weight of end tokens that the tokenizer has appended (``added``) to 1, if the text ends with a target."""
     last = len(weights)
     while last and added[last - 1]:
         last -= 1

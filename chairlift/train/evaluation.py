@@ -27,7 +27,7 @@ class SourceLoss:
     """Loss on one source, or on all sources together."""
 
     loss: float
-    """Sum of weight * loss over all targets, divided by the sum of their weights, in nats."""
+    """Weighted mean of the targets' losses, in nats."""
     targets: int
     """Number of targets."""
 

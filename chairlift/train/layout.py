@@ -87,7 +87,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pack:
-    """Sequences that share one forward pass."""
+    """A pack: one or more sequences that are computed in one forward pass."""
 
     tokens: npt.NDArray[np.int32]
     """[T] token ids: the sequences one after another."""

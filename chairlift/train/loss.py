@@ -53,7 +53,7 @@ class _Targets:
     weights: Tensor
     """[T] weight of each target, in the dtype of the sum of losses."""
     normaliser: Tensor
-    """This row's part of Z, a scalar."""
+    """This row's part of the constant Z that the loss is divided by, a scalar."""
 
 
 class StepLoss:
@@ -83,7 +83,7 @@ class StepLoss:
         label_smoothing: float = 0.0,
         chunk: int | None = None,
     ) -> None:
-        """Raises ConfigError for an unknown ``reduce`` or ``gradients``, and for values out of range."""
+        """Create a loss. Raises ConfigError for an unknown ``reduce`` or ``gradients``, and for values out of range."""
         if reduce not in ("token", "sequence", "sqrt", "weights"):
             raise ConfigError(f"reduce must be token, sequence, sqrt or weights, got {reduce!r}")
         if gradients not in ("mean", "sum"):
@@ -214,7 +214,8 @@ class ExpertCounts:
         group: distributed.ProcessGroup | None = None,
         gradients: Gradients = "mean",
     ) -> None:
-        """Raises ConfigError unless 1 <= top_k <= num_experts."""
+        """Create counts for routers with ``num_experts`` experts. Raises ConfigError unless 1 <= top_k <=
+        num_experts."""
         if not 1 <= top_k <= num_experts:
             raise ConfigError(f"top_k must be from 1 to num_experts ({num_experts}), got {top_k}")
         self.num_experts = num_experts

@@ -65,7 +65,7 @@ class Network(Protocol):
 
 
 class NativeNetwork:
-    """A model of Chairlift's own layers. With an ``adapter`` of it, or several, only these are trained and written."""
+    """A model with Chairlift's own layers. With one or more adapters, only the adapters are trained and written."""
 
     def __init__(self, model: CausalLM, adapter: TrainableAdapter | TrainableAdapters | None = None) -> None:
         self.model = model

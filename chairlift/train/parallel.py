@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _LAUNCHER: Final = "CHAIRLIFT_LAUNCHER"
-"""Environment variable with the process id of the launcher, set by :func:`launch`."""
+"""Name of the environment variable in which :func:`launch` passes its process id to the processes that it starts."""
 _BUCKET: Final = 1 << 24
 """Number of values in one all-reduce: 64 MiB in float32."""
 

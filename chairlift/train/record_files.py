@@ -190,7 +190,7 @@ class LineFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for an empty file."""
+        """Read the file once to build the index. Raises ConfigError for an empty file."""
         self.path = path
         self.fingerprint = 0
         ends: list[npt.NDArray[np.int64]] = []

@@ -231,7 +231,7 @@ class StalenessGate:
         del self._waiting[:too_old]
 
     def stats(self) -> GateStats:
-        """Counts so far."""
+        """Counts of rollouts since the gate was created."""
         produced, consumed = (sum(self._lengths[kind].values()) for kind in ("produced", "consumed"))
         means = [self._tokens[k] / n if n else 0.0 for k, n in (("produced", produced), ("consumed", consumed))]
         return GateStats(
@@ -254,7 +254,8 @@ class StalenessGate:
     # -- resume ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """State as plain data, with the settings for a check. The callers' samples are stored unchanged."""
+        """State as plain data. It includes the settings, to check them later. The callers' samples are stored
+        unchanged."""
         return {
             "settings": [self.bound, self.batch, self.policy],
             "version": self.version,

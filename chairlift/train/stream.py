@@ -237,7 +237,7 @@ class PackStream:
                 yield number, self._make_pack(row)
 
     def as_torch(self) -> TorchPackStream:
-        """This stream as a ``torch.utils.data.IterableDataset``, for a DataLoader with ``batch_size=None``."""
+        """A ``torch.utils.data.IterableDataset`` of this stream's packs, for a DataLoader with ``batch_size=None``."""
         from chairlift.train.torch_stream import TorchPackStream
 
         return TorchPackStream(self)

@@ -66,7 +66,7 @@ class StreamStats:
     delay_arrivals: Delay
     """Number of sequences that were read between reading a sequence and closing its pack."""
     cost_cv: float
-    """Standard deviation of the packs' cost divided by its mean."""
+    """Standard deviation of the costs of packs, divided by their mean."""
     idle: float
     """Waiting time of the ranks divided by the mean computing time, if ranks synchronise after every pack."""
     idle_step: float

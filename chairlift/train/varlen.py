@@ -135,7 +135,8 @@ def _device_offsets(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor
 
 @dataclasses.dataclass(slots=True)
 class VarlenContext:
-    """Attention of a pack in Chairlift's own models (an :class:`~chairlift.models.context.AttentionContext`)."""
+    """Context with which Chairlift's own models compute the attention of a pack (an
+    :class:`~chairlift.models.context.AttentionContext`)."""
 
     cu_seqlens: Sequence[int]
     """[N + 1] offsets of the sequences in the flat batch; the last offset is T. Empty sequences are ignored."""

@@ -235,7 +235,7 @@ class Ratio:
     """Second server's value divided by the first's."""
 
     ratio: float
-    """Geometric mean over the rounds."""
+    """Geometric mean of the ratio over the rounds."""
     low: float | None
     """Lower end of the 95 % bootstrap interval over the rounds; ``high`` is its upper end. None with one round."""
     high: float | None

@@ -323,10 +323,10 @@ def _look(findings: Findings, lab: Lab, space: Space, timer: _Timer) -> list[Set
 
 
 def _candidates(findings: Findings, lab: Lab, judge: Judge) -> list[Setting]:
-    """One or two settings to run on the real engine, chosen by simulation.
+    """Choose one or two settings for real runs, by their simulated scores.
 
-    The first has the shortest waits among those that are nearly as good as the best. The second, if any, differs
-    clearly from it and preempts at most half as many requests.
+    The first setting has the lowest p99 latency among the settings whose score is close to the best. The second
+    setting, if any, differs clearly from the first and preempts at most half as many requests.
     """
     scores = {setting: score for setting, score in judge.scores.items() if score.exact}
     ranked = sorted(scores, key=lambda setting: scores[setting], reverse=True)
@@ -565,7 +565,7 @@ def _paced(findings: Findings, lab: Lab, pace: float, timer: _Timer) -> None:
 
 
 def _by_slots(findings: Findings, lab: Lab, rows: Sequence[int]) -> None:
-    """Run the chosen settings with other numbers of slots, all requests at once."""
+    """Fill ``Findings.by_slots``: results of the chosen settings with other numbers of slots."""
     chosen = findings.settings["chosen"]
     for slots in sorted({*rows, chosen.max_num_seqs}):
         setting = dataclasses.replace(chosen, max_num_seqs=slots)

@@ -50,7 +50,8 @@ class AdapterFiles:
         return self.contents[path]
 
     def read(self, path: Path, root: Path | None) -> _Read:
-        """See :class:`~chairlift.executor.executor.AdapterMemory`."""
+        """Read a file, as :class:`~chairlift.executor.executor.AdapterMemory` does. Raises ModelLoadError if it is
+        damaged."""
         content = self.contents[str(path)]
         if content == BROKEN:
             raise ModelLoadError("injected: the adapter cannot be read")
