@@ -140,7 +140,9 @@ class RayCluster:
                 " every machine"
             )
         if facts.version != __version__:
-            raise ConfigError(f"Chairlift on {host} is {facts.version}, and here {__version__}; install the same")
+            raise ConfigError(
+                f"Chairlift on {host} is {facts.version}, and here {__version__}; install the same version"
+            )
         if node not in self._reported:
             self._reported.add(node)
             shown = ", ".join(f"{address} ({name})" for address, name in facts.listening.items()) or "not known"
@@ -306,8 +308,8 @@ def _check_authentication(address: str, environ: Mapping[str, str] | None = None
     mode = known.get("RAY_AUTH_MODE", "token")
     if mode.lower() != "token":
         raise ConfigError(
-            f"RAY_AUTH_MODE is {mode!r}, so whoever reaches Ray's ports could run programs; leave it out or set it to"
-            " token"
+            f"RAY_AUTH_MODE is {mode!r}, so anyone who can reach Ray's ports could run programs; leave it out or set"
+            " it to token"
         )
     os.environ["RAY_AUTH_MODE"] = "token"
     if known.get("RAY_AUTH_TOKEN"):

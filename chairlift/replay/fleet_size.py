@@ -96,8 +96,8 @@ def smallest_fleet(
         if len(part_of(trace, 2 * parts)) < _LEAST_REQUESTS:
             raise ConfigError(
                 f"{most} replicas are too few, and the traffic of {len(trace)} requests is too short to be divided into"
-                f" {parts} parts; simulate at least {3 * parts * _LEAST_REQUESTS} requests (--num-prompts), or promise"
-                " less"
+                f" {parts} parts; simulate at least {3 * parts * _LEAST_REQUESTS} requests (--num-prompts), or relax"
+                " the promises"
             )
     while high - low > 1:
         middle = (low + high) // 2

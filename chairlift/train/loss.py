@@ -235,9 +235,7 @@ class ExpertCounts:
         for name in ("num_local_experts", "num_experts", "n_routed_experts"):
             if getattr(config, name, None):
                 return cls(getattr(config, name), config.num_experts_per_tok, **settings)
-        raise ConfigError(
-            f"{type(config).__name__} names no number of experts; ExpertCounts is for mixtures of experts"
-        )
+        raise ConfigError(f"{type(config).__name__} has no number of experts; ExpertCounts is for mixtures of experts")
 
     @contextlib.contextmanager
     def step(self, batches: Sequence[Batch], forward: Callable[[Batch], Any] | None = None) -> Iterator[ExpertCounts]:

@@ -72,7 +72,7 @@ def sizes_table(sizes: Sequence[Size]) -> Table:
     header = ["", "output tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "E2EL p99", *["goodput"] * goodput]
     caption = f"times in ms, medians of {rounds} round{'s' * (rounds != 1)}; * is the best of its kind"
     if any(size.batching == "static" for size in sizes):
-        caption += "; a static batch hands answers out whole, so it has no time per token"
+        caption += "; a static batch delivers all tokens at its end, so it has no time per token"
     return Table([*header, "preempted", "failed"], rows, caption)
 
 

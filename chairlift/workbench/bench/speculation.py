@@ -107,7 +107,7 @@ def speculation_table(sides: Sequence[Side]) -> Table:
     header = ["", "output tokens/s", "ratio", "TPOT p50", "p99", "E2EL p50", "accepted length", "failed"]
     caption = (
         f"times in ms, medians of {rounds} round{'s' * (rounds != 1)}; ratio: to continuous without drafts, of as many "
-        "slots; a static batch hands answers out whole, so it has no time per token"
+        "slots; a static batch delivers all tokens at its end, so it has no time per token"
     )
     return Table(header, rows, caption)
 

@@ -312,7 +312,7 @@ def _search(findings: Findings, lab: Lab, judge: Judge, space: Space, timer: _Ti
 
 def _look(findings: Findings, lab: Lab, space: Space, timer: _Timer) -> list[Setting]:
     """Find the best one or two settings by real runs. The best setting comes first."""
-    timer.stage("2 of 5, real runs of several settings, since simulated ones would be off")
+    timer.stage("2 of 5, real runs of several settings, because the simulator does not fit this machine")
     count = min(findings.count, max(2 * findings.settings["static"].max_num_seqs, _CHECKED))
     candidates, scores = measured_candidates(
         findings.settings, lab, space, count, lambda: timer.left_until(_SEARCH_UNTIL)
@@ -585,12 +585,13 @@ def _conclude(findings: Findings, lab: Lab) -> None:
     if findings.count < len(findings.traffic.requests):
         notes.append(
             f"Only the first {findings.count:,} of {len(findings.traffic.requests):,} requests were used; chairlift"
-            " trace sample draws fewer that stand for all."
+            " trace sample draws a smaller sample of the whole trace."
         )
     if not findings.trusted:
         notes.append(
             f"The step model is off by {findings.fit_error or 0.0:.0%} (median) on this machine now, more than"
-            f" {TRUSTED:.0%}: no figure here is simulated, and fewer settings were tried. Is the machine quiet?"
+            f" {TRUSTED:.0%}: no result here is simulated, and fewer settings were tried. Does the machine run other"
+            " programs?"
         )
     _tell_of_rates(findings)
     if not findings.rounds:
@@ -620,8 +621,8 @@ def _conclude(findings: Findings, lab: Lab) -> None:
     worst = max(findings.accuracy.values(), key=lambda ratio: max(ratio, 1 / ratio))
     if max(worst, 1 / worst) > 1 + _OFF:
         notes.append(
-            f"The simulator was off by up to {max(worst, 1 / worst) - 1:.0%} here, so what is only simulated is worth"
-            " little. Was the machine quiet?"
+            f"The simulator was off by up to {max(worst, 1 / worst) - 1:.0%} here, so simulated results are not"
+            " reliable. Did the machine run other programs?"
         )
 
 

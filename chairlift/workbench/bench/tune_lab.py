@@ -161,7 +161,7 @@ class Lab:
         """Serve ``count`` requests of the traffic at once with each setting, and fit the cost model to these steps,
         too."""
         if self.deployment is None:
-            raise InvariantError("nothing was fitted before")
+            raise InvariantError("call fit() before learn(): there is no cost model yet")
         served: list[tuple[StepFeatures, float]] = []
         for setting in settings:
             core, limits = self._make_core({**self._fixed, **setting.flat()})
