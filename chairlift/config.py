@@ -278,7 +278,7 @@ class SchedulerConfig:
     drop."""
     prefill_mode: str = "mixed"
     """Contents of a step: mixed (decodes, then prompts with the rest of the budget), prefill_first, decode_first,
-    separate (only prompts or only decodes), or auto (mixed or separate, whichever is predicted to take less time)."""
+    separate (only prompts or only decodes), or auto (mixed, prefill_first or separate, by predicted step time)."""
     preemption_mode: str = "auto"
     """How a running request is preempted: recompute, swap (its KV is saved in host memory), auto (the cheaper of both),
     or none (a request is admitted only if there is room for its longest possible answer)."""
