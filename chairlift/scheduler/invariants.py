@@ -1,4 +1,5 @@
-"""Checks of the scheduler's state between two steps. Cheap enough for tests and simulation, not for production."""
+"""Checks of the scheduler's state between two steps. They are fast enough for tests and simulation, not for
+production."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ __all__ = ["check_batch"]
 
 
 def check_batch(batch: Batch) -> None:
-    """Raise InvariantError unless every request is in exactly one place and all counts agree."""
+    """Raise InvariantError unless every request is in exactly one state and all counters are right."""
     running = batch.running.values()
     slots = [request.slot for request in running]
     if sorted(slots + batch.free_slots) != list(range(batch.max_running)):

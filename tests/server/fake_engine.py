@@ -303,7 +303,7 @@ class FakeEngine:
         self.check_room()
         self._check(prompt, params)
         limits = ModelLimits(INFO.vocab_size, INFO.max_model_len, (), self.service_classes)
-        _, service = InputProcessor(limits, None, INFO)._promise(params, 0.0, tenant)
+        _, service = InputProcessor(limits, None, INFO)._service(params, 0.0, tenant)
         self.services.append(service)
         self.names.append(name)
         self.submitted.append((prompt, params, {"cache_salt": cache_salt, "queue_timeout": queue_timeout}))

@@ -146,7 +146,7 @@ def bound_of_a_step_one_too_high(patch: Patch) -> None:
 
 @mutant
 def nobody_waits_too_long_for_an_adapter(patch: Patch) -> None:
-    patch(PromptBudget, "_door_closed", lambda self, step: False)
+    patch(PromptBudget, "_adapters_must_wait", lambda self, step: False)
 
 
 @mutant
@@ -215,9 +215,9 @@ def who_waits_for_an_adapter_stays_in_line_when_it_leaves(patch: Patch) -> None:
     forget = Adapters.forget
 
     def wrong(self: Adapters, request: Request) -> None:
-        line = list(self._line)
+        queue = list(self._queue)
         forget(self, request)
-        self._line = line
+        self._queue = queue
 
     patch(Adapters, "forget", wrong)
 

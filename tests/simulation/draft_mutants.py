@@ -118,8 +118,8 @@ def tokens_behind_a_stop_kept(patch: Patch) -> None:
 
 @mutant
 def drafts_beyond_the_end_of_the_answer(patch: Patch) -> None:
-    most = Drafts._most
-    patch(Drafts, "_most", staticmethod(lambda request: most(request) + (most(request) > 0)))
+    most = Drafts._max_drafts
+    patch(Drafts, "_max_drafts", staticmethod(lambda request: most(request) + (most(request) > 0)))
 
 
 @mutant
