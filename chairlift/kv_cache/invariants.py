@@ -1,4 +1,4 @@
-"""Checks of the block tables between two steps. For tests and simulation, not for production."""
+"""Checks of the block tables between two steps, for tests and simulation. They are too slow for production."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ __all__ = ["check_manager"]
 
 
 def check_manager(kv: KVCacheManager, requests: Iterable[Request]) -> None:
-    """Compare every count with the tables of the live requests. Raises InvariantError for the first difference."""
+    """Compare every counter with the tables of the unfinished requests. Raises InvariantError for the first
+    difference."""
     references: list[dict[int, int]] = [{} for _ in kv.pools]
     held, reserved, unheld = 0, [0] * len(kv.pools), [0] * len(kv.pools)
     for request in requests:
@@ -57,7 +58,7 @@ def _check_table(kv: KVCacheManager, group: int, request: Request) -> None:
 
 
 def _check_writable(pool: BlockPool, group: int, request: Request, tail: list[int]) -> None:
-    """Check that blocks which a request will write belong to it alone and are unknown to the prefix cache."""
+    """Check that each block that a request will write is in no other table and is unknown to the prefix cache."""
     for block in tail:
         if pool.ref_counts[block] != 1 or pool.nodes[block] is not None:
             raise InvariantError(f"{request!r} is about to write block {block} of group {group}, which others can read")

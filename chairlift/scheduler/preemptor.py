@@ -206,7 +206,7 @@ class Preemptor:
         done = self._computed_before(request, step)
         # One known token stays uncomputed, so that the next token can be sampled. Results of steps in flight are
         # dropped.
-        remaining = self.kv.tables.num_left(request, num_blocks, min(done, len(request.token_ids) - 1))
+        remaining = self.kv.tables.num_remaining(request, num_blocks, min(done, len(request.token_ids) - 1))
         last = (
             request.num_preemptions + 1 >= self.batch.max_preemptions
         )  # a pinned request must not hold blocks while it waits

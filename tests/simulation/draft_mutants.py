@@ -124,7 +124,7 @@ def drafts_beyond_the_end_of_the_answer(patch: Patch) -> None:
 
 @mutant
 def window_left_behind_before_it_was_read(patch: Patch) -> None:
-    make_room, leave = Drafts._make_room, BlockTables._leave_behind
+    make_room, leave = Drafts._make_room, BlockTables._release_passed
 
     def wrong(self: Drafts, request: Request, chunk: Chunk, step: Step) -> bool:
         def early(tables: BlockTables, group: int, grows: Request, in_flight: int) -> None:
@@ -132,11 +132,11 @@ def window_left_behind_before_it_was_read(patch: Patch) -> None:
             leave(tables, group, grows, in_flight)
             request.num_computed_tokens = chunk.start
 
-        BlockTables._leave_behind = early  # type: ignore[method-assign]
+        BlockTables._release_passed = early  # type: ignore[method-assign]
         try:
             return make_room(self, request, chunk, step)
         finally:
-            BlockTables._leave_behind = leave  # type: ignore[method-assign]
+            BlockTables._release_passed = leave  # type: ignore[method-assign]
 
     patch(Drafts, "_make_room", wrong)
 
