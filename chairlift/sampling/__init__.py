@@ -1,4 +1,4 @@
-"""From logits to tokens, without state: a request draws the same tokens alone and in any batch.
+"""From logits to tokens, without state: a request draws the same tokens in any batch.
 
 Importing this package does not import torch. Modules that need torch are imported by name::
 
@@ -8,8 +8,7 @@ Importing this package does not import torch. Modules that need torch are import
     logprobs  log-probabilities of the raw logits
     row       sampling parameters of one answer (no torch)
     failures  reasons why a row has no token (no torch)
-    sampler   applies all of these to a batch of rows, in order
-"""
+    sampler   applies all of these to a batch of rows, in order"""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def differences_of_a_failed_step_lost(patch: Patch) -> None:
     original = InputBatch.apply
 
     def apply(self: InputBatch, out: Any) -> Any:
-        self._untaken.clear()
+        self._unapplied.clear()
         return original(self, out)
 
     patch(InputBatch, "apply", apply)
