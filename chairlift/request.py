@@ -207,7 +207,7 @@ class Request:
         self.slot = -1
         """Permanent row in the executor's InputBatch while running; -1 otherwise."""
         self.limit = self.max_total_tokens - 1
-        """Number of KV positions at which it stops computing. (The last sampled token is never an input.)"""
+        """Number of KV positions at which the request stops computing. (The last sampled token is never an input.)"""
         self._begin_books()
 
     def _begin_books(self) -> None:
@@ -220,8 +220,8 @@ class Request:
         self.siblings: list[Request] = []
         """Requests with the same prompt that wait until this request has computed the prompt, and then fork from it."""
         self.num_sample_positions = 1
-        """Number of positions that are sampled when a chunk reaches the newest known token, counted from the end. A
-        shorter chunk samples fewer. Only the token of the last position is used; the others are dropped."""
+        """The chunk that reaches the newest known token samples at so many of its last positions; a shorter chunk
+        samples at fewer. Only the token of the last position is used; the others are dropped."""
         self.block_ids: list[list[int]] = []
         """The block table: one list of block ids per cache group."""
         self.num_out_of_reach: list[int] = []

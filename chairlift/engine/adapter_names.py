@@ -62,22 +62,22 @@ class AdapterNames:
             raise RequestError(f"the adapter {name!r:.160} is not loaded; load it, or ask for another model")
         return entry.load.adapter_id
 
-    def find(self, asked: LoRARequest) -> AdapterEntry | None:
+    def find(self, request: LoRARequest) -> AdapterEntry | None:
         """The loaded adapter that a request asks for; None if it is not loaded. Raises RequestError if its number or
         name belongs to another adapter."""
-        known = self._by_int_id.get(asked.lora_int_id)
+        known = self._by_int_id.get(request.lora_int_id)
         if known is not None:
-            if (known.name, known.load.path) != (asked.lora_name, str(asked.lora_path)):
+            if (known.name, known.load.path) != (request.lora_name, str(request.lora_path)):
                 raise RequestError(
-                    f"lora_int_id {asked.lora_int_id} is the adapter {known.name!r} of {known.load.path!r} until it is"
-                    f" removed, and the request says {asked.lora_name!r} of {str(asked.lora_path)!r:.300}; give it"
-                    " another number"
+                    f"lora_int_id {request.lora_int_id} is the adapter {known.name!r} of {known.load.path!r} until"
+                    f" it is removed, and the request says {request.lora_name!r} of {str(request.lora_path)!r:.300};"
+                    " give it another number"
                 )
             return known
-        if asked.lora_name in self._by_name:
-            other = self._by_name[asked.lora_name].int_id
+        if request.lora_name in self._by_name:
+            other = self._by_name[request.lora_name].int_id
             has = f"has lora_int_id {other}" if other else "was loaded without a number"
-            raise RequestError(f"the adapter {asked.lora_name!r} {has}; give that, or another name")
+            raise RequestError(f"the adapter {request.lora_name!r} {has}; give that, or another name")
         return None
 
     def add(self, entry: AdapterEntry) -> AdapterEntry | None:

@@ -70,7 +70,7 @@ ReadImages = Callable[[str, Tokenizer], ImageProcessor | None]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _SETTLED_SECONDS: Final = 60.0
-"""After this many seconds of service, an engine that dies restarts after the shortest pause again."""
+"""If an engine ran this many seconds before it died, the pause before its restart is the shortest again."""
 
 
 class EngineState(enum.StrEnum):
@@ -234,10 +234,10 @@ class AsyncEngine:
 
     def _follow(self) -> None:
         """Let the core report its steps while there is a subscriber, and stop the reports when there is none."""
-        wanted = self.events.wants("steps")
-        if wanted != self._follows and self._client is not None:
-            self._client.watch(wanted)
-        self._follows = wanted
+        wants_steps = self.events.wants("steps")
+        if wants_steps != self._follows and self._client is not None:
+            self._client.watch(wants_steps)
+        self._follows = wants_steps
 
     @property
     def _free_rows(self) -> int:
@@ -333,16 +333,16 @@ class AsyncEngine:
     ) -> tuple[list[int], PlacedImages | None]:
         """(token ids of a conversation, its images or None), for :meth:`submit`. Raises RequestError and
         TemplateError."""
-        given: list[GivenImage] = []
+        given_images: list[GivenImage] = []
         if self._images is not None:
-            messages, given = take_images(messages)
-        how = add_generation_prompt, continue_final_message, variables, tools, bool(given)
+            messages, given_images = take_images(messages)
+        how = add_generation_prompt, continue_final_message, variables, tools, bool(given_images)
         with self._front() as encoder:
             token_ids = await encoder.encode_chat(messages, *how)
-            if not given or self._images is None:
+            if not given_images or self._images is None:
                 return token_ids, None
             reader = self._images
-            work = lambda: place_images(reader, token_ids, prepare_images(reader, given))  # noqa: E731
+            work = lambda: place_images(reader, token_ids, prepare_images(reader, given_images))  # noqa: E731
             return await encoder.beside(work)
 
     async def beside(self, work: Callable[[], _T]) -> _T:
@@ -511,10 +511,10 @@ class AsyncEngine:
         self._ready()
         if not self.config.lora.enable_lora or self._client is None:
             raise ConfigError("adapters are not served; start with enable_lora")
-        asked = LoRARequest(name, int_id or 1, path)
+        request = LoRARequest(name, int_id or 1, path)
         if any(name == loading for loading, _ in self._loads.values()) or (name in self.adapters and not in_place):
             raise RequestError(
-                f"the adapter {asked.lora_name!r} is loaded already, or about to be; give load_inplace to replace it,"
+                f"the adapter {request.lora_name!r} is loaded already, or about to be; give load_inplace to replace it,"
                 " or another name"
             )
         load = self.adapters.next_load(name, str(path), root)
@@ -547,21 +547,23 @@ class AsyncEngine:
             self._client.unload_adapter(entry.load.adapter_id)
         return entry is not None
 
-    async def adapter_of(self, asked: LoRARequest | None) -> str:
-        """Name of the adapter of a request, which is loaded first if necessary; empty if ``asked`` is None. Raises the
-        errors of :meth:`load_adapter`."""
-        if asked is None:
+    async def adapter_of(self, lora_request: LoRARequest | None) -> str:
+        """Name of the adapter of a request, which is loaded first if necessary; empty if ``lora_request`` is None.
+
+        Raises the errors of :meth:`load_adapter`.
+        """
+        if lora_request is None:
             return ""
-        if not isinstance(asked, LoRARequest):
-            raise RequestError(f"lora_request must be a LoRARequest, got {type(asked).__name__}")
-        while self.adapters.find(asked) is None:
-            others = [future for name, future in self._loads.values() if name == asked.lora_name]
+        if not isinstance(lora_request, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest, got {type(lora_request).__name__}")
+        while self.adapters.find(lora_request) is None:
+            others = [future for name, future in self._loads.values() if name == lora_request.lora_name]
             if others:
                 await asyncio.wait(others)
                 await asyncio.sleep(0)  # let the task that loaded it register the name
                 continue
-            await self.load_adapter(asked.lora_name, asked.lora_path, int_id=asked.lora_int_id)
-        return asked.lora_name
+            await self.load_adapter(lora_request.lora_name, lora_request.lora_path, int_id=lora_request.lora_int_id)
+        return lora_request.lora_name
 
     async def shutdown(self) -> None:
         """End the engine's process. Unfinished requests fail with EngineDeadError."""
@@ -651,16 +653,16 @@ class AsyncEngine:
                 self.intake.leave(state.request_id, when, started=True)
         if step.forecast is not None:
             self.intake.foreseen(step.forecast)
-        finished, held = core.finished, self.info is not None and self.info.held
+        finished, holds_batch = core.finished, self.info is not None and self.info.held
         if stopped and self._client is not None:
             self._client.stop(stopped)
-            if not held:  # in a static batch, requests that have ended wait until the core ends the batch
+            if not holds_batch:  # in a static batch, requests that have ended wait until the core ends the batch
                 finished = finished + [FinishedSequence(sequence_id, FinishReason.STOP) for sequence_id in stopped]
-        growing = [] if held else outputs.touched(core.sequence_ids)
+        growing = [] if holds_batch else outputs.touched(core.sequence_ids)
         for state in outputs.finish(finished, now):
             if state.finished:
                 self._settle(state.request_id, now)
-            elif not held:
+            elif not holds_batch:
                 growing.append(state)
         for state in growing:
             stream = self._streams.get(state.request_id)
@@ -762,14 +764,14 @@ class AsyncEngine:
             if not self.config.model.skip_tokenizer_init:
                 self.tokenizer = self._read_tokenizer(self.config, info.model_dir)
             # The queue for tokenization has room for the maximum number of queued and running requests.
-            most = self.intake.max_requests + self.config.scheduler.max_num_seqs
+            max_texts = self.intake.max_requests + self.config.scheduler.max_num_seqs
             chats = info.pooling is None
             if self.tokenizer is not None and self._read_images is not None and info.takes_images:
                 self._images = self._read_images(info.model_dir, self.tokenizer)
-            self._encoder = Encoder(self.tokenizer, info.max_model_len, most, self._chat_template, chats=chats)
+            self._encoder = Encoder(self.tokenizer, info.max_model_len, max_texts, self._chat_template, chats=chats)
             await self._encoder.start()
             if self.tokenizer is not None:
-                self._grammars = GrammarChecker(self.tokenizer, info.vocab_size, most)
+                self._grammars = GrammarChecker(self.tokenizer, info.vocab_size, max_texts)
             problem = info.too_much_reserved(self.service_classes)
             idle = self.config.without_effect() if chats else []
             for each in [*idle, *info.notes, *([problem] if problem and chats else [])]:

@@ -21,7 +21,7 @@ from chairlift.engine.estimates import estimator_from
 from chairlift.engine.events import Events
 from chairlift.engine.expert_load import ExpertLoad
 from chairlift.engine.floor_share import FloorShare
-from chairlift.engine.grammars import Grammars, HeldPlace
+from chairlift.engine.grammars import Grammars, SamplePlace
 from chairlift.engine.images import Images
 from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
@@ -159,7 +159,7 @@ class _Flight:
     out: SchedulerOutput
     pending: PendingTokens | Exception
     start: float
-    grammars: Sequence[HeldPlace]
+    grammars: Sequence[SamplePlace]
     """Sample positions of requests with a grammar or a thinking budget."""
     known: SampledTokens | None = None
 
@@ -580,7 +580,7 @@ class EngineCore(EngineClient):
             for place in flight.grammars:
                 if place.row.request is request and request.resumed_at_step <= flight.out.step:
                     try:
-                        drawn += place.right(flight.tokens().token_ids)
+                        drawn += place.accepted(flight.tokens().token_ids)
                     except Exception:  # the step failed; its requests end when the step is collected
                         return None
         return drawn

@@ -143,16 +143,16 @@ class Engine:
         _log.debug("request %r: %d prompt tokens, seed %d", request_id, len(prepared.prompt_token_ids), prepared.seed)
         return request_id
 
-    def _adapter_of(self, asked: LoRARequest | None) -> int:
-        if asked is None:
+    def _adapter_of(self, lora_request: LoRARequest | None) -> int:
+        if lora_request is None:
             return 0
-        if not isinstance(asked, LoRARequest):
-            raise RequestError(f"lora_request must be a LoRARequest, got {type(asked).__name__}")
-        entry = self._adapters.find(asked)
+        if not isinstance(lora_request, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest, got {type(lora_request).__name__}")
+        entry = self._adapters.find(lora_request)
         if entry is None:
-            load = self._adapters.next_load(asked.lora_name, str(asked.lora_path))
+            load = self._adapters.next_load(lora_request.lora_name, str(lora_request.lora_path))
             self.core.adapters.load_now(load)
-            entry = AdapterEntry(load, asked.lora_int_id)
+            entry = AdapterEntry(load, lora_request.lora_int_id)
             self._adapters.add(entry)
         return entry.load.adapter_id
 
@@ -247,8 +247,8 @@ class Engine:
 
     def _finish(self, finished: list[FinishedSequence]) -> list[RequestOutput]:
         states: list[RequestState] = self._outputs.finish(finished, self.clock.now())
-        held = self.scheduler.membership.held  # a static batch delivers only complete answers
-        return self._outputs_of([state for state in states if state.finished or (state.stream and not held)])
+        holds_batch = self.scheduler.membership.held  # a static batch delivers only complete answers
+        return self._outputs_of([state for state in states if state.finished or (state.stream and not holds_batch)])
 
     def _outputs_of(self, states: list[RequestState]) -> list[RequestOutput]:
         """Outputs of these requests. A request whose output cannot be made ends with an error."""

@@ -33,10 +33,10 @@ class FloorShare:
             useful = max(0, step.num_decodes - held)
             context = step.context_tokens * useful // step.num_decodes
             step, sampled = step._replace(num_decodes=useful, context_tokens=context), max(0, sampled - held)
-        kept = math.exp(-seconds / _SECONDS)
+        decay = math.exp(-seconds / _SECONDS)
         idle = step.num_decodes + step.prefill_tokens == 0
-        self._floor = self._floor * kept + (0.0 if idle else self._least_seconds(step, sampled))
-        self._spent = self._spent * kept + seconds
+        self._floor = self._floor * decay + (0.0 if idle else self._least_seconds(step, sampled))
+        self._spent = self._spent * decay + seconds
 
     @property
     def share(self) -> float | None:

@@ -29,7 +29,7 @@ from chairlift.step_batch import SampledTokens
 from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
 from chairlift.thinking import ThinkingBudget
 
-__all__ = ["Compile", "GrammarRow", "Grammars", "HeldPlace"]
+__all__ = ["Compile", "GrammarRow", "Grammars", "SamplePlace"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class GrammarRow:
     """Makes a new matcher at the beginning of the answer."""
 
 
-class HeldPlace(NamedTuple):
+class SamplePlace(NamedTuple):
     """Sample positions that a step has for one request with a grammar or a thinking budget."""
 
     first: int
@@ -63,7 +63,7 @@ class HeldPlace(NamedTuple):
     drafts: tuple[int, ...] = ()
     """Drafts of the row. There is one more sample position after each draft."""
 
-    def right(self, token_ids: Sequence[int]) -> Sequence[int]:
+    def accepted(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Sampled tokens that the request gets: one, and one more for each correct draft."""
         count = 1
         for place, draft in enumerate(self.drafts):
@@ -108,7 +108,7 @@ class Grammars:
         self._jobs: dict[bytes, _Job] = {}
         self._rows: dict[str, GrammarRow] = {}
         self._decode_rows: tuple[tuple[str, int], ...] = ()
-        self._decoding: list[HeldPlace] = []
+        self._decoding: list[SamplePlace] = []
         self.num_compiled = self.num_hits = self.num_failed = 0
         """Counters: grammars compiled; requests whose grammar was cached; grammars that failed."""
         self.compile_seconds = 0.0
@@ -283,25 +283,25 @@ class Grammars:
 
     # -- following -----------------------------------------------------------------------------------------------
 
-    def rows_of(self, out: SchedulerOutput) -> list[HeldPlace]:
+    def rows_of(self, out: SchedulerOutput) -> list[SamplePlace]:
         """Sample positions of a step that belong to requests with a grammar or a thinking budget."""
         if not self._rows:
             return []
         if out.decode_rows is not self._decode_rows:
             names = (self._rows.get(name) for name, _ in out.decode_rows)
             self._decode_rows = out.decode_rows
-            self._decoding = [HeldPlace(index, row) for index, row in enumerate(names) if row is not None]
+            self._decoding = [SamplePlace(index, row) for index, row in enumerate(names) if row is not None]
         rows, index = list(self._decoding), len(out.decode_rows)
         for name, chunk in zip(out.chunk_ids, out.chunks, strict=True):
             index += chunk.samples
             if chunk.samples and name in self._rows:
-                rows.append(HeldPlace(index - 1 - len(chunk.drafts), self._rows[name], chunk.drafts))
+                rows.append(SamplePlace(index - 1 - len(chunk.drafts), self._rows[name], chunk.drafts))
         return rows
 
-    def begin(self, rows: Sequence[HeldPlace], in_flight: InFlight) -> Future[dict[int, npt.NDArray[np.uint32]]]:
+    def begin(self, rows: Sequence[SamplePlace], in_flight: InFlight) -> Future[dict[int, npt.NDArray[np.uint32]]]:
         """Start to fill the masks of a step. The future's result maps sample position -> mask. The matchers must not be
         used until the future is done."""
-        todo: list[HeldPlace] = []
+        todo: list[SamplePlace] = []
         for place in rows:
             if place.row.request.finish_reason is None:
                 drawn = in_flight(place.row.request)
@@ -313,13 +313,13 @@ class Grammars:
         filled.set_result(_fill(todo))
         return filled
 
-    def landed(self, rows: Sequence[HeldPlace], step: int, tokens: SampledTokens) -> None:
+    def landed(self, rows: Sequence[SamplePlace], step: int, tokens: SampledTokens) -> None:
         """Check the sampled tokens of a step before the scheduler gets them. A token that its grammar forbids becomes a
         failed token."""
         for place in rows:
             row, request = place.row, place.row.request
             late = request.finish_reason is not None or request.slot < 0 or request.resumed_at_step > step
-            right = place.right(tokens.token_ids)
+            right = place.accepted(tokens.token_ids)
             last = request.num_output_tokens + len(right) - 1  # number of output tokens before the newest sampled token
             if late or right[-1] == FAILED_ROW:
                 continue
@@ -332,7 +332,7 @@ class Grammars:
                 broken = place.first + max(0, matcher.num_consumed - request.num_output_tokens)
                 tokens.token_ids[broken], tokens.errors[broken] = FAILED_ROW, matcher.error
 
-    def complete(self, rows: Sequence[HeldPlace]) -> list[Request]:
+    def complete(self, rows: Sequence[SamplePlace]) -> list[Request]:
         """Requests of a step whose answer is complete, because the grammar allows no further token. Call this after the
         scheduler got the step's tokens. It also drops matchers whose reasoning has ended, so that their requests may
         have drafts again."""
@@ -369,7 +369,7 @@ class Grammars:
         return not matcher.error and not matcher.stopped
 
 
-def _fill(todo: Sequence[HeldPlace]) -> dict[int, npt.NDArray[np.uint32]]:
+def _fill(todo: Sequence[SamplePlace]) -> dict[int, npt.NDArray[np.uint32]]:
     """Sample position -> mask. At drafts, the matcher consumes each draft to make the next mask, and then goes back."""
     masks: dict[int, npt.NDArray[np.uint32]] = {}
     for first, row, drafts in todo:

@@ -68,13 +68,13 @@ class Images:
     def add(self, requests: Sequence[Request], tiles: Sequence[ImageTile]) -> None:
         """Note the tiles of all sequences of one request. Sequences that must wait for the encoder are marked as not
         ready. Raises RequestError for a model that reads no images."""
-        memory, given = self._memory, {tile.key: tile for tile in tiles}
+        memory, tiles_by_key = self._memory, {tile.key: tile for tile in tiles}
         if memory is None:
             raise RequestError("this engine reads no images; send texts only")
         for request in requests:
             keys = tuple(dict.fromkeys(span.key for span in request.images))
             for key in keys:
-                if key not in given:
+                if key not in tiles_by_key:
                     raise RequestError("an image span names a tile that was not sent")
             self._of[request.request_id] = keys
             for key in keys:
@@ -83,7 +83,7 @@ class Images:
                 if memory.holds(key) or key in self._queue:
                     self.num_hits += 1
                 else:
-                    self._queue[key] = given[key]
+                    self._queue[key] = tiles_by_key[key]
             missing = {key for key in keys if not memory.holds(key)}
             if missing:
                 request.is_ready, request.waits_for = False, "image"
@@ -127,8 +127,8 @@ class Images:
 
     def shutdown(self) -> None:
         """Drop all requests and their tiles."""
-        for held in (self._waiting, self._of, self._users, self._queue):
-            held.clear()
+        for mapping in (self._waiting, self._of, self._users, self._queue):
+            mapping.clear()
         self._work = None
 
     def _let_go(self, key: bytes) -> None:

@@ -177,10 +177,10 @@ class InputProcessor:
             params = dataclasses.replace(params)  # a private copy of the mapping, which no caller can change
         if params.prediction is not None:
             params = dataclasses.replace(params, prediction=self._prediction(params.prediction))
-        given, prompt = images_of(prompt)
+        given_images, prompt = images_of(prompt)
         prompt, own_text = unnamed(prompt)
-        if given:
-            prompt, images = place_images(self._images, self._ids_of(prompt), given)
+        if given_images:
+            prompt, images = place_images(self._images, self._ids_of(prompt), given_images)
         token_ids = self._token_ids(prompt, int(params.max_tokens != 0))
         self._check_params(params)
         max_tokens = self._max_tokens(len(token_ids), params)
@@ -237,13 +237,13 @@ class InputProcessor:
             )
         return token_ids
 
-    def _prediction(self, given: str | Sequence[int]) -> list[int]:
-        if not isinstance(given, str):
-            token_ids = list(given)
+    def _prediction(self, prediction: str | Sequence[int]) -> list[int]:
+        if not isinstance(prediction, str):
+            token_ids = list(prediction)
         elif self._tokenizer is None:
             raise RequestError("prediction is text, but the tokenizer was not loaded; send token ids")
         else:
-            token_ids = self._tokenizer.encode(given, False)
+            token_ids = self._tokenizer.encode(prediction, False)
         self._check_ids("prediction", token_ids)
         if len(token_ids) > self.limits.max_model_len:
             raise PromptTooLongError(
@@ -321,9 +321,9 @@ class InputProcessor:
         if scored:
             return 1
         if params.max_tokens > room:
-            held, limit = self._cache.capacity_tokens, self.limits.max_model_len
+            capacity, limit = self._cache.capacity_tokens, self.limits.max_model_len
             # With sliding windows the cache holds any number of positions.
-            cache = f", the KV cache {held}" if held < limit else ""
+            cache = f", the KV cache {capacity}" if capacity < limit else ""
             raise PromptTooLongError(
                 f"the prompt has {num_prompt_tokens} tokens and max_tokens is {params.max_tokens}, together"
                 f" {num_prompt_tokens + params.max_tokens}, but there is room for {num_prompt_tokens + room} (the model"

@@ -251,9 +251,9 @@ class Intake:
 
         If a request came before there was a forecast, the first forecast later counts as its prediction.
         """
-        made, longer = forecast.made_at, self._stretches(forecast)
+        made_at, longer = forecast.made_at, self._stretches(forecast)
         newcomers, strangers = (
-            {name: made + (start - made) * longer.get(name, 1.0) for name, start in starts.items()}
+            {name: made_at + (start - made_at) * longer.get(name, 1.0) for name, start in starts.items()}
             for starts in (forecast.newcomers, forecast.strangers)
         )
         self.forecast = dataclasses.replace(forecast, newcomers=newcomers, strangers=strangers)
@@ -263,10 +263,10 @@ class Intake:
             each = self._waiting.get(name)
             if each is None or name in self._starts:
                 continue
-            self._starts[name] = made + (start - made) * longer.get(each.service_class, 1.0)
+            self._starts[name] = made_at + (start - made_at) * longer.get(each.service_class, 1.0)
             if each.predicted is None and each.lane is not None:
-                wait = max(0.0, self._starts[name] - made)
-                self._waiting[name] = dataclasses.replace(each, predicted=wait, predicted_at=made)
+                wait = max(0.0, self._starts[name] - made_at)
+                self._waiting[name] = dataclasses.replace(each, predicted=wait, predicted_at=made_at)
         lanes: dict[_Lane, list[float]] = {}
         for name, each in self._waiting.items():
             if name not in self._starts:
@@ -276,7 +276,7 @@ class Intake:
         # The forecast adds one new request for the tenant with the most requests. For other tenants it covers only the
         # requests that wait.
         self._lane_ends = {
-            lane: (max(all_), max(0.0, max(all_) - made) / len(all_))
+            lane: (max(all_), max(0.0, max(all_) - made_at) / len(all_))
             for lane, all_ in lanes.items()
             if lane[1] != forecast.tenant
         }

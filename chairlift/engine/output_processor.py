@@ -467,12 +467,12 @@ class OutputProcessor:
                 self.break_off(state, error, now)
                 continue
             states[state.request_id] = state
-        there = [state for state in states.values() if state.request_id in self._states]
-        for state in there:
+        present = [state for state in states.values() if state.request_id in self._states]
+        for state in present:
             if state.finished:
                 del self._states[state.request_id]
                 self._count_end(state, now)
-        return there
+        return present
 
     def _close(self, state: RequestState, answer: _Answer, ended: FinishedSequence) -> None:
         causes = ended.causes

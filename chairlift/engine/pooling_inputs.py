@@ -75,8 +75,8 @@ class PoolingInputs:
         ``added`` special tokens."""
         limit = self._limit(truncate)
         if limit is not None and len(ids) > limit:
-            behind = min(added[1], limit)
-            ids = [*ids[: limit - behind], *ids[len(ids) - behind :]]
+            num_after = min(added[1], limit)
+            ids = [*ids[: limit - num_after], *ids[len(ids) - num_after :]]
         return PooledText(request_id, self._checked(list(ids)))
 
     def pair(self, request_id: str, first: Any, second: Any, truncate: int | None = None) -> PooledText:
@@ -102,14 +102,19 @@ class PoolingInputs:
         return PooledText(request_id, self._checked(ids), types if self.pooling.token_types and any(types) else None)
 
     def _limit(self, truncate: int | None) -> int | None:
-        most = self.info.max_model_len
+        max_model_len = self.info.max_model_len
         if truncate is None:
             return None
-        if isinstance(truncate, bool) or not isinstance(truncate, int) or not (truncate == -1 or 1 <= truncate <= most):
+        if (
+            isinstance(truncate, bool)
+            or not isinstance(truncate, int)
+            or not (truncate == -1 or 1 <= truncate <= max_model_len)
+        ):
             raise RequestError(
-                f"truncate_prompt_tokens must be -1 (what the model takes) or from 1 to {most}, got {truncate!r:.40}"
+                f"truncate_prompt_tokens must be -1 (what the model takes) or from 1 to {max_model_len},"
+                f" got {truncate!r:.40}"
             )
-        return most if truncate == -1 else truncate
+        return max_model_len if truncate == -1 else truncate
 
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:
@@ -147,11 +152,11 @@ class PoolingInputs:
         normalised."""
         if dimensions is None or dimensions * 4 == len(values):
             return values
-        kept = floats(values[: 4 * dimensions])
+        numbers = floats(values[: 4 * dimensions])
         if self.pooling.normalize:
-            length = max(math.sqrt(sum(x * x for x in kept)), 1e-12)
-            kept = [x / length for x in kept]
-        return struct.pack(f"<{len(kept)}f", *kept)
+            length = max(math.sqrt(sum(x * x for x in numbers)), 1e-12)
+            numbers = [x / length for x in numbers]
+        return struct.pack(f"<{len(numbers)}f", *numbers)
 
 
 def _pair_ids(tokenizer: Tokenizer, texts: PairTexts, query: Any, document: Any) -> tuple[list[int], list[int]]:

@@ -299,9 +299,9 @@ class StepRecorder:
 
 def _settings(config: SchedulerConfig) -> dict[str, Any]:
     """Name -> value of the settings that differ from their default and have a plain value."""
-    given, usual = dataclasses.asdict(config), dataclasses.asdict(SchedulerConfig())
+    values, usual = dataclasses.asdict(config), dataclasses.asdict(SchedulerConfig())
     return {
         name: value
-        for name, value in given.items()
+        for name, value in values.items()
         if value != usual[name] and isinstance(value, (str, int, float, bool))
     }

@@ -87,18 +87,18 @@ class DraftModel:
             self._tokens[row.slot, :count] = row.token_ids
             self._leave(row.slot)
             self._owners[row.slot], self._sure[row.slot] = row.request_id, count
-            behind = self._preempted.pop(row.request_id, row.num_computed_tokens)
-            self._counts[row.slot] = min(behind, row.num_computed_tokens)
-        kept: list[np.ndarray] = []
+            computed = self._preempted.pop(row.request_id, row.num_computed_tokens)
+            self._counts[row.slot] = min(computed, row.num_computed_tokens)
+        prompt_tokens: list[np.ndarray] = []
         first = len(batch.slots) - len(out.chunks)
         for row_index, chunk in enumerate(out.chunks, first):
             if not chunk.drafts and chunk.start <= self._counts[chunk.slot]:
                 begin, end = batch.cu_seqlens[row_index : row_index + 2]
-                kept.append(np.arange(begin, end))
+                prompt_tokens.append(np.arange(begin, end))
                 self._tokens[chunk.slot, chunk.start : chunk.end] = batch.token_ids[begin:end]
                 self._counts[chunk.slot] = chunk.end
-        if kept:
-            self._runner.forward(batch.only(np.concatenate(kept)))
+        if prompt_tokens:
+            self._runner.forward(batch.only(np.concatenate(prompt_tokens)))
 
     def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
         """Do nothing: the small model does not use the served model's hidden states."""
@@ -114,22 +114,22 @@ class DraftModel:
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
         """Drafts for each row: at most the given number, and only as many as fit into the request's blocks."""
         drafts: list[list[int]] = [[] for _ in rows]
-        most, parts, room = [0] * len(rows), list[_Part](), min(self._max_tokens, len(rows) + _MAX_CATCH_UP)
-        for index, (request, wanted) in enumerate(rows):
+        limits, parts, room = [0] * len(rows), list[_Part](), min(self._max_tokens, len(rows) + _MAX_CATCH_UP)
+        for index, (request, requested) in enumerate(rows):
             known = len(request.token_ids)
             positions = min(len(table) for table in request.block_ids) * self._block_size
-            most[index] = min(wanted, min(positions, self._most_positions) - known + 1)
+            limits[index] = min(requested, min(positions, self._most_positions) - known + 1)
             start = self._begin(request)
             end = min(known, start + room)
-            if most[index] > 0 and start < end:
+            if limits[index] > 0 and start < end:
                 parts.append(_Part(index, request, start, end))
                 room -= end - start
         begin = time.perf_counter()
-        for number in range(max(most, default=0)):
+        for number in range(max(limits, default=0)):
             if not parts:
                 break
             drawn = self._pass(parts)
-            parts = self._extend(parts, drawn, drafts, most)
+            parts = self._extend(parts, drawn, drafts, limits)
             self._note(len(rows), time.perf_counter() - begin if number else 0.0)
             begin = time.perf_counter()
         return drafts
@@ -202,7 +202,7 @@ class DraftModel:
         return tables
 
     def _extend(
-        self, parts: Sequence[_Part], drawn: dict[int, int], drafts: list[list[int]], most: Sequence[int]
+        self, parts: Sequence[_Part], drawn: dict[int, int], drafts: list[list[int]], limits: Sequence[int]
     ) -> list[_Part]:
         """Append the sampled tokens to the drafts. Returns the parts of the next pass: one token of each row that may
         get more drafts."""
@@ -212,7 +212,7 @@ class DraftModel:
             if token < 0:
                 continue
             drafts[index].append(token)
-            if len(drafts[index]) < most[index]:
+            if len(drafts[index]) < limits[index]:
                 self._tokens[request.slot, end] = token
                 next_parts.append(_Part(index, request, end, end + 1))
         return next_parts

@@ -89,8 +89,8 @@ class HostBlocks:
             for cache, host in self._pairs[moves.group]:
                 host[moves.hosts] = cache[moves.blocks]
 
-    def swap_in(self, wanted: Iterable[tuple[int, int, int]]) -> None:
-        """Copy saved blocks back to the cache. ``wanted`` has (group, host block, block)."""
-        for moves in host_moves(wanted):
+    def swap_in(self, loaded: Iterable[tuple[int, int, int]]) -> None:
+        """Copy saved blocks back to the cache. ``loaded`` has (group, host block, block)."""
+        for moves in host_moves(loaded):
             for cache, host in self._pairs[moves.group]:
                 cache[moves.blocks] = host[moves.hosts]

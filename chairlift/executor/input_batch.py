@@ -119,8 +119,8 @@ class InputBatch:
     def arrived(self, awaited: Awaited, token_ids: list[int]) -> None:
         """Store tokens that were pending, at the positions that still wait for them. Meanwhile a row may have a new
         request, or may compute the same position again; such positions are skipped."""
-        wanted = self.tokens[awaited.slots, awaited.ends] == awaited.ticket
-        self.tokens[awaited.slots[wanted], awaited.ends[wanted]] = _known(token_ids)[wanted]
+        waiting = self.tokens[awaited.slots, awaited.ends] == awaited.ticket
+        self.tokens[awaited.slots[waiting], awaited.ends[waiting]] = _known(token_ids)[waiting]
         self._settle(awaited.verifies, token_ids)
 
     def store(self, step: StepBatch, token_ids: list[int]) -> None:
@@ -240,11 +240,11 @@ class InputBatch:
     @staticmethod
     def _verifies(chunks: list[Chunk], num_decodes: int) -> list[tuple[int, int, Chunk]]:
         """See :attr:`StepBatch.verifies`."""
-        found, place = [], num_decodes
+        found, position = [], num_decodes
         for chunk in chunks:
             if chunk.drafts:
-                found.append((place, chunk.slot, chunk))
-            place += chunk.samples
+                found.append((position, chunk.slot, chunk))
+            position += chunk.samples
         return found
 
     def _prompt_rows(self, chunks: list[Chunk], first_row: int) -> list[tuple[int, int, _Int32]]:

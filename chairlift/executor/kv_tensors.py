@@ -117,19 +117,19 @@ def check_fits(plan: KVPlan, device: torch.device, setting: int | None = None) -
     """
     if device.type != "cpu":
         return
-    most = available_memory(device)
-    if setting is not None and setting > most:
+    limit = available_memory(device)
+    if setting is not None and setting > limit:
         raise ConfigError(
             f"kv_cache_memory_bytes is {setting:,}, but this machine, or this process's control group, has"
-            f" {most:,} bytes of memory; lower it, or leave it out"
+            f" {limit:,} bytes of memory; lower it, or leave it out"
         )
     host = plan.host_bytes if plan.swap_directory is None else 0
-    if plan.total_bytes + host <= most:
+    if plan.total_bytes + host <= limit:
         return
     swap = f" and the swap space {host:,} (swap_space_bytes)" if host else ""
     raise ConfigError(
         f"the KV cache would have {plan.total_bytes:,} bytes (kv_cache_memory_bytes, num_kv_blocks){swap}, but this"
-        f" machine, or this process's control group, has {most:,}; lower it"
+        f" machine, or this process's control group, has {limit:,}; lower it"
     )
 
 
@@ -185,8 +185,8 @@ def plan_kv_cache(
         how |= {"token_bytes": bytes_per_token, "block_size": block_size, "interval": snapshot_interval}
         states = plan_states(state_bytes, **how)
     if layers:
-        most = -(-most_tokens // block_size) + 1
-        blocks = _num_kv_blocks(bytes_per_token, memory_bytes, num_blocks, most, block_size, states)
+        max_blocks = -(-most_tokens // block_size) + 1
+        blocks = _num_kv_blocks(bytes_per_token, memory_bytes, num_blocks, max_blocks, block_size, states)
     if states is not None:
         states = states.with_snapshots(blocks * block_size, memory_bytes, most_tokens)
     num_host, state_hosts = _num_host_blocks(blocks, bytes_per_token * block_size, states, swap_bytes)

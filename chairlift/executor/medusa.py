@@ -84,14 +84,14 @@ class MedusaHeads:
         self._tokens = batch.tokens
         if not len(batch.sample_tokens):
             return
-        places = self._runner.sample_places(batch).copy()
+        hidden_rows = self._runner.sample_places(batch).copy()
         slots = batch.sample_slots.copy()
         for first, slot, chunk in batch.verifies:
             accepted = chunk.num_accepted(token_ids[first : first + chunk.samples])
-            places[first : first + chunk.samples] = places[first + accepted]
+            hidden_rows[first : first + chunk.samples] = hidden_rows[first + accepted]
             slots[first : first + chunk.samples] = slot
         # A slot may occur several times; numpy then keeps the last value.
-        self._states[slots] = hidden[torch.from_numpy(places.astype(np.int64))].float().numpy()
+        self._states[slots] = hidden[torch.from_numpy(hidden_rows.astype(np.int64))].float().numpy()
 
     def seconds(self, num_rows: int) -> float:
         """Seconds that one draft for each of ``num_rows`` rows takes; 0 before the first drafts."""
@@ -106,7 +106,7 @@ class MedusaHeads:
         known = np.array([len(request.token_ids) for request, _ in rows], dtype=np.int32)
         sampling = [request.sampling for request, _ in rows]
         states = torch.from_numpy(self._states[slots])
-        numbers = range(min(len(self._heads), max((most for _, most in rows), default=0)))
+        numbers = range(min(len(self._heads), max((limit for _, limit in rows), default=0)))
         together = self._shared and not any(_reads_history(request) for request, _ in rows)
         for part in [numbers] if together else [range(number, number + 1) for number in numbers]:
             if not part:
@@ -220,15 +220,15 @@ def _sizes(folder: Path) -> tuple[int, int, bool]:
     return sizes[0], sizes[1], shares
 
 
-def _check(path: Path, given: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:
+def _check(path: Path, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
     """Raise ModelLoadError unless the file has exactly these tensors."""
-    if missing := sorted(wanted.keys() - given.keys()):
+    if missing := sorted(expected.keys() - found.keys()):
         raise ModelLoadError(f"{path} lacks {missing[0]!r} ({len(missing)} tensors in all); is config.json its own?")
-    if surplus := sorted(given.keys() - wanted.keys()):
+    if surplus := sorted(found.keys() - expected.keys()):
         raise ModelLoadError(f"{path} has {surplus[0]!r}, which Medusa heads have not ({len(surplus)} in all)")
-    for name, shape in wanted.items():
-        if given[name] != shape:
+    for name, shape in expected.items():
+        if found[name] != shape:
             raise ModelLoadError(
-                f"{path}: {name} has shape {list(given[name])}, and this model needs {list(shape)}; use heads that were"
+                f"{path}: {name} has shape {list(found[name])}, and this model needs {list(shape)}; use heads that were"
                 " trained for it"
             )

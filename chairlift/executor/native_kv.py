@@ -48,21 +48,22 @@ class NativeKV:
         """Per group: the memory of its layers as arrays [num_blocks, bytes of a block]."""
         self.layers, further = list[KVLayer](), list[KVLayer]()
         for number, (layer, group, count) in enumerate(zip(spec, plan.layer_groups, counts, strict=True)):
-            places = []
+            regions = []
             for size, room in zip(sizes[number], padded[number], strict=True):
-                places.append(memory.part(offset, room))
-                self._caches[group].append(places[-1].array(np.uint8, (count, size)))
+                regions.append(memory.part(offset, room))
+                self._caches[group].append(regions[-1].array(np.uint8, (count, size)))
                 offset += room
             if isinstance(layer, LayerCache):
-                self.layers.append(_kv_layer(layer, group, count, places[0], plan))
+                self.layers.append(_kv_layer(layer, group, count, regions[0], plan))
                 continue
             span = plan.groups[group].state_span
             structs = [
-                _state_layer(group, count, place, size, span) for place, size in zip(places, sizes[number], strict=True)
+                _state_layer(group, count, region, size, span)
+                for region, size in zip(regions, sizes[number], strict=True)
             ]
             self.states[number] = tuple(
-                place.tensor(part.dtype or dtype, (count, *part.shape))
-                for place, part in zip(places, layer.parts, strict=True)
+                region.tensor(part.dtype or dtype, (count, *part.shape))
+                for region, part in zip(regions, layer.parts, strict=True)
             )
             self.layers.append(structs[0])
             for part, struct in enumerate(structs[1:], 1):
@@ -85,9 +86,9 @@ _ALIGNED = 64
 """Each array begins at an address that is a multiple of this number of bytes."""
 
 
-def _kv_layer(layer: LayerCache, group: int, count: int, place: Memory, plan: KVPlan) -> KVLayer:
+def _kv_layer(layer: LayerCache, group: int, count: int, region: Memory, plan: KVPlan) -> KVLayer:
     return KVLayer(
-        kv=place.address,
+        kv=region.address,
         group=group,
         kv_heads=layer.num_kv_heads,
         head_dim=layer.head_dim,
@@ -97,5 +98,5 @@ def _kv_layer(layer: LayerCache, group: int, count: int, place: Memory, plan: KV
     )
 
 
-def _state_layer(group: int, count: int, place: Memory, nbytes: int, span: int | None) -> KVLayer:
-    return KVLayer(kv=place.address, group=group, head_dim=nbytes, block_size=span, num_blocks=count, kind=STATE_KIND)
+def _state_layer(group: int, count: int, region: Memory, nbytes: int, span: int | None) -> KVLayer:
+    return KVLayer(kv=region.address, group=group, head_dim=nbytes, block_size=span, num_blocks=count, kind=STATE_KIND)

@@ -180,22 +180,22 @@ class RowTemplates:
             fields |= {"temperature": params.temperature, "min_p": params.min_p}
             # The kernels read subnormal numbers as 0.
             fields |= {"top_k": max(params.top_k, 0), "top_p": max(params.top_p, 1e-300)}
-        kept: list[Any] = []
+        arrays: list[Any] = []
         if params.allowed_token_ids:
             allowed = self._known(sorted(set(params.allowed_token_ids)))
-            kept.append(allowed)
+            arrays.append(allowed)
             fields |= {"allowed": allowed.ctypes.data, "num_allowed": len(allowed)}
         if params.logit_bias:
             ids = self._known(list(params.logit_bias))
             bias = np.array([params.logit_bias[token_id] for token_id in ids.tolist()], dtype=np.float32)
-            kept += [ids, bias]
+            arrays += [ids, bias]
             fields |= {"bias_ids": ids.ctypes.data, "bias": bias.ctypes.data, "num_bias": len(ids)}
         self._records[slot] = _blank(1)[0]
         for name, value in fields.items():
             self._records[name][slot] = value
         self._needs_logits[slot] = _needs_logits(self._records, slot)
         self._changing[slot] = bool(row.bad_word_ids or (params.min_tokens and row.stop_token_ids))
-        self._owners[slot], self._kept[slot] = row, kept
+        self._owners[slot], self._kept[slot] = row, arrays
 
     def _mask(self, rows: NativeRows, i: int, owner: SamplingRow | None, history: _Int32) -> None:
         masked = self._known(owner.masked_token_ids(history) if owner is not None else [])

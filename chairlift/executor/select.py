@@ -195,29 +195,29 @@ def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtyp
             "speculative_config is set, but the Triton kernels keep the newest token of a row on the GPU, where drafts"
             " are not verified yet; leave it out, or take kernels='torch'"
         )
-    kept = config.cache.kv_cache_dtype
-    if kept != "auto" and (reason := why_not_int8_kv(chosen, config, network, dtype, device)):
-        raise ConfigError(f"kv_cache_dtype is {kept!r}, but {reason}, or leave kv_cache_dtype out")
+    kv_dtype = config.cache.kv_cache_dtype
+    if kv_dtype != "auto" and (reason := why_not_int8_kv(chosen, config, network, dtype, device)):
+        raise ConfigError(f"kv_cache_dtype is {kv_dtype!r}, but {reason}, or leave kv_cache_dtype out")
     return chosen
 
 
 def choose_transformers(config: EngineConfig, network: TransformersConfig) -> str:
     """Kernels for a model from transformers: always ``torch``. Raises ConfigError for settings that need other
     kernels."""
-    model, kept = config.model, config.cache.kv_cache_dtype
+    model, kv_dtype = config.model, config.cache.kv_cache_dtype
     refused = {
         "kernels": model.kernels not in ("auto", "torch"),
         "quantization": model.quantization not in (None, "none"),
         "batch_invariant": model.batch_invariant,
-        "kv_cache_dtype": kept != "auto",
+        "kv_cache_dtype": kv_dtype != "auto",
         "enable_lora": config.lora.enable_lora,
     }
-    others = {"kv_cache_dtype": kept, "enable_lora": config.lora.enable_lora}
+    others = {"kv_cache_dtype": kv_dtype, "enable_lora": config.lora.enable_lora}
     for name, is_refused in refused.items():
         if is_refused:
-            given = others[name] if name in others else getattr(model, name)
+            value = others[name] if name in others else getattr(model, name)
             raise ConfigError(
-                f"{name} is {given!r}, but model_type {network.model_type!r} runs through transformers, by PyTorch's"
+                f"{name} is {value!r}, but model_type {network.model_type!r} runs through transformers, by PyTorch's"
                 f" kernels, which cannot do that; leave {name} out"
             )
     return "torch"

@@ -29,8 +29,8 @@ def make_swap_space(kv_caches: list[tuple[Tensor, ...]], plan: KVPlan) -> HostBl
     arrays = make_host_blocks(plan)
     device = kv_caches[0][0].device
     if device.type == "cpu":
-        held = [[cache.view(torch.uint8).view(len(cache), -1).numpy() for cache in group] for group in caches]
-        return HostBlocks(held, arrays)
+        byte_views = [[cache.view(torch.uint8).view(len(cache), -1).numpy() for cache in group] for group in caches]
+        return HostBlocks(byte_views, arrays)
     if plan.swap_directory is None and plan.host_bytes:
         _pin(arrays[0].base, device)
     # The parts of a state may have different dtypes, so they are copied as bytes.
@@ -101,10 +101,10 @@ class CudaHostBlocks:
                 staged.record_stream(self._stream)  # its memory is not reused before the copy is done
             under_way = _limit_in_progress(self._stream, under_way + staged.nbytes)
 
-    def swap_in(self, wanted: Iterable[tuple[int, int, int]]) -> None:
-        """Load blocks from host memory before the step is computed; ``wanted`` has (group, host block, block)."""
+    def swap_in(self, loaded: Iterable[tuple[int, int, int]]) -> None:
+        """Load blocks from host memory before the step is computed; ``loaded`` has (group, host block, block)."""
         current, under_way = torch.cuda.current_stream(self._device), 0
-        for moves in self._parts(wanted):
+        for moves in self._parts(loaded):
             blocks, host = to_device(moves.blocks, self._device), self._hosts[moves.group]
             with torch.cuda.stream(self._stream):  # after every save, so that it reads what was saved
                 staged = torch.empty((len(blocks), host.shape[1]), dtype=host.dtype, device=self._device)

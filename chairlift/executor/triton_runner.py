@@ -145,9 +145,11 @@ class TritonModelRunner(TorchModelRunner):
             self._state.note_tables(group, batch.slots, tables)
         changed = self._settings.update(slots.tolist(), [batch.sampling[row] for row in batch.sample_rows])
         if changed:
-            places = np.array(changed, dtype=np.int32)
-            for field, values in zip(dataclasses.fields(SamplingSettings), self._settings.arrays(places), strict=True):
-                self._state.note(field.name, places, values)
+            changed_slots = np.array(changed, dtype=np.int32)
+            for field, values in zip(
+                dataclasses.fields(SamplingSettings), self._settings.arrays(changed_slots), strict=True
+            ):
+                self._state.note(field.name, changed_slots, values)
         truncates = bool(self._settings.truncates[slots].any())
         if len(slots) == num_rows == len(batch.token_ids):
             keep = not self._settings.on_device[slots].all()
@@ -277,17 +279,19 @@ class TritonModelRunner(TorchModelRunner):
             groups, none = len(self._state.block_tables), np.zeros(0, dtype=np.int32)
             tables, mapping = np.zeros((groups, 0, 0), dtype=np.int32), np.zeros((groups, 0), dtype=np.int64)
             nobody = StepBatch(none, none, none, none, tables, mapping)
-            buffer, most = StepBuffer(self._device), np.zeros(max(size, self._state.num_slots), dtype=np.int64)
+            buffer, largest_input = StepBuffer(self._device), np.zeros(max(size, self._state.num_slots), dtype=np.int64)
             # the largest contents, so that the buffer never moves
-            step, _ = self._send(buffer, nobody, size, [most] * 6)
+            step, _ = self._send(buffer, nobody, size, [largest_input] * 6)
             launch = self._launch(self._state.num_slots, False)
             self._bodies[size] = buffer, self._record(f"{size} tokens", TritonModelRunner._run_body, step, launch)
         return self._bodies[size]
 
-    def _record(self, size: str, method: Callable[..., _T], *given: Any) -> Graph[_T]:
-        """``method`` with the arguments ``given`` as a graph. If there is not enough memory for a graph, the operations
-        are launched again each time."""
-        step = functools.partial(method, weakref.proxy(self), *given)  # a reference cycle would keep the GPU's memory
+    def _record(self, size: str, method: Callable[..., _T], *arguments: Any) -> Graph[_T]:
+        """``method`` with these ``arguments`` as a graph. If there is not enough memory for a graph, the operations are
+        launched again each time."""
+        step = functools.partial(
+            method, weakref.proxy(self), *arguments
+        )  # a reference cycle would keep the GPU's memory
         try:
             return self.graphs.record(step)
         except torch.cuda.OutOfMemoryError:
@@ -321,7 +325,7 @@ class TritonModelRunner(TorchModelRunner):
     def _draw(
         self,
         hidden: Tensor,
-        wanted: Tensor,
+        sample_hidden: Tensor,
         slots: Tensor,
         lengths: Tensor,
         newest: Tensor,
@@ -329,15 +333,15 @@ class TritonModelRunner(TorchModelRunner):
         truncates: bool,
         keep: bool,
     ) -> _Outputs:
-        """One token for each sample position. ``wanted`` [P, D] has the hidden states of the sample positions.
+        """One token for each sample position. ``sample_hidden`` [P, D] has the hidden states of the sample positions.
 
         ``slots`` (int32 [P]) has their slots (-1 for padding), ``lengths`` (int32 [P]) the positions of the new tokens.
         ``newest`` (int32 [P]) has the slot whose next input the token is; -1 for none. Logits are returned only with
         ``keep``, because the logits of all recorded sizes would take gigabytes.
         """
-        logits = self._compute_logits(wanted)
-        kept = kept_ids(logits, self._state.sampling, slots) if truncates else None
-        tokens, failing = sample(logits, self._state.sampling, slots, lengths, kept)
+        logits = self._compute_logits(sample_hidden)
+        candidates = kept_ids(logits, self._state.sampling, slots) if truncates else None
+        tokens, failing = sample(logits, self._state.sampling, slots, lengths, candidates)
         self._state.store(newest, tokens)
         drawn = torch.cat((tokens[:, None], failing.view(torch.int32)), dim=1)
         return _Outputs(hidden, logits if keep else None, drawn)

@@ -51,11 +51,11 @@ class Reservations:
         kind = self._layout.kinds[group]
         if not kind.releases or not request.is_guaranteed:
             return False
-        held = len(request.block_ids[group]) - request.num_out_of_reach[group]
+        num_held = len(request.block_ids[group]) - request.num_out_of_reach[group]
         step = min(self._layout.max_step_tokens, request.num_tokens - request.num_computed_tokens)
         remaining = kind.num_entries(request.limit) - len(request.block_ids[group])
-        unheld = max(0, min(remaining, kind.max_entries(request.limit, step) - held))
-        return self.reserve(group, request, held + unheld, unheld)
+        unheld = max(0, min(remaining, kind.max_entries(request.limit, step) - num_held))
+        return self.reserve(group, request, num_held + unheld, unheld)
 
     def reserve(self, group: int, request: Request, reserved: int, unheld: int) -> bool:
         """Reserve ``reserved`` blocks for the request; it does not hold ``unheld`` of them now. Returns whether other

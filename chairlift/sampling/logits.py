@@ -47,9 +47,9 @@ def add_logit_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor
 
 def keep_only_token_ids(logits: Tensor, restricted: Tensor, rows: Tensor, token_ids: Tensor) -> None:
     """In the rows ``restricted`` (int64 ``[K]``), mask all ids except those in the given (row, token id) pairs."""
-    kept = logits[rows, token_ids]
+    kept_logits = logits[rows, token_ids]
     logits[restricted] = -math.inf
-    logits[rows, token_ids] = kept
+    logits[rows, token_ids] = kept_logits
 
 
 def mask_token_ids(logits: Tensor, rows: Tensor, token_ids: Tensor) -> None:
@@ -108,10 +108,10 @@ def apply_top_p(logits: Tensor, rows: Tensor, top_p: Tensor) -> None:
     part = _take(logits, rows)
     probs = torch.softmax(part, dim=-1)
     values, token_ids = rank_token_ids(part, _NUCLEUS_HEAD)
-    kept, reached = _nucleus(probs, token_ids, top_p)
+    in_nucleus, reached = _nucleus(probs, token_ids, top_p)
     whole = [] if token_ids.shape[1] == part.shape[1] else (~reached).nonzero().squeeze(-1).tolist()
     ranked = {i: torch.sort(part[i], descending=True, stable=True) for i in whole}
-    part.fill_(-math.inf).scatter_(-1, token_ids, values.masked_fill_(~kept, -math.inf))
+    part.fill_(-math.inf).scatter_(-1, token_ids, values.masked_fill_(~in_nucleus, -math.inf))
     for i, (row_values, row_ids) in ranked.items():
         row_kept, _ = _nucleus(probs[i], row_ids, top_p[i])
         part[i].scatter_(-1, row_ids, row_values.masked_fill_(~row_kept, -math.inf))

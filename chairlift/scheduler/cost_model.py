@@ -228,8 +228,8 @@ class CostModel:
         covered = (tokens - self._begins[at]) / (self._ends[at] - self._begins[at])
         local = (1.0, covered, *map(float, (step.num_decodes, step.prefill_tokens)), *map(float, step[1::2]))
         gram, target = self._gram[at], self._target[at]
-        for place, (one, other) in enumerate(_PAIRS):
-            gram[place] = forget * gram[place] + weight * local[one] * local[other]
+        for pair, (one, other) in enumerate(_PAIRS):
+            gram[pair] = forget * gram[pair] + weight * local[one] * local[other]
         for one, value in enumerate(local):
             target[one] = forget * target[one] + weight * value * seconds
 

@@ -166,24 +166,24 @@ class Drafts:
     def accept(self, flight: Step, tokens: Sequence[int], sampled: Sequence[Request | None]) -> list[Request | None]:
         """Store the right tokens of rows with drafts. Returns ``sampled`` with the requests of these rows filled in."""
         found = list(sampled)
-        place = len(tokens) - sum(chunk.samples for _, chunk in flight.verifies)
+        position = len(tokens) - sum(chunk.samples for _, chunk in flight.verifies)
         for request, chunk in flight.verifies:
-            own = tokens[place : place + chunk.samples]
+            own = tokens[position : position + chunk.samples]
             if request.slot >= 0 and request.finish_reason is None and request.resumed_at_step <= flight.out.step:
                 accepted = chunk.num_accepted(own)
-                self._take(request, own[: accepted + 1], found, place)
+                self._take(request, own[: accepted + 1], found, position)
                 if len(request.token_ids) == request.max_total_tokens:
                     flight.finals.append(request)
                 self._count(request, chunk.drafts, accepted)
-            place += chunk.samples
+            position += chunk.samples
         return found
 
-    def _take(self, request: Request, right: Sequence[int], sampled: list[Request | None], place: int) -> None:
+    def _take(self, request: Request, right: Sequence[int], sampled: list[Request | None], position: int) -> None:
         """Append tokens to the request, up to a token that ends it."""
         count = 0
         for token in right:
             request.token_ids.append(token)
-            sampled[place + count] = request
+            sampled[position + count] = request
             count += 1
             if token == FAILED_ROW or token in request.stop_token_ids:
                 break
@@ -203,8 +203,8 @@ class Drafts:
     def rejoin(self, flight: Step) -> None:
         """Let rows with checked drafts compute one token per step again, unless they have ended. Rows of a static batch
         always do so."""
-        held = self._batch.membership.held
-        rows = [r for r, _ in flight.verifies if r.slot >= 0 and (held or r.finish_reason is None)]
+        is_static = self._batch.membership.held
+        rows = [r for r, _ in flight.verifies if r.slot >= 0 and (is_static or r.finish_reason is None)]
         rows = [r for r in rows if r.resumed_at_step <= flight.out.step and r.num_computed_tokens < r.limit]
         if rows:
             self._decodes.start(rows)

@@ -115,8 +115,8 @@ def foresee(
             break
         yield None
     pace = max(clock - now, 1e-9) / max(1, len(starts.keys() - names.keys()))
-    for place, name in enumerate([name for name in [*waiting, *names] if name in missing], start=1):
-        starts[name] = clock + place * pace
+    for rank, name in enumerate([name for name in [*waiting, *names] if name in missing], start=1):
+        starts[name] = clock + rank * pace
     yield _forecast(now, starts, names, pace if waiting else 0.0, busiest)
 
 

@@ -176,25 +176,25 @@ def rows_in_time(seen: Observation, costs: Costs, seconds: float, limit: int) ->
     return low
 
 
-def tokens_in_time(seen: Observation, costs: Costs, seconds: float, most: int) -> int:
+def tokens_in_time(seen: Observation, costs: Costs, seconds: float, limit: int) -> int:
     """Maximum token budget with which a step that includes the running rows takes at most ``seconds``."""
-    rows = min(seen.running, most - 1)
-    return rows + costs.chunk_budget(rows, int(rows * seen.context_length), seconds, max(1, most - rows))
+    rows = min(seen.running, limit - 1)
+    return rows + costs.chunk_budget(rows, int(rows * seen.context_length), seconds, max(1, limit - rows))
 
 
-def tokens_for_throughput(seen: Observation, costs: Costs, most: int) -> int:
+def tokens_for_throughput(seen: Observation, costs: Costs, limit: int) -> int:
     """Token budget with which prompts delay running requests least.
 
     A step reads all weights in any case, so prompt tokens cost almost nothing until computing takes longer than reading
     (SARATHI, 2023). The budget must also have room for the prompts of the requests that replace ended ones. A larger
     budget would only make some steps long, while other steps read the weights only for decodes.
     """
-    rows = min(seen.running, most - 1)
+    rows = min(seen.running, limit - 1)
     context = int(rows * seen.context_length)
     decode_seconds = costs.model.step_seconds(StepFeatures(max(1, rows), context))
-    free = costs.chunk_budget(rows, context, _NEARLY_FREE * decode_seconds, max(1, most - rows))
+    free = costs.chunk_budget(rows, context, _NEARLY_FREE * decode_seconds, max(1, limit - rows))
     steady = 1.25 * rows * seen.prompt_length / max(1.0, seen.answer_length)
-    return min(most, rows + int(max(free, steady)))
+    return min(limit, rows + int(max(free, steady)))
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------
@@ -231,20 +231,20 @@ class RuleGovernor:
         prompts are faster than the target."""
 
     def decide(self, now: float, seen: Observation) -> Proposal | None:
-        most, target = self._bounds.most, self._targets.tpot
+        upper, target = self._bounds.most, self._targets.tpot
         because = self._correct(seen)
         fit = rows_that_fit(seen) * self._factor
-        running = int(min(fit, most.running))
+        running = int(min(fit, upper.running))
         whys = [f"{because}; {fit:.1f} requests fit"]
         if target < math.inf:
-            in_time = rows_in_time(seen, self._costs, target, most.running)
+            in_time = rows_in_time(seen, self._costs, target, upper.running)
             running = min(running, in_time)
             whys.append(f"{in_time} keep the pace")
         watermark = max(self._bounds.least.watermark, expected_growth(seen) / self._factor)
-        tokens = tokens_for_throughput(seen, self._costs, most.tokens)
+        tokens = tokens_for_throughput(seen, self._costs, upper.tokens)
         if target < math.inf:
             self._pace(seen)
-            tokens = tokens_in_time(seen, self._costs, target * self._slack, most.tokens)
+            tokens = tokens_in_time(seen, self._costs, target * self._slack, upper.tokens)
         return Proposal(Settings(running, tokens, watermark), ", ".join(whys))
 
     def _correct(self, seen: Observation) -> str:

@@ -171,9 +171,9 @@ class Window:
 class GovernorLoop:
     """Calls a governor every ``interval`` seconds and applies its proposals within the limits of the guard rails.
 
-    It first allows as many requests as fit if all have usual lengths, because too many requests could not be removed
-    from the batch before the first of them have ended. With ``shadow`` no decision is applied, but later decisions
-    assume that it was. ``decisions`` has the last ``capacity`` decisions.
+    Its first limit is the number of requests that fit if all have usual lengths. A higher first limit could admit too
+    many requests, and a lower limit later would not remove them from the batch. With ``shadow`` no decision is applied,
+    but later decisions assume that it was. ``decisions`` has the last ``capacity`` decisions.
     """
 
     def __init__(
@@ -239,10 +239,10 @@ def governor_from_config(
     cannot be used."""
     if config.governor == "off":
         return None
-    most, reserved = config.max_running, sum(each.min_seqs for each in (config.promises or {}).values())
+    max_rows, reserved = config.max_running, sum(each.min_seqs for each in (config.promises or {}).values())
     # Rows reserved for classes must stay available, and prompts must make progress.
-    least = Settings(reserved + 1, min(config.max_num_batched_tokens, 64), min(config.admission_watermark, 0.01))
-    bounds = Bounds(least, Settings(most, config.max_num_batched_tokens, max(config.admission_watermark, 0.4)))
+    lowest = Settings(reserved + 1, min(config.max_num_batched_tokens, 64), min(config.admission_watermark, 0.01))
+    bounds = Bounds(lowest, Settings(max_rows, config.max_num_batched_tokens, max(config.admission_watermark, 0.4)))
     targets = Targets(
         math.inf if config.governor_ttft_ms is None else config.governor_ttft_ms / 1000,
         math.inf if config.governor_tpot_ms is None else config.governor_tpot_ms / 1000,

@@ -68,16 +68,16 @@ class GuardRails:
         """Whether the configured settings are in use because a change did harm."""
         return now < self._held_until
 
-    def limit(self, now: float, current: Settings, wanted: Settings) -> Settings:
-        """The allowed settings that are nearest to ``wanted``."""
-        wanted = self.bounds.clamp(wanted)
-        running = self._step("running", now, current.running, wanted.running)
-        tokens = self._step("tokens", now, current.tokens, wanted.tokens)
+    def limit(self, now: float, current: Settings, proposed: Settings) -> Settings:
+        """The allowed settings that are nearest to ``proposed``."""
+        proposed = self.bounds.clamp(proposed)
+        running = self._step("running", now, current.running, proposed.running)
+        tokens = self._step("tokens", now, current.tokens, proposed.tokens)
         watermark = current.watermark
-        if abs(wanted.watermark - watermark) >= _WATERMARK_STEP / 2 and self._may_reverse(
-            "watermark", now, wanted.watermark - watermark
+        if abs(proposed.watermark - watermark) >= _WATERMARK_STEP / 2 and self._may_reverse(
+            "watermark", now, proposed.watermark - watermark
         ):
-            watermark += max(-_WATERMARK_STEP, min(wanted.watermark - watermark, _WATERMARK_STEP))
+            watermark += max(-_WATERMARK_STEP, min(proposed.watermark - watermark, _WATERMARK_STEP))
         return self.bounds.clamp(Settings(running, tokens, watermark))
 
     def moved(self, now: float, before: Settings, after: Settings) -> None:
@@ -90,13 +90,13 @@ class GuardRails:
             self._base, self._before = after, self._mean()
             self._busy.clear()
 
-    def _step(self, name: str, now: float, at: int, wanted: int) -> int:
-        """Next value of a setting on the way from ``at`` to ``wanted``: at most an eighth (at least 1) higher, or at
+    def _step(self, name: str, now: float, at: int, proposed: int) -> int:
+        """Next value of a setting on the way from ``at`` to ``proposed``: at most an eighth (at least 1) higher, or at
         most a half lower.
 
         The value stays the same if the change is less than a twentieth, or reverses a change within the cool-down.
         """
-        aim = max(at // 2, min(wanted, at + max(1, at // 8)))
+        aim = max(at // 2, min(proposed, at + max(1, at // 8)))
         if abs(aim - at) < max(1.0, at / 20):
             return at
         return aim if self._may_reverse(name, now, aim - at) else at

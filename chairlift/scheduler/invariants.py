@@ -24,8 +24,8 @@ def check_batch(batch: Batch) -> None:
     if batch.reserve.keys() - batch.running.keys():
         raise InvariantError(f"{batch.reserve} have reserved rows, but do not run")
     siblings = [sibling for request in batch.requests.values() for sibling in request.siblings]
-    places = Counter(id(request) for request in [*batch.waiting, *running, *siblings, *batch.unready.values()])
-    if set(places) != {id(request) for request in batch.requests.values()} or max(places.values(), default=1) > 1:
+    counts = Counter(id(request) for request in [*batch.waiting, *running, *siblings, *batch.unready.values()])
+    if set(counts) != {id(request) for request in batch.requests.values()} or max(counts.values(), default=1) > 1:
         raise InvariantError("a request is lost, or waits and runs at the same time")
     if any(request.is_ready for request in batch.unready.values()) or not all(r.is_ready for r in batch.waiting):
         raise InvariantError("a request is ready and does not wait, or waits and is not ready")

@@ -155,9 +155,9 @@ class FirstComeFirstServed:
         for request, num_tokens in sorted(needs, key=self._chunk_order) if len(needs) > 1 else needs:
             if budget <= 0:
                 return
-            given = min(num_tokens, budget)
-            budget -= given
-            yield request, given
+            assigned = min(num_tokens, budget)
+            budget -= assigned
+            yield request, assigned
 
     def _chunk_order(self, need: tuple[Request, int]) -> tuple[float, ...]:
         request = need[0]

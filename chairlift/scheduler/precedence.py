@@ -147,8 +147,8 @@ class Precedence(FirstComeFirstServed):
         tenant, other = request.service.tenant, running.service.tenant
         if tenant == other or self.counters[tenant] > self.counters[other]:
             return False
-        wanted = self._tenant_rows[tenant] + self.counters.num_waiting(tenant)
-        few = wanted * self._row <= max(_OWED_SHARE * self.counters.weight(tenant), self._row)
+        num_requests = self._tenant_rows[tenant] + self.counters.num_waiting(tenant)
+        few = num_requests * self._row <= max(_OWED_SHARE * self.counters.weight(tenant), self._row)
         return few and self._tenant_rows[other] * self._row > max(self.counters.weight(other), self._row)
 
     def yields(self, running: Request, needy: Request) -> bool:
@@ -174,20 +174,20 @@ class Precedence(FirstComeFirstServed):
         shares, open_to_all = [], budget - sum(floors.values())
         for request, num_tokens in sorted(needs, key=self._chunk_order):
             name = request.service.service_class
-            given = min(num_tokens, floors[name] + max(0, open_to_all), budget)
-            budget -= given
-            own = min(given, floors[name])
+            assigned = min(num_tokens, floors[name] + max(0, open_to_all), budget)
+            budget -= assigned
+            own = min(assigned, floors[name])
             floors[name] -= own
-            open_to_all -= given - own
-            shares.append((request, given))
+            open_to_all -= assigned - own
+            shares.append((request, assigned))
         return shares
 
     def _floors(self, needs: Sequence[tuple[Request, int]]) -> dict[str, int]:
         """Class of service -> number of step tokens that are reserved for it and that it needs now."""
-        wanted: Counter[str] = Counter()
+        needed: Counter[str] = Counter()
         for request, num_tokens in needs:
-            wanted[request.service.service_class] += num_tokens
-        return {name: min(self._class(name).min_step_tokens, wanted[name]) for name in wanted}
+            needed[request.service.service_class] += num_tokens
+        return {name: min(self._class(name).min_step_tokens, needed[name]) for name in needed}
 
     def standing(self, request: Request) -> tuple[float, ...]:
         return (request.start_by, request.priority)

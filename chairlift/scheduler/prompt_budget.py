@@ -65,8 +65,8 @@ class PromptBudget:
         head = next(self.waiting.line(self.batch.now)) if self.waiting and rows else None
         if head is None:
             return rows, []
-        order, place = self.policy.order, self.policy.order(head)
-        younger = [r for r in rows if r.num_computed_tokens < r.progress_mark and order(r) > place]
+        order, head_order = self.policy.order, self.policy.order(head)
+        younger = [r for r in rows if r.num_computed_tokens < r.progress_mark and order(r) > head_order]
         if not younger:
             return rows, []
         return [r for r in rows if r not in younger], sorted(younger, key=order)
@@ -204,12 +204,12 @@ class PromptBudget:
             return budget
         if step.passed and not waiting.may_pass(step.passed):
             return budget
-        places = self.membership.places(waiting, len(self.running), self.batch.open_rows, self.batch.now)
-        if not places or budget < self.membership.needs_budget():
-            out.held_up_by = out.held_up_by or self.membership.lacks(places)
+        num_places = self.membership.places(waiting, len(self.running), self.batch.open_rows, self.batch.now)
+        if not num_places or budget < self.membership.needs_budget():
+            out.held_up_by = out.held_up_by or self.membership.lacks(num_places)
             return budget
         closed = self.membership.closed
-        looked_at = places + (0 if closed else waiting.look_ahead)
+        looked_at = num_places + (0 if closed else waiting.look_ahead)
         if self.batch.max_loras and not closed:
             looked_at += _ADAPTERS_LOOKED_PAST
         batch: Iterable[Request] = islice(waiting.line(self.batch.now), looked_at)
@@ -222,8 +222,8 @@ class PromptBudget:
                 break
             if request in passed:
                 continue
-            if not places or budget < self.membership.needs_budget():
-                out.held_up_by = out.held_up_by or self.membership.lacks(places)
+            if not num_places or budget < self.membership.needs_budget():
+                out.held_up_by = out.held_up_by or self.membership.lacks(num_places)
                 break
             if request.adapter_id and not closed and self._is_blocked(request, step):
                 continue
@@ -233,7 +233,7 @@ class PromptBudget:
                 if not waiting.may_pass(passed):
                     break
                 continue
-            places -= 1
+            num_places -= 1
             for other in passed:
                 other.times_passed += 1
             self._pass_blocked(request, step)

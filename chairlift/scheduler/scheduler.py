@@ -219,19 +219,19 @@ class Scheduler:
         self.add(request)
         known, computed = len(request.token_ids), original.num_computed_tokens if begins is None else begins
         decodes = begins is None and (original.decoding or computed >= known)
-        held = request.finish_reason is not None  # a held row computes beyond its known tokens, up to its limit
-        if held and original.decoding:
+        is_held = request.finish_reason is not None  # a held row computes beyond its known tokens, up to its limit
+        if is_held and original.decoding:
             computed = max(known - 1, computed - num_in_flight)
-        request.num_computed_tokens = computed if held else min(computed, known - 1)
+        request.num_computed_tokens = computed if is_held else min(computed, known - 1)
         request.short_of_blocks = original.short_of_blocks
         self.kv.tables.adopt(request, original, twins)
         self.batch.seat(request, Admission(request.num_computed_tokens, []), SchedulerOutput(self.batch.step), reserved)
         request.num_charged_tokens = original.num_charged_tokens
         request.size = original.size
         request.progress_mark = original.progress_mark
-        if held or decodes:
+        if is_held or decodes:
             self.batch.catching_up.remove(request)
-        if decodes and not (held and computed >= request.limit):
+        if decodes and not (is_held and computed >= request.limit):
             self.decodes.start([request])
 
     def schedule(self, now: float) -> SchedulerOutput:
@@ -471,12 +471,12 @@ class Scheduler:
         leave now."""
         if request.finish_reason is None:
             request.finish_reason, request.stop_reason = reason, stop_reason
-        held, leaving = self.membership.held, [request]
-        if held and request.slot >= 0 and reason in (FinishReason.STOP, FinishReason.LENGTH):
+        is_static, leaving = self.membership.held, [request]
+        if is_static and request.slot >= 0 and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.batch.epoch += 1
             self.decodes.stale = True
             leaving = []
-        if held and all(mate.finish_reason is not None for mate in self.running.values()):
+        if is_static and all(mate.finish_reason is not None for mate in self.running.values()):
             leaving += [mate for mate in self.running.values() if mate not in leaving]
         for leaver in leaving:
             self.batch.remove(leaver, now)

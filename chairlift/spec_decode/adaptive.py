@@ -121,7 +121,7 @@ class AdaptiveSpeculator:
         if not probes and not self._may_pay(rows, step, seconds):
             return []
         depth = max(int(probes), self._depth(rows, step, seconds))
-        drafted = self._propose([(request, min(most, self.most)) for request, most in rows], depth)
+        drafted = self._propose([(request, min(limit, self.most)) for request, limit in rows], depth)
         order = sorted(self._ranked(drafted), reverse=True)[: min(budget, _MAX_DRAFTS)]
         number = best_number(step.num_decodes, [chance for chance, _ in order], seconds)
         if probes and order:
@@ -183,13 +183,13 @@ class AdaptiveSpeculator:
         per row."""
         found: dict[str, _Drafted] = {}
         others: list[tuple[Request, int]] = []
-        for request, most in rows:
-            if request.is_guided and self._guide is not None and (drafts := self._guide.forced(request, most)):
+        for request, limit in rows:
+            if request.is_guided and self._guide is not None and (drafts := self._guide.forced(request, limit)):
                 found[request.request_id] = _Drafted(request, drafts, Source.FORCED)
-            elif request.prediction and (drafts := self._expected(request, most)):
+            elif request.prediction and (drafts := self._expected(request, limit)):
                 found[request.request_id] = _Drafted(request, drafts, Source.PREDICTED)
             else:
-                others.append((request, min(most, depth)))
+                others.append((request, min(limit, depth)))
         if self._proposer is not None and others and depth:
             for (request, _), drafts in zip(others, self._proposer.propose(others), strict=True):
                 if drafts:
@@ -197,12 +197,12 @@ class AdaptiveSpeculator:
         self._sources = {name: each.source for name, each in found.items()}
         return found
 
-    def _expected(self, request: Request, most: int) -> Sequence[int]:
+    def _expected(self, request: Request, limit: int) -> Sequence[int]:
         """Next tokens of the text that the request expects."""
         text = self._texts.get(request.request_id)
         if text is None:
             text = self._texts[request.request_id] = PredictedText(request.prediction)
-        return text.propose(request.token_ids, request.num_prompt_tokens, most)
+        return text.propose(request.token_ids, request.num_prompt_tokens, limit)
 
     def _ranked(self, drafted: Mapping[str, _Drafted]) -> Iterable[tuple[float, str]]:
         """Yield (probability, request id) for each draft. Within a row the probability decreases."""
