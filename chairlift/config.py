@@ -202,7 +202,7 @@ class CacheConfig:
     """Number of tokens between two snapshots of a recurrent model's state that the prefix cache keeps: a multiple of
     block_size. None: chosen so that snapshots take no more memory than K and V (1,024 for models without K and V)."""
     prefix_offload: bool = False
-    """Save evicted blocks of the prefix cache in the swap space, if preempted requests leave room."""
+    """Save evicted blocks of the prefix cache in the part of the swap space that preempted requests do not use."""
     swap_space_bytes: int | None = None
     """Host memory for the KV of preempted requests. None: a tenth of the KV cache; 0: no swap space."""
     swap_directory: str | None = None

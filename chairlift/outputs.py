@@ -206,7 +206,7 @@ class RequestMetrics:
     """Cause -> seconds of the time from arrival to end (docs/why-slow.md). With ``n`` answers, those of the answer that
     ended last."""
     preempted_by: list[str] = dataclasses.field(default_factory=list)
-    """Ids of the sequences that preempted this request: at most the last three, the newest at the end."""
+    """Ids of the sequences that preempted the request: at most the last three, the newest at the end."""
     preempted_during: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     """Intervals (from, until), in seconds, in which the request was preempted: at most the last eight."""
 

@@ -58,7 +58,7 @@ class _Known:
     reading: Future[Any] | None = None
     resident: bool = False
     retired: bool = False
-    """Whether its name was removed. The adapter leaves memory after its last request."""
+    """Whether the adapter's name was removed. The adapter leaves memory after its last request."""
     users: int = 0
     """Number of requests with this adapter that have not ended."""
     active: int = 0

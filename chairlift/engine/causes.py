@@ -46,9 +46,9 @@ class _Phase(enum.Enum):
     JOINED = "joined"
     """The sequence has a row, but its first step has not begun."""
     CHUNK = "chunk"
-    """The current step computes a part of its prompt."""
+    """The current step computes a part of the sequence's prompt."""
     BETWEEN = "between"
-    """Its prompt is partly computed, but the current step computes no part of it."""
+    """The sequence's prompt is partly computed, but the current step computes no part of it."""
     DECODING = "decoding"
     STALLED = "stalled"
     AWAY = "away"
@@ -76,11 +76,12 @@ class _Account:
     share: float = 0.0
     """Fraction of the current step's tokens that belong to this sequence."""
     step: int = -1
-    """Index of the step in which it joined or was preempted. Results of earlier steps are ignored."""
+    """Index of the step in which the sequence joined or was preempted. Results of earlier steps are ignored."""
     stalled: bool = False
-    """Whether it pauses during decoding, because it lacks blocks. The previous step may still be in flight."""
+    """Whether the sequence pauses during decoding, because it lacks blocks. The previous step may still be in
+    flight."""
     back_at: int = 0
-    """Number of positions that were computed when it was preempted."""
+    """Number of positions that were computed when the sequence was preempted."""
     seconds: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     preempted_by: list[str] = dataclasses.field(default_factory=list)
     preempted_during: list[tuple[float, float]] = dataclasses.field(default_factory=list)

@@ -90,11 +90,11 @@ class FinishedSequence:
     num_preemptions: int = 0
     error: str | None = None
     causes: dict[str, float] | None = None
-    """Cause -> seconds of the time from arrival to end; None if the core did not end the sequence."""
+    """Cause -> seconds, over the sequence's time from arrival to end; None if the core did not end the sequence."""
     preempted_by: list[str] = dataclasses.field(default_factory=list)
-    """Ids of the sequences that preempted it: at most the last three, the newest at the end."""
+    """Ids of the sequences that preempted this sequence: at most the last three, the newest at the end."""
     preempted_during: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    """Intervals (from, until) in which it was preempted, on the core's clock: at most the last eight."""
+    """Intervals (from, until) in which the sequence was preempted, on the core's clock: at most the last eight."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ class Progress:
     """Number of leading positions of prompt and answer whose KV is computed."""
     preempted: bool
     seconds_left: float | None = None
-    """Forecast of the seconds until its next token, if later steps are like this one; None while the sequence
-    pauses."""
+    """Forecast of the seconds until the sequence's next token, if later steps are like this one; None while the
+    sequence pauses."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -81,7 +81,7 @@ class EngineInfo:
     model_dir: str
     """Directory of the model's files; empty for a model without files."""
     vocab_size: int
-    """Number of logits: every token id is below it."""
+    """Number of logits. Every token id is below this number."""
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     """End-of-sequence ids from the model's configuration. The tokenizer may have more."""

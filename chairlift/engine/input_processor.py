@@ -40,7 +40,7 @@ class ModelLimits:
     """Limits of the model that requests must respect."""
 
     vocab_size: int
-    """Number of logits: every token id must be below it."""
+    """Number of logits. Every token id must be below this number."""
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     service_classes: Mapping[str, ServiceClass] | None = None
@@ -69,7 +69,7 @@ class PreparedRequest:
     priority: int = 0
     service: Service = NO_PROMISE
     adapter_id: int = 0
-    """Number of its adapter; 0 for no adapter."""
+    """Number of the request's adapter; 0 for no adapter."""
     answer_token_ids: list[int] = dataclasses.field(default_factory=list)
     """Generated tokens that another engine already delivered (only for a request with one answer). The answer continues
     after these tokens: the next token gets the same position, seed and penalties as if one engine had computed it

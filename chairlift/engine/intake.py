@@ -41,7 +41,7 @@ class Place:
     """Position in the queue; 1 starts next."""
     waited: float
     expected_start: float | None
-    """Seconds from now until its expected start; None if there is no forecast."""
+    """Seconds from now until the request's expected start; None if there is no forecast."""
 
 
 _Lane = tuple[str, str]
@@ -101,7 +101,7 @@ class Intake:
         self.forecast: Forecast | None = None
         """The newest forecast that the engine sent; None before the first."""
         self.heard_at = math.inf
-        """Time of the engine's last message. When the engine stops, its forecast is no longer valid."""
+        """Time of the engine's last message. When the engine stops, the forecast is no longer valid."""
         self._longest_step = 0.0
         self.max_requests = max(1, max_requests)
         self.max_tokens = max_tokens

@@ -176,7 +176,7 @@ class RequestProgress:
     num_computed: int
     """Number of leading positions of prompt and answer whose KV is in the cache."""
     next_token_at: float | None = None
-    """Expected time of its next token on the engine's clock; set only during a prefill of several steps."""
+    """Expected time of the next token on the engine's clock; set only during a prefill of several steps."""
 
 
 class RequestState:

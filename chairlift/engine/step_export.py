@@ -37,10 +37,10 @@ class RecordedRequest:
     service_class: str = "default"
     cached_tokens: int = 0
     output_tokens: int = 0
-    """Number of generated tokens at its end, or at the end of the recording."""
+    """Number of generated tokens at the request's end, or at the end of the recording."""
     started: float | None = None
     first: float | None = None
-    """Time of its first token; None if the token is not in the recording."""
+    """Time of the request's first token; None if the token is not in the recording."""
     ended: float | None = None
     reason: str = ""
 

@@ -38,8 +38,8 @@ class Executor(Protocol):
     block_size: int
     """Number of tokens per block."""
     block_bytes: list[int]
-    """Per cache group: bytes of one block over all its layers. So many bytes are copied when the block moves to host
-    memory."""
+    """Per cache group: bytes of one block over all its layers. A copy of the block to host memory copies this number of
+    bytes."""
     num_lookahead_steps: int
     """Number of steps to schedule ahead, unless a setting gives another number."""
 

@@ -68,7 +68,7 @@ class InputBatch:
         self.num_prompt_tokens = np.zeros(num_slots, dtype=np.int32)
         self.adapters = np.zeros(num_slots, dtype=np.int32)
         self.images: dict[int, tuple[ImageSpan, ...]] = {}
-        """Slot -> spans of the images in its prompt, for rows with images."""
+        """Slot -> spans of the images in the row's prompt, for rows with images."""
         self._axes: dict[int, _Int32] = {}
         """Slot -> positions on three axes, for rows whose images need them; see :func:`axes_of`."""
         self._shifts = np.zeros(num_slots, dtype=np.int32)

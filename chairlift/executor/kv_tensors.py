@@ -49,7 +49,7 @@ class KVPlan:
     block_bytes: list[int]
     """Per group: bytes of one block over all its layers."""
     swap_directory: str | None = None
-    """Directory of the file with the host blocks; None: they are in memory."""
+    """Directory of the file with the host blocks; None: the host blocks are in memory."""
     gain: str = ""
     """Text that says how many more tokens fit than in the model's dtype; empty if K and V have the model's dtype."""
     states: StatePlan | None = None

@@ -87,7 +87,7 @@ class LocalExecutor:
         self.block_size = block_size
         self.block_bytes = runner.block_bytes
         self.calls: tuple[str, ...] = tuple(getattr(runner, "calls", ()))
-        """Names of the operations without a kernel. PyTorch computes them."""
+        """Names of the operations without a kernel. PyTorch computes these operations."""
         self.num_lookahead_steps = 1 if getattr(runner, "runs_ahead", False) else 0
         self.drafter = drafter
         """Small model or heads that make drafts; None without them. See ``speculative_config``."""

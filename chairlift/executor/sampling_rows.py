@@ -118,7 +118,7 @@ class RowTemplates:
         self._records = _blank(0)
         self._needs_logits = np.zeros(0, dtype=np.bool_)
         self._changing = np.zeros(0, dtype=np.bool_)
-        """Per slot: whether its masked ids depend on the output."""
+        """Per slot: whether the masked ids of its request depend on the output."""
         self._kept: list[list[Any]] = []
         self._filled: tuple[list[Any], NativeRows] | None = None
         """(sampling list of a step, its rows). If the next step has the same list, only the positions of the rows

@@ -31,7 +31,7 @@ class NewRow:
     sampling: Any
     """Sampling parameters of the row, for the executor. The scheduler does not read them."""
     adapter_id: int = 0
-    """Number of the adapter that computes its tokens; 0 for no adapter."""
+    """Number of the request's adapter; 0 for no adapter."""
     images: tuple[ImageSpan, ...] = ()
     """Positions of the prompt whose inputs are rows of encoded images."""
 
@@ -81,7 +81,7 @@ class SchedulerOutput:
     """Rows that requests left since the previous step."""
     joined: list[NewRow] = dataclasses.field(default_factory=list)
     new_blocks: list[tuple[int, NewBlocks]] = dataclasses.field(default_factory=list)
-    """(slot, blocks appended to its table)."""
+    """(slot, blocks appended to the slot's block table)."""
     swap_out: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     """(group, block, host block) to save in host memory, before this step writes anything."""
     copies: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)

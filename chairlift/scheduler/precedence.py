@@ -77,7 +77,7 @@ class Precedence(FirstComeFirstServed):
         """Class of service -> number of its running requests."""
         self._tenant_rows: Counter[str] = Counter()
         self._row = 1.0
-        """Tenant -> number of its running requests."""
+        """Sum of the weights of all tenants with requests, divided by the number of rows."""
         self._running: Iterable[Request] = ()
         self._settled = self._counted = True
         self._blocks: Counter[str] = Counter()
