@@ -140,7 +140,8 @@ class AsyncEngine:
         - ``ended(stream, cut_off, now)``: a request has ended. ``cut_off`` is None if its answers ended by themselves,
           ABORT if its caller left, ERROR if the engine ended it. If its caller left after an answer had failed,
           it is that answer's finish reason: ERROR or DEADLINE.
-        - ``steps(lines)``: new lines of the core's recorder."""
+        - ``steps(lines)``: new lines of the core's recorder.
+        """
         self._begin_empty()
 
     def _begin_empty(self) -> None:

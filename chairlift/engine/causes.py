@@ -182,7 +182,8 @@ class CauseLedger:
 
         - Cause -> seconds. The sum is the time since the request's arrival.
         - Ids of the last requests that preempted it, at most 3, the newest at the end.
-        - The last 8 intervals (from, until) in which it was preempted."""
+        - The last 8 intervals (from, until) in which it was preempted.
+        """
         account = self._accounts.pop(request.request_id, None)
         if account is None:
             return {}, [], []

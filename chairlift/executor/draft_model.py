@@ -48,7 +48,8 @@ class DraftModel:
         max_model_len: Maximum sequence length of the engine, in tokens.
         max_positions: Maximum sequence length of the small model, in tokens.
         block_size: Tokens per block.
-        max_tokens: Maximum number of tokens in a forward pass."""
+        max_tokens: Maximum number of tokens in a forward pass.
+    """
 
     def __init__(
         self,

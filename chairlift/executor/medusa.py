@@ -57,7 +57,8 @@ class MedusaHeads:
     Args:
         heads: Heads in the order of the positions that they guess.
         runner: Runner of the served model.
-        num_slots: Number of rows of the engine."""
+        num_slots: Number of rows of the engine.
+    """
 
     def __init__(self, heads: Sequence[MedusaHead], runner: NativeModelRunner, num_slots: int) -> None:
         self._heads, self._runner = heads, runner

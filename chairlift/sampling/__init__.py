@@ -8,7 +8,8 @@ Importing this package does not import torch. Modules that need torch are import
     logprobs  log-probabilities of the raw logits
     row       sampling parameters of one answer (no torch)
     failures  reasons why a row has no token (no torch)
-    sampler   applies all of these to a batch of rows, in order"""
+    sampler   applies all of these to a batch of rows, in order
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def best_number(num_rows: int, chances: Sequence[float], seconds: Callable[[int]
     Args:
         num_rows: Number of rows of the step. Each of them yields one token in any case.
         chances: Probability that each draft is accepted, in descending order.
-        seconds: Function from the number of drafts to the seconds of the step."""
+        seconds: Function from the number of drafts to the seconds of the step.
+    """
     best, rate = 0, num_rows / seconds(0) * _MIN_GAIN
     tokens = float(num_rows)
     for number, chance in enumerate(chances, 1):
@@ -90,7 +91,8 @@ class AdaptiveSpeculator:
         step_seconds: Function from the features of a step to its predicted seconds.
         most: Maximum number of drafts for a row in one step.
         proposer: Source of drafts for all other requests. None: they get no drafts.
-        guide: Knows the tokens that grammars force. None: there are no grammars."""
+        guide: Knows the tokens that grammars force. None: there are no grammars.
+    """
 
     def __init__(
         self,

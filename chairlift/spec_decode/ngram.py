@@ -20,7 +20,8 @@ class NgramIndex:
     """Last position of each n-gram of ``size`` tokens in one text. The text only grows.
 
     Args:
-        size: Length of an n-gram in tokens."""
+        size: Length of an n-gram in tokens.
+    """
 
     __slots__ = ("_ends", "_num_indexed", "_size")
 
@@ -58,7 +59,8 @@ class NgramProposer:
     """Makes drafts with one index per request. See :class:`~chairlift.spec_decode.adaptive.Proposer`.
 
     Args:
-        size: Number of last tokens that must have occurred before."""
+        size: Number of last tokens that must have occurred before.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size

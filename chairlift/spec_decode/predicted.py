@@ -27,7 +27,8 @@ class PredictedText:
     """Position of one growing answer in the expected text.
 
     Args:
-        token_ids: Token ids of the text. The answer is expected to begin like it."""
+        token_ids: Token ids of the text. The answer is expected to begin like it.
+    """
 
     __slots__ = ("_ends", "_lost_at", "_num_seen", "_place", "_text")
 
