@@ -137,7 +137,7 @@ class CoreOutputs:
     ``prediction``."""
 
     def merge(self, later: CoreOutputs) -> None:
-        """Append later results to this object, because it could not be sent yet."""
+        """Append later results to this object, which could not be sent yet."""
         if self.logprobs is not None or later.logprobs is not None:
             mine = self.logprobs or [None] * len(self.token_ids)
             self.logprobs = mine + (later.logprobs or [None] * len(later.token_ids))
