@@ -1,13 +1,15 @@
-"""Gain of drafts, and their cost where they are useless. Runs with and without take turns in one process.
+"""Measures the gain of speculative decoding, and its cost when drafts are useless. Runs with and without drafts take
+turns in one process.
 
     python benchmarks/speculation.py scripted MODEL [--rows 1 4 16] [--acceptance 0.8] [--fixed 1 2 4 8]
     python benchmarks/speculation.py useless MODEL [--rows 64] [--rounds 10]
     python benchmarks/speculation.py texts MODEL [--rows 1 4 16 64]
 
-``scripted``: drafts of no cost, each right with a given probability, of fixed numbers and of the number that is chosen.
-``useless``: n-grams at a temperature, with answers that repeat nothing. ``texts``: n-grams for answers that repeat much
-of their prompts (editing, extraction). Ratios are of output tokens per second, with drafts over without, pair by pair:
-their median, and the interval of their mean (95 %, Student's t, of logarithms). Answers must be equal, or it fails.
+``scripted``: drafts that cost no time to propose, each correct with a given probability; the number of drafts is fixed,
+or chosen by the engine. ``useless``: n-gram drafts at a temperature above 0, for outputs without repetitions.
+``texts``: n-gram drafts for outputs that repeat much of their prompts (editing, extraction). Results are output tokens
+per second with drafts divided by those without, pair by pair: the median ratio, and the 95 % interval of the mean
+(Student's t, of logarithms). The script fails if outputs differ.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from chairlift.spec_decode.adaptive import AdaptiveSpeculator
 from chairlift.spec_decode.ngram import NgramProposer
 
 T_95 = [math.nan, 12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]
-"""Student's t by degrees of freedom."""
+"""Quantile of Student's t for 95 %, by degrees of freedom."""
 NOTE = (
     "The cable car leaves the lower station at 8:15. Tickets cost 24 francs for adults and 12 francs for children. "
     "The ride takes nine minutes. At the upper station there is a restaurant with a terrace, and a path to the lake."
@@ -46,7 +48,8 @@ TEXTS = [
 
 
 class Scripted:
-    """Drafts from known answers, each spoiled with a probability. Answers are known by their prompts, all different.
+    """Proposes drafts from known outputs, and changes each draft with a given probability. An output is found by its
+    prompt; all prompts are different.
 
     See :class:`~chairlift.spec_decode.adaptive.Proposer`.
     """
@@ -56,7 +59,7 @@ class Scripted:
         self._rng = random.Random(0)
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
-        """The next tokens of the answer, with mistakes."""
+        """The next tokens of each request's known output, some of them changed."""
         found = []
         for request, most in rows:
             answer = self._answers.get(tuple(request.token_ids[: request.num_prompt_tokens]), ())
@@ -65,15 +68,15 @@ class Scripted:
         return found
 
     def seconds(self, num_rows: int) -> float:
-        """Nothing: they were known before."""
+        """0, because the outputs are known in advance."""
         return 0.0
 
     def forget(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Do nothing, because no state is kept per request."""
 
 
 class Fixed(AdaptiveSpeculator):
-    """Proposer that computes up to a fixed number of drafts, regardless of cost."""
+    """Speculator that always computes a fixed number of drafts, regardless of their cost."""
 
     def choose(self, rows: Any, step: Any, budget: int) -> Any:
         """See :class:`~chairlift.scheduler.drafts.Speculator`."""
@@ -87,8 +90,8 @@ Make = Callable[[], AdaptiveSpeculator]
 def timed(
     llm: LLM, prompts: list[list[int]], params: SamplingParams, make: Make | None
 ) -> tuple[float, list[list[int]], dict[str, Any]]:
-    """Output tokens per second, the answers, and what became of the drafts. ``make`` returns the proposer; None runs
-    without drafts."""
+    """(output tokens per second, outputs, counts of proposed and accepted drafts). ``make`` returns the proposer; None
+    runs without drafts."""
     scheduler = llm.engine.scheduler
     scheduler.drafts = None if make is None else Drafts(scheduler.batch, make())
     begin = time.perf_counter()
@@ -159,7 +162,8 @@ def pairs(
 
 
 def scripted(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Drafts of a given acceptance, fixed numbers of them and the number that is chosen."""
+    """Scripted drafts with a given probability of being correct: fixed numbers of drafts, and the number that the
+    engine chooses."""
     llm = LLM(args.model, skip_tokenizer_init=True, max_num_seqs=64, num_kv_blocks=1024, enable_prefix_caching=False)
     seconds, records, rng = llm.engine.core.costs.model.step_seconds, [], random.Random(1)
     for rows in args.rows:
@@ -190,7 +194,7 @@ def useless(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def texts(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """N-grams where answers repeat their prompts."""
+    """n-gram drafts for outputs that repeat much of their prompts."""
     llm = LLM(args.model, max_num_seqs=64, num_kv_blocks=2048, enable_prefix_caching=False)
     seconds, records = llm.engine.core.costs.model.step_seconds, []
     for rows in args.rows:
