@@ -278,8 +278,9 @@ class CauseLedger:
         num_decodes = out.num_decodes + len(out.chunks) - len(prompts)
         if not prompts or not num_decodes:
             return 0.0 if prompts else 1.0
-        alone = self._model.step_seconds(StepFeatures(num_decodes, out.context_tokens))
-        together = self._model.step_seconds(StepFeatures.of(num_decodes, out.context_tokens, prompts))
+        adapters = out.adapter_bytes
+        alone = self._model.step_seconds(StepFeatures(num_decodes, out.context_tokens, adapter_bytes=adapters))
+        together = self._model.step_seconds(StepFeatures.of(num_decodes, out.context_tokens, prompts, adapters))
         return min(1.0, alone / together)
 
     def _inherit(self, account: _Account, source: _Account) -> None:

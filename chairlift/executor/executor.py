@@ -61,8 +61,8 @@ class AdapterMemory(Protocol):
     """Low-rank adapters beside the model: the attribute ``adapters`` of executors and model runners that serve some."""
 
     def read(self, path: Path, root: Path | None) -> Any:
-        """The adapter in a directory, ready for :meth:`put`, with a ``digest`` of all that was read. Any thread may
-        call it. With a ``root`` its files must lie there. Raises ModelLoadError."""
+        """The adapter in a directory, ready for :meth:`put`, with a ``digest`` of all that was read, and ``nbytes``,
+        its size in memory. Any thread may call it. With a ``root`` its files must lie there. Raises ModelLoadError."""
         ...
 
     def put(self, adapter_id: int, adapter: Any) -> None:

@@ -116,6 +116,8 @@ class SchedulerOutput:
     """
     context_tokens: int = 0
     """Positions that all decode rows attend to together. The cost of a decode grows with it."""
+    adapter_bytes: int = 0
+    """Bytes of the adapters of all rows, each adapter counted once."""
     num_waiting: int = 0
     num_held: int = 0
     """Finished decode rows that compute until their static batch ends (``batching="static"``)."""
