@@ -39,19 +39,19 @@ _SERVER: Final = "server_"
 _SAMPLING_FLAGS: Final[tuple[tuple[str, type, str], ...]] = (
     ("max_tokens", int, "longest answer, in tokens"),
     ("temperature", float, "0 is greedy, higher is more varied (default: 0)"),
-    ("top_p", float, "keep the likeliest tokens that together reach this probability"),
-    ("top_k", int, "keep the K likeliest tokens"),
-    ("min_p", float, "keep tokens with this share of the likeliest one's probability"),
-    ("seed", int, "same seed, same prompt, same text"),
+    ("top_p", float, "sample only from the most likely tokens that together reach this probability"),
+    ("top_k", int, "sample only from the K most likely tokens"),
+    ("min_p", float, "drop tokens less likely than this fraction of the most likely token's probability"),
+    ("seed", int, "equal seeds and prompts give equal text"),
     ("n", int, "answers per prompt"),
     ("stop", list, "stop before this text; may be repeated"),
     ("min_tokens", int, "shortest answer, in tokens"),
-    ("presence_penalty", float, "push down tokens that were generated before"),
-    ("frequency_penalty", float, "push down tokens by how often they were generated"),
-    ("repetition_penalty", float, "push down tokens of prompt and answer; 1 is off"),
-    ("logprobs", int, "report this many likeliest tokens at each place"),
+    ("presence_penalty", float, "lower the score of tokens that were generated before"),
+    ("frequency_penalty", float, "lower the score of tokens by how often they were generated"),
+    ("repetition_penalty", float, "lower the score of tokens in prompt and answer; 1 is off"),
+    ("logprobs", int, "report this number of most likely tokens at each position"),
     ("bad_words", list, "never generate this text; may be repeated"),
-    ("ignore_eos", bool, "go on past the end-of-sequence token"),
+    ("ignore_eos", bool, "continue after the end-of-sequence token"),
     ("include_stop_str_in_output", bool, "leave the stop text in the answer"),
 )
 
@@ -79,7 +79,10 @@ def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Collection[str]
     """
     groups = {part: parser.add_argument_group(title) for part, title in _TITLES.items()}
     groups["model"].add_argument(
-        "--config", metavar="FILE", type=Path, help="YAML or JSON file with flags as keys; flags on the line go first"
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="YAML or JSON file with flags as keys; flags on the command line take precedence",
     )
     for flag in flat_fields():
         if flag.name in leave_out:
@@ -182,7 +185,9 @@ def shorten_help(parser: argparse.ArgumentParser, everyday: Collection[str]) -> 
         action.help = _FURTHER_SENTENCES.sub("", text or "") if action in shown else argparse.SUPPRESS
     parser.usage = usage
     hidden = sum(text != argparse.SUPPRESS for action, text in full.items() if action not in shown)
-    parser.add_argument("--help-all", action=HelpAll, nargs=0, help=f"list the other {hidden} flags, and say more")
+    parser.add_argument(
+        "--help-all", action=HelpAll, nargs=0, help=f"list the other {hidden} flags, with full descriptions"
+    )
 
 
 def read_settings(args: argparse.Namespace, *, sampling: bool) -> tuple[dict[str, Any], dict[str, Any]]:

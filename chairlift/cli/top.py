@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="default: http://127.0.0.1:8000"
     )
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
-    parser.add_argument("--interval", metavar="S", type=float, default=1.0, help="seconds between looks (default: 1)")
+    parser.add_argument("--interval", metavar="S", type=float, default=1.0, help="seconds between updates (default: 1)")
     parser.add_argument("--once", action="store_true", help="print the view once")
 
 

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", metavar="N", type=int, help="take so many requests")
     parser.add_argument("--block-size", metavar="N", type=int, default=64, help="tokens per prefix id (default: 64)")
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
-    parser.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -41,8 +41,9 @@ _MAX_RECORDINGS: Final = 8
 _MAX_RECORDINGS_OF_ONE: Final = 3
 """Maximum number of recordings of one tenant, if keys distinguish tenants, so that no tenant takes all of them."""
 _MAX_WAITING: Final = 4096
+"""Maximum number of records that wait for a slow listener."""
 _MAX_WAITING_TOKENS: Final = 1 << 22
-"""Maximum number of records that wait for a slow listener, and maximum number of prompt tokens kept with them."""
+"""Maximum number of prompt tokens in the records that wait for a slow listener, summed over the records."""
 _MAX_TENANTS: Final = 10_000
 _LONG_PROMPT: Final = 16_384
 """Tokens. Prompts longer than this are hashed on a thread."""

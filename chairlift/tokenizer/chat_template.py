@@ -154,9 +154,10 @@ class ChatTemplate:
         _ = self._template
 
     def check(self) -> None:
-        """Compile the template, and render two small chats: a message of the user, alone and after a system message.
+        """Compile the template, and test it with a message of the user. If that fails, test it again with a system
+        message before the user's.
 
-        Raises :class:`~chairlift.errors.TemplateError` if neither chat renders. It is TemplateFailedError if both fail
+        Raises :class:`~chairlift.errors.TemplateError` if both tests fail. It is TemplateFailedError if both fail
         because of an error in the template itself.
         """
         user = {"role": "user", "content": "Hi"}
