@@ -415,7 +415,7 @@ class BatchStore:
         batch = self.batch(batch_id)
         if batch is None or batch.status not in ACTIVE:
             return
-        made: dict[str, FileRecord] = {}
+        new_files: dict[str, FileRecord] = {}
         parts: list[Path] = []
         try:
             for column, good in (("output_file_id", 1), ("error_file_id", 0)):
@@ -429,12 +429,12 @@ class BatchStore:
                     record = self._flushed(file, name, "batch_output", batch.owner, now, expires)
                 if record.bytes:
                     self._place(part, record)
-                    made[column] = record
+                    new_files[column] = record
         finally:
             for part in parts:
                 part.unlink(missing_ok=True)
         with self._transaction() as db:
-            for column, record in made.items():
+            for column, record in new_files.items():
                 _insert(db, record)
                 db.execute(f"UPDATE batches SET {column} = ? WHERE id = ?", (record.id, batch_id))
             db.execute(f"UPDATE batches SET status = ?, {status}_at = ? WHERE id = ?", (status, now, batch_id))

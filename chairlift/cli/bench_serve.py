@@ -528,7 +528,9 @@ def _facts(cell: Cell, names: Sequence[str]) -> dict[str, str]:
     load, settings = cell.run.load, cell.settings
     facts = {SIDES[place]: name for place, name in enumerate(names)}
     facts |= {
-        name.replace("_", " "): _said(value) for name, value in settings.items() if name not in ("benchmark", "round")
+        name.replace("_", " "): _value_text(value)
+        for name, value in settings.items()
+        if name not in ("benchmark", "round")
     }
     return facts | {
         "requests": f"{len(load.requests):,}",
@@ -537,7 +539,7 @@ def _facts(cell: Cell, names: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _said(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {limit:g}" for name, limit in value.items()) or "none"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

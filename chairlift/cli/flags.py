@@ -199,8 +199,8 @@ def read_settings(args: argparse.Namespace, *, sampling: bool) -> tuple[dict[str
     """
     file = _read_file(args.config, {name: (kind, True) for name, kind, _ in _SAMPLING_FLAGS} if sampling else {})
     names = {name for name, _, _ in _SAMPLING_FLAGS} if sampling else set()
-    engine = {name: value for name, value in file.items() if name not in names} | _given(args, _ENGINE)
-    given = {name: value for name, value in file.items() if name in names} | _given(args, _SAMPLING)
+    engine = {name: value for name, value in file.items() if name not in names} | _values_of_flags(args, _ENGINE)
+    given = {name: value for name, value in file.items() if name in names} | _values_of_flags(args, _SAMPLING)
     return _translated(engine), {"temperature": 0.0} | given if sampling else {}
 
 
@@ -208,8 +208,8 @@ def read_server_settings(args: argparse.Namespace) -> tuple[dict[str, Any], Serv
     """(engine settings by name, server settings), from the config file and the flags. Raises ConfigError."""
     server = {flag.name: (flag.kind, flag.default is None) for flag in server_fields()}
     file = _read_file(args.config, server)
-    engine = {name: value for name, value in file.items() if name not in server} | _given(args, _ENGINE)
-    given = {name: value for name, value in file.items() if name in server} | _given(args, _SERVER)
+    engine = {name: value for name, value in file.items() if name not in server} | _values_of_flags(args, _ENGINE)
+    given = {name: value for name, value in file.items() if name in server} | _values_of_flags(args, _SERVER)
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     return _translated(engine), ServerConfig(**values)
 
@@ -264,7 +264,7 @@ def _spelled(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+def _values_of_flags(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
     given = {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
     if given.get("served_model_name"):
         given["served_model_name"] = [name for names in given["served_model_name"] for name in names]

@@ -70,7 +70,7 @@ class ResponseBuilder:
         yield self._event("response.created", response=self.response)
         yield self._event("response.in_progress", response=self.response)
 
-    def news(self, answer: CompletionOutput) -> Iterator[EventFields]:
+    def new_events(self, answer: CompletionOutput) -> Iterator[EventFields]:
         """Events for the new part of an output. At the end of the output, the last item is closed and the response
         gets its status."""
         ended = answer.finish_reason is not None

@@ -269,8 +269,8 @@ def _up_to_final_message(chat: Sequence[Mapping[str, Any]], text: str, marked: s
     end = marked.rfind(_END_OF_FINAL_MESSAGE)
     if end < 0:
         raise TemplateError(_cannot_continue("the chat template does not print the end of the final message"))
-    kept = marked[end:].startswith(f"{_END_OF_FINAL_MESSAGE} ")
-    before = marked[:end] if kept else marked[:end].rstrip()
+    keeps_space = marked[end:].startswith(f"{_END_OF_FINAL_MESSAGE} ")
+    before = marked[:end] if keeps_space else marked[:end].rstrip()
     before = before.replace(f"{_END_OF_FINAL_MESSAGE} ", "").replace(_END_OF_FINAL_MESSAGE, "")
     if not text.startswith(before):
         raise TemplateError(_cannot_continue("the chat template writes another text where the final message goes on"))
