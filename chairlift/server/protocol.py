@@ -3,20 +3,20 @@
 The rule for known fields that are not supported:
 
 - A value that equals the default (null, false, an empty text, list or object, or a value named below) is accepted.
-  For fields that ask for a form of the answer only null is the default: ``{}`` and ``false`` are schemas.
-- A hint is ignored, because the answer is right without it. A header of the reply names it (``Warning: 299 chairlift
-  "ignored: user"``). Unknown fields are treated as hints.
-- A value that would change the answer is refused with status 400, and so is a misspelt field (``temprature``).
+  For fields with a JSON schema only null is the default, because ``{}`` and ``false`` are schemas.
+- A hint is ignored, because the output is right without it. A response header names the ignored fields
+  (``Warning: 299 chairlift "ignored: user"``). Unknown fields are treated as hints.
+- A value that would change the output is refused with status 400, and so is a misspelt field (``temprature``).
 
-``request_id`` has no effect. ``user`` decides whose share of the engine a request uses, without API keys and with a
-scheduling policy that shares fairly; otherwise it is ignored.
+``request_id`` has no effect. ``user`` names the tenant of the request if the server has no API keys and its scheduling
+policy is fair between tenants. Otherwise it is ignored.
 
 ``service_tier`` is ``auto``, ``default``, ``flex``, ``priority``, ``scale`` (the same as ``auto``, because there is no
 prepaid use) or a class of the server's settings; other values are refused. With the scheduling policy ``fcfs`` it has
-no effect, the reply says ``default``, and deadlines and a ``priority`` other than 0 are refused. The header
+no effect: the response says ``default``, and deadlines and a ``priority`` other than 0 are refused. The header
 ``x-slo-ttft-ms`` is used if the field ``ttft_ms`` is missing.
 
-A text completion ignores fields of chats for tool calls and reasoning as hints, except ``tools`` and ``tool_choice``.
+A text completion ignores the fields of chats for tool calls and reasoning, except ``tools`` and ``tool_choice``.
 
 ===================  ================================================================================================
 What happens         Fields
