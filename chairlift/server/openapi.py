@@ -353,7 +353,8 @@ def _traffic() -> dict[str, Any]:
 
 
 def _status(summary: str) -> dict[str, Any]:
-    """OpenAPI entry of a health probe. Its two statuses have the same body, because probes read only the status."""
+    """OpenAPI entry of a health probe. The responses 200 and 503 have the same body, because a probe reads only the
+    status."""
     operation = _operation(summary, _ref(StatusReply))
     schemas = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (StatusReply, ErrorReply)]
     operation["responses"]["503"]["content"] = {"application/json": {"schema": {"anyOf": schemas}}}

@@ -123,7 +123,7 @@ class ResponseBuilder:
             yield self._event(f"response.{self._part}.delta", **self._location(), content_index=0, **fields)
 
     def _add(self, kind: type[OutputMessage] | type[ReasoningItem]) -> Iterator[EventFields]:
-        """Begin an item with an empty part."""
+        """Begin a message or reasoning item with an empty text part. Yields the events that announce it."""
         prefix = "msg" if kind is OutputMessage else "rs"
         self._open = kind(id=_new_id(prefix), status="in_progress", content=[])
         self.response.output.append(self._open)

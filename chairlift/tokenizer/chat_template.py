@@ -259,12 +259,13 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _up_to_final_message(chat: Sequence[Mapping[str, Any]], text: str, marked: str) -> str:
-    """Text of a chat up to the end of the last message's content, where the model will continue.
+    """Text of a chat up to the end of the last message's content, so that the model continues this content.
 
-    ``marked`` is the same text with a mark at this point. As in transformers, a space after the mark shows whether the
-    template strips contents. A content that the template changes cannot be continued. Neither can a chat whose
-    template prints the text before the mark differently, or prints messages after the last message; transformers
-    accepts these two cases. If the template prints the content twice, the last copy is continued.
+    ``marked`` is the same text with a mark after the content. As in transformers, a space after the mark shows whether
+    the template strips contents. If the template prints the content twice, the last copy is continued.
+
+    Raises TemplateError if the template changes the content. Raises it also in two cases that transformers accepts: the
+    template prints the text before the mark differently, or prints messages after the last message.
     """
     end = marked.rfind(_END_OF_FINAL_MESSAGE)
     if end < 0:

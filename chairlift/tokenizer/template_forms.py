@@ -44,9 +44,9 @@ class ContentForm:
     text: bool = True
     """Whether the template prints a string."""
     parts: bool = False
-    """Whether the template prints every part in a list of text parts, without Python's list syntax."""
+    """Whether the template prints the texts of all parts in a list, and not the list itself in Python's syntax."""
     one_part: bool = False
-    """Whether the template prints a list of one text part."""
+    """Whether the template prints the text of the part if a list has exactly one text part."""
 
     def fit(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         """The content, converted to a supported form. If parts must become one text, they are joined by newlines, as
