@@ -149,7 +149,8 @@ class _Pair:
 def _checked(file: Any, settings: AdapterSettings, sites: Sites, max_rank: int, where: Path) -> list[_Pair]:
     """Pairs of tensors A and B whose names and shapes were checked. Their data has not been read."""
     names: dict[str, dict[str, str]] = {}
-    modules = dict(sites.parts)
+    modules = {part.name.removesuffix(".weight"): part for part in sites.parts.values()}  # as the checkpoint has them
+    modules |= sites.parts
     if sites.prefix:
         modules |= {name.removeprefix(sites.prefix): part for name, part in sites.parts.items()}
     for name in file.keys():  # noqa: SIM118 - not a mapping

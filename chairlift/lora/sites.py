@@ -60,8 +60,11 @@ def sites_in(config: ModelConfig) -> Sites:
         blank = CausalLM(config)
     linear = {name for name, module in blank.named_modules() if isinstance(module, Linear) and name != _HEAD}
     parts = [part for part in checkpoint_layout(blank) if part.parameter.endswith(".weight")]
-    found = {part.name.removesuffix(".weight"): part for part in parts if layer_of(part) in linear}
     family = FAMILIES[config.model_type]
+    stored, own = family.module_prefix
+    found = {
+        own + part.name.removesuffix(".weight").removeprefix(stored): part for part in parts if layer_of(part) in linear
+    }
     transposed = any(part.transposed for part in found.values())
     prefix = next(iter(found), "").partition(".")[0] + "."  # left out where the class without a head was adapted
     return Sites(family.model_type, transposed, found, prefix)

@@ -33,9 +33,10 @@ ALL_LINEAR: Final = "all-linear"
 """Target that means every linear layer except the output head and the experts, as in PEFT."""
 
 
-def target_parts(sites: Sites, targets: Sequence[str]) -> list[CheckpointPart]:
-    """Modules that the targets select. A target is a whole module name, the last part of names (``q_proj``), or
-    ``all-linear``.
+def target_parts(sites: Sites, targets: Sequence[str]) -> dict[str, CheckpointPart]:
+    """Modules that the targets select, by name.
+
+    A target is a whole module name, the last part of names (``q_proj``), or ``all-linear``.
 
     Raises ConfigError for a target that selects no module.
     """
@@ -53,7 +54,7 @@ def target_parts(sites: Sites, targets: Sequence[str]) -> list[CheckpointPart]:
                 f" is called so; take {ALL_LINEAR}, or some of {known}"
             )
         chosen |= found
-    return [part for name, part in sites.parts.items() if name in chosen]
+    return {name: part for name, part in sites.parts.items() if name in chosen}
 
 
 def weights_digest(model: CausalLM) -> str:
@@ -104,7 +105,7 @@ class TrainableAdapter:
         self._sites = sites_in(model.config)
         self._model, self._config, self._base = model, model.config, base
         self.r, self.alpha, self.rslora, self.dropout = r, alpha, rslora, dropout
-        self._parts = {part.name.removesuffix(".weight"): part for part in target_parts(self._sites, targets)}
+        self._parts = target_parts(self._sites, targets)
         self.parameters: dict[str, nn.Parameter] = {}
         """PEFT's name of each matrix -> float32 parameter: A [r, in], and B [out, r] with the rows in the order of our
         layer."""
