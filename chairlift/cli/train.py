@@ -17,13 +17,17 @@ from chairlift.config import LoRAConfig
 if TYPE_CHECKING:
     from chairlift.train.config import TrainConfig
     from chairlift.train.evaluation import EvaluationResult
+    from chairlift.train.networks import Network
     from chairlift.train.run import Outcome
     from chairlift.train.trainer import StepResult, Trainer
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
 SUMMARY: Final = "train a model on packed sequences"
-DESCRIPTION: Final = """Train a model of any native family, fresh or from a directory, on packed sequences.
+DESCRIPTION: Final = """Train a model, fresh or from a directory, on packed sequences.
+
+Native families are computed by Chairlift; other causal language models by transformers, unless their packed sequences
+see each other (model.impl).
 
 CONFIG is YAML, with the sections model, data, packing, training and checkpoints:
 
@@ -90,13 +94,13 @@ def run(args: argparse.Namespace) -> int:
 
     is_first = os.environ.get("RANK", "0") == "0"
     with _Progress(config.training.steps, shown=is_first and not args.quiet) as progress:
-        outcome = train(config, resume=args.resume, on_step=progress, on_evaluation=progress.on_evaluation)
+        outcome = train(config, resume=args.resume, **progress.callbacks)
     if is_first:
-        _tell(outcome, args, config)
+        _print_result(outcome, args, config)
     return 0 if outcome.finished else 130
 
 
-def _tell(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> None:
+def _print_result(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> None:
     if outcome.skipped:
         records = "1 record" if outcome.skipped == 1 else f"{outcome.skipped:,} records"
         print(f"left out {records} that could not be used (on_error: skip)", file=sys.stderr)
@@ -135,8 +139,8 @@ def _tell(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> No
         rank = max(each.r for each in adapters.values())
         served += ["--max-lora-rank", str(rank)] if rank > LoRAConfig().max_lora_rank else []
     if config.heads is not None:
-        asked = json.dumps({"method": config.heads.method, "model": str(outcome.directory)})
-        served = [str(config.model.path), "--speculative-config", asked]
+        drafter = json.dumps({"method": config.heads.method, "model": str(outcome.directory)})
+        served = [str(config.model.path), "--speculative-config", drafter]
     print(f"serve it with: {shlex.join(['chairlift', 'serve', *served])}")
 
 
@@ -149,6 +153,16 @@ class _Progress:
         self._began = time.perf_counter()
         self._tokens = 0
         self._changes = 0
+
+    @property
+    def callbacks(self) -> dict[str, Any]:
+        """Arguments of :func:`~chairlift.train.run.train`."""
+        return {"on_step": self, "on_evaluation": self.on_evaluation, "on_start": self.on_start}
+
+    def on_start(self, network: Network) -> None:
+        """A line with the implementation that trains."""
+        if self._shown:
+            print(f"model: {network}", file=sys.stderr)
 
     def __enter__(self) -> _Progress:
         return self

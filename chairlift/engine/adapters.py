@@ -89,6 +89,8 @@ class Adapters:
         self._states: list[AdapterState] = []
         self._failed: list[tuple[Request, str]] = []
         self._thread: ThreadPoolExecutor | None = None
+        self.sizes: dict[int, int] = {}
+        """Adapter -> its bytes, for all that have been in memory and are not forgotten."""
         self.num_reads = self.num_hits = self.num_evictions = 0
         """Counters: adapters read; requests whose adapter was in memory; adapters evicted."""
 
@@ -215,6 +217,7 @@ class Adapters:
                 f"its files in {known.load.path} were changed since it was loaded; load it again (load_inplace)"
             )
         known.digest = adapter.digest
+        self.sizes[known.load.adapter_id] = adapter.nbytes
         if self._make_room(reading=False):
             self._served_memory().put(known.load.adapter_id, adapter)
             known.resident = True
@@ -246,6 +249,7 @@ class Adapters:
             if known.resident:
                 self._evict(known)
             self._known.pop(known.load.adapter_id, None)
+            self.sizes.pop(known.load.adapter_id, None)
 
     # -- requests --------------------------------------------------------------------------------------------------
 

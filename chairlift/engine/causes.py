@@ -282,8 +282,9 @@ class CauseLedger:
         num_decodes = out.num_decodes + len(out.chunks) - len(prompts)
         if not prompts or not num_decodes:
             return 0.0 if prompts else 1.0
-        decodes_only = self._model.step_seconds(StepFeatures(num_decodes, out.context_tokens))
-        whole_step = self._model.step_seconds(StepFeatures.of(num_decodes, out.context_tokens, prompts))
+        adapters = out.adapter_bytes
+        decodes_only = self._model.step_seconds(StepFeatures(num_decodes, out.context_tokens, adapter_bytes=adapters))
+        whole_step = self._model.step_seconds(StepFeatures.of(num_decodes, out.context_tokens, prompts, adapters))
         return min(1.0, decodes_only / whole_step)
 
     def _inherit(self, account: _Account, source: _Account) -> None:

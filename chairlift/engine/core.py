@@ -252,6 +252,7 @@ class EngineCore(EngineClient):
             guide=self.grammars,
             max_loras=self.adapters.max_loras,
         )
+        self.scheduler.batch.adapter_sizes = self.adapters.sizes
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
         self.step_log = StepLog()
@@ -635,7 +636,8 @@ class EngineCore(EngineClient):
                 continue
             remaining = len(request.token_ids) - chunk.end
             each = min(remaining, size)
-            step = StepFeatures(out.num_decodes, out.context_tokens, each, each * (chunk.end + remaining / 2))
+            context = each * (chunk.end + remaining / 2)
+            step = StepFeatures(out.num_decodes, out.context_tokens, each, context, out.adapter_bytes)
             seconds = math.ceil(remaining / each) * self.costs.model.step_seconds(step)
             known, again = request.num_output_tokens, chunk.why != "prefill"
             self._progress.append(Progress(name, known, chunk.end, again, seconds))

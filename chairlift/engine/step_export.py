@@ -137,9 +137,11 @@ class _Reader:
             for _, slot, at, count, samples, why in line.get("chunks", ())
         ]
         count, context = 0 if line.get("rest") else len(self.rows), line.get("ctx", 0)
-        if type(context) is not int or context < 0:
-            raise ValueError(context)
-        features = StepFeatures.of(count, context, chunks)
+        adapters = line.get("adapters", 0)
+        for number in (context, adapters):
+            if type(number) is not int or number < 0:
+                raise ValueError(number)
+        features = StepFeatures.of(count, context, chunks, adapters)
         self.steps.append((features, float(end - begin)))
         self._step_end, self.end = end, max(self.end, end)
         for number in () if line.get("rest") else self.rows.values():

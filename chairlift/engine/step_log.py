@@ -54,6 +54,8 @@ class StepRecord:
     """Number of additional tokens that an engine with padding would have computed."""
     accepted: dict[str, int]
     """Request id -> number of tokens from a row with drafts: accepted drafts plus one."""
+    adapter_bytes: int = 0
+    """Bytes of the adapters of all rows, each adapter counted once."""
 
     @classmethod
     def of(cls, out: SchedulerOutput, result: StepResult, start: float, end: float) -> StepRecord:
@@ -75,6 +77,7 @@ class StepRecord:
             unused_slots=out.unused_slots,
             padding_avoided=out.padding_avoided,
             accepted=_accepted(out, result),
+            adapter_bytes=out.adapter_bytes,
         )
 
     @property
@@ -87,7 +90,8 @@ class StepRecord:
     @property
     def features(self) -> StepFeatures:
         """Features of the step for the cost model."""
-        return StepFeatures.of(len(self.decodes), self.context_tokens, [chunk for _, chunk in self.chunks])
+        chunks = [chunk for _, chunk in self.chunks]
+        return StepFeatures.of(len(self.decodes), self.context_tokens, chunks, self.adapter_bytes)
 
     def to_json(self) -> str:
         """One line of a step log file. It has the number of decode rows, not their list, so that its length is

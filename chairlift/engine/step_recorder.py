@@ -199,6 +199,8 @@ class StepRecorder:
             self._decodes = decodes
         if decodes:
             line["ctx"] = record.context_tokens
+        if record.adapter_bytes:
+            line["adapters"] = record.adapter_bytes
         if record.chunks:
             line["chunks"] = [
                 (*self._place(name, chunk), record.accepted.get(name, min(1, chunk.samples)), chunk.why)

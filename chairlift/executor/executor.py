@@ -65,8 +65,9 @@ class AdapterMemory(Protocol):
     adapters."""
 
     def read(self, path: Path, root: Path | None) -> Any:
-        """Read the adapter in a directory. Returns it in the form for :meth:`put`, with a ``digest`` of all files read.
-        Any thread may call this method. With ``root``, all files must be inside it. Raises ModelLoadError."""
+        """Read the adapter in a directory. Returns it in the form for :meth:`put`, with a ``digest`` of all files read,
+        and ``nbytes``, its size in memory. Any thread may call this method. With ``root``, all files must be inside it.
+        Raises ModelLoadError."""
         ...
 
     def put(self, adapter_id: int, adapter: Any) -> None:

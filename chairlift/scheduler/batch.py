@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from chairlift.kv_cache.manager import KVCacheManager
@@ -13,7 +14,7 @@ from chairlift.request import SIZE_UNKNOWN, Request, RequestStatus
 from chairlift.scheduler.admission import WaitingQueue
 from chairlift.scheduler.decode_rows import DecodeRows
 from chairlift.scheduler.membership import Membership
-from chairlift.scheduler.output import FAILED_ROW, NewRow, SchedulerOutput
+from chairlift.scheduler.output import FAILED_ROW, Chunk, NewRow, SchedulerOutput
 from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.preemption import PreemptionMode, is_pinned
 from chairlift.scheduler.prompt_share import PromptShare
@@ -60,6 +61,9 @@ class Batch:
         """Maximum number of different adapters among the running requests; 0: no limit."""
         self.adapters: Counter[int] = Counter()
         """``adapter_id`` -> number of running requests with this adapter."""
+        self.adapter_sizes: Mapping[int, int] = {}
+        """``adapter_id`` -> size of the adapter in bytes. The owner of the adapters sets this mapping. An adapter without an
+        entry counts as 0 bytes."""
         self.requests: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.unready: dict[str, Request] = {}
@@ -164,6 +168,16 @@ class Batch:
         if request in self.waiting:
             self.waiting.remove(request)
             self.waiting.add(request)
+
+    def adapter_bytes(self, chunks: Iterable[tuple[Request, Chunk]], *, with_decodes: bool) -> int:
+        """Bytes of the adapters of a step with these chunks, each counted once; ``with_decodes``: and all decode
+        rows."""
+        if not self.adapters:
+            return 0
+        used = {request.adapter_id for request, _ in chunks}
+        if with_decodes:
+            used |= self.decodes.adapters
+        return sum([self.adapter_sizes.get(adapter, 0) for adapter in used])
 
     def has_adapter_room(self, request: Request) -> bool:
         """Whether the steps have room for the adapter of a waiting request. True for a request without an adapter."""

@@ -1,11 +1,12 @@
 """Predicts step times. The model learns from the steps that ran.
 
-The model is a roofline with two phases that do not overlap. First a step reads the weights or computes with them,
-whichever takes longer. Then its decode rows read their KV and its prompt chunks attend; both cost a time per position.
-Real kernels deviate from an ideal roofline (tiles, caches, launches), so the first phase is a piecewise linear, rising
-function of the number of tokens. It has one knot per doubling of the number of tokens, on both sides of the ridge
-(where computing begins to take longer than reading). All terms are linear, with coefficients that must not be negative.
-So each prediction is positive and rises with every feature.
+The model is a roofline with phases that do not overlap. First a step reads the weights or computes with them, whichever
+takes longer. Then its decode rows read their KV and its prompt chunks attend; both cost a time per position. The step
+also reads each of its adapters (LoRA) once, at a time per byte. Real kernels deviate from an ideal roofline (tiles,
+caches, launches), so the first phase is a piecewise linear, rising function of the number of tokens. It has one knot per
+doubling of the number of tokens, on both sides of the ridge (where computing begins to take longer than reading). All
+terms are linear, with coefficients that must not be negative. So each prediction is positive and rises with every
+feature.
 
 The model is fitted online; memory and time per step do not grow. Each segment between two knots stores the normal
 equations of its steps. Every few steps, the equations of all segments are solved together by coordinate descent
@@ -32,9 +33,10 @@ __all__ = ["CostModel", "Roofline", "StepFeatures"]
 
 _KNOTS_BELOW, _KNOTS_ABOVE = 3, 7
 _NUM_KNOTS = _KNOTS_BELOW + _KNOTS_ABOVE + 1
-_NUM_LOCAL = 6
-"""Number of features of a segment: 1, covered fraction of the segment, decode rows, prompt tokens, context, prompt
-context."""
+_NUM_PRICES = 5
+_NUM_LOCAL = 2 + _NUM_PRICES
+"""Number of features of a segment: 1, covered fraction of the segment, and the features with a price: decode rows,
+prompt tokens, context, prompt context, bytes of adapters."""
 _PAIRS = tuple((one, other) for one in range(_NUM_LOCAL) for other in range(one, _NUM_LOCAL))
 _FORGET = 0.995
 _REFIT_EVERY = 64
@@ -56,9 +58,13 @@ class StepFeatures(NamedTuple):
     prefill_context: float = 0.0
     """Number of positions that the prompt tokens attend to, summed over the tokens (per chunk: tokens times mean
     context)."""
+    adapter_bytes: float = 0.0
+    """Bytes of the adapters of all rows. Each adapter counts once, because a step reads it once."""
 
     @classmethod
-    def of(cls, num_decodes: int, context_tokens: int, chunks: Iterable[Chunk]) -> StepFeatures:
+    def of(
+        cls, num_decodes: int, context_tokens: int, chunks: Iterable[Chunk], adapter_bytes: float = 0.0
+    ) -> StepFeatures:
         """Features of a step as the scheduler describes it."""
         tokens, context = 0, 0.0
         for chunk in chunks:
@@ -67,7 +73,7 @@ class StepFeatures(NamedTuple):
                 continue
             tokens += chunk.num_tokens
             context += chunk.num_tokens * (chunk.start + (chunk.num_tokens + 1) / 2)
-        return cls(num_decodes, context_tokens, tokens, context)
+        return cls(num_decodes, context_tokens, tokens, context, adapter_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +93,8 @@ class Roofline:
     """Seconds for a prompt token to attend to one position."""
     step_seconds: float = 0.0005
     """Seconds per step that do not depend on the step's content."""
+    adapter_byte_seconds: float = 1e-10
+    """Seconds to read one byte of an adapter."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -132,9 +140,9 @@ class CostModel:
         tokens = step.num_decodes + self.prior.prompt_share * step.prefill_tokens
         at = min(bisect.bisect_left(self._ends, tokens), _NUM_KNOTS - 1)
         seconds = self._levels[at] + self._slopes[at] * (tokens - self._begins[at])
-        row, prompt, context, pair = self._prices
+        row, prompt, context, pair, adapter = self._prices
         seconds += row * step.num_decodes + prompt * step.prefill_tokens
-        return seconds + context * step.context_tokens + pair * step.prefill_context
+        return seconds + context * step.context_tokens + pair * step.prefill_context + adapter * step.adapter_bytes
 
     def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
         """Predicted seconds to compute ``num_tokens`` prompt tokens after ``context`` earlier ones, in a step without
@@ -190,14 +198,14 @@ class CostModel:
         """Relative errors of the predictions, ascending. Steps with a duration of 0 are left out, as in :meth:`fit`."""
         return sorted(abs(self.step_seconds(step) / seconds - 1) for step, seconds in steps if seconds > 0)
 
-    # -- inside: coefficients are [base, rise per stretch, row, prompt token, context, pair] --------------------------
+    # -- inside: coefficients are [base, rise per stretch, row, prompt token, context, pair, adapter byte] ------------
 
     def _prior_coefficients(self) -> list[float]:
         prior = self.prior
         base = prior.step_seconds + prior.weight_seconds
         levels = [max(0.0, end * prior.token_seconds - prior.weight_seconds) for end in self._ends]
         rises = [high - low for low, high in zip([0.0, *levels], levels, strict=False)]
-        return [base, *rises, 0.0, 0.0, prior.context_seconds, prior.pair_seconds]
+        return [base, *rises, 0.0, 0.0, prior.context_seconds, prior.pair_seconds, prior.adapter_byte_seconds]
 
     def _clear(self) -> None:
         self._gram = [[0.0] * len(_PAIRS) for _ in range(_NUM_KNOTS)]
@@ -211,13 +219,14 @@ class CostModel:
             self._levels.append(level)
             self._slopes.append(rise / (end - begin))
             level += rise
-        self._prices = tuple(coefficients[-4:])
+        self._prices = tuple(coefficients[-_NUM_PRICES:])
 
     def _prior_seconds(self, step: StepFeatures) -> float:
         prior = self.prior
         tokens = step.num_decodes + prior.prompt_share * step.prefill_tokens
         seconds = prior.step_seconds + max(prior.weight_seconds, prior.token_seconds * tokens)
-        return seconds + prior.context_seconds * step.context_tokens + prior.pair_seconds * step.prefill_context
+        seconds += prior.context_seconds * step.context_tokens + prior.pair_seconds * step.prefill_context
+        return seconds + prior.adapter_byte_seconds * step.adapter_bytes
 
     def _scaled_prior(self, step: StepFeatures) -> float:
         return self._prior_seconds(step) * math.exp(self._log_scale)
@@ -226,7 +235,8 @@ class CostModel:
         tokens = step.num_decodes + self.prior.prompt_share * step.prefill_tokens
         at = min(bisect.bisect_left(self._ends, tokens), _NUM_KNOTS - 1)
         covered = (tokens - self._begins[at]) / (self._ends[at] - self._begins[at])
-        local = (1.0, covered, *map(float, (step.num_decodes, step.prefill_tokens)), *map(float, step[1::2]))
+        counts = step.num_decodes, step.prefill_tokens, step.context_tokens, step.prefill_context, step.adapter_bytes
+        local = (1.0, covered, *map(float, counts))
         gram, target = self._gram[at], self._target[at]
         for pair, (one, other) in enumerate(_PAIRS):
             gram[pair] = forget * gram[pair] + weight * local[one] * local[other]
@@ -242,8 +252,8 @@ class CostModel:
         for at in range(_NUM_KNOTS):
             if not self._gram[at][0]:
                 continue
-            # A step in this segment has the whole rise of all earlier segments and a fraction of this segment's rise.
-            spread = [list(range(at + 1)), [at + 1], *([size - 4 + price] for price in range(4))]
+            # A step in this stretch has the whole rise of all earlier stretches and a share of this one's.
+            spread = [list(range(at + 1)), [at + 1], *([size - _NUM_PRICES + price] for price in range(_NUM_PRICES))]
             for one, value in enumerate(self._target[at]):
                 for i in spread[one]:
                     target[i] += value
@@ -284,7 +294,10 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> CostModel:
-        """The model from a result of :meth:`to_dict`. Raises ConfigError for any other mapping."""
+        """The model from a result of :meth:`to_dict`, also of a version without a price of adapters.
+
+        Raises ConfigError for any other mapping.
+        """
         try:
             model = cls(Roofline(**fields["prior"]), float(fields["copy_bandwidth"]))
             model.num_observed = int(fields["num_observed"])
@@ -294,6 +307,10 @@ class CostModel:
             targets = [[float(value) for value in row] for row in fields["target"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"this is not a cost model: {error}; make one with chairlift sim --fit") from None
+        if len(coefficients) == len(model._prior) - 1:
+            coefficients.append(model._prior[-1] * math.exp(model._log_scale))
+            targets = [[*row, 0.0] for row in targets]
+            grams = [_with_adapters(row) for row in grams]
         shapes = [len(coefficients), len(grams), len(targets), *{len(row) for row in grams}]
         expected = [len(model._prior), _NUM_KNOTS, _NUM_KNOTS, len(_PAIRS)]
         numbers = [value for row in [coefficients, *grams, *targets] for value in row]
@@ -304,3 +321,9 @@ class CostModel:
         model._gram, model._target = grams, targets
         model._set(coefficients)
         return model
+
+
+def _with_adapters(gram: list[float]) -> list[float]:
+    """Normal equations of a stretch without the last feature -> the same equations with it, and no step that has it."""
+    values = iter(gram)
+    return [0.0 if other == _NUM_LOCAL - 1 else next(values, math.nan) for _one, other in _PAIRS]

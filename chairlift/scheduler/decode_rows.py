@@ -49,6 +49,8 @@ class DecodeRows:
         self.slots: tuple[int, ...] = ()
         self.ids: tuple[tuple[str, int], ...] = ()
         """(request id, slot) of every row."""
+        self.adapters: frozenset[int] = frozenset()
+        """Adapters of all rows; 0 may be among them."""
 
     @property
     def num_held(self) -> int:
@@ -95,6 +97,8 @@ class DecodeRows:
         # Rows with the same adapter are put next to each other, so that kernels read the adapter's matrices once for
         # all of them.
         self.requests = sorted(filter(attrgetter("decoding"), self.requests), key=attrgetter("adapter_id"))
+        any_adapter = bool(self.requests) and self.requests[-1].adapter_id
+        self.adapters = frozenset([request.adapter_id for request in self.requests]) if any_adapter else frozenset()
         self.slots = tuple([request.slot for request in self.requests])
         self.ids = tuple([(request.request_id, request.slot) for request in self.requests])
         self.sampled, self.appends = receivers(self.requests)

@@ -132,7 +132,7 @@ def _forecast(
 
 
 def _seconds(seconds: StepSeconds, out: SchedulerOutput) -> float:
-    return seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks))
+    return seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks, out.adapter_bytes))
 
 
 class _NewcomersDisplaceNobody:

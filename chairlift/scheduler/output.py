@@ -118,7 +118,9 @@ class SchedulerOutput:
     that has nothing to execute.
     """
     context_tokens: int = 0
-    """Number of positions that the decode rows attend to, summed over the rows. The cost of decoding grows with it."""
+    """Positions that all decode rows attend to together. The cost of a decode grows with it."""
+    adapter_bytes: int = 0
+    """Bytes of the adapters of all rows, each adapter counted once."""
     num_waiting: int = 0
     num_held: int = 0
     """Number of finished decode rows that compute on until their static batch ends (``batching="static"``)."""

@@ -128,6 +128,7 @@ class Scheduler:
             max_loras=batch.max_loras,
         )
         twin._arrivals = self._arrivals
+        twin.batch.adapter_sizes = batch.adapter_sizes
         twin.batch.running_limit, twin.batch.token_budget = batch.running_limit, batch.token_budget
         oldest = next(iter(self._flights.values()), None)
         twin.batch.prompt_share.carried = batch.prompt_share.carried if oldest is None else oldest.carried
@@ -352,6 +353,7 @@ class Scheduler:
     def _describe(self, step: Step) -> None:
         out = step.out
         out.chunk_ids = [request.request_id for request, _ in step.chunks]
+        out.adapter_bytes = self.batch.adapter_bytes(step.chunks, with_decodes=out.num_decodes > 0)
         if out.num_decodes:
             prompts = sum(request.num_computed_tokens for request in self.batch.catching_up)
             prompts += sum(chunk.end for chunk in out.chunks if chunk.samples and not chunk.drafts)

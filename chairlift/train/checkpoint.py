@@ -39,7 +39,15 @@ from chairlift.models.checkpoint import hf_state_dict
 from chairlift.models.model_files import TOKENIZER_FILES
 from chairlift.models.registry import FAMILIES
 
-__all__ = ["CheckpointStore", "ModelFiles", "load_state", "random_state", "set_random_state", "write_model"]
+__all__ = [
+    "CheckpointStore",
+    "ModelFiles",
+    "copy_files",
+    "load_state",
+    "random_state",
+    "set_random_state",
+    "write_model",
+]
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STATE = Path("training")
@@ -72,6 +80,11 @@ def write_model(model: CausalLM, files: ModelFiles, directory: Path) -> None:
     for key in ("quantization_config", "compression_config"):
         config.pop(key, None)  # whatever the model began as, these weights are floats
     _write_json(directory / "config.json", config)
+    copy_files(files, directory)
+
+
+def copy_files(files: ModelFiles, directory: Path) -> None:
+    """Write what belongs to a model beside its weights and config: generation settings and the tokenizer."""
     if files.generation_config:
         _write_json(directory / "generation_config.json", files.generation_config)
     for name in TOKENIZER_FILES if files.tokenizer_dir is not None else ():

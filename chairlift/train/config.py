@@ -46,13 +46,16 @@ class ModelSettings:
     """The model to train. ``path`` loads one, ``config`` makes a new one from the run's seed."""
 
     path: str | None = None
-    """Directory of a Hugging Face model of a family that runs natively (docs/models.md)."""
+    """Directory of a Hugging Face model."""
     config: str | Mapping[str, Any] | None = None
     """``config.json`` of a new model, as a path or as its content."""
     generation_config: Mapping[str, Any] | None = None
     """``generation_config.json`` to write beside the model (default: that of ``path``, if any)."""
     tokenizer: str | None = None
     """Directory of the tokenizer for texts, copied into checkpoints (default: ``path``)."""
+    impl: Literal["auto", "native", "transformers"] = "auto"
+    """Who computes the layers: ``native`` for the families of docs/models.md; ``transformers`` for any other causal
+    language model, if its packed sequences do not leak; ``auto``: native where there is such a family."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Dtype of the weights written for serving. The trainer's own weights are float32 and kept beside them. An adapter
     is written in float32."""
@@ -324,8 +327,11 @@ class TrainerConfig:
     """Factor of the load-balancing loss of models with experts, which is added to the loss of the step; see
     :class:`~chairlift.train.expert_balance.ExpertBalance`. It is 1 when the load is even, so 0.01 is usual. Every pack
     costs one more forward pass, because tokens per expert are counted over the whole step first."""
-    autocast: bool = False
-    """Compute products in bf16 while weights and their sums stay fp32."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of products. With ``bfloat16`` weights, gradients, moments and losses stay float32, and each product
+    rounds its operands (torch.autocast)."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """``adamw8bit`` keeps the moments in 8 bits, by bitsandbytes (``chairlift[adamw8bit]``)."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward, which computes the layer again: less memory, a third more time."""
 
@@ -408,6 +414,11 @@ class TrainConfig:
     """Also for a single source; None replays nothing, and mixes several in equal shares."""
     output: str | None = None
     """Directory for the checkpoints."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model is computed; ``auto`` is ``cuda`` where there is one. Each process of a machine takes a device of
+    its own."""
+    tensorboard: bool = False
+    """Write curves to ``OUTPUT/tensorboard`` (``chairlift[tensorboard]``)."""
     seed: int = 0
     """Seed of fresh weights, the order of the data, and dropout."""
     threads: int | None = None

@@ -139,7 +139,7 @@ class MedusaTrainer(Trainer):
             yield self.decay ** (head + 1) * loss(logits, chosen)
 
     def _cast(self, batch: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.config.autocast)
+        return torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
 
 
 def ahead(batch: Mapping[str, Tensor], distance: int) -> dict[str, Tensor]:

@@ -110,3 +110,9 @@ class NativeNetwork:
             self.adapter.write(directory)
         else:
             write_model(self.model, files, directory)
+
+    def __str__(self) -> str:
+        kind = "native"
+        if self.adapter is not None:
+            kind += ", with an adapter" if isinstance(self.adapter, TrainableAdapter) else ", with several adapters"
+        return f"{self.model.config.model_type}, {kind}"

@@ -56,8 +56,11 @@ def world_size() -> int:
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[Ranks]:
-    """Join the processes that ``torchrun`` or :func:`launch` has started, for as long as the context lasts."""
+def process_group(device: str = "cpu") -> Iterator[Ranks]:
+    """Join the processes that ``torchrun`` or :func:`launch` has started, for as long as the context lasts.
+
+    They exchange by gloo, or for ``device`` ``cuda`` by NCCL, each with the device of its local rank.
+    """
     size = world_size()
     if launcher := os.environ.get(_LAUNCHER):
         die_with_parent(int(launcher))
@@ -67,7 +70,9 @@ def process_group() -> Iterator[Ranks]:
     # This module keeps the group of the moment at which it is imported in its defaults, and an optimizer's first step
     # imports it. A group that is kept so long ends with the interpreter, whose end its threads sometimes abort.
     importlib.import_module("torch.distributed.nn.functional")
-    distributed.init_process_group("gloo")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         yield Ranks(distributed.get_rank(), size)
     finally:

@@ -1,4 +1,4 @@
-"""Bugs of speculative decoding, injected one at a time. Worlds with drafts must detect each of them."""
+"""Bugs in speculative decoding, injected one at a time. The simulator's worlds with drafts must detect each of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def accepted_after_a_mismatch(patch: Patch) -> None:
 
 @mutant
 def one_too_few_accepted(patch: Patch) -> None:
-    """Accept one draft too few. Answers do not change, but a position is computed twice."""
+    """Bug: one draft too few is accepted. The output does not change, but a position is computed twice."""
     accepted = Chunk.num_accepted
     settle = InputBatch._settle
 

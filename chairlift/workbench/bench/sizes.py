@@ -1,4 +1,4 @@
-"""``bench offline --max-num-seqs 16,32,64``: several numbers of slots in one table, with the best one named."""
+"""``bench offline --max-num-seqs 16,32,64``: compares several numbers of slots in one table, and names the best."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Size:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """Batching mode and number of slots, as shown in reports."""
         return f"{self.batching}, {self.slots} slots"
 
     @property
@@ -47,13 +47,13 @@ def _part(stats: Stats, part: str) -> float:
 
 
 def _best(sizes: Sequence[Size], batching: str) -> Size | None:
-    """The one with the highest throughput that was measured, of those that answered every request."""
+    """Size with the highest measured throughput among the sizes of one batching mode without failed requests."""
     whole = [size for size in sizes if size.batching == batching and not any(run.failed for run in size.runs)]
     return max(whole, key=lambda size: size.throughput, default=None)
 
 
 def sizes_table(sizes: Sequence[Size]) -> Table:
-    """A row for each size: medians over the rounds. ``*`` marks the best of each way of batching."""
+    """Table with one row for each size: medians over the rounds. ``*`` marks the best size of each batching mode."""
     best = [_best(sizes, batching) for batching in dict.fromkeys(size.batching for size in sizes)]
     goodput = any(run.goodput is not None for size in sizes for run in size.runs)
     rows = []
@@ -76,7 +76,7 @@ def sizes_table(sizes: Sequence[Size]) -> Table:
 
 
 def best_words(sizes: Sequence[Size]) -> str:
-    """Sentence about the best size of each way of batching, and the throughput of the best one over static batches."""
+    """Text that names the best size of each batching mode, and the ratio of their throughputs."""
     static, other = _best(sizes, "static"), _best(sizes, "continuous")
     words = [
         f"best {size.batching}: {size.slots} slots, {size.throughput:,.1f} output tokens/s"
@@ -92,7 +92,7 @@ def best_words(sizes: Sequence[Size]) -> str:
 
 
 def sizes_report(record: Mapping[str, Any], sizes: Sequence[Size], facts: Mapping[str, str]) -> Report:
-    """The table as a page."""
+    """Report with the table and its charts."""
 
     def blocks() -> Iterator[Block]:
         yield sizes_table(sizes)
