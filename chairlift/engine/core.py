@@ -255,9 +255,6 @@ class EngineCore(EngineClient):
         self.scheduler.batch.adapter_sizes = self.adapters.sizes
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
-        self.step_log = StepLog()
-        self.events = Events("added", "scheduled", "landed", "ended")
-        self.events.subscribe("the step log", self.step_log)
         self.masks_of: Callable[[SchedulerOutput], Masks | None] | None = None
         """Returns the masks of a step; called while the model computes the step. None if no request has a mask. The
         function does not know the tokens of steps in flight."""
@@ -274,6 +271,9 @@ class EngineCore(EngineClient):
 
     def _begin_books(self) -> None:
         """Initialise the core's records of its steps."""
+        self.step_log = StepLog()
+        self.events = Events("added", "scheduled", "landed", "ended")
+        self.events.subscribe("the step log", self.step_log)
         self._joined: list[tuple[str, int, float]] = []
         self._progress: list[Progress] = []
         self._flights: deque[_Flight] = deque()

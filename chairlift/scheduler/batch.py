@@ -62,8 +62,7 @@ class Batch:
         self.adapters: Counter[int] = Counter()
         """``adapter_id`` -> number of running requests with this adapter."""
         self.adapter_sizes: Mapping[int, int] = {}
-        """``adapter_id`` -> size of the adapter in bytes. The owner of the adapters sets this mapping. An adapter without an
-        entry counts as 0 bytes."""
+        """``adapter_id`` -> size of the adapter in bytes, set by the owner of the adapters (default: 0)."""
         self.requests: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.unready: dict[str, Request] = {}
@@ -78,13 +77,17 @@ class Batch:
         """Running requests with more than one token to compute."""
         self.stops: Counter[int] = Counter({FAILED_ROW: 1})
         """Stop token -> number of running requests that it ends."""
+        self._begin_steps()
+
+    def _begin_steps(self) -> None:
+        """Initialise what changes from step to step."""
         self.step = 0
         """Index of the last step that had something to execute."""
         self.now = 0.0
         """Time at which the newest step was scheduled."""
         self.num_computed_tokens = 0
         """Number of computed positions, summed over all running requests."""
-        self.free_slots = list(range(max_running - 1, -1, -1))
+        self.free_slots = list(range(self.max_running - 1, -1, -1))
         self.left: list[int] = []
         """Rows that requests left since the newest step."""
         self.num_vacated = 0

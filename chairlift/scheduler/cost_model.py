@@ -3,9 +3,9 @@
 The model is a roofline with phases that do not overlap. First a step reads the weights or computes with them, whichever
 takes longer. Then its decode rows read their KV and its prompt chunks attend; both cost a time per position. The step
 also reads each of its adapters (LoRA) once, at a time per byte. Real kernels deviate from an ideal roofline (tiles,
-caches, launches), so the first phase is a piecewise linear, rising function of the number of tokens. It has one knot per
-doubling of the number of tokens, on both sides of the ridge (where computing begins to take longer than reading). All
-terms are linear, with coefficients that must not be negative. So each prediction is positive and rises with every
+caches, launches), so the first phase is a piecewise linear, rising function of the number of tokens. It has one knot
+per doubling of the number of tokens, on both sides of the ridge (where computing begins to take longer than reading).
+All terms are linear, with coefficients that must not be negative. So each prediction is positive and rises with every
 feature.
 
 The model is fitted online; memory and time per step do not grow. Each segment between two knots stores the normal

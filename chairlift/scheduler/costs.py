@@ -13,7 +13,7 @@ from chairlift.scheduler.output import SchedulerOutput
 __all__ = ["Costs"]
 
 _STEADY = 8
-"""Of the steps that only decode, one in this many is observed, because these steps are similar."""
+"""Steps that only decode are similar, so only one in this many of them is observed."""
 _MEMORY = 0.1
 _PACE_MEMORY = 0.01
 _MAX_PACE = 16.0

@@ -12,8 +12,8 @@ DEFAULT_POLICY_SHARE = 0.75
 """Default of ``policy_share``, measured with ``benchmarks/fair_share.py`` (see benchmarks/README.md)."""
 
 _ROWS_PER_RESERVED = 32
-"""Of this many rows, one is reserved for short requests. With fewer rows none is reserved, because it would cost
-throughput."""
+"""Number of rows per row that is reserved for short requests. A batch with fewer rows reserves none, because a reserved
+row would cost throughput."""
 _BLOCK_RESERVE = 1 / 64
 """Fraction of the blocks that only short requests may take when they join. In the default cache it holds a few short
 prompts."""
