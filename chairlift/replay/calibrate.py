@@ -148,7 +148,7 @@ def read_steps(path: Path) -> list[tuple[StepFeatures, float]]:
         return read_recording(text.encode()).steps
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            fields = json.loads(line)
+            fields = {"adapter_bytes": 0.0, **json.loads(line)}  # logs of earlier versions have no adapters
             features = StepFeatures(*(float(fields[name]) for name in StepFeatures._fields))  # type: ignore[arg-type]
             start, end = float(fields["start"]), float(fields["end"])
         except (ValueError, TypeError, KeyError, RecursionError):

@@ -167,6 +167,7 @@ class ModelShape:
             context_seconds=max(self.kv_bytes / bandwidth, 4 * self.q_width / operations),
             pair_seconds=4 * self.q_width / operations,
             step_seconds=machine.step_seconds,
+            adapter_byte_seconds=1 / bandwidth,
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from chairlift.config import CacheGroup, EngineConfig
+from chairlift.engine.adapters import Adapters
 from chairlift.engine.clock import Clock, VirtualClock
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
@@ -65,7 +66,8 @@ class SimExecutor:
         self._free_at = 0.0
 
     def execute(self, out: SchedulerOutput) -> SchedulerOutput:
-        seconds = self._cost.step_seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks))
+        features = StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks, out.adapter_bytes)
+        seconds = self._cost.step_seconds(features)
         if out.swap_out or out.swap_in:
             seconds += self._cost.copy_seconds((len(out.swap_out) + len(out.swap_in)) * self.block_bytes[0])
         self._free_at = max(self._free_at, self._clock.now()) + seconds
@@ -168,11 +170,12 @@ def _let_go(core: EngineCore, clients: Clients, collector: Collector, now: float
 
 
 def simulated_core(
-    deployment: Deployment, config: EngineConfig, clock: Clock | None = None
+    deployment: Deployment, config: EngineConfig, clock: Clock | None = None, adapters: Adapters | None = None
 ) -> tuple[EngineCore, ModelLimits]:
     """Create (simulated engine core, limits of its model). The default clock is a new virtual clock.
 
-    Raises ConfigError for settings that need more memory or context length than the deployment has.
+    Its steps also take the time to read the ``adapters`` of their rows, by their ``nbytes``. Raises ConfigError for
+    settings that need more memory or context length than the deployment has.
     """
     cache, scheduler = config.cache, config.scheduler
     longest = config.model.max_model_len or deployment.max_model_len
@@ -202,7 +205,7 @@ def simulated_core(
         block_size=cache.block_size,
         bytes_per_token=deployment.kv_bytes_per_token,
     )
-    core = EngineCore(executor, scheduler, max_model_len=longest, cache=cache, clock=clock)
+    core = EngineCore(executor, scheduler, max_model_len=longest, cache=cache, clock=clock, adapters=adapters)
     return core, ModelLimits(_VOCAB_SIZE, longest, (), scheduler.promises)
 
 

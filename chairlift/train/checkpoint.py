@@ -8,12 +8,11 @@ results.
         training/state.safetensors, training/state.json                               state of the trainer
         training/SHA256SUMS                                                           their checksums, for sha256sum -c
 
-If an adapter is trained, there are ``adapter_config.json`` and ``adapter_model.safetensors`` instead of a model, as
-PEFT writes them. If several adapters are trained, each is in a directory of its name.
-
-All files are written into a directory with a temporary name, flushed to the disk, and then the directory is renamed. So
-if the process is killed at any moment, the previous checkpoint remains the newest complete checkpoint. Only JSON and
-safetensors are used, because reading them cannot execute code.
+An adapter is ``adapter_config.json`` and ``adapter_model.safetensors`` instead of a model, as PEFT writes it; of
+several, each is in a directory of its name. Heads are
+``config.json`` and ``medusa_lm_head.safetensors``.
+Everything is written into a directory of another name, flushed to the disk, and then renamed, so a process that is
+killed at any moment leaves the previous checkpoint as the newest. Only JSON and safetensors: nothing that is read runs.
 """
 
 from __future__ import annotations
@@ -41,7 +40,15 @@ from chairlift.models.checkpoint import hf_state_dict
 from chairlift.models.model_files import TOKENIZER_FILES
 from chairlift.models.registry import FAMILIES
 
-__all__ = ["CheckpointStore", "ModelFiles", "load_state", "random_state", "set_random_state", "write_model"]
+__all__ = [
+    "CheckpointStore",
+    "ModelFiles",
+    "copy_files",
+    "load_state",
+    "random_state",
+    "set_random_state",
+    "write_model",
+]
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STATE = Path("training")
@@ -74,6 +81,11 @@ def write_model(model: CausalLM, files: ModelFiles, directory: Path) -> None:
     for key in ("quantization_config", "compression_config"):
         config.pop(key, None)  # the written weights are not quantised
     _write_json(directory / "config.json", config)
+    copy_files(files, directory)
+
+
+def copy_files(files: ModelFiles, directory: Path) -> None:
+    """Write what belongs to a model beside its weights and config: generation settings and the tokenizer."""
     if files.generation_config:
         _write_json(directory / "generation_config.json", files.generation_config)
     for name in TOKENIZER_FILES if files.tokenizer_dir is not None else ():
@@ -108,7 +120,8 @@ class CheckpointStore:
         return next(reversed(self.all()), None)
 
     def save(self, step: int, state: Mapping[str, Any], model: CausalLM | _WritesItself, files: ModelFiles) -> Path:
-        """Write a checkpoint. Returns its directory.
+        """Write a checkpoint; returns its directory. ``state`` is made of plain Python, NumPy arrays and tensors.
+        ``files`` are of a model; an adapter and heads have their own.
 
         ``state`` may contain plain Python values, NumPy arrays and tensors. ``files`` are the further files of a model;
         an adapter ignores them. Raises ConfigError for a state with other values, and OSError if the disk is full.

@@ -22,6 +22,7 @@ __all__ = [
     "CheckpointSettings",
     "DataSettings",
     "DriftSettings",
+    "HeadsSettings",
     "LoraAdapter",
     "LoraSettings",
     "ModelSettings",
@@ -45,13 +46,16 @@ class ModelSettings:
     """The model to train: an existing model (``path``), or a new model with random weights (``config``)."""
 
     path: str | None = None
-    """Directory of a Hugging Face model of a family that runs natively (docs/models.md)."""
+    """Directory of a Hugging Face model."""
     config: str | Mapping[str, Any] | None = None
     """``config.json`` of a new model: a path, or its content."""
     generation_config: Mapping[str, Any] | None = None
     """Content of ``generation_config.json`` for checkpoints (default: the file in ``path``, if any)."""
     tokenizer: str | None = None
-    """Directory of the tokenizer, which is copied into checkpoints (default: ``path``)."""
+    """Directory of the tokenizer for texts, copied into checkpoints (default: ``path``)."""
+    impl: Literal["auto", "native", "transformers"] = "auto"
+    """Who computes the layers: ``native`` for the families of docs/models.md; ``transformers`` for any other causal
+    language model, if its packed sequences do not leak; ``auto``: native where there is such a family."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Dtype of the weights for serving in a checkpoint. The checkpoint also contains the trainer's weights in float32.
     An adapter is written in float32."""
@@ -146,6 +150,30 @@ class LoraSettings:
     def by_name(self) -> Mapping[str, LoraSettings]:
         """Name -> complete settings of each of ``adapters``. Empty if a single adapter without a name is trained."""
         return {name: self.of(name) for name in self.adapters or {}}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsSettings:
+    """Heads that draft (docs/speculation.md), trained in place of the model, which stays as it is."""
+
+    method: Literal["medusa"] = "medusa"
+    """Kind of heads: ``medusa`` (Cai et al., 2024)."""
+    num_heads: int = 4
+    """Number of heads; each guesses a token further ahead."""
+    num_layers: int = 1
+    """Residual blocks of each head."""
+    own_output_heads: bool = False
+    """Train an output head for each, which begins as the model's: as many numbers as the vocabulary times the width.
+    Without, all heads use the model's."""
+    decay: float = 0.8
+    """Each head's weight in the loss, relative to that of the head before."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_layers"):
+            if not 1 <= getattr(self, name) <= 64:
+                raise ConfigError(f"{name} must be 1 to 64, got {getattr(self, name)}")
+        if not 0 < self.decay <= 1:
+            raise ConfigError(f"decay must be above 0 and at most 1, got {self.decay}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,11 +333,13 @@ class TrainerConfig:
     """Fraction of each layer's attention and MLP outputs that is set to 0 in training (Srivastava et al., 2014)."""
     balance_loss: float = 0.0
     """Factor of the load-balancing loss of models with experts, which is added to the loss of the step; see
-    :class:`~chairlift.train.expert_balance.ExpertBalance`. That loss is 1 for an even load, so 0.01 is a usual factor.
-    Every pack then needs an additional forward pass, because the tokens per expert are counted over the whole step
-    first."""
-    autocast: bool = False
-    """Whether to compute matrix multiplications in bf16. Weights and optimiser states stay in float32."""
+    :class:`~chairlift.train.expert_balance.ExpertBalance`. It is 1 when the load is even, so 0.01 is usual. Every pack
+    costs one more forward pass, because tokens per expert are counted over the whole step first."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of products. With ``bfloat16`` weights, gradients, moments and losses stay float32, and each product
+    rounds its operands (torch.autocast)."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """``adamw8bit`` keeps the moments in 8 bits, by bitsandbytes (``chairlift[adamw8bit]``)."""
     gradient_checkpointing: bool = False
     """Whether to store only the input of each layer for the backward pass, which computes the layer again. This needs
     less memory and about a third more time."""
@@ -386,12 +416,19 @@ class TrainConfig:
     packing: PackingSettings = PackingSettings()
     checkpoints: CheckpointSettings = CheckpointSettings()
     lora: LoraSettings | None = None
-    """Settings of adapters, which are trained instead of the model. None: the model is trained."""
+    """Train an adapter, and leave the model as it is. None: train the model."""
+    heads: HeadsSettings | None = None
+    """Train heads that draft, and leave the model as it is. None: none."""
     drift: DriftSettings | None = None
     """Detection of changes in sources, and replay; also for a single source. None: no replay; several sources are mixed
     by ``data.weights``."""
     output: str | None = None
     """Directory for the checkpoints."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model is computed; ``auto`` is ``cuda`` where there is one. Each process of a machine takes a device of
+    its own."""
+    tensorboard: bool = False
+    """Write curves to ``OUTPUT/tensorboard`` (``chairlift[tensorboard]``)."""
     seed: int = 0
     """Seed of new weights, of the order of the data, and of dropout."""
     threads: int | None = None
@@ -409,8 +446,22 @@ class TrainConfig:
             raise ConfigError(
                 "training.balance_loss is a product over all tokens, so several adapters cannot share it; set it to 0"
             )
+        if self.heads is not None:
+            self._check_heads()
         if self.seed < 0:
             raise ConfigError(f"seed must not be negative, got {self.seed}")
+
+    def _check_heads(self) -> None:
+        if self.model.path is None:
+            raise ConfigError("heads draft for a model that exists; give model.path, or leave heads out")
+        if self.lora is not None:
+            raise ConfigError("both lora and heads are given; train one after the other")
+        if self.drift is not None:
+            raise ConfigError("drift is found by the model's loss, which heads do not compute; leave drift out")
+        if self.training.dropout or self.training.balance_loss:
+            raise ConfigError(
+                "heads learn from the model as it is served; leave training.dropout and training.balance_loss out"
+            )
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any], where: str = "config") -> TrainConfig:

@@ -82,7 +82,13 @@ def fitting(encode: Encode, vocab_size: int | None, capacity: int | None) -> Enc
 class Encoder:
     """Converts a record to training examples ``{"input_ids": int32 [L], "loss_weight": float32 [L]}``.
 
-    A record has one of these contents; the first that is present is used:
+    - ``input_ids`` (with ``labels``, ``loss_weight``, ``weight`` if any): taken as it is, but for its padding.
+    - A chat, as the chat template writes it: ``messages``, ``conversations``, ``instruction`` and ``output``, and
+      other forms (:func:`~chairlift.train.records.chat_of`).
+    - ``prompt`` and ``completion``: two texts, one after the other.
+    - ``prompt_token_ids`` and ``outputs`` with ``token_ids``, as ``chairlift generate`` writes them: an example of each
+      answer.
+    - ``text_field``: a text.
 
     - ``input_ids``, and optionally ``labels``, ``loss_weight`` and ``weight``. Only padding is removed.
     - A chat: ``messages``, ``conversations``, ``instruction`` with ``output``, and other formats (see
@@ -152,6 +158,8 @@ class Encoder:
         """(examples, names of the fields that were used) of a record."""
         if "input_ids" in record:
             return [_of_ids(record)], {"input_ids", *_PASSED_ON}
+        if "prompt_token_ids" in record and "outputs" in record:
+            return self._generated(record), record
         if (chat := chat_of(record)) is not None:
             return self._chat(chat, notes), chat.fields
         if "prompt" in record and "completion" in record:
@@ -168,6 +176,21 @@ class Encoder:
             f"{self._text_field}; this one has {', '.join(sorted(map(str, record)))[:120] or 'nothing'}: name its "
             "fields in data.columns"
         )
+
+    def _generated(self, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        answers = record["outputs"]
+        if not isinstance(answers, list) or not all(isinstance(each, Mapping) for each in answers):
+            raise ConfigError(f"outputs must be a list of answers with token_ids, got {str(answers)[:60]!r}")
+        if not answers:
+            raise ConfigError(f"the prompt has no answer ({str(record.get('error'))[:60]}); leave it out, or skip it")
+        prompt = _token_ids(record["prompt_token_ids"], "prompt_token_ids")
+        examples: list[Mapping[str, Any]] = []
+        for answer in answers:
+            tokens = _token_ids(answer.get("token_ids"), "token_ids of an answer")
+            weights = np.ones(len(prompt) + len(tokens), np.float32)
+            weights[: len(prompt)] = self._train_on == "all"
+            examples.append({"input_ids": np.concatenate((prompt, tokens)), "loss_weight": weights})
+        return examples
 
     def _chat(self, chat: Chat, notes: list[str]) -> list[Mapping[str, Any]]:
         template = self._tools().template
@@ -236,10 +259,10 @@ def _of_ids(record: Mapping[str, Any]) -> Mapping[str, Any]:
     return given
 
 
-def _token_ids(given: Any) -> npt.NDArray[np.int32]:
+def _token_ids(given: Any, name: str = "input_ids") -> npt.NDArray[np.int32]:
     ids = np.asarray(given) if isinstance(given, list) and all(type(entry) is int for entry in given) else None
     if ids is None or not ids.size or not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
-        raise ConfigError(f"input_ids must be a list of token ids, at least one, from 0 up; got {str(given)[:60]}")
+        raise ConfigError(f"{name} must be a list of token ids, at least one, from 0 up; got {str(given)[:60]}")
     return ids.astype(np.int32)
 
 

@@ -37,7 +37,9 @@ class Network(Protocol):
     vocab_size: int
     """Number of token ids of the model."""
     drops: bool
-    """Whether the module itself applies dropout in training mode."""
+    """Whether the module drops numbers by itself in training mode."""
+    section: str
+    """Section of the settings that :meth:`settings` come from."""
 
     def logits(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor) -> Tensor:
         """Logits [R, V] at the positions ``rows`` (int64 [R]) of a collated pack. Sequences do not affect each
@@ -66,6 +68,8 @@ class Network(Protocol):
 
 class NativeNetwork:
     """A model with Chairlift's own layers. With one or more adapters, only the adapters are trained and written."""
+
+    section = "lora"
 
     def __init__(self, model: CausalLM, adapter: TrainableAdapter | TrainableAdapters | None = None) -> None:
         self.model = model
@@ -110,3 +114,9 @@ class NativeNetwork:
             self.adapter.write(directory)
         else:
             write_model(self.model, files, directory)
+
+    def __str__(self) -> str:
+        kind = "native"
+        if self.adapter is not None:
+            kind += ", with an adapter" if isinstance(self.adapter, TrainableAdapter) else ", with several adapters"
+        return f"{self.model.config.model_type}, {kind}"

@@ -56,8 +56,11 @@ def world_size() -> int:
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[Ranks]:
-    """Context in which this process belongs to the process group that ``torchrun`` or :func:`launch` has started."""
+def process_group(device: str = "cpu") -> Iterator[Ranks]:
+    """Join the processes that ``torchrun`` or :func:`launch` has started, for as long as the context lasts.
+
+    They exchange by gloo, or for ``device`` ``cuda`` by NCCL, each with the device of its local rank.
+    """
     size = world_size()
     if launcher := os.environ.get(_LAUNCHER):
         die_with_parent(int(launcher))
@@ -68,7 +71,9 @@ def process_group() -> Iterator[Ranks]:
     # optimizer imports it. A stored group is destroyed only at the interpreter's exit, and its threads can then abort
     # the process. So the module is imported before the group exists.
     importlib.import_module("torch.distributed.nn.functional")
-    distributed.init_process_group("gloo")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         yield Ranks(distributed.get_rank(), size)
     finally:

@@ -27,13 +27,18 @@ from chairlift.lora.trainable import TrainableAdapter, target_parts
 from chairlift.lora.trainable_set import TrainableAdapters
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig, parse_config, read_json
-from chairlift.models.loader import load_model, resolve_dtype
+from chairlift.models.loader import load_model
+from chairlift.models.registry import FAMILIES
 from chairlift.train.balance import Cost
+from chairlift.train.board import Board
 from chairlift.train.checkpoint import CheckpointStore, ModelFiles, load_state, random_state, set_random_state
 from chairlift.train.config import DataSettings, DriftSettings, LoraSettings, TrainConfig
 from chairlift.train.drift import DriftSampler
 from chairlift.train.encoder import Encode, Encoder, fitting
 from chairlift.train.evaluation import Evaluation, EvaluationResult
+from chairlift.train.hf_network import TransformersNetwork, TransformersShape, load_for_training, read_shape
+from chairlift.train.medusa import MedusaNetwork, MedusaTrainer
+from chairlift.train.networks import NativeNetwork, Network
 from chairlift.train.parallel import Ranks, process_group, world_size
 from chairlift.train.record_files import expand, open_file
 from chairlift.train.several_adapters import adapter_field, naming
@@ -43,7 +48,7 @@ from chairlift.train.stream_stats import Cut
 from chairlift.train.trainer import StepResult, Trainer
 from chairlift.writing import replacing
 
-__all__ = ["Outcome", "Prepared", "prepare", "train"]
+__all__ = ["Outcome", "Prepared", "device_of", "prepare", "train"]
 
 _POLL_SECONDS = 0.2
 
@@ -80,7 +85,7 @@ class Prepared:
 
     config: TrainConfig
     store: CheckpointStore
-    network: ModelConfig
+    network: ModelConfig | TransformersShape
     files: ModelFiles
     resume_from: Path | None
     open_sources: Mapping[str, Callable[[Callable[[], bool]], Any]]
@@ -114,8 +119,17 @@ def prepare(
     resume_from = _resume_from(store, resume)
     network, files = _model_files(config)
     if config.lora is not None:
+        if not isinstance(network, ModelConfig):
+            raise ConfigError(
+                f"lora is for native models (docs/models.md), and {network.model_type} is one of transformers; train"
+                " the whole model, or use PEFT with the Trainer (docs/training.md)"
+            )
         for settings in (config.lora, *config.lora.by_name.values()):
             target_parts(sites_in(network), settings.targets)  # for its checks alone
+    if config.heads is not None and not isinstance(network, ModelConfig):
+        raise ConfigError(f"heads are for native models (docs/models.md), and {network.model_type} is of transformers")
+    if config.heads is not None and isinstance(network, ModelConfig) and network.recurrent:
+        raise ConfigError("heads are not trained for a model with recurrent states, which a wrong draft would change")
     tokenizer_dir = files.tokenizer_dir if config.data.files or config.data.eval_files else None
     encoder = _encoder(config.data, tokenizer_dir)
     if encoder.vocab_size > network.vocab_size:
@@ -123,6 +137,7 @@ def prepare(
             f"the tokenizer has {encoder.vocab_size} tokens, but the model only {network.vocab_size} "
             "(vocab_size); use the tokenizer that belongs to the model, or a larger vocab_size"
         )
+    device_of(config)
     _stream(config, network, [[0, 0]], Ranks(0, ranks))  # for its checks alone
     most = config.packing.capacity if config.packing.overflow == "error" else None
     encode = fitting(encoder.examples, network.vocab_size, most)
@@ -218,7 +233,7 @@ def _resume_from(store: CheckpointStore, resume: str) -> Path | None:
     return chosen
 
 
-def _model_files(config: TrainConfig) -> tuple[ModelConfig, ModelFiles]:
+def _model_files(config: TrainConfig) -> tuple[ModelConfig | TransformersShape, ModelFiles]:
     settings = config.model
     raw: dict[str, Any]
     generation = dict(settings.generation_config) if settings.generation_config is not None else None
@@ -238,16 +253,33 @@ def _model_files(config: TrainConfig) -> tuple[ModelConfig, ModelFiles]:
         raw, where = read_json(Path(settings.config)), settings.config
     else:
         raw, where = dict(settings.config or {}), "model.config"
-    network = parse_config(raw, generation, where=where)
-    if network.vision is not None:
-        raise ConfigError(f"{where}: a model that reads images is not trained yet; use a model of text")
+    network = _network(config, raw, generation, where)
     tokenizer_dir = settings.tokenizer_dir
     if tokenizer_dir is not None and not (tokenizer_dir / "tokenizer.json").is_file():
         if settings.tokenizer is not None:
             raise ConfigError(f"model.tokenizer {tokenizer_dir} has no tokenizer.json")
         tokenizer_dir = None
-    dtype = resolve_dtype(network, settings.dtype)
+    dtype: torch.dtype = getattr(torch, settings.dtype)
     return network, ModelFiles(config=raw, generation_config=generation, tokenizer_dir=tokenizer_dir, dtype=dtype)
+
+
+def _network(
+    config: TrainConfig, raw: Mapping[str, Any], generation: Mapping[str, Any] | None, where: str
+) -> ModelConfig | TransformersShape:
+    """The model's shape, read by whoever will compute it."""
+    impl = config.model.impl
+    if impl == "transformers" or (impl == "auto" and raw.get("model_type") not in FAMILIES):
+        shape = read_shape(raw, where)
+        if config.training.balance_loss:
+            raise ConfigError(
+                f"balance_loss is for native models, and {shape.model_type} is one of transformers; leave it out, or"
+                " use ExpertCounts in a loop of your own (docs/training.md)"
+            )
+        return shape
+    network = parse_config(raw, generation, where=where)
+    if network.vision is not None:
+        raise ConfigError(f"{where}: a model that reads images is not trained yet; use a model of text")
+    return network
 
 
 def _source_openers(config: TrainConfig, encode: Encode) -> dict[str, Callable[[Callable[[], bool]], Any]]:
@@ -309,7 +341,7 @@ def _import_source(data: DataSettings) -> Callable[[], Any]:
     return make
 
 
-def _stream(config: TrainConfig, network: ModelConfig, source: Any, ranks: Ranks) -> PackStream:
+def _stream(config: TrainConfig, network: ModelConfig | TransformersShape, source: Any, ranks: Ranks) -> PackStream:
     packing = config.packing
     return PackStream(
         source,
@@ -327,11 +359,22 @@ def _stream(config: TrainConfig, network: ModelConfig, source: Any, ranks: Ranks
     )
 
 
-def _make_model(prepared: Prepared) -> CausalLM:
-    config = prepared.config
-    if config.model.path is not None and (prepared.resume_from is None or config.lora is not None):
-        return load_model(Path(config.model.path), prepared.network, torch.float32, weight_format=PLAIN)
-    return CausalLM(prepared.network)
+def _make_network(prepared: Prepared) -> Network:
+    """The model to train, on its device. Raises ConfigError for one of transformers whose packed sequences leak."""
+    config, shape, device = prepared.config, prepared.network, device_of(prepared.config)
+    path = None if config.model.path is None else Path(config.model.path)
+    if isinstance(shape, TransformersShape):
+        return TransformersNetwork(load_for_training(shape, path).to(device))
+    keeps_model = config.lora is not None or config.heads is not None
+    if path is not None and (prepared.resume_from is None or keeps_model):
+        model = load_model(path, shape, torch.float32, weight_format=PLAIN)
+    else:
+        model = CausalLM(shape)
+    model.to(device)
+    if config.heads is not None:
+        sizes = {name: getattr(config.heads, name) for name in ("num_heads", "num_layers", "own_output_heads")}
+        return MedusaNetwork(model, **sizes, base=str(path))
+    return NativeNetwork(model, _make_adapter(config, model))
 
 
 def _make_adapter(config: TrainConfig, model: CausalLM) -> TrainableAdapter | TrainableAdapters | None:
@@ -347,6 +390,52 @@ def _make_adapter(config: TrainConfig, model: CausalLM) -> TrainableAdapter | Tr
     return TrainableAdapters({name: make(each, attached=False) for name, each in config.lora.by_name.items()})
 
 
+def _make_trainer(config: TrainConfig, network: Network, stream: PackStream, drift: DriftSampler | None) -> Trainer:
+    if config.heads is not None and isinstance(network, MedusaNetwork):
+        decay = config.heads.decay
+        return MedusaTrainer(network, config.training, stream, decay=decay, seed=config.seed, drift=drift)
+    return Trainer(network, config.training, stream, seed=config.seed, drift=drift)
+
+
+def device_of(config: TrainConfig) -> str:
+    """``cpu`` or ``cuda``. Raises ConfigError for a device that is not here."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, and PyTorch finds no such device; take cpu, or auto")
+    return "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def _restore(trainer: Trainer, directory: Path) -> dict[str, Any]:
+    """Let the trainer go on from a checkpoint; returns its whole state. Raises ConfigError for one of another run."""
+    state = load_state(directory)
+    try:
+        trainer.load_state_dict(state["trainer"])
+        set_random_state(state["random"])
+    except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
+        why = error if isinstance(error, ConfigError) else f"it is damaged ({error!r})"
+        raise ConfigError(f"cannot go on from {directory}: {why}; to start a new run, give another --output") from None
+    return state
+
+
+def _evaluation(prepared: Prepared, ranks: Ranks) -> Evaluation | None:
+    if not prepared.open_evaluation:
+        return None
+    packing = prepared.config.packing
+    made = Evaluation(prepared.open_evaluation, capacity=packing.capacity, overflow=packing.overflow, ranks=ranks)
+    made.check()
+    return made
+
+
+def _both(first: Callable[..., None], second: Callable[..., Any] | None) -> Callable[..., None]:
+    """A function that calls both with the same arguments."""
+
+    def call(*args: Any) -> None:
+        first(*args)
+        if second is not None:
+            second(*args)
+
+    return call
+
+
 def train(
     config: TrainConfig,
     *,
@@ -354,47 +443,36 @@ def train(
     on_step: Callable[[StepResult, Trainer], None] | None = None,
     on_save: Callable[[str], None] = lambda _point: None,
     on_evaluation: Callable[[EvaluationResult], None] = lambda _result: None,
+    on_start: Callable[[Network], None] = lambda _network: None,
 ) -> Outcome:
     """Train until the schedule or the data ends, or until SIGINT or SIGTERM, and write a checkpoint at the end.
 
-    With ``torchrun``, every process calls this function, and rank 0 writes the checkpoints. ``on_step`` is called on
-    each rank after each step, and ``on_evaluation`` after each evaluation. ``resume`` and ``on_save`` are those of
-    :func:`prepare`. Raises ConfigError and ModelLoadError before the first step, and DivergedError when the loss is not
-    finite.
+    Under ``torchrun`` every process calls this; rank 0 writes. ``on_step`` is called on each rank after each step,
+    ``on_evaluation`` on each after each evaluation, ``on_start`` when the model is there, ``on_save`` as for
+    :func:`prepare`.
+    Raises ConfigError and ModelLoadError before anything is computed, and DivergedError.
     """
     prepared = prepare(config, resume=resume, ranks=world_size(), on_save=on_save)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    with process_group() as ranks, _Interrupts() as interrupts:
+    with process_group(device_of(config)) as ranks, _Interrupts() as interrupts, contextlib.ExitStack() as stack:
         sources = {name: open_source(interrupts.wait) for name, open_source in prepared.open_sources.items()}
         source = _mixed(config, sources)
         stream = _stream(config, prepared.network, source, ranks)
         for seed in (random.seed, np.random.seed, torch.manual_seed):  # for new weights, and for custom sources
             seed(config.seed % 2**32)
         drift = source if isinstance(source, DriftSampler) else None
-        model = _make_model(prepared)
-        adapter = _make_adapter(config, model)
-        trainer = Trainer(model, config.training, stream, seed=config.seed, drift=drift, adapter=adapter)
-        if prepared.resume_from is not None:
-            state = load_state(prepared.resume_from)
-            try:
-                trainer.load_state_dict(state["trainer"])
-                set_random_state(state["random"])
-            except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
-                why = error if isinstance(error, ConfigError) else f"it is damaged ({error!r})"
-                raise ConfigError(
-                    f"cannot go on from {prepared.resume_from}: {why}; to start a new run, give another --output"
-                ) from None
+        network = _make_network(prepared)
+        on_start(network)
+        trainer = _make_trainer(config, network, stream, drift)
+        state = None if prepared.resume_from is None else _restore(trainer, prepared.resume_from)
         interrupts.watch(trainer)
-        evaluation = None
-        if prepared.open_evaluation:
-            packing = config.packing
-            evaluation = Evaluation(
-                prepared.open_evaluation, capacity=packing.capacity, overflow=packing.overflow, ranks=ranks
-            )
-            evaluation.check()
-        run = _Run(prepared, ranks, trainer, on_step, on_evaluation, evaluation)
-        if prepared.resume_from is not None:
+        if config.tensorboard and ranks.rank == 0:
+            board = Board(prepared.store.root / "tensorboard", after=trainer.num_steps)
+            stack.callback(board.close)
+            on_step, on_evaluation = _both(board.step, on_step), _both(board.evaluation, on_evaluation)
+        run = _Run(prepared, ranks, trainer, on_step, on_evaluation, _evaluation(prepared, ranks))
+        if state is not None:
             run.remember(state.get("best"))
         outcome = run.go()
         skipped = sum(getattr(each, "skipped", 0) for each in sources.values())

@@ -33,6 +33,7 @@ from chairlift.train.expert_balance import ExpertBalance
 from chairlift.train.layout import Pack
 from chairlift.train.loss import StepLoss
 from chairlift.train.networks import NativeNetwork, Network
+from chairlift.train.optimizers import make_optimizer
 from chairlift.train.parallel import join_over_ranks, sum_gradients, sum_over_ranks
 from chairlift.train.several_adapters import AdapterLosses, AdapterStep, mean_loss
 
@@ -106,11 +107,14 @@ class Trainer:
         self.drift = drift
         self.num_steps = 0
         self.stop_requested = False
-        """Set this to True on any rank to stop all ranks after the next step."""
+        """Set to True on any rank to stop all ranks. They learn of it with the next step's result."""
+        if config.dropout:
+            self.network.branches()  # for its check alone
         self._seed = seed
         self._several: AdapterLosses | None = None
-        if isinstance(adapter, TrainableAdapters):
-            self._several = AdapterLosses(adapter, config.reduce, config.label_smoothing)
+        adapters = self.network.adapter if isinstance(self.network, NativeNetwork) else None
+        if isinstance(adapters, TrainableAdapters):
+            self._several = AdapterLosses(adapters, config.reduce, config.label_smoothing)
         self._loss = self._several or StepLoss(config.reduce, gradients="sum", label_smoothing=config.label_smoothing)
         if self._several is not None and config.balance_loss:
             raise ConfigError(
@@ -126,10 +130,7 @@ class Trainer:
                 f"the trainer's weights must be float32, these are {', '.join(map(str, dtypes)) or 'none'}; load the "
                 "model with dtype float32 and weight_format=PLAIN"
             )
-        matrices = [p for p in self._parameters.values() if p.ndim >= 2]
-        others = [p for p in self._parameters.values() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+        self.optimizer = make_optimizer(config, self._parameters.values())
 
     def run(self) -> Iterator[StepResult]:
         """Take the remaining steps, until the schedule or the stream ends. The state can be saved between two steps.
@@ -244,8 +245,8 @@ class Trainer:
         return {name: value.to(device) for name, value in _collate(pack).items()}
 
     def _logits(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor) -> Tensor:
-        """Logits [R, V] at these rows of a pack. With ``autocast``, matrix multiplications are computed in bf16."""
-        with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.config.autocast):
+        """Logits [R, V] of these rows of a pack, products in ``TrainerConfig.dtype``."""
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
             return self.network.logits(batch, pack, rows)
 
     def pack_loss(self, pack: Pack, loss: StepLoss | AdapterLosses) -> Tensor:
@@ -288,6 +289,7 @@ class Trainer:
             "steps": self.num_steps,
             "model": {name: parameter.detach() for name, parameter in self._parameters.items()},
             "optimizer": {name: dict(moments) for name, moments in states.items() if moments},
+            "optimizer_kind": self.config.optimizer,
             "stream": None if self.stream is None else self.stream.state_dict(),
             "adapter": self.network.settings(),
         }
@@ -307,6 +309,11 @@ class Trainer:
                 f"the checkpoint is of another model: {wrong[0]} is {shapes.get(wrong[0])} there and "
                 f"{mine.get(wrong[0])} here; give the same model settings"
             )
+        if (kind := state.get("optimizer_kind", "adamw")) != self.config.optimizer:
+            raise ConfigError(
+                f"the checkpoint's moments are those of {kind}, and training.optimizer is {self.config.optimizer}; give"
+                " the same optimizer"
+            )
         if self.stream is not None:
             if state["stream"] is None:
                 raise ConfigError("the checkpoint is of a run without a stream, so the data's place in it is unknown")
@@ -316,22 +323,28 @@ class Trainer:
                 parameter.copy_(weights[name])
         self.optimizer.state.clear()
         for name, moments in state["optimizer"].items():
-            self.optimizer.state[self._parameters[name]] = {key: value.clone() for key, value in moments.items()}
+            parameter = self._parameters[name]
+            self.optimizer.state[parameter] = {key: _copied(value, parameter.device) for key, value in moments.items()}
         self.num_steps = int(state["steps"])
 
     def _check_adapter(self, saved: Mapping[str, Any] | None) -> None:
         here = self.network.settings()
+        section = self.network.section
         if (saved is None) != (here is None):
-            kinds = {True: "a model", False: "an adapter"}
+            kinds = {True: "a model", False: "an adapter or heads"}
             raise ConfigError(
                 f"the checkpoint is of {kinds[saved is None]}, and {kinds[here is None]} is to be trained; give the"
-                " same lora settings"
+                " same lora or heads settings"
             )
         for name, value in (here or {}).items():
             there = (saved or {}).get(name)
             if there != value:
-                what = "another base model" if name == "base" else f"lora.{name} {there}, and here it is {value}"
-                raise ConfigError(f"the checkpoint's adapter has {what}; give the same settings and model")
+                what = "another base model" if name == "base" else f"{section}.{name} {there}, and here it is {value}"
+                raise ConfigError(f"the checkpoint has {what}; give the same settings and model")
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def predictions(batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -232,7 +232,7 @@ def test_bad_arguments() -> None:
         AsyncLoop(Echo(), len, StalenessGate(1, 1), [], weights=dict, concurrency=0)  # type: ignore[arg-type]
     gate = StalenessGate(0, 2)
     gate.admit(2)
-    with pytest.raises(ConfigError, match="the gate is used by somebody else"):
+    with pytest.raises(ConfigError, match="the gate is used elsewhere, too"):
         AsyncLoop(Echo(), lambda selection: None, gate, [[1]], weights=dict).step()
 
 

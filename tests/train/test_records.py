@@ -137,7 +137,7 @@ def test_calls_of_tools_are_learnt_in_every_form() -> None:
     shared = [{"from": "human", "value": "one"}, called, {"from": "observation", "value": "Rain."}]
     record = {"conversations": [*shared, {"from": "gpt", "value": "Wet."}], "tools": json.dumps([tool])}
     assert learnt(TOOLS, record) == expected
-    with pytest.raises(ConfigError, match="calls 'look', but the chat template does not print calls"):
+    with pytest.raises(ConfigError, match="calls 'look', but the chat template does not print tool calls"):
         learnt(MARKING, {"messages": [U("one"), calling, result, end]})
 
 

@@ -371,7 +371,7 @@ def test_families_that_cannot_be_packed_are_refused(family: str, message: str) -
 def test_a_model_with_a_state_is_refused_also_where_its_layers_have_no_kinds() -> None:
     model = tiny("llama")
     model._is_stateful = True
-    with pytest.raises(ConfigError, match="LlamaForCausalLM has a state that would run on"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has a state that would be carried"):
         patch_hf(model)
 
 

@@ -32,6 +32,11 @@ class _Read(NamedTuple):
     def digest(self) -> str:
         return str(self.content)
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the simulated weights, which differs from adapter to adapter."""
+        return (1 + self.content % 8) << 20
+
 
 class AdapterFiles:
     """Simulates the adapter files on disk, and the memory that holds loaded adapters."""
