@@ -160,7 +160,7 @@ class BatchStore:
             with part.open("wb") as file:
                 shutil.copyfileobj(content, file, 1 << 20)
                 record = self._flushed(file, filename, purpose, owner, now, expires_at)
-            self._place(part, record)
+            self._move_content(part, record)
         finally:
             part.unlink(missing_ok=True)
         with self._transaction() as db:
@@ -183,7 +183,7 @@ class BatchStore:
             expires_at=expires_at,
         )
 
-    def _place(self, part: Path, record: FileRecord) -> None:
+    def _move_content(self, part: Path, record: FileRecord) -> None:
         """Move a content from its temporary path to its final path."""
         os.replace(part, self.path(record.id))
         folder = os.open(self._files, os.O_RDONLY)
@@ -415,7 +415,7 @@ class BatchStore:
         batch = self.batch(batch_id)
         if batch is None or batch.status not in ACTIVE:
             return
-        made: dict[str, FileRecord] = {}
+        new_files: dict[str, FileRecord] = {}
         parts: list[Path] = []
         try:
             for column, good in (("output_file_id", 1), ("error_file_id", 0)):
@@ -428,13 +428,13 @@ class BatchStore:
                     expires = None if batch.output_seconds is None else now + batch.output_seconds
                     record = self._flushed(file, name, "batch_output", batch.owner, now, expires)
                 if record.bytes:
-                    self._place(part, record)
-                    made[column] = record
+                    self._move_content(part, record)
+                    new_files[column] = record
         finally:
             for part in parts:
                 part.unlink(missing_ok=True)
         with self._transaction() as db:
-            for column, record in made.items():
+            for column, record in new_files.items():
                 _insert(db, record)
                 db.execute(f"UPDATE batches SET {column} = ? WHERE id = ?", (record.id, batch_id))
             db.execute(f"UPDATE batches SET status = ?, {status}_at = ? WHERE id = ?", (status, now, batch_id))

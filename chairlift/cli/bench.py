@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         benchmark = benchmarks.add_parser(name, help=summary, description=description)
         verbose = "log what the engine does, with tracebacks"
         benchmark.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=verbose)
-        benchmark.add_argument("--json", metavar="FILE", type=Path, help="write settings and results there")
+        benchmark.add_argument("--json", metavar="FILE", type=Path, help="write settings and results to this file")
         benchmark.set_defaults(parser=benchmark)
         add(benchmark)
 

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_traffic_flags(parser)
     measured = parser.add_argument_group("what is measured")
     measured.add_argument(
-        "--slo", "--goodput", metavar="NAME:MS,...", help="limits to keep, such as ttft:500,tpot:80,e2el:9000"
+        "--slo", "--goodput", metavar="NAME:MS,...", help="latency limits, such as ttft:500,tpot:80,e2el:9000"
     )
     sides = measured.add_mutually_exclusive_group()
     sides.add_argument(
@@ -76,15 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "NAME=VALUE,... such as max_num_seqs=8; speculation: continuous and static batches, each with and without "
         "drafts",
     )
-    measured.add_argument("--rounds", metavar="N", type=int, default=3, help="of such a comparison (default: 3)")
-    measured.add_argument("--html", metavar="FILE", type=Path, help="write a page with charts there")
+    measured.add_argument("--rounds", metavar="N", type=int, default=3, help="rounds of a comparison (default: 3)")
+    measured.add_argument("--html", metavar="FILE", type=Path, help="write an HTML page with charts to this file")
     measured.add_argument(
         "--max-num-seqs",
         metavar="N,...",
         dest="sizes",
         type=_sizes,
-        help="slots: most requests that run at once; several, with commas: all in one table, with --compare static the "
-        "same numbers of static batches too",
+        help="maximum number of running requests (slots). Several values, with commas, give one table; --compare "
+        "static adds static batches of the same sizes",
     )
     add_engine_flags(parser, leave_out={"model", "seed", "max_num_seqs"})
 

@@ -63,29 +63,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base-url", metavar="URL", default="http://127.0.0.1:8000", help="(default: http://127.0.0.1:8000)"
     )
     where.add_argument("--compare", metavar=("URL_A", "URL_B"), nargs=2, help="the same requests to both, in turns")
-    server.add_argument("--rounds", metavar="N", type=int, default=3, help="of --compare (default: 3)")
-    server.add_argument("--model", metavar="NAME", help="as the server calls it (default: the first that it lists)")
+    server.add_argument("--rounds", metavar="N", type=int, default=3, help="rounds of --compare (default: 3)")
+    server.add_argument("--model", metavar="NAME", help="model name on the server (default: the first that it lists)")
     server.add_argument("--endpoint", choices=_ENDPOINTS, help="(default: completions; of a data set with chats: chat)")
     server.add_argument(
         "--ready-check-timeout-sec",
         metavar="S",
         type=float,
         default=600.0,
-        help="wait so long for a server that still loads, or does not answer yet; 0: not at all (default: 600)",
+        help="seconds to wait for a server that still loads or does not respond; 0: do not wait (default: 600)",
     )
     server.add_argument("--api-key-file", metavar="FILE", type=Path, help="file with the API key")
     add_traffic_flags(parser, texts=True)
     answers = parser.add_argument_group("answers")
-    answers.add_argument("--ignore-eos", action="store_true", help="answers are exactly as long as asked for")
+    answers.add_argument("--ignore-eos", action="store_true", help="generate answers of exactly the requested length")
     answers.add_argument("--temperature", metavar="X", type=float, default=0.0, help="(default: 0)")
     answers.add_argument(
         "--promises", action="store_true", help="send the class, priority, tenant and limits that the trace has"
     )
     answers.add_argument(
-        "--timeout", metavar="S", type=float, default=600.0, help="a request fails after so many seconds (default: 600)"
+        "--timeout", metavar="S", type=float, default=600.0, help="seconds after which a request fails (default: 600)"
     )
     answers.add_argument(
-        "--num-warmups", "--warmup", metavar="N", type=int, default=4, help="requests before, not counted (default: 4)"
+        "--num-warmups",
+        "--warmup",
+        metavar="N",
+        type=int,
+        default=4,
+        help="warm-up requests, which are not measured (default: 4)",
     )
     answers.add_argument(
         "--goodput",
@@ -93,9 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME:MS",
         nargs="+",
         default=[],
-        help="limits to keep, such as ttft:500 tpot:80 e2el:9000",
+        help="latency limits, such as ttft:500 tpot:80 e2el:9000",
     )
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with plots there")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write an HTML page with plots to this file")
 
 
 def run(args: argparse.Namespace) -> tuple[Report, int]:
@@ -181,7 +186,10 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, texts: bool = False) -
         help="tokens of prompts: a number, or uniform:LEAST:MOST, lognormal:MU:SIGMA:LEAST:MOST, zipf:ALPHA:LEAST:MOST",
     )
     traffic.add_argument(
-        "--output-len", "--random-output-len", metavar="LENGTHS", help="of answers, with --input-len; the same forms"
+        "--output-len",
+        "--random-output-len",
+        metavar="LENGTHS",
+        help="tokens of answers, in the same forms; needs --input-len",
     )
     traffic.add_argument(
         "--num-prompts", metavar="N", type=int, help=f"requests (default: {_DEFAULT_PROMPTS}; of a trace: all)"
@@ -203,10 +211,12 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, texts: bool = False) -
         "--burstiness",
         metavar="X",
         type=float,
-        help="of --request-rate: 1 is Poisson, less comes in bursts (default: 1)",
+        help="burstiness of --request-rate: 1 is Poisson, a smaller value gives bursts (default: 1)",
     )
-    traffic.add_argument("--max-concurrency", metavar="N", type=int, help="most requests under way: a closed loop")
-    traffic.add_argument("--seed", metavar="N", type=int, default=0, help="of lengths and times (default: 0)")
+    traffic.add_argument(
+        "--max-concurrency", metavar="N", type=int, help="maximum number of requests in progress (closed loop)"
+    )
+    traffic.add_argument("--seed", metavar="N", type=int, default=0, help="seed of lengths and times (default: 0)")
 
 
 def check_ranges(args: argparse.Namespace, **more: tuple[float, float]) -> None:
@@ -518,7 +528,9 @@ def _facts(cell: Cell, names: Sequence[str]) -> dict[str, str]:
     load, settings = cell.run.load, cell.settings
     facts = {SIDES[place]: name for place, name in enumerate(names)}
     facts |= {
-        name.replace("_", " "): _said(value) for name, value in settings.items() if name not in ("benchmark", "round")
+        name.replace("_", " "): _value_text(value)
+        for name, value in settings.items()
+        if name not in ("benchmark", "round")
     }
     return facts | {
         "requests": f"{len(load.requests):,}",
@@ -527,7 +539,7 @@ def _facts(cell: Cell, names: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _said(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {limit:g}" for name, limit in value.items()) or "none"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

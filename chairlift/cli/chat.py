@@ -39,8 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     server = parser.add_argument_group("server")
-    server.add_argument("--url", help="talk to the server there, such as http://127.0.0.1:8000")
-    server.add_argument("--model", metavar="NAME", dest="model_name", help="one of its models (default: its first)")
+    server.add_argument("--url", help="URL of a server to use, such as http://127.0.0.1:8000")
+    server.add_argument(
+        "--model", metavar="NAME", dest="model_name", help="model name on that server (default: its first)"
+    )
     server.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
     add_sampling_flags(parser, _MAX_TOKENS)
     add_engine_flags(parser, leave_out={"model", "seed", "skip_tokenizer_init"})

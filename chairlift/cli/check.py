@@ -62,18 +62,18 @@ def run(args: argparse.Namespace) -> int:
     model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, settings.get("revision"))
     settings["model"] = str(model_dir)
     llm = load_llm(settings, quiet=False)
-    _tell("model", name)
+    _print_fact("model", name)
     if llm.info.pooling is not None:
         return _check_pooling(llm, llm.info.pooling, model_dir)
     network = read_network(model_dir, settings.get("model_impl", "auto"))
     dtype = _describe(llm, network)
     _check_weights(model_dir, network, resolve_dtype(network, llm.info.dtype))
-    _tell("weights", "all numbers are finite")
-    _tell("self-test", _self_test(llm, network.vocab_size, _TIES[dtype]))
-    _tell("speed", _speed(llm, network.vocab_size))
+    _print_fact("weights", "all numbers are finite")
+    _print_fact("self-test", _self_test(llm, network.vocab_size, _TIES[dtype]))
+    _print_fact("speed", _speed(llm, network.vocab_size))
     executor = llm.engine.core.executor
     if isinstance(executor, LocalExecutor) and (graphs := executor.describe_graphs()):
-        _tell("CUDA graphs", graphs)
+        _print_fact("CUDA graphs", graphs)
     return 0
 
 
@@ -87,21 +87,23 @@ def _check_pooling(llm: LLM, pooling: PoolingInfo, model_dir: Path) -> int:
     gives = gives if pooling.pair is None else f"scores of pairs, by the answers {' and '.join(pooling.labels)}"
     of_length = ", of length 1" if pooling.normalize else ""
     quantization = "" if info.quantization is None else f" with {info.quantization} weights"
-    _tell("architecture", f"{config.network.model_type}, {config.network.num_hidden_layers} layers")
-    _tell("gives", f"{gives}{of_length}, from {pooling.pooling_type}")
-    _tell("weights", f"{info.weight_bytes / 2**20:,.0f} MiB, {info.dtype}{quantization}")
-    _tell("device", f"{info.device}, {info.kernels} kernels, {info.threads} threads")
-    _tell("context", f"{info.max_model_len:,} tokens")
-    _tell("memory", info.memory_plan)
+    _print_fact("architecture", f"{config.network.model_type}, {config.network.num_hidden_layers} layers")
+    _print_fact("gives", f"{gives}{of_length}, from {pooling.pooling_type}")
+    _print_fact("weights", f"{info.weight_bytes / 2**20:,.0f} MiB, {info.dtype}{quantization}")
+    _print_fact("device", f"{info.device}, {info.kernels} kernels, {info.threads} threads")
+    _print_fact("context", f"{info.max_model_len:,} tokens")
+    _print_fact("memory", info.memory_plan)
     for note in llm.notes:
-        _tell("note", note)
+        _print_fact("note", note)
     check_pooled_weights(model_dir, config, resolve_dtype(config.network, info.dtype))
-    _tell("weights", "all numbers are finite")
-    _tell("self-test", _test_pooling(llm, pooling))
+    _print_fact("weights", "all numbers are finite")
+    _print_fact("self-test", _test_pooling(llm, pooling))
     length = min(_PROMPT, llm.max_model_len)
     texts = _some_tokens(info.vocab_size, _TOGETHER, length)
     seconds = _seconds(lambda: llm.embed(texts) if pooling.task == "embed" else llm.classify(texts))
-    _tell("speed", f"{_TOGETHER} texts of {length} tokens: {_TOGETHER * length / seconds:,.0f} tokens/s, measured now")
+    _print_fact(
+        "speed", f"{_TOGETHER} texts of {length} tokens: {_TOGETHER * length / seconds:,.0f} tokens/s, measured now"
+    )
     return 0
 
 
@@ -141,7 +143,7 @@ def _check_weights(model_dir: Path, network: ModelConfig | TransformersConfig, d
         check_weights(model_dir, network, dtype)
 
 
-def _tell(label: str, value: str) -> None:
+def _print_fact(label: str, value: str) -> None:
     print(f"{label:14} {value}", flush=True)
 
 
@@ -190,28 +192,28 @@ def _describe(llm: LLM, network: ModelConfig | TransformersConfig) -> str:
     if tokenizer is not None and tokenizer.chat_template is not None:
         llm.encode_chat([{"role": "user", "content": "Hi"}])  # finds a broken chat template before users do
         template = "yes"
-    _tell(
+    _print_fact(
         "architecture", f"{network.model_type}, {network.num_hidden_layers} layers, vocabulary {network.vocab_size:,}"
     )
     if not isinstance(network, TransformersConfig) and (experts := network.experts) is not None:
         shared = ", and one that all tokens pass" if experts.shared_size else ""
         where = f", in {sum(experts.layers)} of {network.num_hidden_layers} layers" if not all(experts.layers) else ""
-        _tell("experts", f"{experts.routing.words}{shared}{where}")
+        _print_fact("experts", f"{experts.routing.words}{shared}{where}")
     quantization = llm.info.quantization
     kind = f"{name}, those of the layers in {quantization}" if quantization else name
-    _tell("parameters", f"{parameters:,} in {kind} ({llm.info.weight_bytes / 2**20:,.0f} MiB)")
-    _tell("device", device_name(torch.device(llm.config.model.device)))
-    _tell("layers", describe_impl(llm.info.model_impl))
+    _print_fact("parameters", f"{parameters:,} in {kind} ({llm.info.weight_bytes / 2**20:,.0f} MiB)")
+    _print_fact("device", device_name(torch.device(llm.config.model.device)))
+    _print_fact("layers", describe_impl(llm.info.model_impl))
     if isinstance(network, TransformersConfig):
-        _tell("kernels", f"PyTorch, {name}, {llm.info.threads} threads")
+        _print_fact("kernels", f"PyTorch, {name}, {llm.info.threads} threads")
     else:
-        _tell("kernels", native_path(llm, network).describe())
-    _tell("context", f"{llm.max_model_len:,} tokens")
-    _tell("chat template", template)
-    _tell("KV per token", f"{cached:,} bytes in {kv_name}{instead}")
-    _tell("memory", llm.memory_plan)
+        _print_fact("kernels", native_path(llm, network).describe())
+    _print_fact("context", f"{llm.max_model_len:,} tokens")
+    _print_fact("chat template", template)
+    _print_fact("KV per token", f"{cached:,} bytes in {kv_name}{instead}")
+    _print_fact("memory", llm.memory_plan)
     for note in llm.notes:
-        _tell("note", note)
+        _print_fact("note", note)
     return "fp8" if quantization == "fp8" else name
 
 

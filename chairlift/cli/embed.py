@@ -22,10 +22,12 @@ embeds with --runner pooling."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift embed``."""
     parser.add_argument("texts", metavar="TEXT", nargs="*", help="a text; - reads one per line from standard input")
-    parser.add_argument("--dimensions", metavar="N", type=int, help="keep the first N numbers (Matryoshka models)")
-    parser.add_argument("--prompt-name", metavar="NAME", help="the model's prompt that goes before each text")
     parser.add_argument(
-        "--truncate-prompt-tokens", metavar="N", type=int, help="keep N tokens of each text; -1: what the model takes"
+        "--dimensions", metavar="N", type=int, help="return only the first N numbers (for Matryoshka models)"
+    )
+    parser.add_argument("--prompt-name", metavar="NAME", help="name of the model's prompt to put before each text")
+    parser.add_argument(
+        "--truncate-prompt-tokens", metavar="N", type=int, help="cut each text to N tokens; -1: to the model's maximum"
     )
     add_engine_flags(parser, leave_out={"seed"})
 

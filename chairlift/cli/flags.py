@@ -39,19 +39,19 @@ _SERVER: Final = "server_"
 _SAMPLING_FLAGS: Final[tuple[tuple[str, type, str], ...]] = (
     ("max_tokens", int, "longest answer, in tokens"),
     ("temperature", float, "0 is greedy, higher is more varied (default: 0)"),
-    ("top_p", float, "keep the likeliest tokens that together reach this probability"),
-    ("top_k", int, "keep the K likeliest tokens"),
-    ("min_p", float, "keep tokens with this share of the likeliest one's probability"),
-    ("seed", int, "same seed, same prompt, same text"),
+    ("top_p", float, "sample only from the most likely tokens that together reach this probability"),
+    ("top_k", int, "sample only from the K most likely tokens"),
+    ("min_p", float, "drop tokens less likely than this fraction of the most likely token's probability"),
+    ("seed", int, "equal seeds and prompts give equal text"),
     ("n", int, "answers per prompt"),
     ("stop", list, "stop before this text; may be repeated"),
     ("min_tokens", int, "shortest answer, in tokens"),
-    ("presence_penalty", float, "push down tokens that were generated before"),
-    ("frequency_penalty", float, "push down tokens by how often they were generated"),
-    ("repetition_penalty", float, "push down tokens of prompt and answer; 1 is off"),
-    ("logprobs", int, "report this many likeliest tokens at each place"),
+    ("presence_penalty", float, "lower the score of tokens that were generated before"),
+    ("frequency_penalty", float, "lower the score of tokens by how often they were generated"),
+    ("repetition_penalty", float, "lower the score of tokens in prompt and answer; 1 is off"),
+    ("logprobs", int, "report this number of most likely tokens at each position"),
     ("bad_words", list, "never generate this text; may be repeated"),
-    ("ignore_eos", bool, "go on past the end-of-sequence token"),
+    ("ignore_eos", bool, "continue after the end-of-sequence token"),
     ("include_stop_str_in_output", bool, "leave the stop text in the answer"),
 )
 
@@ -79,7 +79,10 @@ def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Collection[str]
     """
     groups = {part: parser.add_argument_group(title) for part, title in _TITLES.items()}
     groups["model"].add_argument(
-        "--config", metavar="FILE", type=Path, help="YAML or JSON file with flags as keys; flags on the line go first"
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="YAML or JSON file with flags as keys; flags on the command line take precedence",
     )
     for flag in flat_fields():
         if flag.name in leave_out:
@@ -182,7 +185,9 @@ def shorten_help(parser: argparse.ArgumentParser, everyday: Collection[str]) -> 
         action.help = _FURTHER_SENTENCES.sub("", text or "") if action in shown else argparse.SUPPRESS
     parser.usage = usage
     hidden = sum(text != argparse.SUPPRESS for action, text in full.items() if action not in shown)
-    parser.add_argument("--help-all", action=HelpAll, nargs=0, help=f"list the other {hidden} flags, and say more")
+    parser.add_argument(
+        "--help-all", action=HelpAll, nargs=0, help=f"list the other {hidden} flags, with full descriptions"
+    )
 
 
 def read_settings(args: argparse.Namespace, *, sampling: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -194,8 +199,8 @@ def read_settings(args: argparse.Namespace, *, sampling: bool) -> tuple[dict[str
     """
     file = _read_file(args.config, {name: (kind, True) for name, kind, _ in _SAMPLING_FLAGS} if sampling else {})
     names = {name for name, _, _ in _SAMPLING_FLAGS} if sampling else set()
-    engine = {name: value for name, value in file.items() if name not in names} | _given(args, _ENGINE)
-    given = {name: value for name, value in file.items() if name in names} | _given(args, _SAMPLING)
+    engine = {name: value for name, value in file.items() if name not in names} | _values_of_flags(args, _ENGINE)
+    given = {name: value for name, value in file.items() if name in names} | _values_of_flags(args, _SAMPLING)
     return _translated(engine), {"temperature": 0.0} | given if sampling else {}
 
 
@@ -203,8 +208,8 @@ def read_server_settings(args: argparse.Namespace) -> tuple[dict[str, Any], Serv
     """(engine settings by name, server settings), from the config file and the flags. Raises ConfigError."""
     server = {flag.name: (flag.kind, flag.default is None) for flag in server_fields()}
     file = _read_file(args.config, server)
-    engine = {name: value for name, value in file.items() if name not in server} | _given(args, _ENGINE)
-    given = {name: value for name, value in file.items() if name in server} | _given(args, _SERVER)
+    engine = {name: value for name, value in file.items() if name not in server} | _values_of_flags(args, _ENGINE)
+    given = {name: value for name, value in file.items() if name in server} | _values_of_flags(args, _SERVER)
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     return _translated(engine), ServerConfig(**values)
 
@@ -259,7 +264,7 @@ def _spelled(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+def _values_of_flags(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
     given = {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
     if given.get("served_model_name"):
         given["served_model_name"] = [name for names in given["served_model_name"] for name in names]

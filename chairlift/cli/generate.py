@@ -66,14 +66,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts-file", metavar="FILE", help="prompts as JSON lines or as lines of text; - is standard input"
     )
     parser.add_argument("--prompt-field", metavar="NAME", help="key of the prompt in the records of --prompts-file")
-    parser.add_argument("--output", "-o", metavar="FILE", type=Path, help="write the answers there, as JSON lines")
+    parser.add_argument(
+        "--output", "-o", metavar="FILE", type=Path, help="write the answers to this file, as JSON lines"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite --output where it exists")
-    parser.add_argument("--jsonl", action="store_true", help="print JSON lines for prompts given as text, too")
+    parser.add_argument("--jsonl", action="store_true", help="print JSON lines, also for prompts given as text")
     parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template to text prompts")
     parser.add_argument("--quiet", "-q", action="store_true", help="no progress bar")
     add_sampling_flags(parser, _MAX_TOKENS)
     parser.add_argument(
-        "--json-schema", metavar="FILE", type=Path, help="hold every answer to the JSON schema in this file"
+        "--json-schema", metavar="FILE", type=Path, help="make every answer follow the JSON schema in this file"
     )
     # --seed is the one of sampling: an engine seed would give each prompt a seed of its own.
     add_engine_flags(parser, leave_out={"seed"})

@@ -45,15 +45,23 @@ _FILLS: Final = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift pack``."""
     parser.add_argument("file", metavar="FILE", type=Path, help="file, pattern or directory with records")
-    parser.add_argument("--capacity", metavar="TOKENS", type=int, default=4096, help="of a pack (default: 4096)")
+    parser.add_argument("--capacity", metavar="TOKENS", type=int, default=4096, help="tokens per pack (default: 4096)")
     parser.add_argument("--pool", metavar="N", type=int, default=256, help="sequences to choose among (default: 256)")
-    parser.add_argument("--align", metavar="N", type=int, default=1, help="begin sequences at multiples (default: 1)")
-    parser.add_argument("--max-sequences", metavar="N", type=int, help="in a pack, at most (default: any number)")
+    parser.add_argument(
+        "--align",
+        metavar="N",
+        type=int,
+        default=1,
+        help="begin every sequence at a multiple of this number of tokens (default: 1)",
+    )
+    parser.add_argument(
+        "--max-sequences", metavar="N", type=int, help="maximum number of sequences in a pack (default: any number)"
+    )
     parser.add_argument(
         "--overflow",
         choices=("split", "truncate", "drop", "error"),
         default="split",
-        help="what becomes of sequences longer than a pack (default: split)",
+        help="what to do with sequences longer than a pack (default: split)",
     )
     parser.add_argument(
         "--on-error",
@@ -67,14 +75,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--train-on",
         choices=("answers", "all"),
-        help="what is learnt of chats and prompts (default: answers with --to, which writes it; otherwise all)",
+        help="which part of chats and prompts is trained (default: answers with --to, which writes it; otherwise all)",
     )
     parser.add_argument(
         "--chat-template", metavar="FILE", type=Path, help="template for training (default: the model's)"
     )
     parser.add_argument("--to", choices=("megatron", "nemo", "trl"), help="write the packs for this framework")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write the packs there, a JSON object on each line")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, help="write the packs to this file, a JSON object on each line"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 @dataclasses.dataclass(slots=True)

@@ -77,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_traffic_flags(parser, required=False)
     machine = parser.add_argument_group("machine")
     chosen = machine.add_mutually_exclusive_group()
-    chosen.add_argument("--machine", metavar="NAME", help="one of the table, such as h100-sxm or turin-9755")
-    chosen.add_argument("--cost-model", metavar="FILE", type=Path, help="what --save wrote")
+    chosen.add_argument("--machine", metavar="NAME", help="name of a known machine, such as h100-sxm or turin-9755")
+    chosen.add_argument("--cost-model", metavar="FILE", type=Path, help="file with a cost model, written by --save")
     chosen.add_argument("--fit", metavar="MODEL", help="run this model here for a moment, and time its steps")
     chosen.add_argument("--step-log", metavar="FILE", type=Path, help="learn from recorded steps, one JSON object each")
     machine.add_argument(
@@ -87,24 +87,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="llama-3-8b",
         help="with --machine or --step-log: a known model, or a directory with a config.json (default: llama-3-8b)",
     )
-    machine.add_argument("--save", metavar="FILE", type=Path, help="write the cost model there")
-    machine.add_argument("--save-steps", metavar="FILE", type=Path, help="with --fit: write the steps it timed there")
+    machine.add_argument("--save", metavar="FILE", type=Path, help="write the cost model to this file")
+    machine.add_argument(
+        "--save-steps", metavar="FILE", type=Path, help="with --fit: write the timed steps to this file"
+    )
     results = parser.add_argument_group("results")
     results.add_argument("--compare", metavar="SETTING=A,B,...", help="one simulation, and one row, for each value")
-    results.add_argument("--json", metavar="FILE", type=Path, help="write settings and results there")
+    results.add_argument("--json", metavar="FILE", type=Path, help="write settings and results to this file")
     add_fleet_flags(parser)
     add_engine_flags(parser, leave_out=_NOT_SIMULATED)
     others = parser.add_subparsers(title="other simulations", metavar="[NAME]", dest="simulation")
     seeds = others.add_parser("seeds", help="random worlds with faults, every invariant checked", description=_SEEDS)
-    seeds.add_argument("--seed", dest="one_seed", metavar="N", type=int, help="run this one, and show how it fails")
-    seeds.add_argument("--seeds", metavar="N", type=int, default=1000, help="how many to run (default: 1000)")
-    seeds.add_argument("--first", metavar="N", type=int, default=0, help="the first of them (default: 0)")
+    seeds.add_argument(
+        "--seed",
+        dest="one_seed",
+        metavar="N",
+        type=int,
+        help="run only the world with this seed, and show how it fails",
+    )
+    seeds.add_argument("--seeds", metavar="N", type=int, default=1000, help="number of worlds (default: 1000)")
+    seeds.add_argument("--first", metavar="N", type=int, default=0, help="seed of the first world (default: 0)")
     seeds.set_defaults(parser=seeds)
     gate = others.add_parser("gate", help="fuzzed worlds for a policy of one's own", description=_GATE)
-    gate.add_argument("policy", metavar="module:Class", help="the policy; made without arguments")
-    gate.add_argument("--seed", dest="one_seed", metavar="N", type=int, help="run this one world only")
-    gate.add_argument("--seeds", metavar="N", type=int, default=300, help="how many worlds to run (default: 300)")
-    gate.add_argument("--first", metavar="N", type=int, default=0, help="the first of them (default: 0)")
+    gate.add_argument("policy", metavar="module:Class", help="class of the policy; it is created without arguments")
+    gate.add_argument("--seed", dest="one_seed", metavar="N", type=int, help="run only the world with this seed")
+    gate.add_argument("--seeds", metavar="N", type=int, default=300, help="number of worlds (default: 300)")
+    gate.add_argument("--first", metavar="N", type=int, default=0, help="seed of the first world (default: 0)")
     gate.set_defaults(parser=gate)
 
 
@@ -221,7 +229,7 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, required: bool) -> Non
         "ramp:START:END:S, diurnal:RATE:PEAK_TO_TROUGH:PERIOD_S or closed:USERS; rates are in requests per second "
         "(default: all at once)",
     )
-    traffic.add_argument("--seed", metavar="N", type=int, default=0, help="of the workload (default: 0)")
+    traffic.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the workload (default: 0)")
     parser.set_defaults(usual_count=count)
 
 
@@ -284,7 +292,8 @@ def _fitted_here(args: argparse.Namespace) -> Deployment:
     machine = describe_machine()
     if machine.busy > _BUSY:
         print(
-            f"chairlift: warning: others use {machine.busy:.0%} of this machine; its times will vary", file=sys.stderr
+            f"chairlift: warning: other programs use {machine.busy:.0%} of this machine; its times will vary",
+            file=sys.stderr,
         )
     print(f"timing steps of {args.fit} on this machine ({machine.cpu})", file=sys.stderr)
     limits = ModelLimits(network.vocab_size, llm.max_model_len)
@@ -313,7 +322,7 @@ def report_lines(report: SimReport) -> list[str]:
 
     served = report.served
     lines = [
-        f"requests        {served.requests:,} served, {served.refused:,} refused at the door,"
+        f"requests        {served.requests:,} served, {served.refused:,} refused on arrival,"
         f" {served.dropped:,} dropped at their deadline"
         + (f", {served.cancelled:,} cancelled by their client" if served.cancelled else ""),
         f"tokens          {served.prompt_tokens:,} of prompts, {served.cached_tokens:,} of them from the prefix cache;"
@@ -325,7 +334,7 @@ def report_lines(report: SimReport) -> list[str]:
         f"preemptions     {served.preemptions:,}; {served.preemption_rate:.1%} of the requests were preempted",
     ]
     if served.goodput is not None:
-        lines.append(f"promises        kept in full for {served.goodput:.1%} of the requests that had any")
+        lines.append(f"promises        met for {served.goodput:.1%} of the requests that had any")
     table = [["", "mean", "p50", "p90", "p99"]]
     for label, times in (
         ("in the queue", served.queue),

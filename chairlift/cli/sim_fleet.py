@@ -24,27 +24,35 @@ _SLO_FIELDS: Final = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "deadline_ms
 def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a fleet to ``chairlift sim``."""
     fleet = parser.add_argument_group("fleet")
-    fleet.add_argument("--replicas", metavar="N,...", help="simulate so many replicas behind a door, 16 at most")
+    fleet.add_argument(
+        "--replicas", metavar="N,...", help="numbers of replicas to simulate behind one router, at most 16"
+    )
     fleet.add_argument(
         "--autoscale",
         metavar="MIN-MAX",
-        help="simulate also a fleet whose size follows forecast waits, promises and load",
+        help="also simulate a fleet whose size follows forecast waits, deadlines and load",
     )
     fleet.add_argument(
         "--routing",
         metavar="NAME,...",
         help="which replica serves a request: forecast (the default), prefix, least, p2c or rr",
     )
-    fleet.add_argument("--target", metavar="SHARE", type=float, help="share of requests whose promises must be kept")
-    fleet.add_argument("--slo", metavar="NAME:MS,...", help="promises to every request, such as ttft:500,tpot:80")
-    fleet.add_argument("--start-seconds", metavar="S", type=float, help="time that a replica takes to start again")
-    fleet.add_argument("--door-delay-ms", metavar="MS", type=float, help="time until the door hears of a token")
-    fleet.add_argument("--fail", metavar="REPLICA@S", action="append", help="a replica dies then; may be repeated")
     fleet.add_argument(
-        "--resume", action="store_true", default=None, help="answers of a replica that died go on elsewhere"
+        "--target", metavar="SHARE", type=float, help="fraction of requests that must meet their deadlines"
     )
-    fleet.add_argument("--rollout", metavar="S", type=float, help="update the replicas one by one, from then on")
-    fleet.add_argument("--price", metavar="PER_HOUR", type=float, help="of one replica: prints the cost of the tokens")
+    fleet.add_argument("--slo", metavar="NAME:MS,...", help="deadlines of every request, such as ttft:500,tpot:80")
+    fleet.add_argument("--start-seconds", metavar="S", type=float, help="time that a replica takes to start again")
+    fleet.add_argument("--door-delay-ms", metavar="MS", type=float, help="time until the router receives a token")
+    fleet.add_argument(
+        "--fail", metavar="REPLICA@S", action="append", help="a replica dies at this time; may be repeated"
+    )
+    fleet.add_argument(
+        "--resume", action="store_true", default=None, help="continue the answers of a dead replica on another replica"
+    )
+    fleet.add_argument("--rollout", metavar="S", type=float, help="restart the replicas one by one, from this time on")
+    fleet.add_argument(
+        "--price", metavar="PER_HOUR", type=float, help="price of one replica; the cost of the tokens is printed"
+    )
 
 
 def check_flags(args: argparse.Namespace) -> None:

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="default: http://127.0.0.1:8000"
     )
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
-    parser.add_argument("--interval", metavar="S", type=float, default=1.0, help="seconds between looks (default: 1)")
+    parser.add_argument("--interval", metavar="S", type=float, default=1.0, help="seconds between updates (default: 1)")
     parser.add_argument("--once", action="store_true", help="print the view once")
 
 
@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_once(observer: _Observer, interval: float) -> int:
     """Print the state once. The server is read twice, because rates need two points in time."""
-    before = observer.look()
+    before = observer.read()
     if observer.failure is not None:
         raise observer.failure
     time.sleep(interval)
-    now = observer.look()
+    now = observer.read()
     whole = not sys.stdout.isatty()  # a file or a pipe has no width, whatever COLUMNS says
     width = _PIPE if whole else shutil.get_terminal_size((_PIPE, 24)).columns
     for line in view(now, before, width=width, height=_MAX_LISTED + 20):
@@ -93,7 +93,7 @@ class _Observer:
         self._server = server
         self._model = self._version = ""
 
-    def look(self) -> Snapshot:
+    def read(self) -> Snapshot:
         """Read the state of the server. Errors of the server are recorded in the snapshot and in ``failure``, not
         raised."""
         self.failure = None
@@ -169,7 +169,7 @@ class _Screen:
         watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
         before: Snapshot | None = None
         now: Snapshot | None = None
-        with self._taken():
+        with self._terminal():
             watcher.start()
             while not self._over.is_set() and not self._ended_by:
                 self._draw(now, before)
@@ -181,7 +181,7 @@ class _Screen:
 
     def _watch(self) -> None:
         while not self._over.is_set():
-            self._seen.put(self._observer.look())
+            self._seen.put(self._observer.read())
             os.write(self._rope, b"!")
             self._over.wait(self._interval)
 
@@ -226,7 +226,7 @@ class _Screen:
         return "".join(painted)
 
     @contextmanager
-    def _taken(self) -> Iterator[None]:
+    def _terminal(self) -> Iterator[None]:
         """Context manager: use the terminal inside the block, and always restore it afterwards."""
 
         def end(number: int, frame: object) -> None:

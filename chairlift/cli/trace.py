@@ -1,4 +1,4 @@
-"""``chairlift trace``: records, generates, reduces and shows files with traffic."""
+"""``chairlift trace``: records, generates, shortens and shows traffic files."""
 
 from __future__ import annotations
 
@@ -121,14 +121,19 @@ def _add_reading_flags(parser: argparse.ArgumentParser) -> None:
         help="of conversations and other texts, which have no times (default: all at once)",
     )
     reading.add_argument(
-        "--tokenizer", metavar="DIR", type=Path, help="counts tokens of texts (default: 4 characters are a token)"
+        "--tokenizer",
+        metavar="DIR",
+        type=Path,
+        help="model directory whose tokenizer counts tokens of texts (default: 4 characters are a token)",
     )
-    reading.add_argument("--seed", metavar="N", type=_number(0), default=0, help="of what is random (default: 0)")
+    reading.add_argument(
+        "--seed", metavar="N", type=_number(0), default=0, help="seed of everything random (default: 0)"
+    )
 
 
 def _add_show_flags(parser: argparse.ArgumentParser) -> None:
     _add_reading_flags(parser)
-    parser.add_argument("--png", metavar="FILE", type=Path, help="draw the histograms there as well")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="also write the histograms to this PNG file")
 
 
 def _add_sample_flags(parser: argparse.ArgumentParser) -> None:
@@ -143,7 +148,7 @@ def _add_sample_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the new trace, JSON lines")
-    parser.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -226,7 +231,7 @@ def _add_draw_flags(parser: argparse.ArgumentParser) -> None:
         default="chat",
         help="chat, assistant, summarize, write, uniform, conversation or agents; the flags below change it",
     )
-    parser.add_argument("--arrivals", metavar="FORM", default="all", help="when they come (default: all at once)")
+    parser.add_argument("--arrivals", metavar="FORM", default="all", help="arrival times (default: all at once)")
     parser.add_argument("--input-len", metavar="FORM", help="lengths of prompts; in chats, of what is new in a turn")
     parser.add_argument("--output-len", metavar="FORM", help="lengths of answers")
     parser.add_argument(

@@ -117,7 +117,7 @@ def _length_bins(lengths: Sequence[int]) -> tuple[list[str], list[int]]:
             break
     counts = np.bincount(bins - low, minlength=high - low + 1)
     ends = [1 << factor * place for place in range(low, high + 2)]
-    dash = "–" if _speaks("–") else "-"
+    dash = "–" if _can_print("–") else "-"
     labels = [
         f"{begin:,}{dash}{end - 1:,}" if end - 1 > begin else f"{begin}" for begin, end in itertools.pairwise(ends)
     ]
@@ -136,7 +136,7 @@ def _arrival_bins(trace: Sequence[TracedRequest], max_bins: int = _MAX_BINS) -> 
 def _bars(labels: Sequence[str], counts: Sequence[int]) -> list[str]:
     left, right = max(map(len, labels)), max(len(f"{count:,}") for count in counts)
     room = max(8, shutil.get_terminal_size().columns - left - right - 7)
-    fine = _speaks(_EIGHTHS + "│")
+    fine = _can_print(_EIGHTHS + "│")
     lines = []
     for label, count in zip(labels, counts, strict=True):
         eighths = max(round(8 * room * count / max(counts)), bool(count))
@@ -146,7 +146,7 @@ def _bars(labels: Sequence[str], counts: Sequence[int]) -> list[str]:
     return lines
 
 
-def _speaks(text: str) -> bool:
+def _can_print(text: str) -> bool:
     """Whether standard output can encode these characters."""
     try:
         text.encode(sys.stdout.encoding or "ascii")

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", metavar="N", type=int, help="take so many requests")
     parser.add_argument("--block-size", metavar="N", type=int, default=64, help="tokens per prefix id (default: 64)")
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
-    parser.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,7 +120,7 @@ class _TraceFile:
         try:
             lines = self._lines(record)
         except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"the server's records are not of a known form; {self._kept()}") from None
+            raise ConfigError(f"the server's records are not of a known form; {self._remaining_records()}") from None
         size = self.file.tell()
         try:
             if self.file.write(lines) < len(lines):
@@ -128,7 +128,7 @@ class _TraceFile:
         except OSError as error:
             with suppress(OSError):
                 self.file.truncate(size)  # removes an incomplete line
-            raise ConfigError(f"cannot write {self.growing}: {error.strerror}; {self._kept()}") from None
+            raise ConfigError(f"cannot write {self.growing}: {error.strerror}; {self._remaining_records()}") from None
 
     def _lines(self, record: Mapping[str, Any]) -> bytes:
         if record["finish_reason"] == "error" and not record["output_tokens"]:
@@ -168,7 +168,7 @@ class _TraceFile:
         try:
             write_trace(self.path, read_trace(self.growing, sort=True))
         except OSError as error:
-            raise ConfigError(f"cannot write {self.path}: {error.strerror}; {self._kept()}") from None
+            raise ConfigError(f"cannot write {self.path}: {error.strerror}; {self._remaining_records()}") from None
         self.growing.unlink()
         print(f"{self.path}: {self.num_requests:,} requests, {self._tokens[0]:,} prompt tokens,", end=" ")
         print(f"{self._tokens[1]:,} output tokens, {self.num_cancelled:,} cancelled by their clients")
@@ -180,7 +180,7 @@ class _TraceFile:
             print(f"  not complete{losses}")
         return 0
 
-    def _kept(self) -> str:
+    def _remaining_records(self) -> str:
         if not self.num_lines:
             return "nothing was recorded"
         return f"the requests until then are kept in {self.growing}, in the order of their ends (read it with --sort)"

@@ -65,7 +65,7 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift trace replay``."""
     parser.add_argument("file", metavar="FILE", type=Path, help="the recording")
     parser.add_argument("--static", action="store_true", help="compare with static batching")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write settings and results there")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write settings and results to this file")
     add_engine_flags(parser, leave_out=_NOT_CHANGED)
 
 

@@ -96,11 +96,11 @@ def run(args: argparse.Namespace) -> int:
     with _Progress(config.training.steps, shown=is_first and not args.quiet) as progress:
         outcome = train(config, resume=args.resume, **progress.callbacks)
     if is_first:
-        _tell(outcome, args, config)
+        _print_result(outcome, args, config)
     return 0 if outcome.finished else 130
 
 
-def _tell(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> None:
+def _print_result(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> None:
     if outcome.skipped:
         records = "1 record" if outcome.skipped == 1 else f"{outcome.skipped:,} records"
         print(f"left out {records} that could not be used (on_error: skip)", file=sys.stderr)
@@ -139,8 +139,8 @@ def _tell(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> No
         rank = max(each.r for each in adapters.values())
         served += ["--max-lora-rank", str(rank)] if rank > LoRAConfig().max_lora_rank else []
     if config.heads is not None:
-        asked = json.dumps({"method": config.heads.method, "model": str(outcome.directory)})
-        served = [str(config.model.path), "--speculative-config", asked]
+        drafter = json.dumps({"method": config.heads.method, "model": str(outcome.directory)})
+        served = [str(config.model.path), "--speculative-config", drafter]
     print(f"serve it with: {shlex.join(['chairlift', 'serve', *served])}")
 
 

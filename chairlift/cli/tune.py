@@ -55,21 +55,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift tune``."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
     add_traffic_flags(parser, required=True)
-    goal = parser.add_argument_group("what is goal")
+    goal = parser.add_argument_group("goal and limits")
     goal.add_argument(
         "--slo",
         metavar="NAME:MS,...",
         type=_slo,
         default={},
-        help="what is promised to a request without promises of its own: ttft (time to first token), tpot (time per "
+        help="latency limits of requests that have none of their own: ttft (time to first token), tpot (time per "
         "output token), e2el (whole request), in ms; as in ttft:500,tpot:80",
     )
-    goal.add_argument("--output", metavar="DIR", type=Path, help="where the results go")
+    goal.add_argument("--output", metavar="DIR", type=Path, help="directory for the results")
     goal.add_argument(
-        "--time-limit", metavar="TIME", type=_duration, default=600.0, help="such as 90s or 10m (default: 10m)"
+        "--time-limit",
+        metavar="TIME",
+        type=_duration,
+        default=600.0,
+        help="maximum duration, such as 90s or 10m (default: 10m)",
     )
     goal.add_argument(
-        "--price-per-hour", metavar="PRICE", type=_positive, default=1.0, help="of this machine (default: 1)"
+        "--price-per-hour", metavar="PRICE", type=_positive, default=1.0, help="price of this machine (default: 1)"
     )
     goal.add_argument(
         "--rate-scale", metavar="X", type=_positive, default=1.0, help="requests come X times as fast (default: 1)"
@@ -120,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     if state.resumed:
         progress.line(f"{state.path} holds results of the same question: going on from there")
     if machine.busy > _BUSY:
-        progress.line(f"warning: others use {machine.busy:.0%} of this machine; measured times will vary")
+        progress.line(f"warning: other programs use {machine.busy:.0%} of this machine; measured times will vary")
     make_core, shape = _model(name, fixed)
     try:
         findings = tune(

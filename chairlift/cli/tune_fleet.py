@@ -27,20 +27,25 @@ _DAY: Final = 86_400
 
 def add_fleet_size_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``--fleet`` to ``chairlift tune``."""
-    fleet = parser.add_argument_group("how many replicas (nothing but a simulation; --output is optional)")
+    fleet = parser.add_argument_group("number of replicas (a simulation only; --output is optional)")
     fleet.add_argument(
         "--fleet",
         action="store_true",
-        help="find the fewest replicas that keep the promises, and their cost",
+        help="find the smallest number of replicas that meets the target, and its cost",
     )
-    fleet.add_argument("--machine", metavar="NAME", help="of each replica, such as h100-sxm (default: this one, timed)")
-    fleet.add_argument("--cost-model", metavar="FILE", type=Path, help="the same, as chairlift sim --save wrote it")
     fleet.add_argument(
-        "--target", metavar="SHARE", type=float, help="share of requests whose promises must be kept (default: 0.99)"
+        "--machine", metavar="NAME", help="machine of each replica, such as h100-sxm (default: this one, timed)"
+    )
+    fleet.add_argument("--cost-model", metavar="FILE", type=Path, help="the same, from a file of chairlift sim --save")
+    fleet.add_argument(
+        "--target",
+        metavar="SHARE",
+        type=float,
+        help="fraction of requests that must meet their deadlines (default: 0.99)",
     )
     fleet.add_argument("--routing", metavar="NAME", help="forecast (default), prefix, least, p2c or rr")
     fleet.add_argument(
-        "--start-seconds", metavar="S", type=float, help="time in which a replica is back that died (default: 60)"
+        "--start-seconds", metavar="S", type=float, help="time until a dead replica serves again (default: 60)"
     )
 
 

@@ -96,9 +96,9 @@ def _prepare(setup: Mapping[str, Any]) -> tuple[Answer, Callable[[], object]]:
     width = max(int(setup["vocab_size"]), 257)
     tables = LLTokenizer(byte_tokenizer((_END,), eos=_END).backend.to_str(), n_vocab=width, eos_token=[256])
 
-    def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
-            matcher_for(Grammar(asked["kind"], asked["text"], asked["compact"]), tables, markers)
+            matcher_for(Grammar(request["kind"], request["text"], request["compact"]), tables, markers)
         except RequestError as error:
             return {"error": str(error)}
         return {}

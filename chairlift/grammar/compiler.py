@@ -339,9 +339,9 @@ def readable(message: str) -> str:
         return "a $ref of the schema leads back to itself with nothing between, so it has no meaning; remove it"
     lines = [" ".join(line.split()) for line in message.splitlines()]
     lines = [line for line in lines if line and not set(line) <= set("^|0123456789 ") and "<non-verbose" not in line]
-    told = [line for line in lines if line.startswith("error:")]
+    error_lines = [line for line in lines if line.startswith("error:")]
     first = lines[0] if lines else "it is not understood"
-    return (f"{first} {told[0]}" if told and told[0] not in first else first)[:_MAX_ERROR]
+    return (f"{first} {error_lines[0]}" if error_lines and error_lines[0] not in first else first)[:_MAX_ERROR]
 
 
 def _without_markers(tokenizer: Tokenizer) -> str:
@@ -355,7 +355,7 @@ def _without_markers(tokenizer: Tokenizer) -> str:
     nonce = secrets.token_hex(8)
     vocabulary = parts["model"].get("vocab", {})
     pieces = {piece: i for i, (piece, _) in enumerate(vocabulary)} if isinstance(vocabulary, list) else vocabulary
-    kept = []
+    renamed_tokens = []
     for token in parts.get("added_tokens") or []:
         known = token["content"] in pieces
         if known and not token["special"]:
@@ -365,10 +365,10 @@ def _without_markers(tokenizer: Tokenizer) -> str:
             vocabulary[pieces[token["content"]]][0] = name
         elif known:
             vocabulary[name] = vocabulary.pop(token["content"])
-        kept.append({**token, "content": name, "special": True, "normalized": False})
+        renamed_tokens.append({**token, "content": name, "special": True, "normalized": False})
     for rule in ("unk_token",):
-        renamed = {token["id"]: token["content"] for token in kept}
+        renamed = {token["id"]: token["content"] for token in renamed_tokens}
         if parts["model"].get(rule) in pieces and pieces[parts["model"][rule]] in renamed:
             parts["model"][rule] = renamed[pieces[parts["model"][rule]]]
-    parts["added_tokens"], parts["post_processor"] = kept, None
+    parts["added_tokens"], parts["post_processor"] = renamed_tokens, None
     return json.dumps(parts)

@@ -226,7 +226,7 @@ class _Writer:
         return self._rule(f"{tag}{'+' if given.get('at_least_one') else '*'} text")
 
     def _trigger(self, trigger: str, where: str) -> str:
-        """Expression for free text up to the trigger, followed by the trigger."""
+        """Lark expression for free text that ends with the trigger."""
         parts = self._literal(trigger)
         if isinstance(parts[0], int):
             return f"text {_quoted(parts)}"

@@ -154,9 +154,9 @@ class EngineStats:
 
     def only_counters(self) -> EngineStats:
         """A copy with the counters only, for an engine that has ended."""
-        kept = EngineStats(**{name: getattr(self, name) for name in _COUNTERS})
-        kept.accepted_at = list(self.accepted_at)
-        return kept
+        counters = EngineStats(**{name: getattr(self, name) for name in _COUNTERS})
+        counters.accepted_at = list(self.accepted_at)
+        return counters
 
 
 def merge_stats(all_: Sequence[EngineStats]) -> EngineStats:

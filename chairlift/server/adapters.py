@@ -60,7 +60,7 @@ class AdapterReply(msgspec.Struct, kw_only=True):
     loaded: bool
 
 
-def _place(state: ServerState, given: str) -> tuple[Path, str]:
+def _adapter_directory(state: ServerState, given: str) -> tuple[Path, str]:
     """(adapter directory, ``--lora-dir``). Raises ApiError 400 if the adapter directory is not inside
     ``--lora-dir``."""
     if state.config.lora_dir is None:
@@ -86,7 +86,7 @@ async def _load(request: Request) -> Response:
     if payload.lora_name in state.model_names:
         message = f"{payload.lora_name!r} is a name of the model itself; choose another"
         raise ApiError(400, message, code="invalid_value", param="lora_name")
-    path, root = _place(state, payload.lora_path)
+    path, root = _adapter_directory(state, payload.lora_path)
     try:
         await state.engine.load_adapter(payload.lora_name, path, root=root, in_place=payload.load_inplace)
     except (ConfigError, ModelLoadError, RequestError) as error:

@@ -248,7 +248,7 @@ class _ChatChunks(ChunkWriter):
             yield from self._read(answer, bool(has_details))
         elif answer.text or has_details:
             for part in parts(answer, self._top):
-                yield self._news(part, b'{"content":%b}' % _encode(part.text))
+                yield self._choice_of(part, b'{"content":%b}' % _encode(part.text))
         if answer.finish_reason is not None:
             reason: str | None = answer.finish_reason
             more = b""
@@ -270,11 +270,11 @@ class _ChatChunks(ChunkWriter):
         deltas = [delta for event in events for delta in _deltas(event, reading.ids, before)]
         if has_details:
             for part in parts(answer, self._top):
-                yield self._news(part, deltas.pop(0) if deltas else b'{"content":""}')
+                yield self._choice_of(part, deltas.pop(0) if deltas else b'{"content":""}')
         for delta in deltas:
             yield b'%b%b,"logprobs":null,"finish_reason":null}' % (self._openings[answer.index], delta)
 
-    def _news(self, answer: CompletionOutput, delta: bytes) -> bytes:
+    def _choice_of(self, answer: CompletionOutput, delta: bytes) -> bytes:
         logprobs = b"null"
         if answer.logprobs:
             logprobs = _encode(_logprobs(answer.logprobs, self._top, self._texts))

@@ -35,7 +35,7 @@ from chairlift.tool_calls import (
 )
 from chairlift.tool_calls.formats import ReasoningFormat, ToolFormat
 
-__all__ = ["AnswerReading", "ChatPlan", "chat_plan", "held_params", "limited_params", "opened_by", "plan_prompt"]
+__all__ = ["AnswerReading", "ChatPlan", "chat_plan", "constrained_params", "limited_params", "opened_by", "plan_prompt"]
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _ALPHABET: Final = string.ascii_letters + string.digits
@@ -158,7 +158,7 @@ def opened_by(plan: ChatPlan, chat: ChatRequest, tokenizer: Tokenizer | None, pr
     return dataclasses.replace(plan, thinking=thinking_of(marks, tail))
 
 
-def held_params(plan: ChatPlan, chat: ChatRequest, params: SamplingParams) -> SamplingParams:
+def constrained_params(plan: ChatPlan, chat: ChatRequest, params: SamplingParams) -> SamplingParams:
     """``params`` with a grammar for the whole output: reasoning, then tool calls or content. Raises ApiError."""
     requested = params.structured_outputs
     with naming(chat):

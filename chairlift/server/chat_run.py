@@ -17,7 +17,14 @@ from starlette.requests import Request
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.output_stream import OutputStream
 from chairlift.sampling_params import SamplingParams
-from chairlift.server.chat_reading import AnswerReading, ChatPlan, chat_plan, held_params, limited_params, opened_by
+from chairlift.server.chat_reading import (
+    AnswerReading,
+    ChatPlan,
+    chat_plan,
+    constrained_params,
+    limited_params,
+    opened_by,
+)
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import until_tokens
 from chairlift.server.logprob_room import reserve_logprobs
@@ -90,7 +97,7 @@ async def begin_chat(
             raise ApiError(400, message, code="invalid_value", param="truncate_prompt_tokens")
         prompt = truncate(laid_out, chat.truncate_prompt_tokens, info, params.max_tokens)
     plan = opened_by(plan, chat, state.engine.tokenizer, laid_out)
-    params = limited_params(plan, chat, state.engine.tokenizer, held_params(plan, chat, params))
+    params = limited_params(plan, chat, state.engine.tokenizer, constrained_params(plan, chat, params))
     if thinking_hint is not None:
         hinted = msgspec.structs.replace(chat, thinking_token_budget=thinking_hint)
         try:

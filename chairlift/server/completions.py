@@ -360,7 +360,7 @@ class _Writer:
                 choice.prompt_token_ids = ids
             yield choice
 
-    def news(self, prompt: int, answer: CompletionOutput) -> Iterator[TextChoice]:
+    def new_parts(self, prompt: int, answer: CompletionOutput) -> Iterator[TextChoice]:
         """Chunks for the new part of an output, without its finish reason. A long part is divided into several
         chunks."""
         for part in parts(answer, self._payload.logprobs or 0):
@@ -500,8 +500,8 @@ class _TextChunks(ChunkWriter):
                 yield _encode(opening)
         if self._payload.logprobs is not None or self._ids:
             if answer.text or answer.token_ids:
-                for news in self._writer.news(prompt, answer):
-                    yield _encode(news)
+                for part in self._writer.new_parts(prompt, answer):
+                    yield _encode(part)
         elif answer.text or (answer.token_ids and self._continuous):
             text = _encode(answer.text)
             yield b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, text)

@@ -122,7 +122,7 @@ async def _follow(feed: LiveFeed, state: ServerState, holder: str = "") -> Async
             elif feed.is_recording:
                 break
             else:
-                await feed.news(_LOOK_SECONDS)
+                await feed.wait_for_entry(_LOOK_SECONDS)
                 if time.monotonic() - last_sent > _BEAT_SECONDS:
                     last_sent = time.monotonic()
                     yield b": still here\n\n"
@@ -137,7 +137,7 @@ async def _recording(request: Request) -> bytes:
     with feed.viewing():
         end = time.monotonic() + _FIRST_SECONDS
         while feed.first == feed.end and time.monotonic() < end:
-            await feed.news(_LOOK_SECONDS)
+            await feed.wait_for_entry(_LOOK_SECONDS)
         return feed.lines()
 
 

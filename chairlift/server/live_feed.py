@@ -112,7 +112,7 @@ class LiveFeed:
             if not self.num_viewers and self._engine is not None:
                 self._leaving = asyncio.get_running_loop().call_later(_LINGER_SECONDS, self._stop)
 
-    async def news(self, timeout: float) -> None:
+    async def wait_for_entry(self, timeout: float) -> None:
         """Wait until there is a new entry, or for ``timeout`` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):

@@ -68,7 +68,7 @@ async def create_message(request: Request) -> Response:
     meter = Meter(run.streams)
     meter.note(0, output)
     builder = _MessageBuilder(run, meter)
-    for _ in builder.news(output.outputs[0]):
+    for _ in builder.new_events(output.outputs[0]):
         pass
     return json_response(builder.reply, headers)
 
@@ -128,7 +128,7 @@ class _MessageBuilder:
         yield {"type": "message_start", "message": self.reply}
         yield {"type": "ping"}
 
-    def news(self, answer: CompletionOutput) -> Iterator[EventFields]:
+    def new_events(self, answer: CompletionOutput) -> Iterator[EventFields]:
         """Events for the new part of an output. At the end of the output, the response gets its stop_reason and
         usage."""
         ended = answer.finish_reason is not None
@@ -237,7 +237,7 @@ class _MessageEvents(StreamWriter):
             self._begun = True
             yield b"".join(map(_event, self._builder.begin()))
         for answer in output.outputs:
-            yield from in_pieces(map(_event, self._builder.news(answer)))
+            yield from in_pieces(map(_event, self._builder.new_events(answer)))
 
     def end(self) -> bytes:
         return b"".join(map(_event, self._builder.end()))

@@ -345,15 +345,16 @@ def _files_and_batches() -> dict[str, dict[str, Any]]:
 
 
 def _traffic() -> dict[str, Any]:
-    """OpenAPI entry of the traffic stream: events with a TrafficRecord as data, and some named events. OpenAPI 3.1
-    cannot describe an event stream, so the text does."""
+    """OpenAPI entry of the traffic stream. The stream has events with a TrafficRecord as data, and some named events.
+    OpenAPI 3.1 has no schema for this, so the entry describes it in words."""
     content = {"text/event-stream": {"schema": {"type": "string"}}}
     operation = _operation("Record traffic, without texts: an event per request that ends", content, (404, 429))
     return operation | {"parameters": list(_RECORDING_PARAMETERS)}
 
 
 def _status(summary: str) -> dict[str, Any]:
-    """OpenAPI entry of a health probe. Its two statuses have the same body, because probes read only the status."""
+    """OpenAPI entry of a health probe. The responses 200 and 503 have the same body, because a probe reads only the
+    status."""
     operation = _operation(summary, _ref(StatusReply))
     schemas = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (StatusReply, ErrorReply)]
     operation["responses"]["503"]["content"] = {"application/json": {"schema": {"anyOf": schemas}}}

@@ -3,20 +3,20 @@
 The rule for known fields that are not supported:
 
 - A value that equals the default (null, false, an empty text, list or object, or a value named below) is accepted.
-  For fields that ask for a form of the answer only null is the default: ``{}`` and ``false`` are schemas.
-- A hint is ignored, because the answer is right without it. A header of the reply names it (``Warning: 299 chairlift
-  "ignored: user"``). Unknown fields are treated as hints.
-- A value that would change the answer is refused with status 400, and so is a misspelt field (``temprature``).
+  For fields with a JSON schema only null is the default, because ``{}`` and ``false`` are schemas.
+- A hint is ignored, because the output is right without it. A response header names the ignored fields
+  (``Warning: 299 chairlift "ignored: user"``). Unknown fields are treated as hints.
+- A value that would change the output is refused with status 400, and so is a misspelt field (``temprature``).
 
-``request_id`` has no effect. ``user`` decides whose share of the engine a request uses, without API keys and with a
-scheduling policy that shares fairly; otherwise it is ignored.
+``request_id`` has no effect. ``user`` names the tenant of the request if the server has no API keys and its scheduling
+policy is fair between tenants. Otherwise it is ignored.
 
 ``service_tier`` is ``auto``, ``default``, ``flex``, ``priority``, ``scale`` (the same as ``auto``, because there is no
 prepaid use) or a class of the server's settings; other values are refused. With the scheduling policy ``fcfs`` it has
-no effect, the reply says ``default``, and deadlines and a ``priority`` other than 0 are refused. The header
+no effect: the response says ``default``, and deadlines and a ``priority`` other than 0 are refused. The header
 ``x-slo-ttft-ms`` is used if the field ``ttft_ms`` is missing.
 
-A text completion ignores fields of chats for tool calls and reasoning as hints, except ``tools`` and ``tool_choice``.
+A text completion ignores the fields of chats for tool calls and reasoning, except ``tools`` and ``tool_choice``.
 
 ===================  ================================================================================================
 What happens         Fields
@@ -472,7 +472,7 @@ def parse(struct_type: type[_T], body: Mapping[str, Any], refused: Refusals = RE
                 raise ApiError(400, message, code="unknown_parameter", param=name)
             ignored.append(name)
         elif not _equals_default(value, *refused[name]):
-            message = f"{name} is {_given(value)}, which is not supported: {refused[name][1]}"
+            message = f"{name} is {_quoted(value)}, which is not supported: {refused[name][1]}"
             raise ApiError(400, message, code="unsupported_parameter", param=name)
     floats = ((name, value) for name, value in body.items() if isinstance(value, float) and value.is_integer())
     whole = {name: int(value) for name, value in floats if name in _whole_numbers(struct_type)}
@@ -624,16 +624,16 @@ def _readable(struct_type: type[msgspec.Struct], body: Mapping[str, Any], text: 
     code = "invalid_type" if ", got" in reason else "invalid_value"
     if not known or kind is None:
         if place and place[1] and (unlike := _first_bad_name(kind, value)):
-            message = f"a name in {path} must be {unlike[1]}; got {_given(unlike[0])}"
+            message = f"a name in {path} must be {unlike[1]}; got {_quoted(unlike[0])}"
             return ApiError(400, message, code="invalid_value", param=path)
         name = place[2].partition("[")[0].lstrip(".") if place else ""
         if name in _MAPPINGS and isinstance(value := body[name], dict):
             key = _first_unfit(name, value)
-            message = f"{name}[{key}] must be {_allowed(_entry_type(name))}; got {_given(value.get(key))}"
+            message = f"{name}[{key}] must be {_allowed(_entry_type(name))}; got {_quoted(value.get(key))}"
             return ApiError(400, message, code=code, param=f"{name}[{key}]")
         where = f"a value in {path}" if path else "the body"
         return ApiError(400, f"{where} is not allowed: {reason}", code="invalid_value", param=path or None)
-    return ApiError(400, f"{path} must be {_allowed(kind)}; got {_given(value)}", code=code, param=path)
+    return ApiError(400, f"{path} must be {_allowed(kind)}; got {_quoted(value)}", code=code, param=path)
 
 
 @functools.cache  # it evaluates all annotations, which takes ten times as long as the rest of an error
@@ -685,7 +685,7 @@ def _entry_type(name: str) -> Any:
     return kind.value_type
 
 
-def _given(value: Any) -> str:
+def _quoted(value: Any) -> str:
     if isinstance(value, (list, dict)) and len(value) > 6:
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     if isinstance(value, str) and len(value) > 60:

@@ -86,7 +86,7 @@ async def create_response(request: Request) -> HttpResponse:
     builder = ResponseBuilder(response, run, meter)
 
     def fill() -> bytes:
-        for _ in builder.news(output.outputs[0]):
+        for _ in builder.new_events(output.outputs[0]):
             pass
         return _encode(response)
 
@@ -203,7 +203,7 @@ class _ResponseEvents(StreamWriter):
     def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
         self.note(prompt, output)
         for answer in output.outputs:
-            yield from in_pieces(map(_event, self._builder.news(answer)))
+            yield from in_pieces(map(_event, self._builder.new_events(answer)))
 
     def end(self) -> bytes:
         if self._keep is not None:

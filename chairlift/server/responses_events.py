@@ -70,7 +70,7 @@ class ResponseBuilder:
         yield self._event("response.created", response=self.response)
         yield self._event("response.in_progress", response=self.response)
 
-    def news(self, answer: CompletionOutput) -> Iterator[EventFields]:
+    def new_events(self, answer: CompletionOutput) -> Iterator[EventFields]:
         """Events for the new part of an output. At the end of the output, the last item is closed and the response
         gets its status."""
         ended = answer.finish_reason is not None
@@ -123,7 +123,7 @@ class ResponseBuilder:
             yield self._event(f"response.{self._part}.delta", **self._location(), content_index=0, **fields)
 
     def _add(self, kind: type[OutputMessage] | type[ReasoningItem]) -> Iterator[EventFields]:
-        """Begin an item with an empty part."""
+        """Begin a message or reasoning item with an empty text part. Yields the events that announce it."""
         prefix = "msg" if kind is OutputMessage else "rs"
         self._open = kind(id=_new_id(prefix), status="in_progress", content=[])
         self.response.output.append(self._open)

@@ -114,7 +114,7 @@ class Timing(msgspec.Struct):
     causes_ms: dict[str, float]
     """Cause of waiting or computing -> milliseconds; docs/why-slow.md explains the causes."""
     preempted_by: list[str]
-    """Engine ids of the requests that preempted this request, the latest ones only."""
+    """Engine ids of requests that preempted this request. Only the latest are listed."""
 
 
 class PromptLogprob(msgspec.Struct):

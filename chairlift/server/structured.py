@@ -33,7 +33,7 @@ _INSIDE: Final = {
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
     """The requested constraint; None for free text. Raises ApiError with the name of a field."""
-    given = _given(request)
+    given = _form_fields(request)
     if len(given) > 1:
         message = f"{' and '.join(given)} each ask for a form of the answer; leave all but one out"
         raise ApiError(400, message, code="invalid_value", param=given[1])
@@ -55,7 +55,7 @@ def naming(request: GenerationRequest) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        message, given, forces = str(error), _given(request), _forces_call(request)
+        message, given, forces = str(error), _form_fields(request), _forces_call(request)
         if message.startswith("tool_choice "):
             param = "tool_choice" if forces else given[0]
             raise ApiError(400, message, code="unsupported_parameter", param=param) from None
@@ -77,7 +77,7 @@ def _forces_call(request: GenerationRequest) -> bool:
     return choice not in (None, "auto", "none")
 
 
-def _given(request: GenerationRequest) -> list[str]:
+def _form_fields(request: GenerationRequest) -> list[str]:
     """Names of the fields in the request that ask for a form other than text."""
     named = [name for name in FIELDS if getattr(request, name) is not None]
     return [name for name in named if getattr(request, name) != {"type": "text"} or name != "response_format"]

@@ -41,8 +41,9 @@ _MAX_RECORDINGS: Final = 8
 _MAX_RECORDINGS_OF_ONE: Final = 3
 """Maximum number of recordings of one tenant, if keys distinguish tenants, so that no tenant takes all of them."""
 _MAX_WAITING: Final = 4096
+"""Maximum number of records that wait for a slow listener."""
 _MAX_WAITING_TOKENS: Final = 1 << 22
-"""Maximum number of records that wait for a slow listener, and maximum number of prompt tokens kept with them."""
+"""Maximum number of prompt tokens in the records that wait for a slow listener, summed over the records."""
 _MAX_TENANTS: Final = 10_000
 _LONG_PROMPT: Final = 16_384
 """Tokens. Prompts longer than this are hashed on a thread."""
@@ -385,7 +386,7 @@ async def _recording_events(state: ServerState, recording: Recording, number: in
     """Events of a recording: ``start``, an unnamed event per request, ``lost`` if records were dropped, and ``end``."""
     head = {"recording": recording.id, "block_size": recording.block_size, "began_unix": recording.began_unix}
     yield _event("start", {**head, "model": state.model_names[0]})
-    spoken = time.monotonic()
+    last_sent = time.monotonic()
     while recording.listener == number:
         if state.draining:
             recording.close()
@@ -395,13 +396,13 @@ async def _recording_events(state: ServerState, recording: Recording, number: in
         entry = await recording.take()
         now = time.monotonic()
         if entry is not None:
-            spoken = now
+            last_sent = now
             yield b"id: %d\ndata: %b\n\n" % (entry[0], _encode(entry[1]))
         elif recording.is_complete(now):
             yield _event("end", {"reason": "draining" if state.draining else "complete"})
             return
-        elif now - spoken >= _HEARTBEAT_SECONDS:
-            spoken = now
+        elif now - last_sent >= _HEARTBEAT_SECONDS:
+            last_sent = now
             yield b": %d requests are under way\n\n" % recording.num_under_way
         else:  # a short wait, because the drain has no event
             with contextlib.suppress(TimeoutError):

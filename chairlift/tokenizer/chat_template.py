@@ -154,9 +154,10 @@ class ChatTemplate:
         _ = self._template
 
     def check(self) -> None:
-        """Compile the template, and render two small chats: a message of the user, alone and after a system message.
+        """Compile the template, and test it with a message of the user. If that fails, test it again with a system
+        message before the user's.
 
-        Raises :class:`~chairlift.errors.TemplateError` if neither chat renders. It is TemplateFailedError if both fail
+        Raises :class:`~chairlift.errors.TemplateError` if both tests fail. It is TemplateFailedError if both fail
         because of an error in the template itself.
         """
         user = {"role": "user", "content": "Hi"}
@@ -258,18 +259,19 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _up_to_final_message(chat: Sequence[Mapping[str, Any]], text: str, marked: str) -> str:
-    """Text of a chat up to the end of the last message's content, where the model will continue.
+    """Text of a chat up to the end of the last message's content, so that the model continues this content.
 
-    ``marked`` is the same text with a mark at this point. As in transformers, a space after the mark shows whether the
-    template strips contents. A content that the template changes cannot be continued. Neither can a chat whose
-    template prints the text before the mark differently, or prints messages after the last message; transformers
-    accepts these two cases. If the template prints the content twice, the last copy is continued.
+    ``marked`` is the same text with a mark after the content. As in transformers, a space after the mark shows whether
+    the template strips contents. If the template prints the content twice, the last copy is continued.
+
+    Raises TemplateError if the template changes the content. Raises it also in two cases that transformers accepts: the
+    template prints the text before the mark differently, or prints messages after the last message.
     """
     end = marked.rfind(_END_OF_FINAL_MESSAGE)
     if end < 0:
         raise TemplateError(_cannot_continue("the chat template does not print the end of the final message"))
-    kept = marked[end:].startswith(f"{_END_OF_FINAL_MESSAGE} ")
-    before = marked[:end] if kept else marked[:end].rstrip()
+    keeps_space = marked[end:].startswith(f"{_END_OF_FINAL_MESSAGE} ")
+    before = marked[:end] if keeps_space else marked[:end].rstrip()
     before = before.replace(f"{_END_OF_FINAL_MESSAGE} ", "").replace(_END_OF_FINAL_MESSAGE, "")
     if not text.startswith(before):
         raise TemplateError(_cannot_continue("the chat template writes another text where the final message goes on"))

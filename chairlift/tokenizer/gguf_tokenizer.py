@@ -113,11 +113,11 @@ def _post_processor(
     model: GGUFModel, kind: str, names: Mapping[str, str], vocab: Mapping[str, int]
 ) -> dict[str, Any] | None:
     """Post-processor that adds special tokens at the beginning and the end of a text; None if the model adds none."""
-    asked = {
+    flags = {
         "bos_token": model.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"),
         "eos_token": model.metadata.get("tokenizer.ggml.add_eos_token", False),
     }
-    marks = {name: names[name] for name in asked if asked[name] is True and name in names}
+    marks = {name: names[name] for name in flags if flags[name] is True and name in names}
     if not marks:
         return None
 

@@ -26,8 +26,8 @@ MAX_ADDED: Final = 4096
 _MAX_PASSES: Final = 4
 """Maximum number of copies of a text that a post-processor may make."""
 _UNICODE: Final = {"NFC": 3, "NFD": 4, "NFKC": 11, "NFKD": 11, "BertNormalizer": 3, "ByteLevel": 2, "Metaspace": 3}
-"""Normalizer -> maximum growth factor if another one of the same kind comes before it. The first of a kind is always
-accepted."""
+"""Normalizer -> maximum growth factor, used if another normalizer of the same kind comes before it. The first one of a
+kind is always allowed."""
 _LONGEST_CHARSMAP: Final = 36
 """Maximum number of bytes that SentencePiece's normalization makes of one character."""
 
@@ -118,7 +118,7 @@ def _pattern_doubt(step: Mapping[str, Any]) -> str:
 
 
 def _factor(part: Any) -> float:
-    """Maximum factor by which a text may grow, in bytes, over all texts."""
+    """Maximum factor by which this part of the tokenizer can lengthen any text, in bytes."""
     factor, seen = 1.0, set()
     for step in _flat(part):
         name = str(step.get("type"))

@@ -43,7 +43,7 @@ def plain_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any
     other types."""
     given: Any = () if tools is None else tools
     if not isinstance(given, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in given):
-        raise RequestError(f"chat template variable 'tools' must be a list of objects, got {_given(tools)}")
+        raise RequestError(f"chat template variable 'tools' must be a list of objects, got {_quoted(tools)}")
     return [_plain(f"tools[{index}]", tool, 1) for index, tool in enumerate(given)]
 
 
@@ -75,12 +75,12 @@ def _message(where: str, message: Any, images: bool) -> dict[str, Any]:
         raise RequestError(f"{where}.role is missing; it is required: system, developer, user, assistant or tool")
     for key in ("role", "name"):
         if key in plain and not (isinstance(plain[key], str) and plain[key]):
-            raise RequestError(f"{where}.{key} must be a non-empty string, got {_given(plain[key])}")
+            raise RequestError(f"{where}.{key} must be a non-empty string, got {_quoted(plain[key])}")
     calls = plain.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise RequestError(
             f'{where}.tool_calls must be a list of objects ([{{"type": "function", "function": {{"name": ..., '
-            f'"arguments": ...}}}}]), got {_given(calls)}'
+            f'"arguments": ...}}}}]), got {_quoted(calls)}'
         )
     if "content" not in plain and not (plain["role"] == "assistant" and any(plain.get(key) for key in _SAYS_SOMETHING)):
         got = "got null" if "content" in message else "it is missing"
@@ -99,7 +99,7 @@ def _content(where: str, content: Any, images: bool) -> str | list[dict[str, Any
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
         raise RequestError(
             f"{where}.content must be a string or a list of text parts, at least one "
-            f'([{{"type": "text", "text": "..."}}]), got {_given(content)}'
+            f'([{{"type": "text", "text": "..."}}]), got {_quoted(content)}'
         )
     parts = []
     for index, part in enumerate(content):
@@ -120,7 +120,7 @@ def _content(where: str, content: Any, images: bool) -> str | list[dict[str, Any
     return parts
 
 
-def _given(value: Any) -> str:
+def _quoted(value: Any) -> str:
     if isinstance(value, (list, tuple)) and not value:
         return "an empty list"
     return repr(value)[:_LONGEST]

@@ -146,7 +146,8 @@ def _is_prompt(row: _Row) -> bool:
 
 
 def _steps(rows: tuple[_Row, ...]) -> float:
-    """Maximum number of characters that are read before it is known that no alternative matches."""
+    """Maximum number of characters that the search reads at one position before it knows that no alternative matches
+    there."""
     return sum(max(1, len(row)) * math.prod(map(_tries, row)) for row in rows)
 
 

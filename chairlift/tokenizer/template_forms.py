@@ -44,9 +44,9 @@ class ContentForm:
     text: bool = True
     """Whether the template prints a string."""
     parts: bool = False
-    """Whether the template prints every part in a list of text parts, without Python's list syntax."""
+    """Whether the template prints the texts of all parts in a list, and not the list itself in Python's syntax."""
     one_part: bool = False
-    """Whether the template prints a list of one text part."""
+    """Whether the template prints the text of the part if a list has exactly one text part."""
 
     def fit(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         """The content, converted to a supported form. If parts must become one text, they are joined by newlines, as
@@ -81,19 +81,18 @@ class TemplateForms:
         return word in self._names
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Plain messages in the forms that the template supports.
+        """The messages, converted to forms that the template can print.
 
-        - The content of each is a string or a list of parts, whichever the template prints.
-        - ``developer`` becomes ``system`` for a template that does not know the word.
-        - An assistant's reasoning is given as ``reasoning_content`` and ``thinking``, as in transformers, and as
-          ``reasoning`` for a template that knows this name.
-        - A message without a content gets an empty one, unless the template accepts it without.
-        - The ``arguments`` of tool calls are objects, unless the template needs JSON text.
-        - The ids of tool calls have nine letters or digits for a template that accepts no others, such as Mistral's; a
-          longer
-          one becomes a hash.
+        - A content becomes a string or a list of parts, depending on which of them the template prints.
+        - The role ``developer`` becomes ``system`` if the template does not know ``developer``.
+        - An assistant's reasoning is passed as ``reasoning_content`` and ``thinking``, as in transformers, and also as
+          ``reasoning`` if the template uses this name.
+        - A message without a content gets an empty content if the template needs one.
+        - The ``arguments`` of tool calls are objects, or JSON text if the template needs text.
+        - The ids of tool calls become nine letters or digits if the template accepts nothing else, as Mistral's does. A
+          longer id is replaced by a hash.
 
-        Raises RequestError for a role that the template does not know, or of which it prints nothing.
+        Raises RequestError for a role that the template does not know or does not print.
         """
         return [self._fit(f"messages[{index}]", index, message) for index, message in enumerate(messages)]
 

@@ -88,9 +88,9 @@ class TextWorker(WorkerPool):
 def _prepare(setup: dict[str, Any]) -> tuple[Answer, Callable[[], object]]:
     tokenizer = Tokenizer.from_dir(setup["folder"], probe=False)
 
-    def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
-            ids = tokenizer.encode(asked["text"], asked["special"])
+            ids = tokenizer.encode(request["text"], request["special"])
         except RequestError as error:
             return {"error": str(error)}
         if len(ids) > _MAX_TOKENS:

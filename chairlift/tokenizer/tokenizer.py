@@ -68,7 +68,7 @@ class ByteDecoding:
     replacements: tuple[tuple[str, str], ...] = ()
     """Replacements (old, new) within a token, applied in order. Example: ``▁`` becomes a space."""
     byte_fallback: bool = False
-    """Whether a token such as ``<0xE4>`` represents the byte 0xE4."""
+    """Whether a token such as ``<0xE4>`` means the byte 0xE4."""
     strip_start: bool = False
     """Whether one space at the beginning of a sequence is dropped."""
 

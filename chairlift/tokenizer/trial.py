@@ -32,9 +32,9 @@ def try_out(folder: Path, file_bytes: int, doubt: str) -> None:
         code = -1
     if code == 0:
         return
-    told = trial.stdout.decode(errors="replace").strip()[:400] if code == 1 else ""
+    printed = trial.stdout.decode(errors="replace").strip()[:400] if code == 1 else ""
     raise ModelLoadError(
-        told
+        printed
         or f"{folder / 'tokenizer.json'} takes too much time or memory for a few characters, because {doubt}; use the "
         "tokenizer of another release of this model, or send token ids with skip_tokenizer_init"
     )

@@ -340,7 +340,7 @@ class ReasoningFormat:
     opened: bool = False
     """Whether every output begins inside the reasoning, even if the template does not write ``begin``."""
     goes_on: str = ""
-    """Text between the reasoning and the rest of the output; empty for white space."""
+    """Text between the reasoning and the rest of the output. Empty if only white space is between them."""
     content: str = ""
     """Text that the model writes before the content."""
 

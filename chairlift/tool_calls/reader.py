@@ -97,9 +97,9 @@ class AnswerReader:
     ) -> None:
         self._format, self._reasoning, self._tools = tool_format, reasoning, tools or {}
         self._inside = inside or (reasoning is not None and reasoning.opened)
-        wanted = {*(tool_format.markers if tool_format else ())}
-        wanted |= {reasoning.begin, reasoning.end} if reasoning else set()
-        self._hidden = tuple(text for text in hidden if text not in wanted)
+        needed = {*(tool_format.markers if tool_format else ())}
+        needed |= {reasoning.begin, reasoning.end} if reasoning else set()
+        self._hidden = tuple(text for text in hidden if text not in needed)
         self._parallel = parallel
         self._text = TextScanner()
         self._code = CodeBlocks()

@@ -129,9 +129,9 @@ def _schema(where: str, schema: Any) -> None:
         _wrong(f"{where}.required", "must be a list of names", required)
 
 
-def _too_deep(value: Any, left: int) -> bool:
+def _too_deep(value: Any, levels: int) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return left < 0 or any(_too_deep(each, left - 1) for each in inner)
+    return levels < 0 or any(_too_deep(each, levels - 1) for each in inner)
 
 
 def _choice(given: Any, names: Sequence[str]) -> tuple[str, str]:

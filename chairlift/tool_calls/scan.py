@@ -42,7 +42,7 @@ class Markers:
 
 @functools.lru_cache(maxsize=256)
 def markers_of(texts: tuple[str, ...]) -> Markers:
-    """The prepared :class:`Markers` for these texts."""
+    """:class:`Markers` for these texts, cached."""
     return Markers(texts)
 
 

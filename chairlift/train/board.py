@@ -45,6 +45,9 @@ class Board:
             "train/tokens_per_second": result.num_tokens / (now - self._since),
         }
         self._since = now
+        for name, each in result.adapters.items():
+            if each.num_targets:  # its last point stands for steps without a target
+                points |= {f"adapter_loss/{name}": each.loss, f"adapter_grad_norm/{name}": each.grad_norm}
         if result.balance_loss:
             points["train/balance_loss"] = result.balance_loss
         if trainer.stream is not None:

@@ -1,4 +1,4 @@
-"""A whole training run (``chairlift train``), from settings to a directory that can be served."""
+"""A complete training run (``chairlift train``): from settings to a checkpoint that can be served."""
 
 from __future__ import annotations
 
@@ -55,34 +55,34 @@ _POLL_SECONDS = 0.2
 
 
 class _Stopped(Exception):
-    """A stop was requested while the source waited for data."""
+    """Raised when a stop was requested while a source waits for data."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a run."""
+    """Result of a training run."""
 
     directory: Path
-    """The checkpoint it ended with."""
+    """Directory of the last checkpoint."""
     steps: int
-    """Steps taken, those before a resume included."""
+    """Number of steps, including the steps before a resume."""
     finished: bool
-    """Whether the schedule or the data is done; False after an interruption."""
+    """Whether the schedule or the data has ended. False after an interruption."""
     last: StepResult | None
-    """Last step of this process; None if there was nothing left to do."""
+    """Result of the last step of this process. None if no step was left."""
     skipped: int = 0
-    """Number of skipped records. A record counts once, however often the files are read."""
+    """Number of skipped records. A record is counted once, even if the files are read several times."""
     best: tuple[int, float] | None = None
-    """Step and loss of the best checkpoint, where ``data.eval_files`` says how good each is."""
+    """(step, evaluation loss) of the best checkpoint. None without ``data.eval_files``."""
     notes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Notes on records (:class:`~chairlift.train.encoder.Encoded`) -> number of records."""
     cut: Mapping[str, Cut] = dataclasses.field(default_factory=dict)
-    """Loss to ``packing.overflow``, by source, over the whole run; see :class:`~chairlift.train.stream_stats.Cut`."""
+    """Source -> counts of the tokens that ``packing.overflow`` removed in the whole run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run whose settings have been checked against what is on the disk."""
+    """A run whose settings and files have been checked."""
 
     config: TrainConfig
     store: CheckpointStore
@@ -90,19 +90,25 @@ class Prepared:
     files: ModelFiles
     resume_from: Path | None
     open_sources: Mapping[str, Callable[[Callable[[], bool]], Any]]
-    """Functions that open the data, by name. Their argument is called while there is nothing to read."""
+    """Name of a source -> function that opens it. The argument of the function is called when there is no data to read,
+    and returns False to end the source."""
     open_evaluation: Mapping[str, Callable[[], Any]]
-    """Functions that open the data to evaluate on, by name, from its beginning."""
+    """Name of a source of evaluation data -> function that opens it from its beginning."""
 
 
 def prepare(
     config: TrainConfig, *, resume: str = "auto", ranks: int = 1, on_save: Callable[[str], None] = lambda _point: None
 ) -> Prepared:
-    """Check all that can be checked before anything is computed, without writing anything.
+    """Check settings and files before the training starts. Nothing is written.
 
-    ``resume`` is ``auto`` (from the newest checkpoint in the output directory, if any), ``never``, or a checkpoint's
-    directory. ``ranks`` is how many processes will train, ``on_save`` the ``at`` of the
-    :class:`~chairlift.train.checkpoint.CheckpointStore`. Raises ConfigError and ModelLoadError.
+    Args:
+        config: Settings of the run.
+        resume: ``auto`` (from the newest checkpoint in the output directory, if any), ``never``, or the directory of a
+            checkpoint.
+        ranks: Number of processes that will train.
+        on_save: Argument ``at`` of the :class:`~chairlift.train.checkpoint.CheckpointStore`.
+
+    Raises ConfigError and ModelLoadError.
     """
     if config.output is None:
         raise ConfigError("there is no output directory; set output in the configuration, or give --output DIR")
@@ -176,7 +182,8 @@ def _evaluation_openers(config: TrainConfig, encode: Encode) -> dict[str, Callab
 
 
 def _encode_for(config: TrainConfig, encode: Encode, source: str | None) -> Encode:
-    """``encode`` for the records of a source, which name their adapters where there are several."""
+    """``encode`` for the records of a source. If there are several adapters, every item gets the name of its
+    adapter."""
     names = list(config.lora.by_name) if config.lora is not None else []
     if not names:
         return encode
@@ -184,18 +191,18 @@ def _encode_for(config: TrainConfig, encode: Encode, source: str | None) -> Enco
 
 
 def _check_adapters(config: TrainConfig) -> None:
-    """Raise ConfigError for an adapter that no record of the files is for."""
+    """Raise ConfigError for an adapter without any record in the files."""
     data = config.data
     missing = set(config.lora.by_name if config.lora is not None else ())
     if data.source is not None or data.access != "random":
-        return  # read once, so what comes is not known
+        return  # these sources can be read only once, so they cannot be searched
     for source, files in data.by_name.items():
         default = source if isinstance(data.files, Mapping) else None
         for file in map(open_file, expand(files)):
             for row in range(len(file)):
                 if not missing:
                     return
-                with contextlib.suppress(ConfigError):  # said, or counted, when it is read
+                with contextlib.suppress(ConfigError):  # reported when the record is read for training
                     missing.discard(adapter_field(file.read(row) or {}, data.columns, default))
     if missing:
         raise ConfigError(
@@ -228,7 +235,7 @@ def _resume_from(store: CheckpointStore, resume: str) -> Path | None:
             )
         return None
     chosen = Path(resume)
-    chosen = chosen.resolve() if chosen.is_symlink() else chosen  # the best one, by that name
+    chosen = chosen.resolve() if chosen.is_symlink() else chosen  # such as the link ``best``
     if not chosen.is_dir():
         raise ConfigError(f"--resume takes auto, never or the directory of a checkpoint; {resume!r} is none")
     if latest is not None and chosen.resolve().parent == store.root.resolve() and chosen.name != latest.name:
@@ -323,7 +330,7 @@ def _file_opener(config: TrainConfig, files: Sequence[str], encode: Encode) -> C
 
 
 def _mixed(config: TrainConfig, sources: Mapping[str, Any]) -> Any:
-    """The only source, or a sampler that mixes all of them and watches for drift."""
+    """The source itself if there is only one, or a sampler that mixes several sources and detects drift."""
     if config.drift is None and len(sources) == 1:
         return next(iter(sources.values()))
     settings = config.drift or DriftSettings(replay=0.0)
@@ -334,7 +341,7 @@ def _mixed(config: TrainConfig, sources: Mapping[str, Any]) -> Any:
 def _import_source(data: DataSettings) -> Callable[[], Any]:
     module_name, _, class_name = (data.source or "").partition(":")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # the installed command does not look where it runs
+        sys.path.append(str(Path.cwd()))  # the installed command does not search the current directory
     try:
         made: Any = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:
@@ -390,7 +397,7 @@ def _make_network(prepared: Prepared) -> Network:
 
 def _make_adapter(config: TrainConfig, model: CausalLM) -> TrainableAdapter | TrainableAdapters | None:
     def make(lora: LoraSettings, *, attached: bool) -> TrainableAdapter:
-        torch.manual_seed(config.seed % 2**32)  # whatever was drawn before: each begins as it would alone
+        torch.manual_seed(config.seed % 2**32)  # each adapter begins as if it were trained alone
         given = {name: value for name, value in dataclasses.asdict(lora).items() if name != "adapters"}
         return TrainableAdapter(model, **given, base=str(config.model.path), attached=attached)
 
@@ -423,7 +430,7 @@ def _restore(trainer: Trainer, directory: Path) -> dict[str, Any]:
         set_random_state(state["random"])
     except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
         why = error if isinstance(error, ConfigError) else f"it is damaged ({error!r})"
-        raise ConfigError(f"cannot go on from {directory}: {why}; to begin anew, give another --output") from None
+        raise ConfigError(f"cannot go on from {directory}: {why}; to start a new run, give another --output") from None
     return state
 
 
@@ -456,7 +463,7 @@ def train(
     on_evaluation: Callable[[EvaluationResult], None] = lambda _result: None,
     on_start: Callable[[Network], None] = lambda _network: None,
 ) -> Outcome:
-    """Train until the schedule or the data ends, or until SIGINT or SIGTERM, and write down where it stands.
+    """Train until the schedule or the data ends, or until SIGINT or SIGTERM, and write a checkpoint at the end.
 
     Under ``torchrun`` every process calls this; rank 0 writes. ``on_step`` is called on each rank after each step,
     ``on_evaluation`` on each after each evaluation, ``on_start`` when the model is there, ``on_save`` as for
@@ -470,7 +477,7 @@ def train(
         sources = {name: open_source(interrupts.wait) for name, open_source in prepared.open_sources.items()}
         source = _mixed(config, sources)
         stream = _stream(config, prepared.network, source, ranks)
-        for seed in (random.seed, np.random.seed, torch.manual_seed):  # fresh weights; sources may use all of them
+        for seed in (random.seed, np.random.seed, torch.manual_seed):  # for new weights, and for custom sources
             seed(config.seed % 2**32)
         drift = source if isinstance(source, DriftSampler) else None
         network = _make_network(prepared)
@@ -500,12 +507,12 @@ class _Run:
     on_evaluation: Callable[[EvaluationResult], None]
     evaluation: Evaluation | None
     saved: int = -1
-    """Step of the newest checkpoint."""
+    """Step of the newest checkpoint. -1: none yet."""
     best: tuple[int, float] | None = None
-    """Step and loss of the best checkpoint."""
+    """(step, evaluation loss) of the best checkpoint. None: none yet."""
 
     def remember(self, best: Any) -> None:
-        """Go on with the best checkpoint of the run so far, if its directory is still there."""
+        """Use ``best``, from a resumed checkpoint, as the best checkpoint so far, if its directory still exists."""
         store = self.prepared.store
         if best is not None and (store.root / f"step-{int(best[0]):08d}").is_dir():
             self.best = (int(best[0]), float(best[1]))
@@ -516,7 +523,8 @@ class _Run:
     def go(self) -> Outcome:
         trainer, every = self.trainer, self.prepared.config.checkpoints.every
         last, stopped = None, False
-        # Files that have ended may have grown, or are to be read more often now; another source might begin again.
+        # A custom source that has ended is not read again, because it might begin again. Files are read again: they may
+        # have grown, or the number of epochs may be larger now.
         is_over = self.prepared.config.data.source is not None and trainer.stream is not None and trainer.stream.ended
         if self.prepared.resume_from is not None and self.prepared.resume_from.parent == self.prepared.store.root:
             self.saved = trainer.num_steps
@@ -535,7 +543,7 @@ class _Run:
         return Outcome(directory, trainer.num_steps, not stopped, last, best=self.best)
 
     def _evaluate(self) -> None:
-        """Evaluate, and let this step's checkpoint be the best if its loss is the lowest."""
+        """Evaluate, and make this step's checkpoint the best if its loss is the lowest so far."""
         if self.evaluation is None:
             return
         result = self.evaluation.run(self.trainer)
@@ -547,7 +555,7 @@ class _Run:
             self.prepared.store.root.mkdir(parents=True, exist_ok=True)
             path = self.prepared.store.root / "evaluations.jsonl"
             lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-            # What a run that was killed had evaluated after its last checkpoint is evaluated again.
+            # A killed run may have evaluated steps after its last checkpoint. These evaluations are replaced.
             lines = [line for line in lines if json.loads(line)["step"] < result.step]
             with replacing(path) as file:
                 file.write("".join(line + "\n" for line in [*lines, json.dumps(result.as_dict())]))
@@ -578,11 +586,12 @@ class _Run:
 
 
 class _Interrupts:
-    """Handlers of SIGINT and SIGTERM. The run ends after the running step; a second SIGINT ends it at once."""
+    """Context with handlers for SIGINT and SIGTERM: the run ends after the current step. A second SIGINT ends it at
+    once."""
 
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
-        self._asked = False
+        self._stop_requested = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Interrupts:
@@ -596,20 +605,20 @@ class _Interrupts:
             signal.signal(number, handler)
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
-        if self._asked and number == signal.SIGINT:
+        if self._stop_requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._asked = True
+        self._stop_requested = True
         if self._trainer is not None:
             self._trainer.stop_requested = True
 
     def watch(self, trainer: Trainer) -> None:
-        """Stop this trainer on a signal."""
+        """Register the trainer that a signal stops."""
         self._trainer = trainer
-        trainer.stop_requested = self._asked
+        trainer.stop_requested = self._stop_requested
 
     def wait(self) -> bool:
-        """Wait for data. A source without data calls this."""
-        if self._asked:
+        """Wait a moment for new data. A source without data calls this method. Raises _Stopped after a signal."""
+        if self._stop_requested:
             raise _Stopped
         time.sleep(_POLL_SECONDS)
         return True

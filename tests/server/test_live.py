@@ -402,7 +402,7 @@ def test_exports_are_files_in_the_formats_they_claim(shown: Any, recording: byte
 def test_news_come_at_once() -> None:
     async def test() -> None:
         feed, _ = feed_of()
-        waiting = asyncio.ensure_future(feed.news(3600))
+        waiting = asyncio.ensure_future(feed.wait_for_entry(3600))
         await asyncio.sleep(0)
         feed.steps(KEY)
         await asyncio.wait_for(waiting, 10)

@@ -30,7 +30,7 @@ __all__ = ["DeviceKernels"]
 
 _INTERPRETED_CACHE: Final = 1 << 16
 _ALIGNED: Final = 1024
-"""Alignment of weights in the region, in elements, as for separately allocated tensors."""
+"""Each weight begins at a multiple of this number of elements in the region."""
 
 
 class DeviceKernels:

@@ -130,7 +130,7 @@ def _signed(share: float | None) -> str:
 
 
 def limits_record(limits: Limits) -> dict[str, Any]:
-    """Limits as plain data; rates are per second."""
+    """The limits as data for JSON. Rates are per second."""
     return {
         "buffer_bytes": limits.buffer_bytes,
         "memory": limits.memory,

@@ -56,7 +56,7 @@ class KernelSettings:
     measured."""
     shapes: Shapes
     rows: tuple[int, ...] = (1, 4, 16, 32, 64, 256, 1024)
-    """Numbers of tokens (rows) that a weight is multiplied with."""
+    """Numbers of rows (tokens) of the measured matrix multiplications and experts."""
     contexts: tuple[int, ...] = (128, 512, 2048, 8192)
     """Numbers of tokens that a query attends to."""
     batches: tuple[int, ...] = (1, 8, 32)
@@ -287,8 +287,8 @@ def _timing(times: Sequence[float], shares: Sequence[float]) -> Timing:
 
 
 def _extra_cost(timings: Mapping[str, Sequence[float]]) -> float | None:
-    """``Measurement.extra_cost``. Times are compared within a round, because a disturbance of the machine affects
-    variants that run one after the other alike."""
+    """Compute ``Measurement.extra_cost``. Times are compared within a round, because a disturbance of the machine
+    affects all variants of the round."""
     for costly, plain in (("paged", "in order"), ("drawn", "greedy"), ("streamed", "library")):
         if costly in timings:
             return (

@@ -50,7 +50,7 @@ class Peak:
     """Type of the operands: ``bf16``, ``int8``, or ``f32`` on paths that have no bf16 instruction."""
     threads: int
     operations: Rate
-    """Additions and multiplications per second."""
+    """Number of additions and multiplications per second."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class Machine:
     l3_bytes: int
     """Total size of the last-level caches of these processors. 64 MiB if the system does not report it."""
     memory_bytes: int
-    """Memory of the whole machine. 0 if the system does not report it."""
+    """Size of the machine's memory in bytes. 0 if the system does not report it."""
     system: str
     isas: tuple[str, ...]
     """Instruction-set paths of the kernels that run on this machine, slowest first."""

@@ -80,7 +80,10 @@ async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, Ser
 
 
 async def _learn(server: Server, plan: Plan) -> None:
-    """Find out what a server takes, once it is there. Raises ConfigError."""
+    """Wait until a server is ready, and determine its model and the request fields that it supports.
+
+    Raises ConfigError when the server cannot be measured, or is not ready in time.
+    """
     end, said = clock() + plan.ready_timeout, False
     while True:
         try:

@@ -153,7 +153,7 @@ class Server(Target):
             if not chat:
                 notes.append("it takes no token ids: prompts are text, and their lengths what the server counts")
         if ignore_eos and not self.dialect.ignore_eos:
-            notes.append("it refuses ignore_eos: answers may end before the length that was asked for")
+            notes.append("it refuses ignore_eos: answers may end before the requested length")
         if not self.dialect.usage:
             notes.append("it refuses stream_options: tokens are counted by chunks")
 

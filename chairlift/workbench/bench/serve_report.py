@@ -242,7 +242,7 @@ def _sections(results: Results, facts: Mapping[str, str], compared: Table | None
     yield Section("Latency", _latency(results))
     yield Section("Over time", _over_time(results))
     if doubts := dict.fromkeys(doubt for run, figures in runs for doubt in figures.doubts(run)):
-        yield Section("What to know before believing it", [Text("\n\n".join(doubts))])
+        yield Section("Warnings", [Text("\n\n".join(doubts))])
     if errors := [[kind, f"{count:,}", text] for _, figures in runs for kind, count, text in figures.errors]:
         yield Section("Failed requests", [Table(["kind", "requests", "one of the messages"], errors)])
     yield Section("Settings", [Facts(facts)])

@@ -139,7 +139,7 @@ class Figures:
             yield f"{self.whole:,} of {self.completed:,} answers came whole: they have no TPOT and no ITL"
         if self.shorter:
             hint = "" if run.server.dialect.ignore_eos else "; --ignore-eos asks for exact lengths"
-            yield f"{self.shorter:,} of {self.completed:,} answers ended before the length that was asked for{hint}"
+            yield f"{self.shorter:,} of {self.completed:,} answers ended before the requested length{hint}"
         if self.unfinished:
             yield f"stopped early: {self.unfinished:,} requests were not answered yet, and are not counted"
 
@@ -235,7 +235,7 @@ class Ratio:
     """Second server's value divided by the first's."""
 
     ratio: float
-    """Geometric mean over the rounds."""
+    """Geometric mean of the ratio over the rounds."""
     low: float | None
     """Lower end of the 95 % bootstrap interval over the rounds; ``high`` is its upper end. None with one round."""
     high: float | None

@@ -1,4 +1,4 @@
-"""Shapes of layers for measuring kernels: those of known models, or linear layers and expert layers by their sizes."""
+"""Shapes of layers for measuring kernels: layers of known models, and linear or expert layers of given sizes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ __all__ = ["Size", "best_words", "sizes_report", "sizes_table"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Size:
-    """Runs of one number of slots with one batching mode, one run per round."""
+    """A batching mode with a number of slots, and its runs, one per round."""
 
     batching: str
     slots: int
@@ -29,13 +29,14 @@ class Size:
 
     @property
     def throughput(self) -> float:
-        """Output tokens per second: the median over the rounds."""
+        """Median over the rounds of the output tokens per second."""
         return statistics.median(run.output_throughput for run in self.runs)
 
     def median(self, time: str, part: str) -> float | None:
-        """Median over the rounds of one statistic of a time, in ms; None without values.
+        """Median over the rounds of a measured time in ms. None if it was not measured.
 
-        ``time`` is a key of :attr:`Figures.times`, and ``part`` a field of :class:`Stats`.
+        ``time`` is a key of :attr:`Figures.times`, such as ``ttft``. ``part`` is a field of :class:`Stats`, such as
+        ``p99``.
         """
         found = [stats for run in self.runs if (stats := run.times[time]) is not None]
         return statistics.median(_part(stats, part) for stats in found) if found else None
@@ -71,7 +72,7 @@ def sizes_table(sizes: Sequence[Size]) -> Table:
     header = ["", "output tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "E2EL p99", *["goodput"] * goodput]
     caption = f"times in ms, medians of {rounds} round{'s' * (rounds != 1)}; * is the best of its kind"
     if any(size.batching == "static" for size in sizes):
-        caption += "; a static batch hands answers out whole, so it has no time per token"
+        caption += "; a static batch delivers all tokens at its end, so it has no time per token"
     return Table([*header, "preempted", "failed"], rows, caption)
 
 

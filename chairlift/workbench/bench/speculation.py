@@ -55,17 +55,21 @@ class Side:
 
     @property
     def throughput(self) -> float:
-        """Output tokens per second: the median over the rounds."""
+        """Median over the rounds of the output tokens per second."""
         return statistics.median(figures.output_throughput for figures, _ in self.runs)
 
     def time(self, name: str, part: str) -> float | None:
-        """Median over the rounds of one statistic of a time, in ms; see :class:`Stats`. None without values."""
+        """Median over the rounds of a measured time in ms. None if it was not measured.
+
+        ``name`` is a key of :attr:`Figures.times`, such as ``ttft``. ``part`` is a field of :class:`Stats`, such as
+        ``p99``.
+        """
         found = [getattr(stats, part) for figures, _ in self.runs if (stats := figures.times[name]) is not None]
         return statistics.median(found) if found else None
 
     @property
     def accepted_length(self) -> float | None:
-        """Median of the accepted length over the rounds that had drafts. None without such rounds."""
+        """Median of the accepted length over the rounds with drafts. None if no round had drafts."""
         found = [length for _, drafted in self.runs if (length := drafted.accepted_length) is not None]
         return statistics.median(found) if found else None
 
@@ -103,7 +107,7 @@ def speculation_table(sides: Sequence[Side]) -> Table:
     header = ["", "output tokens/s", "ratio", "TPOT p50", "p99", "E2EL p50", "accepted length", "failed"]
     caption = (
         f"times in ms, medians of {rounds} round{'s' * (rounds != 1)}; ratio: to continuous without drafts, of as many "
-        "slots; a static batch hands answers out whole, so it has no time per token"
+        "slots; a static batch delivers all tokens at its end, so it has no time per token"
     )
     return Table(header, rows, caption)
 

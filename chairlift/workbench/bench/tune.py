@@ -312,7 +312,7 @@ def _search(findings: Findings, lab: Lab, judge: Judge, space: Space, timer: _Ti
 
 def _look(findings: Findings, lab: Lab, space: Space, timer: _Timer) -> list[Setting]:
     """Find the best one or two settings by real runs. The best setting comes first."""
-    timer.stage("2 of 5, real runs of several settings, since simulated ones would be off")
+    timer.stage("2 of 5, real runs of several settings, because the simulator does not fit this machine")
     count = min(findings.count, max(2 * findings.settings["static"].max_num_seqs, _CHECKED))
     candidates, scores = measured_candidates(
         findings.settings, lab, space, count, lambda: timer.left_until(_SEARCH_UNTIL)
@@ -323,10 +323,10 @@ def _look(findings: Findings, lab: Lab, space: Space, timer: _Timer) -> list[Set
 
 
 def _candidates(findings: Findings, lab: Lab, judge: Judge) -> list[Setting]:
-    """One or two settings to run on the real engine, chosen by simulation.
+    """Choose one or two settings for real runs, by their simulated scores.
 
-    The first has the shortest waits among those that are nearly as good as the best. The second, if any, differs
-    clearly from it and preempts at most half as many requests.
+    The first setting has the lowest p99 latency among the settings whose score is close to the best. The second
+    setting, if any, differs clearly from the first and preempts at most half as many requests.
     """
     scores = {setting: score for setting, score in judge.scores.items() if score.exact}
     ranked = sorted(scores, key=lambda setting: scores[setting], reverse=True)
@@ -565,7 +565,7 @@ def _paced(findings: Findings, lab: Lab, pace: float, timer: _Timer) -> None:
 
 
 def _by_slots(findings: Findings, lab: Lab, rows: Sequence[int]) -> None:
-    """Run the chosen settings with other numbers of slots, all requests at once."""
+    """Fill ``Findings.by_slots``: results of the chosen settings with other numbers of slots."""
     chosen = findings.settings["chosen"]
     for slots in sorted({*rows, chosen.max_num_seqs}):
         setting = dataclasses.replace(chosen, max_num_seqs=slots)
@@ -585,12 +585,13 @@ def _conclude(findings: Findings, lab: Lab) -> None:
     if findings.count < len(findings.traffic.requests):
         notes.append(
             f"Only the first {findings.count:,} of {len(findings.traffic.requests):,} requests were used; chairlift"
-            " trace sample draws fewer that stand for all."
+            " trace sample draws a smaller sample of the whole trace."
         )
     if not findings.trusted:
         notes.append(
             f"The step model is off by {findings.fit_error or 0.0:.0%} (median) on this machine now, more than"
-            f" {TRUSTED:.0%}: no figure here is simulated, and fewer settings were tried. Is the machine quiet?"
+            f" {TRUSTED:.0%}: no result here is simulated, and fewer settings were tried. Does the machine run other"
+            " programs?"
         )
     _tell_of_rates(findings)
     if not findings.rounds:
@@ -620,8 +621,8 @@ def _conclude(findings: Findings, lab: Lab) -> None:
     worst = max(findings.accuracy.values(), key=lambda ratio: max(ratio, 1 / ratio))
     if max(worst, 1 / worst) > 1 + _OFF:
         notes.append(
-            f"The simulator was off by up to {max(worst, 1 / worst) - 1:.0%} here, so what is only simulated is worth"
-            " little. Was the machine quiet?"
+            f"The simulator was off by up to {max(worst, 1 / worst) - 1:.0%} here, so simulated results are not"
+            " reliable. Did the machine run other programs?"
         )
 
 

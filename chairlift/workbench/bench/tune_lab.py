@@ -161,7 +161,7 @@ class Lab:
         """Serve ``count`` requests of the traffic at once with each setting, and fit the cost model to these steps,
         too."""
         if self.deployment is None:
-            raise InvariantError("nothing was fitted before")
+            raise InvariantError("call fit() before learn(): there is no cost model yet")
         served: list[tuple[StepFeatures, float]] = []
         for setting in settings:
             core, limits = self._make_core({**self._fixed, **setting.flat()})
@@ -200,7 +200,8 @@ class Lab:
         return self.state.fit_error is None or self.state.fit_error <= TRUSTED
 
     def expected_seconds(self, setting: Setting, rate: float | None, count: int) -> float:
-        """Expected seconds of a real run: simulated, or from real runs if the simulator is not trusted."""
+        """Expected duration of a real run in seconds: simulated, or estimated from earlier runs if the simulator is not
+        trusted."""
         if self.trusted:
             return self.simulate(setting, rate, count).seconds
         runs = [trial for trial in self.state if trial.round is not None and trial.rate is None]

@@ -28,16 +28,16 @@ _DEAR: Final = 3.0
 _ALL: Final = """\
 All at once means that every request is there from the start, so that the machine always has work: it shows how much
 gets through. """
-_USERS: Final = "Each user waits for an answer before the next request is sent: a slow server is asked less often. "
+_USERS: Final = "Each user waits for an answer before the next request is sent: a slow server gets fewer requests. "
 _ABOUT: Final = """\
-Times of requests are read at the pace of the traffic where it has one. Where it has none, everybody waits
-for everybody, and times say little more than throughput does.
+If the traffic has a rate, latencies are measured at this rate. Otherwise all requests arrive at once and wait for each
+other, so the latencies say little more than the throughput.
 
-Time to first token counts from when a request is sent. Time per token is the mean over the rest of its answer. p99
-means that 99 of 100 requests were faster.
+Time to first token is counted from the sending of a request. Time per token is the mean over the rest of its answer.
+p99 means that 99 of 100 requests were faster.
 
-Static batches start together and end together: what most simple servers do. The best size for them is the best that
-was measured."""
+The requests of a static batch start together and end together, as in most simple servers. "Best static" is the best
+size that was measured."""
 _SMALL: Final = 1.1
 """A ratio of throughputs below this number is called small."""
 _UNSURE: Final = 1.25
@@ -406,7 +406,7 @@ def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:
     )
     caption = "The number of slots (max_num_seqs) is in brackets; ~ is simulated. Times are p50 / p99."
     if any(side.setting.batching == "static" for side in sides):
-        caption += " A static batch hands answers out whole, so it has no time per token."
+        caption += " A static batch delivers all tokens at its end, so it has no time per token."
     return Table(["", *(side.title for side in sides)], rows, caption)
 
 
@@ -538,9 +538,9 @@ def _cost(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
         hollow=hollow,
     )
     yield Text(
-        "Each outline is a setting in the simulator, each filled point a real run. Further left answers sooner, further"
-        f" down costs less; the line joins the {line} ones."
-        + (" Each point is at a rate of arrivals of its own. Dear ones that break promises are left out." * by_rate)
+        "Each outline is a simulated setting, and each filled point is a real run. Points further left answer sooner,"
+        f" and points further down cost less. The line joins the {line} points."
+        + (" Points have different rates of arrivals. Expensive points that break promises are left out." * by_rate)
         + (" Static batches, which have no time per token, are left out." * (not by_rate))
     )
     costs = [(side, cost) for side in sides if (cost := side.cost(answer.price)) is not None]

@@ -54,7 +54,7 @@ def shortfall(figures: Figures) -> float:
 
 
 class Judge:
-    """Scores settings by simulation."""
+    """Computes scores of settings by simulation, and stores them."""
 
     def __init__(self, lab: Lab, count: int, *, by_rate: bool) -> None:
         """Simulate ``count`` requests per setting. ``by_rate``: compare by capacity, not with all requests at once."""

@@ -95,7 +95,7 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run of one setting."""
+    """Result of one run, simulated or real, with one setting."""
 
     setting: Setting
     rate: float | None
