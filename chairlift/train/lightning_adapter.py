@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from chairlift.errors import ConfigError
+from chairlift.train.checkpoint import from_tensors, with_tensors
 from chairlift.train.collate import PackCollator
 from chairlift.train.layout import Pack
 from chairlift.train.loss import Reduce, StepLoss
@@ -89,9 +90,9 @@ def lightning_module(
                 )
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["pack_stream"] = stream.state_dict()
+            checkpoint["pack_stream"] = with_tensors(stream.state_dict())
 
         def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-            stream.load_state_dict(checkpoint["pack_stream"])
+            stream.load_state_dict(from_tensors(checkpoint["pack_stream"]))
 
     return PackModule()
