@@ -572,7 +572,7 @@ def test_a_model_that_does_not_sample_is_greedy_and_says_what_is_not_applied(
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0)
     assert tokens(llm.generate([PROMPT])) == tokens(llm.generate([PROMPT], SamplingParams(temperature=0)))
     (note,) = llm.notes
-    assert "not applied: stop_strings ['x']; requests can say so themselves: stop" in note
+    assert "not applied: stop_strings ['x']; requests can set these parameters instead: stop" in note
     assert caplog.text.count(note) == 1
     assert make(model, generation_config="vllm").notes == ()
 

@@ -276,7 +276,7 @@ def pattern_windows(fields: Fields, layers: int, window: int | None, pattern: li
     file does not have it."""
     kinds = layer_types(fields, layers) or pattern
     if window is None and "sliding_attention" in kinds:
-        fields.fail("sliding_window is not set, but layer_types, or what stands in for it, has sliding_attention")
+        fields.fail("sliding_window is not set, but layer_types (or its default) has sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
