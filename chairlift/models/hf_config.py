@@ -304,7 +304,8 @@ class ModelConfig:
             found.append(
                 f"rope_type is 'dynamic': positions are scaled for {self.max_model_len:,} tokens from the first token"
                 f" on, as in vLLM, while transformers scales them only past {original}; outputs for shorter texts"
-                f" differ from those of transformers; set max_model_len to {original} or less for positions without scaling"
+                f" differ from those of transformers; set max_model_len to {original} or less for positions without"
+                " scaling"
             )
         if self.rope is not None and self.rope.rope_type == "longrope":
             original = f"{self.rope.original_max_position_embeddings:,}"
