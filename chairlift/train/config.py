@@ -341,8 +341,8 @@ class TrainerConfig:
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """``adamw8bit`` keeps the moments in 8 bits, by bitsandbytes (``chairlift[adamw8bit]``)."""
     sharding: Literal["none", "fsdp"] = "none"
-    """What several processes divide: ``fsdp`` weights, gradients and moments (FSDP2), put together layer by layer where
-    they are computed with; ``none`` only the packs, each process holding all weights."""
+    """``fsdp`` shards weights, gradients and moments over the processes (FSDP2), and gathers the weights of each layer
+    while the layer is computed. With ``none`` every process holds all weights."""
     gradient_checkpointing: bool = False
     """Whether to store only the input of each layer for the backward pass, which computes the layer again. This needs
     less memory and about a third more time."""

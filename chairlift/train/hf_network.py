@@ -180,13 +180,13 @@ class TransformersNetwork:
         )
 
     def layers(self) -> Sequence[nn.Module]:
-        """The members of the first list of modules that has as many as the config names layers."""
+        """The decoder's layers: the first ``ModuleList`` whose length is the config's number of layers."""
         count = self.model.config.get_text_config().num_hidden_layers
         lists = [each for each in self.model.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
         return list(lists[0]) if lists else []
 
     def divided(self) -> None:
-        """Divide the parameters."""
+        """Shard the parameters over the ranks."""
         divide(self.module, self.layers())
         self.trained = dict(self.module.named_parameters())
 
@@ -225,7 +225,7 @@ class TransformersNetwork:
         copy_files(files, directory)
 
     def _stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of a checkpoint. ``state_dict()`` would divide weights again that were put together."""
+        """(name, tensor) for each tensor of a checkpoint. ``state_dict()`` would shard gathered weights again."""
         yield from self.module.named_parameters(remove_duplicate=False)
         for prefix, module in self.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):

@@ -1,4 +1,4 @@
-"""A Lightning module that learns from packs: one batch of its loader is all packs of an optimiser step."""
+"""A Lightning module that trains on packs. Each batch of its loader is the list of packs of one optimiser step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from chairlift.train.stream import PackStream
 
 __all__ = ["lightning_module", "step_loader"]
 
-
 _KEYS = ("input_ids", "position_ids", "labels", "loss_weight", "segment_ids")
 
 
@@ -31,7 +30,7 @@ class _Steps(IterableDataset[list[Pack]]):
 
 
 def step_loader(stream: PackStream) -> DataLoader[Any]:
-    """A loader for ``Trainer.fit``. A batch is the list of packs of a step."""
+    """A data loader for ``Trainer.fit``. Each batch is the list of packs of one optimiser step."""
     return DataLoader(_Steps(stream), batch_size=None, num_workers=0)
 
 
@@ -45,11 +44,12 @@ def lightning_module(
 ) -> Any:
     """A ``LightningModule`` for a causal language model of transformers (see :func:`~chairlift.train.patch_hf`).
 
-    Its optimisation is manual: a step has as many packs as the stream says, and one constant Z
-    (:class:`~chairlift.train.loss.StepLoss`), so ``accumulate_grad_batches`` stays 1. ``optimizer`` makes one for the
-    parameters. Checkpoints of the trainer hold the place in the ``stream``. Logs ``loss``. One process only: DDP
-    exchanges gradients once per training step, and a step has several backwards. Raises ConfigError where Lightning is
-    not installed, and when a trainer runs it on several ranks.
+    The module optimises manually: a step has as many packs as the stream decides, and one divisor Z
+    (:class:`~chairlift.train.loss.StepLoss`). So leave ``accumulate_grad_batches`` at 1. ``optimizer`` is a function
+    that makes the optimiser of the parameters. Lightning's checkpoints contain the position in the ``stream``; create
+    the trainer with ``max_epochs=-1`` so that a run can be resumed from them. The module logs ``loss``. It runs in one
+    process only, because DDP exchanges gradients after every backward pass, and a step has several. Raises ConfigError
+    if Lightning is not installed, or if the trainer has several processes.
     """
     try:
         import lightning
@@ -66,10 +66,9 @@ def lightning_module(
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer(self.model.parameters())
 
-        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            return batch  # packs are NumPy; their tensors are made in training_step
-
-        def training_step(self, packs: Sequence[Pack], batch_idx: int) -> None:
+        # With a batch as argument, Lightning reads one batch ahead. A checkpoint would then skip a step of the stream.
+        def training_step(self, dataloader_iter: Iterator[tuple[Sequence[Pack], int, int]]) -> None:
+            packs, *_ = next(dataloader_iter)
             used = self.optimizers()
             used.zero_grad()
             with self._loss.step(packs):
@@ -80,7 +79,7 @@ def lightning_module(
             if max_grad_norm is not None:
                 self.clip_gradients(used, gradient_clip_val=max_grad_norm, gradient_clip_algorithm="norm")
             used.step()
-            self.log("loss", self._loss.total, prog_bar=True)
+            self.log("loss", self._loss.total, prog_bar=True, batch_size=len(packs))
 
         def on_fit_start(self) -> None:
             if self.trainer.world_size > 1:

@@ -53,13 +53,13 @@ class Network(Protocol):
         ...
 
     def layers(self) -> Sequence[nn.Module]:
-        """The layers, in their order; all else is small."""
+        """The decoder's layers in their order."""
         ...
 
     def divided(self) -> None:
-        """Divide the parameters among the ranks (:mod:`~chairlift.train.sharding`); ``trained`` are others then.
+        """Shard the parameters over the ranks (:mod:`~chairlift.train.sharding`). This replaces ``trained``.
 
-        Raises ConfigError for a network of which only a part is trained.
+        Raises ConfigError if only a part of the network is trained.
         """
         ...
 
@@ -110,7 +110,7 @@ class NativeNetwork:
         return list(self.model.model.layers)
 
     def divided(self) -> None:
-        """Divide the parameters. Raises ConfigError for an adapter or heads: the frozen model would stay whole."""
+        """Shard the parameters. Raises ConfigError for an adapter or heads, because the frozen model is not sharded."""
         if self.trained.keys() != dict(self.model.named_parameters()).keys():
             raise ConfigError(
                 f"training.sharding is for models that are trained whole, and {self.section} trains a part; leave it"

@@ -149,7 +149,7 @@ def prepare(
 
 
 def _check_sharding(config: TrainConfig) -> None:
-    """Raise ConfigError for settings that divided weights do not go with."""
+    """Raise ConfigError for settings that sharded weights do not allow."""
     training = config.training
     wrong = {
         "lora": config.lora is not None,
@@ -570,7 +570,7 @@ class _Run:
         return store.root / f"step-{step:08d}"
 
     def _write(self, step: int) -> None:
-        """Write a checkpoint. Ranks that share out weights put them together for it."""
+        """Write a checkpoint. Sharded weights are gathered for it."""
         trainer, is_writer = self.trainer, self.ranks.rank == 0
         if not is_writer and not trainer.is_sharded:
             return

@@ -1,8 +1,10 @@
-"""FSDP2: weights, gradients and moments are divided among the ranks, and put together layer by layer where needed.
+"""Sharded training (FSDP2): each rank keeps a part of every weight, gradient and moment.
 
-Sums are those of :mod:`chairlift.train.parallel`: gradients are added over the ranks, not averaged, because each loss
-is divided by the constant of the whole step. Every rank must run equally many passes, so ranks with fewer packs in a
-step run fillers.
+A layer's weights are gathered while the layer is computed.
+
+As in :mod:`chairlift.train.parallel`, gradients are added over the ranks, not averaged, because each loss is divided by
+a constant of the whole step. Every rank must run the same number of passes, so a rank with fewer packs in a step runs
+filler packs.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ _FILLER = Pack(np.zeros(1, np.int32), (1,), (-1,), np.zeros(1, np.float32), fill
 
 
 def divide(module: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Divide the parameters among all ranks, those of each layer for itself and the rest with ``module``.
+    """Shard the parameters over all ranks: each of ``layers`` separately, and the other parameters with ``module``.
 
-    The parameters are other objects afterwards (DTensor). On one rank nothing changes.
+    Afterwards the parameters are new objects (DTensor). With one rank nothing changes.
     """
     if num_ranks() == 1:
         return
@@ -44,7 +46,7 @@ def divide(module: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def together(module: nn.Module) -> Iterator[None]:
-    """Within, every rank holds all weights. Every rank must enter."""
+    """Context in which every rank holds all weights. Every rank must enter it."""
     from torch.distributed.fsdp import FSDPModule
 
     divided = [each for each in module.modules() if isinstance(each, FSDPModule)]
@@ -58,12 +60,12 @@ def together(module: nn.Module) -> Iterator[None]:
 
 
 def whole(value: Any) -> Any:
-    """A divided tensor in one piece, on every rank; anything else as it is. Every rank must call it."""
+    """The whole tensor of a sharded ``value``; any other value unchanged. Every rank must call this function."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def like(parameter: Tensor, value: Any) -> Any:
-    """A copy of ``value`` on the parameter's device, divided as the parameter is if it has its shape."""
+    """A copy of ``value`` on the device of ``parameter``. A tensor of the parameter's shape is sharded like it."""
     if not isinstance(value, Tensor):
         return value
     copied = value.to(parameter.device, copy=True)
@@ -75,7 +77,7 @@ def like(parameter: Tensor, value: Any) -> Any:
 
 
 def evened(packs: Sequence[Pack]) -> list[Pack]:
-    """This rank's packs, and fillers until every rank has equally many. Every rank must call it."""
+    """This rank's packs, followed by fillers: every rank gets the same number. Every rank must call this function."""
     if num_ranks() == 1:
         return list(packs)
     rank = torch.distributed.get_rank()

@@ -123,7 +123,7 @@ class Trainer:
             )
         self._balance = ExpertBalance(self.model) if config.balance_loss else None
         self.is_sharded = config.sharding == "fsdp" and num_ranks() > 1
-        """Whether weights are divided among the ranks, which then run equally many passes."""
+        """Whether the weights are sharded over the ranks. Every rank then runs the same number of passes."""
         if self.is_sharded:
             self.model.requires_grad_(True)
             self.network.divided()

@@ -1,4 +1,4 @@
-"""One process of a test of divided weights: ``python -m tests.train.sharded_run DIRECTORY CASE``, under a launcher.
+"""One process of a test of sharded weights: ``python -m tests.train.sharded_run DIRECTORY CASE``, under a launcher.
 
 Rank 0 writes the gradients and the figures of one step of three packs, which two ranks cannot share evenly.
 """

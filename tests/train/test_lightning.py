@@ -27,7 +27,7 @@ def fit(model: Any, stream: PackStream, folder: Path, steps: int, checkpoint: Pa
     lightning = pytest.importorskip("lightning")
     trainer = lightning.Trainer(
         max_steps=steps,
-        max_epochs=1,
+        max_epochs=-1,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,

@@ -1,4 +1,4 @@
-"""Divided weights learn what whole ones learn, also where ranks have unequally many packs."""
+"""Training with sharded weights equals training in one process, also if ranks have different numbers of packs."""
 
 from __future__ import annotations
 
