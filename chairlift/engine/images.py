@@ -1,8 +1,8 @@
 """Images of waiting requests: who waits for which tile, the encoder's turns, and which rows are kept.
 
 A request with images is not ready before all its tiles are encoded, and so it joins no queue until then. The encoder
-computes a bounded piece between two steps, so that running requests go on. Rows of a tile stay until its last request
-has left, also across preemption, and after that while there is room.
+computes a few pieces between two steps, for a fraction of a step's time, so that running requests go on. Rows of a tile
+stay until its last request has left, also across preemption, and after that while there is room.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from chairlift.engine.clock import Clock, SystemClock
 from chairlift.errors import RequestError
 from chairlift.executor.executor import ImageMemory
 from chairlift.request import Request
@@ -22,10 +23,10 @@ __all__ = ["Images"]
 
 _log = logging.getLogger(__name__)
 
-_BUSY: Final = 128
-"""Patches of a layer's half between two steps, while requests run: a few milliseconds."""
-_IDLE: Final = 2048
-"""The same while none runs; a new request waits no longer than for these."""
+_BUSY_FRACTION: Final = 0.4
+"""Time of the encoder between two steps while requests run, as a fraction of a decode step's time."""
+_IDLE_SECONDS: Final = 0.05
+"""Time of the encoder between two looks at new requests while none runs."""
 _KEPT_BYTES: Final = 256 << 20
 """Most bytes of rows that no request uses."""
 
@@ -39,16 +40,23 @@ class _Waiting:
 class Images:
     """The tiles of all requests in the engine. ``memory`` holds their rows; None for a model that reads texts only.
 
-    ``kept_bytes`` bounds the rows that no request uses. One thread owns the object.
+    ``clock`` measures the encoder's time. ``kept_bytes`` bounds the rows that no request uses. One thread owns the
+    object.
     """
 
-    def __init__(self, memory: ImageMemory | None = None, kept_bytes: int = _KEPT_BYTES) -> None:
-        self._memory, self._kept_bytes = memory, kept_bytes
+    def __init__(
+        self, memory: ImageMemory | None = None, clock: Clock | None = None, kept_bytes: int = _KEPT_BYTES
+    ) -> None:
+        self._memory = memory
+        self._clock = clock or SystemClock()
+        self._kept_bytes = kept_bytes
+        self._overrun = 0.0
+        """Seconds by which earlier turns were longer than they should be; later turns are shorter by them."""
         self._users: dict[bytes, int] = {}
         self._unused: OrderedDict[bytes, int] = OrderedDict()
         """Encoded tiles that no request uses, the longest unused first, and the bytes of their rows."""
         self._queue: OrderedDict[bytes, ImageTile] = OrderedDict()
-        self._work: tuple[bytes, Iterator[int]] | None = None
+        self._work: tuple[bytes, Iterator[None]] | None = None
         """The first tile of the queue, once its computation has begun."""
         self._waiting: dict[str, _Waiting] = {}
         self._of: dict[str, tuple[bytes, ...]] = {}
@@ -86,21 +94,37 @@ class Images:
                 request.is_ready, request.waits_for = False, "image"
                 self._waiting[request.request_id] = _Waiting(request, missing)
 
-    def work(self, busy: bool) -> None:
-        """Encode for a turn; a shorter one if requests run (``busy``)."""
-        left = _BUSY if busy else _IDLE
-        while self._queue and self._memory is not None and left > 0:
+    def work(self, step_seconds: float | None) -> None:
+        """Encode for a turn. ``step_seconds`` is the time of a decode step of the running requests; None if none runs.
+
+        A turn ends after the piece that exceeds its time. The turns after it make up for the excess, so that running
+        requests are slowed down by the same fraction whatever the size of a piece.
+        """
+        if step_seconds is None:
+            limit, self._overrun = _IDLE_SECONDS, 0.0
+        else:
+            limit = _BUSY_FRACTION * step_seconds - self._overrun
+        start = self._clock.now()
+        if limit > 0:
+            self._encode_until(start + limit)
+        self._overrun = max(self._clock.now() - start - limit, 0.0)
+
+    def _encode_until(self, end: float) -> None:
+        """Compute pieces until there are none or the clock shows ``end``; at least one."""
+        while self._queue and self._memory is not None:
             if self._work is None:
                 key, tile = next(iter(self._queue.items()))
                 self._work = key, self._memory.encode(tile)
             key, pieces = self._work
             try:
-                left -= next(pieces)
+                next(pieces)
             except StopIteration:
                 self._end(key, "")
             except Exception as error:
                 _log.exception("an image could not be encoded; its requests end with an error")
                 self._end(key, f"an image could not be encoded ({type(error).__name__})")
+            if self._clock.now() >= end:
+                return
 
     def take_ready(self) -> tuple[list[Request], list[tuple[Request, str]]]:
         """Requests whose images were all encoded since the last call, and (request, reason) of those with an image that
@@ -127,6 +151,7 @@ class Images:
         for held in (self._waiting, self._of, self._users, self._queue):
             held.clear()
         self._work = None
+        self._overrun = 0.0
 
     def _let_go(self, key: bytes) -> None:
         if self._memory is None or not self._memory.holds(key):

@@ -77,9 +77,9 @@ class AdapterMemory(Protocol):
 class ImageMemory(Protocol):
     """Encoded images beside the model: the attribute ``images`` of executors and model runners that read some."""
 
-    def encode(self, tile: ImageTile) -> Iterator[int]:
-        """Compute the rows of a tile, piece by piece; yields the patches of each. Steps may run between two pieces. The
-        rows are held when it ends."""
+    def encode(self, tile: ImageTile) -> Iterator[None]:
+        """Compute the rows of a tile, and yield after each piece. Steps may run between two pieces. The memory holds
+        the rows when the iterator ends."""
         ...
 
     def holds(self, key: bytes) -> bool:
