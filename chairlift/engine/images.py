@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from chairlift.engine.clock import Clock, SystemClock
-from chairlift.errors import RequestError
+from chairlift.errors import InvariantError, RequestError
 from chairlift.executor.executor import ImageMemory
 from chairlift.request import Request
 from chairlift.vision.spans import ImageTile
@@ -145,6 +145,23 @@ class Images:
             if not self._users[key]:
                 del self._users[key]
                 self._let_go(key)
+
+    def check_invariants(self, requests: Iterable[Request]) -> None:
+        """Raise InvariantError unless the rows of tiles are there for all ``requests``, the unfinished ones, that may
+        run, and the counts agree."""
+        with_images = {request.request_id: request for request in requests if request.images}
+        if self._of.keys() != with_images.keys():
+            raise InvariantError(f"images belong to requests {sorted(self._of)} instead of {sorted(with_images)}")
+        counts = Counter(key for keys in self._of.values() for key in keys)
+        if counts != self._users:
+            raise InvariantError("tiles have other numbers of requests than their counts say")
+        for name, request in with_images.items():
+            if request.is_ready and not all(self._memory is not None and self._memory.holds(k) for k in self._of[name]):
+                raise InvariantError(f"request {name} is ready, and a tile of it is not encoded")
+        if self._unused.keys() & counts.keys():
+            raise InvariantError("a tile that a request uses may be dropped")
+        if sum(self._unused.values()) > self._kept_bytes:
+            raise InvariantError(f"unused tiles have more than {self._kept_bytes} bytes")
 
     def shutdown(self) -> None:
         """Drop all requests and their work."""
