@@ -1,4 +1,4 @@
-"""Figures of the benchmarks: bounds, measured values and verdicts, their table and their record.
+"""Measured values of the benchmarks with their bounds and verdicts, the table that shows them, and the JSON record.
 
 A measurement is a generator of :class:`Figure`. A figure is met when the median over its rounds is within its bound.
 """
@@ -31,14 +31,14 @@ PEERS = ("torch", "transformers", "trl", "datasets", "grain", "binpacking", "riv
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figure:
-    """One number, measured once per round."""
+    """One measured quantity, with one value per round."""
 
     name: str
     values: tuple[float, ...] = ()
-    """One value per round; empty when it could not be measured, with the reason in ``note``."""
+    """One value per round. Empty if the quantity could not be measured; ``note`` then has the reason."""
     bound: float | None = None
     sign: str = ""
-    """``<=`` or ``>=`` between the median and the bound; empty for a figure without a bound."""
+    """``<=`` or ``>=``, the relation between the median and the bound. Empty for a figure without a bound."""
     unit: str = ""
     note: str = ""
 
@@ -54,7 +54,7 @@ class Figure:
         return self.median <= self.bound if self.sign == "<=" else self.median >= self.bound
 
     def row(self) -> str:
-        """One line of the table."""
+        """Line of the table for this figure."""
         demanded = "" if self.bound is None else f"{self.sign} {self.bound:g} {self.unit}"
         if not self.values:
             return f"  {self.name:58} {demanded:>14}   {self.note}"
@@ -85,7 +85,7 @@ def _values(values: Sequence[float] | float) -> tuple[float, ...]:
 
 
 def peer(name: str) -> Any:
-    """A package to compare with, or None if it is not installed."""
+    """Import a package to compare with. Returns None if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -93,13 +93,13 @@ def peer(name: str) -> Any:
 
 
 def missing(name: str, package: str) -> Figure:
-    """A figure for a comparison that could not be made."""
+    """A figure without values, for a comparison whose package is not installed."""
     return Figure(name, note=f"{package}: not installed")
 
 
 def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int, warm_up: bool = True) -> dict[str, list[float]]:
-    """Seconds of each run in each round. A round has all runs, in changing order, so that a slow minute affects all of
-    them."""
+    """Name of a run -> its seconds in each round. Each round executes all runs, in changing order, so that a slow
+    minute of the machine affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for number in range(-1 if warm_up else 0, rounds):
@@ -112,13 +112,13 @@ def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int, warm_up: boo
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Ratio of each round."""
+    """Value of ``over`` divided by the value of ``under``, per round."""
     return [a / b for a, b in zip(over, under, strict=True)]
 
 
 def main(measures: Mapping[str, Measure], parser: argparse.ArgumentParser) -> None:
-    """Run the measurements of ``--only``, print the table, and write it with ``--json``. Exits with 1 when a bound is
-    missed."""
+    """Run the measurements that ``--only`` names, print the table, and write it to the file of ``--json``. Exits with 1
+    when a bound is missed."""
     parser.add_argument("--only", nargs="+", choices=measures, default=list(measures), metavar="ID")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
@@ -140,7 +140,7 @@ def main(measures: Mapping[str, Measure], parser: argparse.ArgumentParser) -> No
 
 
 def _record(path: Path, results: Mapping[str, Sequence[Figure]]) -> None:
-    """Add these results to the file. Sections that were not measured now keep their results and circumstances."""
+    """Write these results to the file. Sections that were not measured in this run keep their earlier results."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()

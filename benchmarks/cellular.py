@@ -1,19 +1,21 @@
-"""Shows the effect of cellular batching (Gao et al., 2018): requests of a recurrent model join and leave at each cell.
+"""Measures cellular batching (Gao et al., 2018): requests of a recurrent model may join and leave the batch at each
+step.
 
     python benchmarks/cellular.py --rounds 5 --json cellular.json
 
-An LSTM language model with random weights answers a seeded trace of requests, whose prompts and answers have
-log-normal lengths, three ways in each round, interleaved:
+An LSTM language model with random weights serves a seeded trace of requests, whose prompts and outputs have log-normal
+lengths. Each round serves it in three ways, interleaved:
 
 - ``cells``: a request joins the batch at any step and leaves at its own last one;
 - ``sequences``: a batch of whole sequences begins together, rows of shorter ones compute on until the longest has
   ended (padding), and then the next batch begins: when it is full, or its first request has waited ``--wait-ms``;
 - ``one by one``: a batch of one.
 
-Both engines are the same program with another ``batching``. Closed: all requests are there at the start, and the figure
-is the throughput. Open: Poisson arrivals at ``--load`` of what ``sequences`` can do, and the figures are the median and
-the 99th percentile of a request's time from arrival to its last token. Printed are medians over the rounds, and ratios
-of ``cells`` to the others within each round with their range.
+All engines are the same program with a different ``batching``. In the closed test all requests arrive at the start, and
+the result is the throughput. In the open test requests arrive at random (Poisson) at the fraction ``--load`` of the
+capacity of ``sequences``, and the results are the median and the 99th percentile of the time from a request's arrival
+to its last token. The script prints medians over the rounds, and the ratios of ``cells`` to the other ways within each
+round, with their range.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ from chairlift.workbench.workload.lengths import LogNormal
 from chairlift.workbench.workload.trace import TracedRequest
 
 LENGTHS = (LogNormal(2.3, 0.7, 2, 64), LogNormal(3.2, 0.9, 2, 200))
-"""Lengths of prompts and of answers: median 10 and 25 tokens, the longest answer eight times the median."""
+"""Lengths of prompts and of outputs. The medians are 10 and 25 tokens; the longest output is eight times its median."""
 VOCABULARY = 8192
 
 
 def modes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Name -> settings of its engine."""
+    """Name of a way -> settings of its engine."""
     whole = {"batching": "static", "preferred_batch_sizes": str(args.rows), "batch_wait_ms": args.wait_ms}
     found: dict[str, dict[str, Any]] = {"cells": {}, "sequences": whole, "one by one": {"max_num_seqs": 1}}
     return {name: {"max_num_seqs": args.rows, **each} for name, each in found.items()}
@@ -57,7 +59,7 @@ class Bench:
         self.model_dir, self.args = model_dir, args
 
     def run(self, mode: str, trace: Sequence[TracedRequest]) -> dict[str, float]:
-        """Tokens per second, and median and 99th percentile of the seconds of a request."""
+        """Serve a trace. Returns tokens per second, and the median and 99th percentile of a request's seconds."""
         how = {"skip_tokenizer_init": True, "dtype": "float32", "threads": 1, "max_model_len": 512}
         llm = LLM(self.model_dir, enable_prefix_caching=False, **how, **modes(self.args)[mode])
         timings: list[RequestTiming] = []
@@ -114,7 +116,7 @@ def main() -> None:
 
 
 def report(rounds: Sequence[dict[str, dict[str, float]]]) -> None:
-    """Print medians over the rounds, and the ratios of ``cells`` to each other way."""
+    """Print the medians over the rounds, and the ratios of ``cells`` to each other way."""
     for name in rounds[0]:
         each = {key: statistics.median(found[name][key] for found in rounds) for key in rounds[0][name]}
         print(

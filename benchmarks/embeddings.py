@@ -1,9 +1,10 @@
 """Embeddings of texts of log-normal lengths: flat batches, compared with padded batches of sentence-transformers.
 
-``python benchmarks/embeddings.py [--texts N] [--size minilm|base]`` makes a random BERT with a word per token, embeds
-the same texts in turns, compares the vectors, and prints the times and their ratio. The padded batches are those of
-sentence-transformers (Reimers and Gurevych, 2019) where it is installed: texts sorted by length, 32 at a time, mean of
-the last hidden states, length 1. Where it is not, transformers computes the same batches from token ids.
+``python benchmarks/embeddings.py [--texts N] [--size minilm|base]`` makes a random BERT in which each token is a word,
+embeds the same texts in both ways in turn, compares the vectors, and prints the times and their ratio.
+sentence-transformers (Reimers and Gurevych, 2019) computes the padded batches if it is installed: texts sorted by
+length, 32 at a time, the mean of the last hidden states, scaled to length 1. If it is not installed, transformers
+computes the same batches from token ids.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _BATCH = 32
 
 
 def padded(model: BertModel, texts: Sequence[list[int]]) -> np.ndarray:
-    """Embeddings computed as in sentence-transformers."""
+    """Embeddings in padded batches, computed as in sentence-transformers."""
     order = sorted(range(len(texts)), key=lambda place: -len(texts[place]))
     out = np.empty((len(texts), model.config.hidden_size), dtype=np.float32)
     for first in range(0, len(texts), _BATCH):
@@ -52,7 +53,7 @@ def padded(model: BertModel, texts: Sequence[list[int]]) -> np.ndarray:
 
 
 def write_tokenizer(folder: str, vocab_size: int) -> None:
-    """A tokenizer whose token 7 is the word ``w7``. It adds no special tokens."""
+    """Write a tokenizer in which token 7 is the word ``w7``. It adds no special tokens."""
     words = Tokenizer(WordLevel({f"w{number}": number for number in range(vocab_size)}, unk_token="w100"))
     words.pre_tokenizer = WhitespaceSplit()
     whole = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", model_max_length=512)
@@ -60,7 +61,7 @@ def write_tokenizer(folder: str, vocab_size: int) -> None:
 
 
 def sentence_transformers(folder: str, width: int) -> Callable[[Sequence[str]], np.ndarray]:
-    """The embeddings of sentence-transformers, with the model in ``folder``."""
+    """Function that embeds texts with sentence-transformers, using the model in ``folder``."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
@@ -69,7 +70,7 @@ def sentence_transformers(folder: str, width: int) -> Callable[[Sequence[str]], 
 
 
 def main() -> None:
-    """Measure, and print a line for each way, and their ratio."""
+    """Measure both ways, and print a line for each and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=1000)
     parser.add_argument("--size", choices=tuple(_SIZES), default="minilm")

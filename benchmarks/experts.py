@@ -1,10 +1,12 @@
-"""A layer of experts on the native CPU kernels, compared with the least time for its bytes and operations.
+"""A layer of experts on the native CPU kernels, compared with the minimum time that the machine needs for its bytes and
+operations.
 
     python benchmarks/experts.py                            # 32 experts, 4 chosen, bfloat16, 768 MiB
     python benchmarks/experts.py --kind int4 --rows 1,16
 
-The floor counts the bytes of the distinct experts that the rows of a run chose, and the operations of all rows.
-Bandwidth and peak are measured between the runs, because machines are shared. Needs the compiled kernels.
+The minimum time counts the bytes of the distinct experts that the rows of a run chose, and the operations of all rows.
+Memory bandwidth and peak arithmetic speed are measured between the runs, because other programs may use the machine.
+The script needs the compiled kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from chairlift.kernels.weights import NATIVE, QUANTIZED, MatrixShape
 from chairlift.step_batch import StepBatch
 
 _TABLE_ROWS = 4096
-"""Number of rows from which those of a run are drawn."""
+"""Number of random rows from which the rows of each run are drawn."""
 
 
 def main() -> None:
@@ -76,7 +78,7 @@ def main() -> None:
 def _measure(
     count: int, args: argparse.Namespace, program: StepProgram, chosen: torch.Tensor, machine: Any, nbytes: int
 ) -> None:
-    """Time runs of ``count`` rows, with different rows in each run, and print a line."""
+    """Time runs of ``count`` rows, with different rows in each run, and print one line."""
     (pool, isa), library, rng = machine, lib.require(), random.Random(count)
     memory = lib.Memory(256 << 20)
     memory.tensor(torch.uint8, (memory.nbytes,)).fill_(1)

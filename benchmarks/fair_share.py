@@ -1,13 +1,13 @@
-"""Measures how sharing each step's prompt budget changes waits, for several fractions in policy order.
+"""Measures how waiting times change when only a fraction of each step's prompt budget is used in policy order.
 
     python benchmarks/fair_share.py --json benchmarks/results/fair-share.json     # simulated, about ten minutes
     python benchmarks/fair_share.py --real                                        # the bundled model, one round
 
-It simulates a modelled machine at 0.85 of its capacity: chat, code and document traffic, and samples in the layouts of
-the Azure 2023, BurstGPT and Mooncake traces, written and read back as such files. Every round draws one trace per kind
-of traffic and serves it with each fraction. It prints ratios to a fraction of 1, which gives out all prompt tokens in
-policy order: percentiles over the requests of all rounds. ``--real`` serves six prompts of the largest length and then
-one of 8 tokens, on the bundled model with 512 tokens per step.
+The script simulates a modelled machine at 0.85 of its capacity. The traffic is chat, code and documents, and samples in
+the file formats of the Azure 2023, BurstGPT and Mooncake traces. Every round draws one trace per kind of traffic and
+serves it with each fraction. It prints percentiles over the requests of all rounds, as ratios to the fraction 1, at
+which all prompt tokens are used in policy order. ``--real`` serves six prompts of the largest length and then one of 8
+tokens, on the bundled model with 512 tokens per step.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ KINDS: dict[str, tuple[LogNormal, LogNormal]] = {
     "burstgpt": (LogNormal(5.6, 1.3, 4, 6000), LogNormal(4.9, 1.1, 2, 1500)),
     "mooncake": (LogNormal(8.4, 1.0, 256, 30000), LogNormal(4.9, 0.9, 4, 1000)),
 }
-"""Lengths of prompts and answers, with the medians that the publishers of the traces report."""
+"""Kind of traffic -> lengths of (prompts, outputs). The medians are those that the publishers of the traces report."""
 
 
 def drawn(kind: str, count: int, seed: int, rate: float, folder: Path) -> list[TracedRequest]:
-    """A trace with Poisson arrivals. A public layout is written in that layout and read back."""
+    """Draw a trace with Poisson arrivals. A kind with a public file format is written in that format and read back."""
     rng = np.random.default_rng([seed, *kind.encode()])
     prompts, answers = (lengths.draw(rng, count) for lengths in KINDS[kind])
     times = np.cumsum(rng.exponential(1 / rate, count)) if math.isfinite(rate) else np.zeros(count)
@@ -76,7 +76,7 @@ def _read(path: Path, lines: list[str]) -> list[TracedRequest]:
 
 @dataclasses.dataclass
 class Figures:
-    """Figures of one fraction, over all rounds. Times in seconds."""
+    """Results of one fraction over all rounds. Times are in seconds."""
 
     ttft: list[float] = dataclasses.field(default_factory=list)
     e2e: list[float] = dataclasses.field(default_factory=list)
@@ -84,7 +84,7 @@ class Figures:
     preempted: float = 0.0
 
     def row(self, base: Figures) -> dict[str, float]:
-        """Ratios to ``base``; the preemption rate is not a ratio."""
+        """Values divided by those of ``base``, except the preemption rate, which is not divided."""
         found = {}
         for name in ("ttft", "e2e"):
             own, old = getattr(self, name), getattr(base, name)
@@ -96,7 +96,7 @@ class Figures:
 def serve(
     deployment: Deployment, trace: list[TracedRequest], fraction: float, figures: Figures | None, memory: int | None
 ) -> float:
-    """Serve a trace. Returns requests per second."""
+    """Serve a trace and add its results to ``figures``. Returns requests per second."""
     config = EngineConfig.from_flat({"policy_share": fraction, "kv_cache_memory_bytes": memory})
     core, limits = simulated_core(deployment, config)
     timings: list[RequestTiming] = []
@@ -137,7 +137,7 @@ def simulated(
 
 
 def real() -> dict[str, Any]:
-    """Six long prompts, then one of 8 tokens, on the bundled model: time to the first token of the short one."""
+    """Time to the first token of a prompt of 8 tokens that arrives after six long prompts, on the bundled model."""
     from chairlift.engine.engine import Engine
     from chairlift.llm import LLM
     from chairlift.sampling_params import SamplingParams
@@ -165,7 +165,7 @@ def real() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the command line, run, and write the figures."""
+    """Read the command line, run the benchmark, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", default="a100-80gb")
     parser.add_argument("--model", default="qwen2.5-7b")

@@ -1,7 +1,7 @@
 """Time from a wheel to the first streamed token: ``python benchmarks/first_run.py [--json FILE]``.
 
-Builds a wheel of this tree, installs it into a fresh environment (pip's cache must be warm: run it twice), starts
-``chairlift serve`` without a model and streams one chat. Prints the seconds of each part.
+The script builds a wheel of this tree, installs it into a fresh environment, starts ``chairlift serve`` without a model
+and streams one chat. It prints the seconds of each part. Run it twice, because pip's cache must be warm.
 """
 
 from __future__ import annotations

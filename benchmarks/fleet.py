@@ -1,14 +1,15 @@
-"""What the door in front of replicas costs, and how near the simulated fleet is to two real replicas.
+"""Measures the cost of the router process ("door") in front of replicas, and the accuracy of a simulated fleet of two
+replicas.
 
     python benchmarks/fleet.py --json benchmarks/results/fleet.json
 
-``door`` serves the same requests with one engine process, and with one replica behind the door, in turns. HashLM
-answers, with no time per step (so that the front end is the bottleneck) and with 5 ms per step. Time to the first token
-is the difference of the medians, tokens/s are a ratio, per pair of rounds.
+``door`` serves the same requests in turns with one engine process and with one replica behind the door. The model is
+HashLM, with no time per step (so that the front end is the bottleneck) and with 5 ms per step. Each pair of rounds
+gives the difference of the median times to the first token, and the ratio of tokens/s.
 
 ``simulation`` serves Poisson arrivals with two real replicas whose steps take a fixed time, and simulates the same
-trace. The simulation knows the mean time of a step in that round, with the host's part; all else it computes. Figures
-are simulated divided by measured.
+trace. The simulation gets only the mean time of a step in that round, including the host's part. Results are simulated
+values divided by measured values.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _BLOCKS = 4000
 
 
 class FixedSteps(CostModel):
-    """Every step takes the same time."""
+    """Cost model in which every step takes the same time."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class FixedSteps(CostModel):
 
 @asynccontextmanager
 async def running(config: EngineConfig, replicas: int, routing: str = "forecast") -> AsyncIterator[AsyncEngine]:
-    """An engine; 0 replicas: one process without a door."""
+    """An engine with ``replicas`` replicas behind a door; 0 means one engine process without a door."""
 
     def behind_a_door(engine: AsyncEngine) -> Fleet:
         return Fleet(config, engine, local_replicas(config, replicas), replicas=replicas, routing=routing)
@@ -87,7 +88,8 @@ async def answer(engine: AsyncEngine, prompt: list[int], tokens: int) -> tuple[f
 
 
 async def closed_loop(engine: AsyncEngine, streams: int, each: int, tokens: int, seed: int) -> tuple[float, float]:
-    """Median seconds to the first token, and tokens/s, of ``streams`` clients that send ``each`` requests in turn."""
+    """Run ``streams`` clients that each send ``each`` requests one after another. Returns (median seconds to the first
+    token, tokens/s)."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(1, 250) for _ in range(64)] for _ in range(streams * each)]
     firsts: list[float] = []
@@ -102,7 +104,7 @@ async def closed_loop(engine: AsyncEngine, streams: int, each: int, tokens: int,
 
 
 async def door(model: str, rounds: int) -> dict[str, Any]:
-    """Difference and ratio of one replica behind the door to an engine without a door."""
+    """Compare one replica behind the door with an engine without a door: difference of times, ratio of rates."""
     settings = {"model": model, "max_num_seqs": 32, "num_kv_blocks": _BLOCKS}
     config = EngineConfig.from_flat(settings)
     pairs = []
@@ -154,7 +156,7 @@ async def serve(engine: AsyncEngine, trace: list[TracedRequest]) -> dict[str, fl
 
 
 async def simulation(step_ms: float, rounds: int, routing: str) -> dict[str, Any]:
-    """Simulated divided by measured figures of two replicas, per round."""
+    """Simulated values divided by measured values of two replicas, per round."""
     rows = 16
     settings = {"model": f"hashlm:{step_ms:g}ms", "max_num_seqs": rows, "max_num_batched_tokens": 512}
     config = EngineConfig.from_flat(settings | {"num_kv_blocks": _BLOCKS})

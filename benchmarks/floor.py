@@ -1,10 +1,11 @@
-"""Least time that a machine's memory and arithmetic allow for a set of requests that all arrive at the start.
+"""Minimum time that a machine's memory and arithmetic allow for a set of requests that all arrive at the start.
 
     python benchmarks/floor.py --model DIR --bandwidth 45e9 --peak 1.05e12
 
-A step of continuous batching streams the weights once or computes with them, whichever takes longer, and reads the keys
-and values of every decoding request. Nothing else is counted: no attention arithmetic, no activations, no Python.
-``benchmarks/peers/compare.py`` prints engines as a share of this floor. Importing it needs the standard library only.
+The time of a step is the longer of reading the weights and computing with them, plus the time to read the keys and
+values of every decoding request. Nothing else is counted: no attention arithmetic, no activations, no Python.
+``benchmarks/peers/compare.py`` compares the time of each engine with this minimum. The module imports only the standard
+library.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ from typing import Any, NamedTuple
 __all__ = ["ModelCost", "floor_seconds", "model_cost"]
 
 TOKEN_BUDGETS = (192, 256, 384, 512, 1024)
-"""Tokens per step that are tried. Small budgets spread prompts over memory-bound decode steps."""
+"""Token budgets per step that are tried. Small budgets spread prompts over decode steps, which are limited by memory
+bandwidth."""
 
 
 class ModelCost(NamedTuple):
-    """Cost of a model: weights per token, and bytes of KV cache per token."""
+    """Cost of a model: numbers of weights, and bytes of KV cache per token."""
 
     body_params: int
-    """Number of weights that every token passes. The embedding is looked up and not counted."""
+    """Number of weights that every token passes through. The embedding is not counted, because it is only looked up."""
     head_params: int
-    """Number of weights that only sampled rows pass: the output head, and the part after the last layer's keys and
-    values."""
+    """Number of weights that only sampled rows pass through: the output head, and the part after the last layer's keys
+    and values."""
     kv_bytes_per_token: int
-    """Bytes of keys and values per token and sequence, with 16 bits per number."""
+    """Bytes of keys and values per token and sequence, with 16 bits per element."""
 
 
 def model_cost(config: Mapping[str, Any]) -> ModelCost:
@@ -77,7 +79,8 @@ def floor_seconds(
     max_num_seqs: int = 128,
     token_budgets: Iterable[int] = TOKEN_BUDGETS,
 ) -> float:
-    """Least seconds for ``requests`` (prompt ids, output tokens) over ``token_budgets`` (tokens per step).
+    """Minimum seconds for ``requests`` (prompt ids, output tokens), with the best of ``token_budgets`` (tokens per
+    step).
 
     ``bandwidth`` is in bytes per second; ``peak`` in FLOP per second with 16-bit operands. Weights of ``weight_bytes``
     bytes are assumed to compute at ``2 / weight_bytes`` times the peak (the roofline model of Williams et al., 2009,

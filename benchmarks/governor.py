@@ -1,4 +1,4 @@
-"""Governors compared with the best fixed settings, in simulation.
+"""Compares governors, which change settings while serving, with the best fixed settings, in simulation.
 
     python benchmarks/governor.py --json benchmarks/results/governor.json
 
@@ -6,8 +6,8 @@ Each trace is replayed with the fixed settings of a grid (rows and watermark, th
 with each governor, which starts from the widest settings of the grid and does not know the trace. No trace, machine or
 seed was used to train the learned governor or to tune the rules; docs/governor.md describes the kinds of traffic that
 were. The best fixed setting has the highest score among those that preempt fewer than 2 % of the requests. It is chosen
-after the whole trace, which no operator can do. The score is output tokens per second, or, on traces with latency
-targets, the share of the requests that met them.
+after the whole trace is known, which no operator can do. The score is output tokens per second, or, on traces with
+latency targets, the fraction of requests that met them.
 
 Everything is *modelled, unvalidated*: machines are those of ``chairlift.replay.machines``.
 """
@@ -37,13 +37,14 @@ GOVERNORS = {"rules": "rules", "learned": "chairlift.plugins.learned_governor:Le
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A trace on a machine."""
+    """A trace on a modelled machine."""
 
     name: str
     machine: str
     model: str
     parts: tuple[tuple[str, str, int], ...]
-    """(workload, arrivals, requests), one after another; with ``mixed`` all at the same time."""
+    """(workload, arrivals, number of requests) for each part. Parts follow one another; with ``mixed`` they run at the
+    same time."""
     kv_tokens: int
     mixed: bool = False
     ttft_ms: float | None = None
@@ -112,7 +113,7 @@ def deployment(case: Case) -> Deployment:
 
 
 def serve(case: Case, trace: list[TracedRequest], **settings: Any) -> dict[str, Any]:
-    """Run one simulation. Returns the figures that are compared."""
+    """Run one simulation. Returns the values that are compared."""
     flat = {"num_kv_blocks": case.kv_tokens // 16, "governor_ttft_ms": case.ttft_ms, "governor_tpot_ms": case.tpot_ms}
     core, limits = simulated_core(deployment(case), EngineConfig.from_flat(flat | settings))
     served = serve_trace(core, trace, limits)
@@ -120,7 +121,7 @@ def serve(case: Case, trace: list[TracedRequest], **settings: Any) -> dict[str, 
 
 
 def figures(served: ServedTrace) -> dict[str, Any]:
-    """Figures of one simulation for the record, by name."""
+    """Name -> value of the results of one simulation, for the record."""
     return {
         "score": served.output_tokens_per_second if served.goodput is None else served.goodput,
         "preemption_rate": served.preemption_rate,
@@ -134,7 +135,7 @@ def figures(served: ServedTrace) -> dict[str, Any]:
 
 
 def best_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run with the highest score among those with few preemptions, or among all if there is none."""
+    """The run with the highest score among the runs with few preemptions, or among all runs if none has few."""
     healthy = [run for run in runs if run["preemption_rate"] < MOST_PREEMPTED]
     return max(healthy or runs, key=lambda run: run["score"])
 

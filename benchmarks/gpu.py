@@ -1,12 +1,14 @@
-"""Chairlift on one GPU, the gain of its CUDA graphs and look-ahead, and transformers' continuous batching.
+"""Compares Chairlift on one GPU with transformers' continuous batching, and measures the gain of CUDA graphs and
+look-ahead.
 
     python benchmarks/make_random_model.py /tmp/qwen3 --shape qwen3-0.6b
     python benchmarks/gpu.py --model /tmp/qwen3 --rounds 2 --json benchmarks/results/gpu-qwen3-0.6b.json
 
-The requests are those of nano-vllm's benchmark: 256 at the start, prompts and answers of 100 to 1,024 tokens each,
-uniformly, seed 0. Chairlift samples at temperature 0.6; transformers takes the likeliest token, which is less work.
-Engines take turns. Each is started, warmed up, timed once and ended in its turn, so that it has the whole GPU memory.
-The floor follows from the GPU's limits, measured at the end. ``--device cpu`` tests the script, without a floor.
+The requests are those of nano-vllm's benchmark: 256 requests that arrive at the start, with prompts and outputs of 100
+to 1,024 tokens each, uniformly distributed, seed 0. Chairlift samples at temperature 0.6; transformers takes the most
+likely token, which is less work. Engines take turns: each is started, warmed up, timed once and ended, so that it has
+the whole GPU memory. The minimum time is computed from the GPU's limits, which are measured at the end. ``--device
+cpu`` tests the script, without a minimum time.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8": {"quantization": "fp8"},
     "batch-invariant": {"batch_invariant": True},
 }
-"""Settings that differ from the first variant's. ``in turns``: host and GPU wait for each other."""
+"""Name of a variant -> its settings that differ from the first variant's. In the variant ``in turns``, host and GPU
+wait for each other."""
 
 
 def draw(count: int, longest: int) -> Requests:
-    """``count`` prompts and output lengths, drawn in nano-vllm's order (its ``longest`` is 1,024)."""
+    """Draw ``count`` prompts and output lengths, in the order in which nano-vllm draws them (its ``longest`` is
+    1,024)."""
     rng = random.Random(0)
     prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, longest))] for _ in range(count)]
     return [(prompt, rng.randint(100, longest)) for prompt in prompts]
@@ -64,8 +68,8 @@ def measure(
     """Yield after each run: the engine, its description of itself, and the result. An engine that fails is not run
     again.
 
-    Raises SystemExit when Chairlift itself fails, because all others are compared with it, or when this process must
-    end.
+    Raises SystemExit when Chairlift itself fails, because all other engines are compared with it, or when this process
+    is told to end.
     """
     for number in range(rounds):
         for name, command in list(engines.items()):
@@ -86,7 +90,7 @@ def measure(
 
 
 def floor_of(model: Path, requests: Requests) -> tuple[float, dict[str, Any]]:
-    """Least seconds that the GPU's limits allow, and these limits."""
+    """(minimum seconds that the GPU's limits allow, the limits as a mapping)."""
     import torch
 
     from chairlift.kernels.roof import GPU

@@ -1,10 +1,12 @@
-"""What grammars cost other work: 32 rows with a grammar against 32 without, and what a compile adds to running steps.
+"""Measures the cost of grammars: decode steps of 32 rows with a grammar against 32 rows without, and the time that
+compiling a grammar adds to running steps.
 
 python benchmarks/grammar_cost.py [MODEL] [--rows 32] [--tokens 24] [--rounds 3] [--json FILE]
 
-MODEL is a model's directory (make_random_model.py writes one of a real shape). Rounds take turns: rows without a
-grammar, rows with one, and rows without while a thread compiles one new schema after another, as the engine's own
-thread does. The tables of the tokenizer are made before. A step is timed from its start to its end in the step log.
+MODEL is a model's directory (make_random_model.py writes a model of a real shape). Each round has three parts: rows
+without a grammar, rows with a grammar, and rows without a grammar while a thread compiles one new schema after another,
+as the engine's own thread does. The tokenizer's tables are built before the measurement. The time of a step is from its
+start to its end in the step log.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ _ITEM = {
     "additionalProperties": False,
 }
 _LIST = {"type": "array", "items": _ITEM, "minItems": 50}
-"""No answer to it ends early, so all rows stay."""
+"""Schema of a long list. No output that satisfies it ends early, so all rows stay in the batch."""
 _PAUSE = 0.25
-"""Seconds between two compiles."""
+"""Seconds between two compilations."""
 
 
 class Compiling:
-    """Compiles a new schema every ``_PAUSE`` seconds on a thread of its own, while it is entered."""
+    """While used as a context manager, compiles a new schema every ``_PAUSE`` seconds on its own thread."""
 
     def __init__(self, llm: LLM, number: int) -> None:
         self._compiler = llm.engine.core.grammars._compiler_of()
@@ -48,7 +50,7 @@ class Compiling:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.seconds: list[float] = []
-        """Processor seconds of each compile."""
+        """Processor seconds of each compilation."""
 
     def _run(self) -> None:
         while not self._over.wait(_PAUSE):
@@ -70,7 +72,7 @@ class Compiling:
 
 
 def steps(llm: LLM, rows: int, tokens: int, form: dict[str, Any] | None, seed: int) -> list[float]:
-    """Seconds of each decode step of all rows."""
+    """Seconds of each decode step in which all rows decode."""
     fields: dict[str, Any] = {"ignore_eos": True} if form is None else {"structured_outputs": {"json": form}}
     params = SamplingParams(max_tokens=tokens, temperature=1.0, seed=seed, **fields)
     before = len(llm.engine.step_log)
@@ -80,14 +82,14 @@ def steps(llm: LLM, rows: int, tokens: int, form: dict[str, Any] | None, seed: i
 
 
 def told(name: str, taken: list[float]) -> dict[str, float]:
-    """Print and return median, p99 and number of steps; times in milliseconds."""
+    """Print and return the median, the p99 and the number of steps. Times are in milliseconds."""
     p50, p99 = (1e3 * float(value) for value in np.quantile(taken, [0.5, 0.99]))
     print(f"{name}: {len(taken)} steps, median {p50:.2f} ms, p99 {p99:.2f} ms")
     return {"steps": len(taken), "p50_ms": p50, "p99_ms": p99}
 
 
 def main() -> int:
-    """Measure in turns, and print the ratios."""
+    """Measure the three parts in turns, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--rows", type=int, default=32)

@@ -1,4 +1,4 @@
-"""Cost of masks: per row over the vocabulary of a tokenizer, and of 32 rows with a grammar per step.
+"""Measures the cost of grammar masks: the time of one row's mask, and the time that masks add to a step of 32 rows.
 
 python benchmarks/grammar_masks.py [DIRECTORY WITH tokenizer.json]
 """
@@ -36,7 +36,7 @@ SCHEMA = {
 
 
 def masks(folder: str) -> None:
-    """Compile grammars, then follow random answers and time each mask."""
+    """Compile grammars, then follow random outputs and time each mask."""
     tokenizer = Tokenizer.from_dir(folder)
     compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids or (0,))
     times, compiling, rng = [], [], random.Random(0)
@@ -59,7 +59,7 @@ def masks(folder: str) -> None:
 
 
 def steps() -> None:
-    """Milliseconds per decode step of the bundled model with 32 rows, with and without a schema."""
+    """Print the milliseconds per decode step of the bundled model with 32 rows, with and without a schema."""
     llm = LLM(max_num_seqs=32)
     for name, asked in (("free", None), ("held", {"json": SCHEMA})) * 2:
         fields = {"ignore_eos": True} if asked is None else {"structured_outputs": asked}

@@ -1,11 +1,11 @@
-"""Measures the cost of HTTP: the same requests offline and as concurrent streams of the server, in turns.
+"""Measures the cost of HTTP: serves the same requests offline and as concurrent streams of the server, in turns.
 
     python benchmarks/make_random_model.py DIR
     python benchmarks/http_overhead.py --model DIR --rounds 5 --json benchmarks/results/http-overhead.json
 
-The server is started once, with the same settings as the offline engine; whichever is not measured sleeps. The client
-is part of the cost, because it runs on the same processors. So it only reads bytes, and counts tokens at the end of
-each stream.
+The server is started once, with the same settings as the offline engine. Each of the two sleeps while the other is
+measured. The client is part of the measured cost, because it runs on the same processors. It is therefore kept cheap:
+it only reads bytes, and takes the number of tokens from the end of each stream.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def start_server(model: str, port: int, kv_bytes: int) -> subprocess.Popen[bytes
 
 
 async def stream(port: int, prompt: list[int], count: int) -> int:
-    """Number of output tokens of one streamed completion, by the server's count."""
+    """Read one streamed completion. Returns its number of output tokens, as the server counts them."""
     body = json.dumps(
         {
             "model": "bench",
@@ -80,7 +80,7 @@ async def stream(port: int, prompt: list[int], count: int) -> int:
 
 
 async def run_http(port: int, requests: Requests) -> float:
-    """Seconds for all requests sent at the same time."""
+    """Seconds until all requests, sent at the same time, have ended."""
     begin = time.perf_counter()
     counts = await asyncio.gather(*(stream(port, prompt, count) for prompt, count in requests))
     seconds = time.perf_counter() - begin

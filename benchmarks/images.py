@@ -1,9 +1,10 @@
-"""Images: the encoder's speed compared with transformers, and the pauses of text streams while images arrive.
+"""Measures the image encoder's speed compared with transformers, and the pauses of text streams while images arrive.
 
-``python benchmarks/images.py [--images N] [--pixels P] [--streams N] [--tokens N]`` makes a random Qwen3-VL
-with the encoder of the published 2B model and a text model like SmolLM-135M's. First both encode the same images in
-turns, one at a time, on the same threads. Then text streams run alone, and again while images arrive, in turns; the gap
-between two tokens of a stream is measured. Prints medians, ratios and the difference of the rows.
+``python benchmarks/images.py [--images N] [--pixels P] [--streams N] [--tokens N]`` makes a random Qwen3-VL with the
+encoder of the published 2B model and a text model like SmolLM-135M's. First, Chairlift and transformers encode the same
+images in turns, one at a time, with the same number of threads. Then text streams run in turns without and with
+arriving images, and the gap between two tokens of a stream is measured. The script prints medians, ratios and the
+difference of the encoded rows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MEAN = [0.5, 0.5, 0.5]
 
 
 def write_model(folder: Path) -> Any:
-    """Write the random model with its files. Returns transformers' model."""
+    """Write the random model and its files. Returns the model as a transformers object."""
     text = {
         "vocab_size": 256 + len(_SPECIAL),
         "hidden_size": 576,
@@ -71,7 +72,7 @@ def write_model(folder: Path) -> Any:
 
 
 def in_turns(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
-    """Results of each way in each round; the order changes from round to round."""
+    """Name of a way -> its results in each round. The order of the ways changes from round to round."""
     found: dict[str, list[Any]] = {name: [] for name in ways}
     for index in range(rounds):
         for name in list(ways)[:: 1 if index % 2 else -1]:
@@ -80,7 +81,7 @@ def in_turns(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
 
 
 def compare_encoders(folder: Path, model: Any, images: Sequence[Image.Image], rounds: int) -> None:
-    """Print images per second of both, and the ratio."""
+    """Print images per second of both encoders, and their ratio."""
     processor = read_processor(folder, byte_tokenizer(_SPECIAL, eos="<|im_end|>"))
     assert processor is not None
     tiles = [processor.prepare("it", image).tiles[0] for image in images]
@@ -116,9 +117,9 @@ def compare_encoders(folder: Path, model: Any, images: Sequence[Image.Image], ro
 
 
 def run_streams(llm: LLM, streams: int, tokens: int, images: Sequence[Image.Image], seed: int) -> tuple[float, int]:
-    """p99 of the gaps between two tokens of a text stream in seconds, and the images that were answered meanwhile.
+    """Returns (p99 of the gaps between two tokens of a text stream in seconds, number of images that were processed).
 
-    An image arrives at every second step from the tenth on.
+    An image arrives at every second step, starting at the tenth.
     """
     engine, rng = llm.engine, np.random.default_rng(seed)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -152,7 +153,7 @@ def run_streams(llm: LLM, streams: int, tokens: int, images: Sequence[Image.Imag
 
 
 def main() -> None:
-    """Measure, and print a line for each figure."""
+    """Measure, and print one line per result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=50)
     parser.add_argument("--pixels", type=int, default=160, help="of a side")

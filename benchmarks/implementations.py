@@ -1,11 +1,12 @@
-"""One model run natively, through transformers' classes in our engine, and by transformers' own continuous batching.
+"""Compares three implementations of one model: native, transformers' classes in Chairlift's engine, and transformers'
+own continuous batching.
 
     python benchmarks/implementations.py                     # a Llama of 8 layers of 576, float32
     python benchmarks/implementations.py --shape experts     # 32 experts, 4 chosen, in 6 layers of 512
 
-All requests arrive at once. Every engine makes the same number of tokens for each, greedily, on the same threads.
-Rounds interleave the engines. The last lines have the ratios of output tokens per second, round by round.
-transformers' engine is that of ``generate_batch``, with a paged cache and 512 tokens a step.
+All requests arrive at once. Every engine generates the same number of tokens for each request, greedily, with the same
+number of threads. Rounds interleave the engines. The last lines have the ratios of output tokens per second, round by
+round. transformers' engine is ``generate_batch``, with a paged cache and 512 tokens per step.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def ours(model: Path, dtype: str, threads: int, impl: str) -> Callable[[Requests], None]:
-    """Chairlift's engine, native or with transformers' classes."""
+    """Function that serves requests with Chairlift's engine, with the native model or transformers' classes."""
     memory = {"kv_cache_memory_bytes": 512 << 20, "enable_prefix_caching": False}
     llm = LLM(model, dtype=dtype, threads=threads, model_impl=impl, skip_tokenizer_init=True, **memory)
 
@@ -76,20 +77,20 @@ def ours(model: Path, dtype: str, threads: int, impl: str) -> Callable[[Requests
 
 
 def theirs(model: Path, dtype: str, threads: int, at_end: ExitStack) -> Callable[[Requests], None]:
-    """transformers' continuous batching."""
+    """Function that serves requests with transformers' continuous batching."""
     sizes = {"block_size": 32, "max_batch_tokens": 512, "max_requests": 128, "device": "cpu", "engine": "continuous"}
     answer, _ = run_transformers.load(argparse.Namespace(model=model, dtype=dtype, threads=threads, **sizes), at_end)
     return lambda requests: check(list(answer(requests)), requests)
 
 
 def check(produced: list[int], requests: Requests) -> None:
-    """Stop if an engine made other numbers of tokens than it was asked for."""
+    """Stop if an engine generated other numbers of tokens than the requests ask for."""
     if produced != [count for _, count in requests]:
         raise SystemExit("an engine did not produce the tokens it was asked for")
 
 
 def main() -> None:
-    """Measure in turns, and print a line for each engine and each ratio."""
+    """Measure in turns, and print one line per engine and per ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")

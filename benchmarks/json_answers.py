@@ -1,15 +1,15 @@
-"""Answers of a model that are held to JSON schemas: does every complete one satisfy its schema, and how many are cut?
+"""Generates outputs under JSON schemas, and checks whether every complete output satisfies its schema, and how many
+outputs are cut off.
 
 python benchmarks/json_answers.py FOLDER [MODEL] [--answers 200] [--longest 800] [--max-tokens 300] [--temperature 0.7]
 
-FOLDER has one JSON file per schema, as for json_schemas.py; schemas of more than ``--longest`` characters and refused
-ones are passed over, and the rest are taken in turn until there are ``--answers``. Schemas are part of the prompt, so
-their length and ``--max-tokens`` must fit the model. MODEL is a model's directory or file (default: the bundled one);
-``random`` is a tiny one of random weights, whose answers are random within the grammar. ``--bounded`` bounds what has
-no bound in a schema: strings have at most 24 characters, arrays 4 items, numbers lie within a million, objects have no
-other keys, and a value of any kind is no object or array.
-Complete answers are checked by jsonschema-rs, with formats. The exit code is 1 where one of them does not satisfy its
-schema.
+FOLDER has one JSON file per schema, as for json_schemas.py. Schemas that are refused or have more than ``--longest``
+characters are skipped. The others are used in turn until there are ``--answers`` outputs. The prompt contains the
+schema, so its length plus ``--max-tokens`` must fit the model. MODEL is a model's directory or file (default: the
+bundled model); ``random`` is a tiny model with random weights, whose outputs are random within the grammar.
+``--bounded`` adds limits where a schema has none: strings have at most 24 characters, arrays 4 items, numbers are
+within a million, objects have no other keys, and a value without a type is no object or array. jsonschema-rs checks
+complete outputs, including formats. The exit code is 1 if one of them does not satisfy its schema.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _TINY = {
     "torch_dtype": "float32",
 }
 _AT_ONCE = 256
-"""Answers per call of the engine, between two lines of progress."""
+"""Number of requests per call of the engine; progress is printed after each call."""
 
 
 def schemas(folder: Path, longest: int, seed: int) -> list[dict[str, Any]]:
-    """Schemas of the folder that have at most ``longest`` characters, in random order."""
+    """Schemas in the folder that have at most ``longest`` characters, in random order."""
     paths = sorted(folder.glob("*.json"))
     random.Random(seed).shuffle(paths)
     found = (json.loads(path.read_text(encoding="utf-8"))["schema"] for path in paths)
@@ -64,7 +64,7 @@ _NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multi
 
 
 def bounded(schema: Any) -> Any:
-    """The schema with bounds for values that have none."""
+    """Copy of the schema with limits for values that have none."""
     if isinstance(schema, list):
         return [bounded(each) for each in schema]
     if schema is True:
@@ -98,7 +98,7 @@ def _bounded_inside(name: str, value: Any) -> Any:
 
 
 def usable(llm: LLM, found: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], StructuredOutputsParams]]:
-    """Schemas that neither the engine nor the validator refuses, again and again."""
+    """Endless cycle of the schemas that neither the engine nor the validator refuses."""
     kept = []
     for schema in found:
         try:
@@ -114,12 +114,13 @@ def usable(llm: LLM, found: list[dict[str, Any]]) -> Iterator[tuple[dict[str, An
 
 
 def finite(text: str) -> float:
-    """A number of an answer; the largest float where it is beyond all floats, which JSON Schema does not forbid."""
+    """Parse a number in an output. A number beyond the range of floats becomes the largest float, because JSON Schema
+    allows such numbers."""
     return max(-sys.float_info.max, min(float(text), sys.float_info.max))
 
 
 def load(name: str | None, seed: int) -> LLM:
-    """The model, which may be one of random weights with the bundled tokenizer."""
+    """Load the model. The name ``random`` means a model with random weights and the bundled tokenizer."""
     if name != "random":
         return LLM(name) if name else LLM()
     with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +131,7 @@ def load(name: str | None, seed: int) -> LLM:
 
 
 class Tally:
-    """Counts of the answers so far."""
+    """Counts of the outputs so far."""
 
     def __init__(self, show: int) -> None:
         self.ended: Counter[str] = Counter()
@@ -139,7 +140,7 @@ class Tally:
         self._show = show
 
     def add(self, schema: dict[str, Any], output: Any) -> None:
-        """Count one answer, and check it if it is complete."""
+        """Count one output, and check it if it is complete."""
         answer = output.outputs[0]
         self.ended["error" if output.error else str(answer.finish_reason)] += 1
         if output.error is None and answer.finish_reason == "stop":
@@ -157,7 +158,7 @@ class Tally:
 
 
 def main() -> int:
-    """Sample the answers, and print counts."""
+    """Generate the outputs, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("model", nargs="?")

@@ -1,12 +1,12 @@
-"""Verdicts and times of grammars over a folder of JSON schemas with valid and invalid instances.
+"""Checks grammars against a folder of JSON schemas with valid and invalid instances, and measures their times.
 
 python benchmarks/json_schemas.py FOLDER DIRECTORY [--most 500] [--seed 0] [--show 5]
 
-FOLDER has one JSON file per schema, as maskbench/data of JSONSchemaBench has: ``schema``, and ``tests`` with ``data``
-and ``valid``. DIRECTORY has the tokenizer.json of a model. Each schema is compiled as the server compiles it, and each
-instance is followed token by token, with a mask before each token. The exit code is 1 where an invalid instance was
-accepted, or a valid one was not and no limit was the reason. Times are processor time of this thread, so other work on
-the machine matters less.
+FOLDER has one JSON file per schema with the keys ``schema`` and ``tests`` (a list with ``data`` and ``valid``), as in
+maskbench/data of JSONSchemaBench. DIRECTORY has a model's tokenizer.json. Each schema is compiled as in the server, and
+each instance is fed to its grammar token by token, with a mask before each token. The exit code is 1 if an invalid
+instance was accepted, or if a valid instance was refused for another reason than a limit. Times are processor times of
+this thread, so that other work on the machine matters less.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from chairlift.structured_outputs import StructuredOutputsParams
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 _LIMIT = re.compile("allowed; make the grammar simpler|Current row has|too many items|limit")
-"""Errors of answers that a limit of time or size ended."""
+"""Errors that mean that a limit of time or size was reached."""
 
 
 class Run:
-    """Counts and times of all schemas so far."""
+    """Counts and times over all schemas so far."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -47,7 +47,7 @@ class Run:
         self._compiler.compile(StructuredOutputsParams(choice=["x"]).value)
 
     def follow(self, path: Path) -> None:
-        """Compile one schema and judge its instances."""
+        """Compile one schema, and check each of its instances."""
         case = json.loads(path.read_text(encoding="utf-8"))
         begin = time.thread_time()
         try:
@@ -70,7 +70,7 @@ class Run:
                 self.wrong.append(f"{path.name} test {number}: {kind} instance {text[:120]} {reason[:200]}")
 
     def _accepts(self, made, text: str) -> tuple[bool, str]:
-        """Whether an answer may be ``text``, and the matcher's error."""
+        """(whether the grammar accepts ``text`` as a complete output, error of the matcher)."""
         matcher = made.matcher()
         for token in self._tokenizer.encode(text, add_special_tokens=False):
             begin = time.thread_time()
@@ -83,14 +83,14 @@ class Run:
 
 
 def _kind(error: str) -> str:
-    """The part of an error that many schemas share."""
+    """Type of an error: its message without the part that is specific to a schema."""
     named = re.search(r'keywords? (".*?"), and no answer', error)
     text = error.split("followed: ", 1)[-1]
     return f"keyword {named[1]}" if named else re.sub(r"[\"'`].*?[\"'`]|\d+", "..", text)[:70]
 
 
 def main() -> int:
-    """Follow the schemas, and print counts and times."""
+    """Check all schemas, and print counts and times."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("tokenizer", type=Path)

@@ -2,18 +2,19 @@
 
     python benchmarks/live_overhead.py [--model hashlm:20ms] [--viewers 10] [--rounds 12] [--json FILE] [-- FLAG ...]
 
-One server works all the time: ``--streams`` streams run without a pause, each sends its next request when its answer
-has ended, and the ends are spread evenly. Viewers come and go for windows of a few seconds. Four windows are a block:
-none, watched, watched, none, or the other way round, drawn by seed, so that a drift of the machine cancels out. Each
-round has a second block without viewers, which shows the noise of the method. Within a block it compares
+One server works all the time: each of ``--streams`` clients sends its next request when the previous one has ended, and
+the ends are spread evenly over time. Viewers connect and leave for windows of a few seconds. Four windows form a block:
+not watched, watched, watched, not watched, or the reverse, chosen by the seed, so that a drift of the machine cancels
+out. Each round also has a block without viewers, which shows the noise of the method. Within a block, the script
+compares
 
 - tokens and steps per second, from the server's own counters, and
 - processor time per step of the engine's and the server's process.
 
-Means over blocks have a 95 % interval from resampled blocks. Normally the engine records for half a minute after the
-last viewer has left; here it stops at once, because windows are shorter. There is no engine without a step log to
-compare with. So the calls of the step log and of the recorder are timed in the engine's process. Flags after ``--`` go
-to ``chairlift serve``.
+The 95 % intervals of the means over blocks are computed by resampling blocks. Normally the engine continues to record
+for half a minute after the last viewer has left; here it stops at once, because windows are shorter. An engine without
+a step log does not exist, so a comparison with one is impossible. Instead, the calls of the step log and of the
+recorder are timed in the engine's process. Flags after ``--`` are passed to ``chairlift serve``.
 """
 
 from __future__ import annotations
@@ -40,19 +41,21 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 SETTLE = 0.5
-"""Seconds at the beginning of each window that are not measured, while viewers connect and receive the past."""
+"""Seconds at the beginning of each window that are not measured, because viewers connect then and receive the
+history."""
 CLOCKS = struct.Struct("4d")
-"""Steps, seconds in the step log, seconds in the recorder, steps while the recorder exists."""
+"""(steps, seconds in the step log, seconds in the recorder, steps since the recorder exists)."""
 BUDGET = 0.01
 ENOUGH = 8
-"""With fewer rounds an interval says little."""
+"""Minimum number of rounds; with fewer rounds the intervals are not reliable."""
 
 
 # --- in the server's and the engine's process ------------------------------------------------------------------------
 
 
 def serve(clocks: str) -> None:
-    """Run ``chairlift serve`` without lingering, with an engine whose step log and recorder are timed."""
+    """Run ``chairlift serve`` so that recording stops with the last viewer, and with an engine whose step log and
+    recorder are timed."""
     from chairlift.cli.main import main as chairlift
     from chairlift.engine import process_client
     from chairlift.server import live_feed
@@ -65,7 +68,7 @@ def serve(clocks: str) -> None:
 
 
 def engine(clocks: str) -> None:
-    """The engine's process. It writes the time for recording to the file ``clocks``."""
+    """Main function of the engine's process. It writes the time spent on recording to the file ``clocks``."""
     from chairlift.engine.core import EngineCore
     from chairlift.engine.core_process import CoreProcess
     from chairlift.engine.step_log import StepRecord
@@ -110,7 +113,8 @@ def connect(port: int) -> socket.socket:
 
 
 def load(port: int, streams: int, prompt: int, tokens: int, told: Connection) -> None:
-    """Run streams until ``told`` to stop. The first answers have different lengths, so that ends are spread."""
+    """Run streams until a message arrives on ``told``. The first outputs have different lengths, so that their ends are
+    spread over time."""
 
     def request(number: int, count: int) -> bytes:
         ids = [3 + (number * 31 + at * 7) % 250 for at in range(prompt)]
@@ -149,8 +153,8 @@ def load(port: int, streams: int, prompt: int, tokens: int, told: Connection) ->
 
 
 def look(port: int, told: Connection) -> None:
-    """Keep the number of viewers open that ``told`` received last. Reports when they are connected, with the number of
-    bytes read before."""
+    """Keep as many viewers connected as the last message on ``told`` says. When they are connected, send back the
+    number of bytes that the earlier viewers received."""
     viewers: list[socket.socket] = []
     with selectors.DefaultSelector() as selector:
         selector.register(told, selectors.EVENT_READ)
@@ -184,12 +188,12 @@ def look(port: int, told: Connection) -> None:
 
 
 class Edge(NamedTuple):
-    """Counters of the server and its processes at one time, in seconds."""
+    """Counters of the server and its processes at one moment. Times are in seconds."""
 
     time: float
-    """Time of the newest token that is counted."""
+    """Time at which the newest counted token was generated."""
     error: float
-    """Possible error of the time."""
+    """Maximum error of :attr:`time`."""
     tokens: float
     steps: float
     engine_cpu: float
@@ -225,7 +229,7 @@ class Server:
         return self._http.getresponse().read().decode()
 
     def edge(self) -> Edge:
-        """The most exact of several readings: the one with the fastest reply."""
+        """Counters from the most exact of several readings, which is the one with the fastest response."""
         looks = []
         for _ in range(5):
             begin = time.monotonic()
@@ -254,7 +258,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def measure(server: Server, viewers: Callable[[int], int], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every window, in order."""
+    """Run all windows, and return their measurements in order."""
     rng = random.Random(args.seed)
     windows: list[dict[str, Any]] = []
     for round_ in range(args.rounds):
@@ -286,7 +290,7 @@ def measure(server: Server, viewers: Callable[[int], int], args: argparse.Namesp
 
 
 def compare(windows: list[dict[str, Any]], what: str, kind: str) -> list[float]:
-    """Change from windows A to windows B per block: relative for rates, absolute for times."""
+    """Change of a value from windows A to windows B, per block: relative for rates, absolute for times."""
     changes = []
     for round_ in sorted({each["round"] for each in windows if each["kind"] == kind}):
         own = [each for each in windows if (each["round"], each["kind"]) == (round_, kind)]
@@ -299,7 +303,7 @@ def compare(windows: list[dict[str, Any]], what: str, kind: str) -> list[float]:
 
 
 def interval(changes: list[float], seed: int) -> dict[str, float]:
-    """Mean and median of the blocks, and 95 % intervals of both, from 4,000 resamples."""
+    """Mean and median over the blocks, and a 95 % interval of each, from 4,000 resamples."""
     rng = random.Random(seed)
     draws = [rng.choices(changes, k=len(changes)) for _ in range(4000)]
     found: dict[str, float] = {}
@@ -310,7 +314,7 @@ def interval(changes: list[float], seed: int) -> dict[str, float]:
 
 
 def calls(windows: list[dict[str, Any]]) -> dict[str, float]:
-    """Microseconds per step in the step log and the recorder, and their shares of a step."""
+    """Microseconds per step in the step log and in the recorder, and their fractions of a step."""
     watched = [each for each in windows if each["kind"] == "watched" and each["side"] == "B"]
     steps, log, _, _ = (sum(column) for column in zip(*(each["clocks"] for each in windows), strict=True))
     _, _, recorder, recorded = (sum(column) for column in zip(*(each["clocks"] for each in watched), strict=True))
@@ -323,7 +327,7 @@ def calls(windows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def report(windows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
-    """Print the figures, and return them as a record."""
+    """Print the results, and return them as a record."""
     names = ("tokens_per_second", "steps_per_second", "engine_cpu_us_per_step", "server_cpu_us_per_step")
     found: dict[str, Any] = {name: {} for name in names}
     print(f"\n{'change when watched, 95 % interval':36}{'with viewers':>30}{'without (noise)':>30}")
@@ -382,7 +386,7 @@ def main() -> None:
                 process.start()
 
             def viewers(count: int) -> int:
-                """Set the number of viewers. Returns the bytes that the viewers before received."""
+                """Set the number of viewers. Returns the number of bytes that the earlier viewers received."""
                 if to_load.poll():
                     raise SystemExit(f"a stream ended early: {to_load.recv()}")
                 mine.send(count)

@@ -1,4 +1,5 @@
-"""Cost of adapters: steps with none, one and many of them in turns, and one engine against one for each adapter.
+"""Measures the cost of adapters: steps without, with one and with many adapters, in turns, and one engine for all
+adapters against one engine per adapter.
 
     python benchmarks/make_random_model.py /tmp/q05
     python benchmarks/lora.py steps --model /tmp/q05 --rounds 10 --json benchmarks/results/lora-steps.json
@@ -7,15 +8,14 @@
     python benchmarks/make_random_model.py /tmp/stories --shape stories-15m
     python benchmarks/lora.py many --model /tmp/stories --adapters 1000 --rank 8 --rate 20
 
-``steps`` has two engines in one process, with and without ``enable_lora``, and 64 rows that decode. A window is one
-call of ``generate``; its figure is the median time of the steps in which all rows decode. Windows of all kinds follow
-each other in an order drawn anew in each round, and a round gives one ratio to the engine without adapters, and one of
-the engine with adapters enabled but unused. ``engines`` gives the same requests to one process with eight adapters,
-and to eight processes with one each, which start together and have one thread each: with more threads than cores,
-they would wait for each other's turns. ``many`` loads a large number of adapters, of which ``--in-memory`` fit into
-memory, and sends requests at ``--rate`` a second (Poisson) for adapters of Zipf's popularity (the n-th most popular
-one has 1/n of the requests of the first): first all adapters in memory, then only some. The adapters are random, of
-``--rank``, on all linear layers.
+``steps`` runs two engines in one process, with and without ``enable_lora``, and 64 rows that decode. A window is one
+call of ``generate``; its result is the median time of the steps in which all rows decode. Each round runs one window of
+each kind in random order, and divides its result by that of the engine without adapters. One kind has adapters enabled
+but unused. ``engines`` sends the same requests to one process with eight adapters, and to eight processes with one
+adapter each. These start together and have one thread each, because with more threads than cores they would wait for
+each other. ``many`` loads a large number of adapters, of which ``--in-memory`` fit into memory, and sends requests at
+``--rate`` a second (Poisson) for adapters of Zipf's popularity (the n-th most popular one has 1/n of the requests of
+the first): first all adapters in memory, then only some. The adapters are random, of ``--rank``, on all linear layers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Adapters = list[LoRARequest | None]
 
 
 def write_adapter(model: Path, target: Path, rank: int, seed: int) -> LoRARequest:
-    """A random adapter of all linear layers of a model."""
+    """Write a random adapter for all linear layers of a model."""
     sites = sites_in(parse_config(read_json(model / "config.json"), where=str(model)))
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -61,7 +61,7 @@ def write_adapter(model: Path, target: Path, rank: int, seed: int) -> LoRAReques
 
 
 def prompts(count: int, length: int) -> list[list[int]]:
-    """Different ones, without an end token among them."""
+    """``count`` different prompts of ``length`` token ids, without an end token."""
     return [[3 + (row * 31 + at * 7) % 250 for at in range(length)] for row in range(count)]
 
 
@@ -77,14 +77,14 @@ def window(llm: LLM, adapters: Adapters, tokens: int) -> float:
 
 
 def summary(ratios: list[float], seed: int) -> dict[str, float]:
-    """Mean of ratios and its 95 % interval, from 4,000 resamples."""
+    """Mean of the ratios and its 95 % interval, from 4,000 resamples."""
     rng = random.Random(seed)
     means = sorted(statistics.fmean(rng.choices(ratios, k=len(ratios))) for _ in range(4000))
     return {"mean": statistics.fmean(ratios), "low": means[100], "high": means[-101]}
 
 
 def steps(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Ratios of step times, a round each."""
+    """Ratios of step times, one per round and kind of window."""
     known = [write_adapter(args.model, folder / f"a{n}", args.rank, n) for n in range(args.adapters)]
     how: dict[str, Any] = {
         **{"dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": False},
@@ -115,7 +115,8 @@ def steps(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """Process of ``engines``: answers its share on a signal, and reports the end."""
+    """Main function of a process of ``engines``: serves its part of the requests when it gets a signal, and reports
+    when it has finished."""
     asked = [LoRARequest(f"a{n}", n + 1, path) for n, path in enumerate(args.paths)]
     how: dict[str, Any] = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": False}
     if args.threads:
@@ -131,7 +132,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 class Workers:
-    """Processes that answer together."""
+    """Processes that serve the requests together."""
 
     def __init__(self, args: argparse.Namespace, groups: list[list[Path]], threads: int) -> None:
         command = [sys.executable, __file__, "work", "--model", str(args.model), "--tokens", str(args.tokens)]
@@ -146,7 +147,7 @@ class Workers:
                 raise SystemExit(f"a process ended before it was {word}")
 
     def seconds(self) -> float:
-        """Seconds until all have answered."""
+        """Seconds until all processes have finished."""
         begin = time.perf_counter()
         for process in self._processes:
             if process.stdin is not None:
@@ -156,7 +157,7 @@ class Workers:
         return time.perf_counter() - begin
 
     def close(self) -> None:
-        """End them."""
+        """End the processes."""
         for process in self._processes:
             if process.stdin is not None:
                 process.stdin.close()
@@ -164,7 +165,7 @@ class Workers:
 
 
 def engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Ratios of the time of one engine for each adapter to that of one for all."""
+    """Time of one engine per adapter divided by the time of one engine for all adapters, per round."""
     paths = [Path(write_adapter(args.model, folder / f"a{n}", args.rank, n).lora_path) for n in range(args.adapters)]
     threads = os.cpu_count() or 1
     kinds = {
@@ -189,15 +190,15 @@ def engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 class Seen(NamedTuple):
-    """What a request of ``many`` met."""
+    """Measurements of one request of ``many``."""
 
     arrival: float
     first: float
-    """Seconds until its first token."""
+    """Seconds until the request's first token."""
 
 
 async def ask(llm: AsyncLLM, prompt: list[int], adapter: LoRARequest, tokens: int) -> Seen:
-    """Send a request and read its answer."""
+    """Send a request and read its output."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     arrival, first = time.perf_counter(), 0.0
     async for _ in llm.generate(prompt, params, lora_request=adapter):
@@ -206,7 +207,7 @@ async def ask(llm: AsyncLLM, prompt: list[int], adapter: LoRARequest, tokens: in
 
 
 async def traffic(args: argparse.Namespace, known: list[LoRARequest], in_memory: int) -> dict[str, Any]:
-    """Figures of one engine that has ``in_memory`` adapters in memory."""
+    """Results of one engine that keeps ``in_memory`` adapters in memory."""
     rng, count = random.Random(args.seed), args.requests
     chosen = rng.choices(known, weights=[1 / (n + 1) for n in range(len(known))], k=count)
     how: dict[str, Any] = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": False}
@@ -238,7 +239,7 @@ async def traffic(args: argparse.Namespace, known: list[LoRARequest], in_memory:
 
 
 def many(args: argparse.Namespace, folder: Path) -> None:
-    """Print the figures with all adapters in memory and with some."""
+    """Print the results with all adapters in memory and with only some."""
     known = [write_adapter(args.model, folder / f"a{n}", args.rank, n) for n in range(args.adapters)]
     found = [asyncio.run(traffic(args, known, room)) for room in (len(known), args.in_memory)]
     for each in found:

@@ -110,7 +110,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make(directory: Path, shape: str = "qwen2.5-0.5b", seed: int = 0) -> Path:
-    """Make the model in the directory, unless it exists. Returns the directory."""
+    """Write the model to the directory, unless it exists. Returns the directory."""
     if not (directory / "config.json").exists():
         write_random_model(directory, SHAPES[shape], dtype="bfloat16", seed=seed)
     if not (directory / "tokenizer.json").exists():
@@ -119,7 +119,7 @@ def make(directory: Path, shape: str = "qwen2.5-0.5b", seed: int = 0) -> Path:
 
 
 def write_tokenizer(file: Path, vocab_size: int) -> None:
-    """A byte-level tokenizer whose every id has a text: the 256 bytes, then one made-up word per id."""
+    """Write a byte-level tokenizer in which every id has a text: the 256 bytes, then one made-up word per id."""
     vocabulary = byte_level_alphabet()
     vocabulary |= {f"Ġw{index}": index for index in range(256, vocab_size)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))

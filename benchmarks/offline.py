@@ -1,13 +1,13 @@
-"""Chairlift, transformers' padded ``generate`` and Chairlift's own static batches, in one interleaved run.
+"""Compares Chairlift, transformers' padded ``generate`` and Chairlift's own static batches, in one interleaved run.
 
     python benchmarks/make_random_model.py /tmp/q05
     python benchmarks/offline.py --model /tmp/q05 --rounds 3 --json benchmarks/results/offline.json
 
 All requests arrive at once. Every engine produces exactly the same number of tokens for each (end of sequence is
-ignored), greedily, in bfloat16, on the same threads, without a prefix cache. ``transformers`` pads each batch of 16 to
-its longest prompt and runs it to its longest answer; only requested tokens are counted. Processors without bf16
-instructions are faster with ``--transformers-dtype float32``. Rounds interleave the engines, so that a slow minute of
-the machine affects all of them. The last line has the ratios that the README quotes.
+ignored), greedily, in bfloat16, with the same number of threads, without a prefix cache. ``transformers`` pads each
+batch of 16 to its longest prompt and runs it until its longest output has ended; only requested tokens are counted.
+Processors without bf16 instructions are faster with ``--transformers-dtype float32``. Rounds interleave the engines, so
+that a slow minute of the machine affects all of them. The last line has the ratios that the README quotes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Requests = list[tuple[list[int], int]]
 
 
 def chairlift_engine(model: Path, **settings: Any) -> Callable[[Requests], dict[str, float]]:
-    """Function that answers requests with Chairlift, and reports time, padding, wasted rows and preemptions."""
+    """Function that serves requests with Chairlift, and reports time, padding, wasted rows and preemptions."""
     # Rounds have the same requests, so with a prefix cache only the first would compute prompts.
     settings |= {"skip_tokenizer_init": True, "enable_prefix_caching": False}
     llm = LLM(model, dtype="bfloat16", kv_cache_memory_bytes=2 << 30, **settings)
@@ -65,7 +65,8 @@ def chairlift_engine(model: Path, **settings: Any) -> Callable[[Requests], dict[
 
 
 def transformers_engine(model: Path, batch_size: int, dtype: torch.dtype) -> Callable[[Requests], dict[str, float]]:
-    """Function that answers requests with transformers' ``generate``, left-padded, in batches in order of arrival."""
+    """Function that serves requests with transformers' ``generate``, left-padded, in batches in the order of
+    arrival."""
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Inputs of the packing benchmarks, and packers of other projects to compare with."""
+"""Inputs for the packing benchmarks, and packers of other projects to compare with."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ C = 4096
 
 
 class Rows:
-    """A source of ``count`` sequences with ``length(i)`` tokens each. They are slices of one array, so a large source
-    needs little memory."""
+    """A source of ``count`` sequences with ``length(i)`` tokens each. The sequences are slices of one array, so that a
+    large source needs little memory."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths
@@ -33,7 +33,7 @@ class Rows:
 
 
 def mix(name: str, count: int, seed: int, capacity: int = C) -> list[int]:
-    """Lengths of one of the four mixes, which the tests use, too."""
+    """Sequence lengths of one of the four mixes that the tests also use."""
     mixes = importlib.import_module("tests.train.mixes").MIXES
     rng = random.Random(seed)
     return [mixes[name](rng, capacity) for _ in range(count)]
@@ -43,7 +43,7 @@ MIXES = ("chat", "docs", "rl", "hard")
 
 
 def waste(lengths: Sequence[int], packs: int, capacity: int = C) -> float:
-    """Padding in percent."""
+    """Padding in percent of the capacity of all packs."""
     return 100 * (1 - sum(lengths) / (packs * capacity))
 
 
@@ -57,8 +57,7 @@ def next_fit(lengths: Sequence[int]) -> int:
 
 
 def peers(window: int) -> dict[str, tuple[str, Callable[[list[int]], int]]]:
-    """Packers of other projects by name: the package, and a function that returns the number of packs for given
-    lengths."""
+    """Name of a packer of another project -> (package, function from sequence lengths to the number of packs)."""
 
     def trl_packs(lengths: list[int], batch: int) -> int:
         dataset = peer("datasets").Dataset.from_dict({"input_ids": [np.zeros(n, np.uint8) for n in lengths]})

@@ -1,12 +1,12 @@
-"""Measurements of the training half: packing, resuming, balancing, lanes, staleness and drift, with their bounds.
+"""Measures packing, resuming, balancing, lanes, staleness and drift in training, and checks the results against bounds.
 
     python benchmarks/packing.py --only A1 A2 A3 --count 200000
     python benchmarks/packing.py --rounds 5 --count 200000 --json benchmarks/results/packing.json
 
-A is packing, D resuming and ranks, E balance, F lanes, G staleness, H drift; attention and isolation (B2, C) are in
-``packing_attention.py``. Packers of other projects run in the same process, interleaved, on the same lengths, if they
-are installed: ``pip install trl==1.16.0 datasets binpacking==2.0.1 grain==0.2.18 river==0.26.1 torchdata``. Rounds of
-figures that do not depend on the clock have different seeds.
+Letters name the subject: A packing, D resuming and ranks, E balance, F lanes, G staleness, H drift. Attention and
+isolation (B2, C) are in ``packing_attention.py``. Packers of other projects run in the same process, interleaved, on
+the same lengths, if they are installed: ``pip install trl==1.16.0 datasets binpacking==2.0.1 grain==0.2.18
+river==0.26.1 torchdata``. For results that do not depend on the clock, each round has another seed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ POOL = 256
 
 
 def a1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Waste with a pool of 256."""
+    """Padding with a pool of 256 sequences."""
     for name in MIXES:
         draws = [mix(name, args.count, seed) for seed in range(args.rounds)]
         values = [waste(lengths, len(pack_indices(lengths, C, pool=POOL))) for lengths in draws]
@@ -60,7 +60,7 @@ def a1(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def a2(args: argparse.Namespace) -> Iterator[Figure]:
-    """Packs above the lower bound, the least that any packer can reach."""
+    """Number of packs above the lower bound, which no packer can beat."""
     for name in MIXES:
         found: dict[str, list[float]] = {"pool 256": [], "whole set": []}
         for seed in range(args.rounds):
@@ -73,8 +73,8 @@ def a2(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def a3(args: argparse.Namespace) -> Iterator[Figure]:
-    """Packs of other packers divided by ours, on the same sequences: at least 1 on every mix, above 1 on three of
-    four."""
+    """Number of packs of other packers divided by ours, on the same sequences. It must be at least 1 on every mix, and
+    above 1 on three of four."""
     if peer("datasets") is not None:
         peer("datasets").disable_progress_bars()
     draws = {name: mix(name, args.peer_count, 0) for name in MIXES}
@@ -102,7 +102,7 @@ def a3(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def a4(args: argparse.Namespace) -> Iterator[Figure]:
-    """Seconds to plan a million lengths, and to read, pack and collate a million rows of 100 tokens."""
+    """Seconds to plan a million lengths, and seconds to read, pack and collate a million rows of 100 tokens."""
     lengths = mix("chat", args.million, 0)
     rows = Rows([100] * args.million)
     lists = [row.tolist() for row in (rows[index] for index in range(1000))] * (args.million // 1000)
@@ -125,7 +125,7 @@ def a4(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def a5(args: argparse.Namespace) -> Iterator[Figure]:
-    """Time per sequence to plan and to concatenate the tokens; each packer reads its fastest input format."""
+    """Time per sequence to plan and to concatenate tokens. Each packer reads its fastest input format."""
     lengths = mix("chat", args.peer_count, 0)
     tokens = np.arange(sum(lengths), dtype=np.int32)
     rows = np.split(tokens, np.cumsum(lengths)[:-1])
@@ -163,7 +163,7 @@ def a5(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def a6(args: argparse.Namespace) -> Iterator[Figure]:
-    """Delay of a sequence until its pack, in packs."""
+    """Delay from a sequence's arrival to its pack, measured in packs."""
     for name in MIXES:
         stats = drained(PackStream(Rows(mix(name, args.count // 4, 1)), C, pool=POOL)).stats()
         yield at_most(f"{name}: longest", stats.delay_packs.max, POOL, "packs", f"99 %: {stats.delay_packs.p99}")
@@ -178,7 +178,7 @@ def drained(stream: PackStream) -> PackStream:
 
 
 def grown(samples: int) -> tuple[int, int]:
-    """Resident bytes after 10,000 samples and after all of them; run in a separate process."""
+    """Resident bytes of memory after 10,000 samples and after all samples. Run it in a separate process."""
 
     def resident() -> int:
         with open("/proc/self/statm") as file:
@@ -194,7 +194,7 @@ def grown(samples: int) -> tuple[int, int]:
 
 
 def a7(args: argparse.Namespace) -> Iterator[Figure]:
-    """Growth of the process between 10,000 and a million samples."""
+    """Growth of the process's memory between 10,000 and a million samples."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         early, late = pool.apply(grown, (args.million,))
     yield at_most("resident memory", 100 * (late / early - 1), 5.0, "%", f"{early >> 20} MiB to {late >> 20} MiB")
@@ -204,18 +204,18 @@ def a7(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def print_of(pack: Pack) -> tuple[Any, ...]:
-    """All contents of a pack, for comparison."""
+    """All contents of a pack as a tuple, for comparison."""
     told = (pack.ids, pack.lengths, pack.step, pack.last_of_step, pack.step_weight, pack.step_sequences, pack.filler)
     return pack.tokens.tobytes(), pack.weights.tobytes(), *told
 
 
 def differing(resumed: Sequence[Any], expected: Sequence[Any]) -> int:
-    """Number of wrong packs, including lost and repeated ones."""
+    """Number of packs that differ, including lost and repeated packs."""
     return sum(a != b for a, b in zip(resumed, expected, strict=False)) + abs(len(resumed) - len(expected))
 
 
 def d1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Packs that differ when the stream is stopped and resumed at every k-th pack."""
+    """Number of packs that differ when the stream is stopped and resumed at every k-th pack."""
     rows = Rows(mix("docs", 3000, 0))
     make = functools.partial(PackStream, rows, C, step="tokens:64K", order="shuffled", window=32)
     expected = [print_of(pack) for pack in make()]
@@ -248,7 +248,7 @@ def d1(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def d2(args: argparse.Namespace) -> Iterator[Figure]:
-    """Seconds from a saved state to the next pack, after most of a million samples."""
+    """Seconds from loading a saved state to the next pack, near the end of a million samples."""
     rows = Rows([100] * args.million)
     stream = PackStream(rows, C, step="tokens:1M")
     for _ in range(int(0.99 * args.million * 100 / C)):
@@ -265,7 +265,8 @@ def d2(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def d3(args: argparse.Namespace) -> Iterator[Figure]:
-    """1, 2, 4 and 8 ranks: equal numbers of packs, the same packs over all ranks, no token lost."""
+    """With 1, 2, 4 and 8 ranks: whether ranks have equal numbers of packs, all ranks together the same packs, and no
+    token is lost."""
     lengths = mix("docs", 4000, 0)
     rows, whole = Rows(lengths), Counter[Any]()
     for ranks in (1, 2, 4, 8):
@@ -287,7 +288,8 @@ COSTS = {"7B-like": Cost.transformer(4096), "1B-like": Cost.transformer(2048)}
 
 
 def e1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Idle share of 8 ranks that synchronise after every pack, C = 32,768, and the cost of balancing in padding."""
+    """Idle fraction of 8 ranks that synchronise after every pack, with C = 32,768, and the padding that balancing
+    costs."""
     for kind, (name, cost) in itertools.product(("docs", "chat"), COSTS.items()):
         lengths = mix(kind, max(4000, args.count // 10), 0, LONG)
         rows, label = Rows(lengths), f"{kind}, {name}"
@@ -310,13 +312,13 @@ def e1(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def levelled(costs: Sequence[float], ranks: int) -> list[list[float]]:
-    """Costs of a step's packs in rows, with one column per rank."""
+    """Costs of one step's packs as rows with one column per rank."""
     rows = [[costs[index] for index in row] for row in deal_rows(costs, ranks, 0)]
     return [[row[pack] for pack in chosen] for row, chosen in zip(rows, level_rows(rows), strict=True)]
 
 
 def e2(args: argparse.Namespace) -> Iterator[Figure]:
-    """Idle share of 8 ranks that synchronise after every optimiser step, with the longest packs first."""
+    """Idle fraction of 8 ranks that synchronise after every optimiser step, with the longest packs first."""
     lengths = mix("docs", max(4000, args.count // 10), 0, LONG)
     packs = pack_indices(lengths, LONG, pool=POOL)
     for name, cost in COSTS.items():
@@ -332,7 +334,8 @@ def e2(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def f1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Lanes: used places, tokens seen once, and a recurrence over chunks compared with whole documents."""
+    """Lanes: used positions, tokens that are seen exactly once, and a recurrence over chunks compared with whole
+    documents."""
     long = Lanes(Rows(mix("chat", 40_000, 0)), lanes=8, chunk=512)
     deque(long, maxlen=0)
     yield at_least("places used, 40,000 documents", 100 * long.stats()["used"], 99.9, "%")
@@ -366,7 +369,7 @@ def _recurrence(tokens: Any, reset: Any, state: float) -> float:
 
 
 def g1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Staleness over 100,000 random events, checked by the reference of the tests; bias against long samples in
+    """Staleness over 100,000 random events, checked by the tests' reference, and the bias against long samples in mode
     ``wait``."""
     books = importlib.import_module("tests.train.staleness_books")
     for policy in books.POLICIES:
@@ -382,7 +385,7 @@ def g1(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def g2(args: argparse.Namespace) -> Iterator[Figure]:
-    """Asynchronous and synchronous training on a virtual clock: simulated generation, a bandit that learns."""
+    """Asynchronous and synchronous training on a virtual clock, with simulated generation and a bandit that learns."""
     simulate = importlib.import_module("tests.train.simulated_rollouts").simulate
     seeds = range(max(6, args.rounds))
     for policy in ("drop", "wait"):
@@ -399,7 +402,8 @@ def g2(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def h1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Drift detectors and river's ADWIN on the same streams; how much replay preserves of the old domain."""
+    """Drift detectors compared with river's ADWIN on the same streams, and how much of the old domain replay
+    preserves."""
     streams = importlib.import_module("tests.train.drift_streams")
     detectors = importlib.import_module("chairlift.train.detectors")
     seeds = range(10 * args.rounds)

@@ -1,11 +1,12 @@
-"""Attention in packed rows and the leak detector: B2, C1 and C2 of the training half's bounds.
+"""Measures attention in packed rows, and checks the leak detector: bounds B2, C1 and C2 of training.
 
     python benchmarks/packing_attention.py --rounds 5 --json benchmarks/results/packing.json
 
 C1 trains a small random Llama (4 layers, 256 wide) on the same sequences in four ways, interleaved. A round is a
-forward and a backward pass over all of them; only real tokens count, not padding. With a vocabulary of 32,000 the
-output head does most of the work of so small a model, and its logits cause most of the memory traffic, so there is no
-bound. Tests check that gradients of packed and unpacked sequences are equal (B1), and losses over any split (B3, B4).
+forward and a backward pass over all of them; only real tokens count, not padding. Only the small vocabulary has a
+bound. With a vocabulary of 32,000, the output head does most of the work of such a small model, and its logits cause
+most of the memory traffic. Tests check that gradients of packed and unpacked sequences are equal (B1), and losses over
+any split (B3, B4).
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ CASES = (
     (4096, SMALL, torch.float32, (None, 1.4, 1.1)),
     (2048, 32_000, torch.float32, (None, None, None)),
 )
-"""Pack length, vocabulary, dtype, and the required speed-up over padded batches, transformers' packing, and batches of
-1."""
+"""(pack length, vocabulary size, dtype, required speed-ups over padded batches, transformers' packing, and batches of
+1)."""
 Batches = list[dict[str, Any]]
 
 
 def b2(args: argparse.Namespace) -> Iterator[Figure]:
-    """The leak detector on families that leak, on families that do not, and on a mask of ones."""
+    """Run the leak detector on families that leak, on families that do not leak, and with a mask of ones."""
     families = importlib.import_module("tests.train.families")
     seconds: list[float] = []
 
@@ -66,7 +67,7 @@ def b2(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 class Llama:
-    """A small random Llama of transformers, and passes over batches of the same sequences."""
+    """A small random Llama of transformers, with passes over batches of the same sequences."""
 
     def __init__(
         self, sequences: Sequence[Tensor], vocabulary: int = SMALL, dtype: torch.dtype = torch.float32
@@ -95,7 +96,7 @@ class Llama:
 
 
 def padded(sequences: Sequence[Tensor], size: int) -> Batches:
-    """Batches in order of arrival, right-padded to the longest sequence. A batch of one has no mask."""
+    """Batches in the order of arrival, right-padded to the longest sequence. A batch of one sequence has no mask."""
     batches = []
     for at in range(0, len(sequences), size):
         some = sequences[at : at + size]
@@ -108,7 +109,7 @@ def padded(sequences: Sequence[Tensor], size: int) -> Batches:
 
 
 def c1(args: argparse.Namespace) -> Iterator[Figure]:
-    """Tokens per second on the CPU: attention per segment, padded batches, transformers' packed rows and batches of
+    """Tokens per second on the CPU of attention per segment, padded batches, transformers' packed rows, and batches of
     1."""
     import transformers
 
@@ -149,7 +150,8 @@ def c1(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def c2(args: argparse.Namespace) -> Iterator[Figure]:
-    """Cases without a possible gain: rows of equal sequences, and of one, compared with PyTorch's own attention."""
+    """Cases in which no gain is possible: rows of equal sequences, and of one sequence, compared with PyTorch's own
+    attention."""
     for label, count, length in (("4 of 512", 4, 512), ("1 of 2048", 1, 2048)):
         layout = Layout.of([length] * count)
         q, k, v = (torch.randn(count * length, 8, 64, requires_grad=True) for _ in range(3))

@@ -1,5 +1,5 @@
-"""Draws what ``scheduling.py`` recorded: one panel per scenario, with the 95 % intervals. If
-several records have a scenario, the last one counts.
+"""Draws the results that ``scheduling.py`` recorded: one panel per scenario, with the 95 % intervals. If several
+records contain a scenario, the last record is drawn.
 
 pip install matplotlib
 python benchmarks/plot_scheduling.py benchmarks/results/scheduling.json benchmarks/results/scheduling-15m.json \\
@@ -24,7 +24,7 @@ Figures = dict[str, dict[str, float]]
 
 
 def bars(axes: Any, figures: Figures, names: Sequence[str], labels: Sequence[str], colours: Sequence[str]) -> None:
-    """Draw one bar per figure, with its interval."""
+    """Draw one bar per result, with its interval."""
     means = [figures[name]["mean"] for name in names]
     errors = [
         [max(0.0, figures[name]["mean"] - figures[name]["low"]) for name in names],

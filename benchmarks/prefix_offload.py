@@ -1,12 +1,14 @@
-"""Measures the gain of saving evicted prefixes: conversations continue after others have used their part of the cache.
+"""Measures the gain of saving evicted prefixes. Conversations continue after other conversations have evicted their
+part of the cache.
 
     python benchmarks/make_random_model.py /tmp/smollm --shape smollm-135m
     python benchmarks/prefix_offload.py --model /tmp/smollm --rounds 5 --json benchmarks/results/prefix-offload.json
 
-``--chats`` conversations of ``--turns`` turns alternate; each turn sends the whole conversation and ``--added`` more
-tokens. The KV cache holds a third of the final conversations. Engines: without swap space (``off``), with
-``--prefix-offload`` to memory and to a file, and with a KV cache for everything (``ample``), the best possible case.
-Each round has its own prompts; answers of ``--answer`` tokens are greedy, and must be equal on all engines.
+``--chats`` conversations of ``--turns`` turns alternate. Each turn sends the whole conversation and ``--added`` more
+tokens. The KV cache has room for a third of the final conversations. The engines are: without swap space (``off``),
+with ``--prefix-offload`` to memory and to a file, and with a KV cache for everything (``ample``), which is the best
+possible case. Each round has its own prompts. Outputs have ``--answer`` tokens; they are greedy, and must be equal on
+all engines.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def engines(args: argparse.Namespace, directory: str) -> dict[str, LLM]:
 
 
 def chat(llm: LLM, args: argparse.Namespace, seed: int) -> tuple[dict[str, float], list[list[int]]]:
-    """Run all turns of all conversations. Returns times, and all answers."""
+    """Run all turns of all conversations. Returns (times, all outputs)."""
     rng = random.Random(seed)
     said = [[rng.randrange(8000) for _ in range(args.first)] for _ in range(args.chats)]
     params = SamplingParams(temperature=0.0, max_tokens=args.answer, ignore_eos=True)

@@ -4,13 +4,13 @@
 
 Every format scores the same texts as the base, which has float weights in float32 (``--base`` for another dtype). The
 log-probability of each token of a text is used. Without ``--texts``, a directory of text files, the texts are forty
-topics of Python's own ``help()``, in English. For the bundled model they are the guide's chats, and with ``--answers``
-only the answers count. ``--models`` are directories of the same model, for example from ``chairlift quantize``, each
-served as it is stored. The divergence is that of Kullback and Leibler from the base to the format, of the 20 likeliest
-ids at each position and all others together, so it is a lower bound.
+topics of Python's own ``help()``, in English. For the bundled model they are the guide's chats; with ``--answers`` only
+the tokens of the answers are scored. ``--models`` are directories of the same model, for example from ``chairlift
+quantize``, each served as it is stored. The divergence is the Kullback-Leibler divergence from the base to the format.
+It is a lower bound, because it covers the 20 most likely ids at each position, and all other ids as a single one.
 
-``--calibration FILE`` only writes the chats of the guide that the bundled model was trained on, for ``chairlift
-quantize bundled OUT --calibrate FILE``.
+``--calibration FILE`` only writes the guide's chats with which the bundled model was trained, for ``chairlift quantize
+bundled OUT --calibrate FILE``.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
-"""Settings by name; ``stored`` serves a quantised checkpoint as it is."""
+"""Name of a format -> engine settings. ``stored`` serves a quantised checkpoint as it is."""
 
 
 Prompt = tuple[list[int], int]
-"""(token ids, index of the first token that counts)."""
+"""(token ids, index of the first token that is scored)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Scores of all positions that are measured."""
+    """Scores of all positions of a prompt that are scored."""
 
     logprobs: list[float]
-    """Log-probability of the actual token."""
+    """Log-probability of the actual token, per position."""
     likeliest: list[dict[int, float]]
-    """Log-probabilities of the likeliest ids."""
+    """Token id -> log-probability for the most likely ids, per position."""
 
     @property
     def perplexity(self) -> float:
@@ -59,26 +59,26 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Loss of a format relative to the base."""
+    """Loss of quality of a format relative to the base."""
 
     perplexity: float
     growth: float
-    """Relative growth of the perplexity."""
+    """Relative growth of the perplexity (0.01 is 1 %)."""
     divergence: float
-    """Mean over positions, in nats."""
+    """Mean divergence over the positions, in nats."""
     agreement: float
-    """Share of positions where the likeliest id is the same."""
+    """Fraction of positions at which the most likely id is the same."""
 
 
 def default_texts() -> list[str]:
-    """Forty topics of sufficient length."""
+    """Texts of forty topics of Python's ``help()`` that are long enough."""
     topics = pydoc_data.topics.topics
     return [text for _, text in sorted(topics.items()) if len(text) > 1500][:40]
 
 
 def guide_chats(llm: LLM, questions: Sequence[tuple[str, str]]) -> list[Prompt]:
-    """Each answer after its question, as in the training of the bundled model, and the index where the answer
-    begins."""
+    """Token ids of each answer after its question, as in the training of the bundled model, and the index at which the
+    answer begins."""
     assert llm.tokenizer is not None
     asked = [llm.encode_chat([{"role": "user", "content": question}]) for question, _ in questions]
     answers = [llm.tokenizer.encode(answer, add_special_tokens=False) for _, answer in questions]
@@ -86,7 +86,8 @@ def guide_chats(llm: LLM, questions: Sequence[tuple[str, str]]) -> list[Prompt]:
 
 
 def write_calibration(path: Path) -> None:
-    """The guide's chats that the bundled model was trained on, as JSON lines with the template's special tokens."""
+    """Write the guide's chats with which the bundled model was trained, as JSON lines with the template's special
+    tokens."""
     llm = LLM(BUNDLED_MODEL)
     assert llm.tokenizer is not None
     trained = [(question, entry.answer) for entry in read_guide() for question in entry.questions]
@@ -97,8 +98,8 @@ def write_calibration(path: Path) -> None:
 
 
 def make_prompts(model: str, texts: Sequence[str], most_tokens: int, answers: bool) -> list[Prompt]:
-    """The first ``most_tokens`` tokens of each text, or of the guide's chats for the bundled model. With ``answers``
-    only answers count."""
+    """The first ``most_tokens`` tokens of each text, or of the guide's chats for the bundled model. With ``answers``,
+    only answers are scored."""
     llm = LLM(model)
     assert llm.tokenizer is not None
     if model == BUNDLED_MODEL:
@@ -108,7 +109,7 @@ def make_prompts(model: str, texts: Sequence[str], most_tokens: int, answers: bo
 
 
 def score(model: str, prompts: Sequence[Prompt], **settings: Any) -> Scores:
-    """Log-probabilities of the counting tokens of each prompt."""
+    """Scores of all scored tokens of each prompt."""
     llm = LLM(model, max_num_seqs=16, kv_cache_memory_bytes=1 << 30, **settings)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP)
     scores = Scores([], [])
@@ -122,7 +123,7 @@ def score(model: str, prompts: Sequence[Prompt], **settings: Any) -> Scores:
 
 
 def compare(base: Scores, other: Scores) -> Cost:
-    """The loss of ``other``."""
+    """Loss of quality of ``other`` relative to ``base``."""
     divergence, agreed = 0.0, 0
     for one, two in zip(base.likeliest, other.likeliest, strict=True):
         both = one.keys() & two.keys()

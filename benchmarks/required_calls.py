@@ -1,11 +1,11 @@
-"""Calls that must come: how many of them have valid arguments?
+"""Generates required tool calls, and counts how many have valid arguments.
 
 python benchmarks/required_calls.py MODEL [--calls 100] [--max-tokens 300] [--tool-call-parser hermes]
 
-MODEL is a model's directory or file. Each answer is held to one call of one of four functions, as ``tool_choice:
-required`` does. The functions stand in the prompt, so a model may be one whose chat template knows no tools. Questions
-and temperatures (0 to 1) vary. Arguments are checked by jsonschema-rs, with formats. The exit code is 1 where a call
-is missing or not valid.
+MODEL is a model's directory or file. A grammar restricts each output to one call of one of four functions, as
+``tool_choice: required`` does. The prompt describes the functions, so models whose chat template has no tools can be
+tested, too. Questions and temperatures (0 to 1) vary. jsonschema-rs checks the arguments, including formats. The exit
+code is 1 if a call is missing or invalid.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import jsonschema_rs
 
 from chairlift import LLM, SamplingParams
-from chairlift.tool_calls import TOOL_FORMATS, AnswerReader, Thinking, check_tools, held_to, read_answer
+from chairlift.tool_calls import TOOL_FORMATS, AnswerReader, Thinking, check_tools, output_constraint, read_answer
 
 _TEXT = {"type": "string", "maxLength": 40}
 _FUNCTIONS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ _QUESTIONS = (
 
 
 def functions() -> list[dict[str, Any]]:
-    """The functions in OpenAI's form."""
+    """The functions, described in OpenAI's format."""
     return [
         {
             "type": "function",
@@ -74,7 +74,7 @@ def functions() -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Force the calls, and print counts."""
+    """Generate the calls, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--calls", type=int, default=100)
@@ -83,7 +83,7 @@ def main() -> int:
     settings = parser.parse_args()
     llm, form = LLM(settings.model), TOOL_FORMATS[settings.tool_call_parser]
     tools = check_tools(functions(), "required", False)
-    held = held_to(None, tools, form, None, Thinking.NONE)
+    held = output_constraint(None, tools, form, None, Thinking.NONE)
     listed = json.dumps([each["function"] for each in functions()])
     prompts, params = [], []
     for number in range(settings.calls):

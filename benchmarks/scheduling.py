@@ -1,29 +1,30 @@
-"""Measures gain and cost of the scheduling policies: paired runs of each policy against the plain one.
+"""Measures the gain and the cost of scheduling policies, in paired runs of each policy against the default one.
 
     python benchmarks/scheduling.py --simulate                       # on the modelled machine, in seconds
     python benchmarks/scheduling.py --model /tmp/s135 --rounds 3 --json benchmarks/results/scheduling.json
 
 Scenarios (``--only a c`` picks some):
 
-a. priority: few urgent requests next to a stream of batch work at five times what the engine can do;
-b. tenants: two of them, one sends ten times as much as the other and more than the engine can do;
-c. memory: peak demand is 1.2 times the KV cache, by each way to preempt; and a hopeless case, a permanent backlog;
+a. priority: few urgent requests while batch work arrives at five times the engine's capacity;
+b. tenants: two tenants, of which one sends ten times as much as the other, and more than the capacity;
+c. memory: each way to preempt with a peak demand of 1.2 times the KV cache, and with a permanent backlog;
 d. prompts: three kinds of prompt-dominated traffic in each prefill mode;
-e. governor: the rules, which know nothing, against the best of a few fixed numbers of rows where memory is short;
+e. governor: the rules against the best of a few fixed numbers of rows, with too little memory;
 f. deadlines: goodput of least slack first against arrival order, at 0.8, 1.0, 1.2 and 1.5 times the capacity.
 
-Every scenario interleaves its settings within each round, on one trace per round; d and e begin each round with
-another setting, after a run that does not count. Printed are figures per setting and ratios with a 95 % interval over
-the rounds (bootstrap). In d and e each round is compared with the fixed setting best in the others: the best of
-several noisy runs would beat its equals. Simulated verdicts carry the simulator's validity.
+Every scenario interleaves its settings within each round, on one trace per round. d and e begin each round with another
+setting, after an uncounted warm-up run. The script prints results per setting, and ratios with a 95 % interval over the
+rounds (bootstrap). In d and e, each round is compared with the fixed setting that was best in the other rounds, because
+the best of several noisy runs is better than it should be. Simulated results are only as valid as the simulator.
 
-Each takes about 20 minutes with a model of 135M parameters on two cores (short rounds for d, whose noise is that of
-the machine; long ones for e, whose noise is that of the trace)::
+These commands take about 20 minutes each with a model of 135M parameters on two cores. Rounds of d are short, because
+its noise comes from the machine; rounds of e are long, because its noise comes from the trace::
 
     python benchmarks/scheduling.py --model DIR --only d --max-num-seqs 16 --rounds 5 --count 64
     python benchmarks/scheduling.py --model DIR --only e --max-num-seqs 16 --rounds 3 --count 48
 
-``--traffic bursts`` takes one kind of d's or e's traffic alone, for more rounds where its interval is wide.
+``--traffic bursts`` runs only one kind of the traffic of d or e, so that a kind with a wide interval can get more
+rounds.
 """
 
 from __future__ import annotations
@@ -77,16 +78,16 @@ class Run:
     timings: list[RequestTiming]
     step_p99: float
     peak_blocks: int
-    """Most KV blocks in use at once."""
+    """Maximum number of KV blocks in use at once."""
 
     def ttft(self, keep: Callable[[TracedRequest], bool], quantile: float) -> float:
-        """TTFT quantile in seconds of the requests that ``keep`` accepts."""
+        """Quantile of the TTFT in seconds, over the requests that ``keep`` accepts."""
         values = sorted(t.first - t.request.arrival for t in self.timings if t.first >= 0 and keep(t.request))
         return values[min(len(values) - 1, int(quantile * len(values)))] if values else float("nan")
 
 
 class Bench:
-    """Makes engines with given settings, simulated or real, and runs traces on them."""
+    """Creates engines with given settings, simulated or real, and runs traces on them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -139,13 +140,13 @@ class Bench:
         return config
 
     def capacity(self, lengths: Lengths, count: int, **settings: Any) -> float:
-        """Requests per second at full load."""
+        """Requests per second when the engine is always fully loaded."""
         return self.run(draw(lengths, AllAtOnce(), count, 99), **settings).served.requests_per_second
 
     def needs(
         self, kind: str, lengths: Lengths, count: int, arrivals: Callable[[float], Arrivals]
     ) -> tuple[float, int]:
-        """Requests per second at full load, and most KV blocks in use with ``arrivals`` at that rate.
+        """(requests per second at full load, maximum number of KV blocks in use with ``arrivals`` at that rate).
 
         Measured once per kind of traffic, after a short warm-up run.
         """
@@ -157,7 +158,7 @@ class Bench:
         return self._known[kind]
 
     def fitting(self, lengths: Lengths) -> Lengths:
-        """The lengths, with prompts cut where the model would refuse the request."""
+        """The lengths, with prompts shortened where the model would refuse the request as too long."""
         longest = self.base["max_model_len"]
         prompt, answer = lengths
         return dataclasses.replace(prompt, most=min(prompt.most, longest - answer.most)), answer
@@ -190,7 +191,8 @@ def turns(settings: Sequence[Any], round_number: int) -> list[Any]:
 def against_best(rounds: Sequence[dict[str, float]], kind: str, ours: str, fixed: Sequence[str]) -> list[float]:
     """Tokens per second relative to the fixed setting that was best in the other rounds, per round.
 
-    If requests can be preempted, only settings with fewer than 2 % preemptions count; NaN if there is none.
+    If requests can be preempted, only settings with fewer than 2 % preemptions are considered. The result is NaN if
+    there is none.
     """
     healthy = [
         name for name in fixed if statistics.fmean(row.get(f"{kind} {name} preempted", 0) for row in rounds) < 0.02
@@ -216,8 +218,8 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def priority(bench: Bench, seed: int) -> dict[str, float]:
-    """(a) p99 TTFT of urgent work at 5x overload, compared with no other work plus two p99 steps; the loss of
-    throughput."""
+    """(a) p99 TTFT of urgent work at 5 times the capacity, divided by the p99 TTFT without other work plus two p99
+    steps; and the loss of throughput."""
     count = bench.args.count
     rate = bench.capacity(CHAT, count)
     seconds = count / rate
@@ -244,8 +246,8 @@ def priority(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def tenants(bench: Bench, seed: int) -> dict[str, float]:
-    """(b) the small tenant's p99 TTFT beside one that sends ten times as much, the loss of throughput, and the
-    difference of their service while both want more than half."""
+    """(b) p99 TTFT of the small tenant while another tenant sends ten times as much, the loss of throughput, and the
+    difference of the tenants' service while both want more than half."""
     count = bench.args.count
     rate = bench.capacity(CHAT, count)
     few = max(20, count // 10)
@@ -325,7 +327,7 @@ def memory(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def prompts(bench: Bench, seed: int) -> dict[str, float]:
-    """(d) prompt-dominated traffic in each prefill mode: throughput, and delay of the ends of answers."""
+    """(d) Throughput of prompt-dominated traffic in each prefill mode, and the delay of the ends of outputs."""
     figures: dict[str, float] = {}
     for kind, lengths in bench.traffic(PROMPTS).items():
         count, lengths = max(16, bench.args.count // 4), bench.fitting(lengths)
@@ -339,8 +341,8 @@ def prompts(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def governor(bench: Bench, seed: int) -> dict[str, float]:
-    """(e) the rules, and the best fixed number of rows with fewer than 2 % preemptions; all rows together need twice
-    the memory."""
+    """(e) Throughput of the rules, and of the best fixed number of rows with fewer than 2 % preemptions. All rows
+    together need twice the available memory."""
     figures: dict[str, float] = {}
     for kind, (lengths, shape) in bench.traffic(GOVERNED).items():
         count, lengths = bench.args.count, bench.fitting(lengths)
@@ -362,7 +364,8 @@ def fixed_rows(bench: Bench) -> list[int]:
 
 
 def deadlines(bench: Bench, seed: int) -> dict[str, float]:
-    """(f) share of requests that met their deadlines: least slack first, with late ones dropped or not, and FCFS."""
+    """(f) Fraction of requests that met their deadlines: least slack first, with and without dropping late requests,
+    and FCFS."""
     count = bench.args.count
     rate = bench.capacity(CHAT, count)
     lone = bench.run(draw(CHAT, Gamma(0.1 * rate), 20, 77)).served
@@ -387,7 +390,7 @@ def deadlines(bench: Bench, seed: int) -> dict[str, float]:
 
 
 def ratios(bench: Bench, scenario: str, rounds: Sequence[dict[str, float]]) -> dict[str, list[float]]:
-    """Figures that depend on all rounds."""
+    """Ratios for the table, including those that depend on all rounds."""
     if scenario == "d":
         kinds = bench.traffic(PROMPTS)
         return {f"{kind} auto / best fixed": against_best(rounds, kind, "auto", FIXED_MODES) for kind in kinds}

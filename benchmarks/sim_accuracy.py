@@ -1,17 +1,17 @@
-"""Accuracy of ``chairlift sim``, compared with real runs on this machine.
+"""Measures the accuracy of ``chairlift sim`` by comparison with real runs on this machine.
 
     python benchmarks/make_random_model.py /tmp/q05
     python benchmarks/sim_accuracy.py --model /tmp/q05 --json benchmarks/results/sim-accuracy.json
 
 The real engine times the steps of a short calibration, and a cost model is fitted to them. Each of the following rounds
-serves a seeded trace on the real engine, and simulates the same trace with the same settings; the simulation knows only
-the calibration's steps. A second simulation of each trace uses a cost model from the steps of the other rounds, like an
-engine that has served similar traffic for a while. Last, a real engine serves the first trace in real time with steps
-that sleep for the time of the cost model. Its difference to the simulation is the error of the loop, not of the cost
-model.
+serves a seeded trace on the real engine, and simulates the same trace with the same settings. The simulation uses only
+the calibration's cost model. A second simulation of each trace uses a cost model from the steps of the other rounds,
+like an engine that has served similar traffic for a while. Last, a real engine serves the first trace in real time with
+steps that sleep for the time of the cost model. The difference between this run and the simulation is the error of the
+simulated loop, not of the cost model.
 
-It prints simulated over measured ratios. ``busy`` is the share of the processors that other programs used during each
-round. If it is not near 0, the ratios say little about the simulator.
+The script prints simulated values divided by measured values. ``busy`` is the fraction of the processors that other
+programs used during each round. If it is not near 0, the ratios say little about the simulator.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FIGURES = ("output_tokens_per_second", "ttft.p50", "ttft.p99", "tpot.p50", "tpot
 
 
 def figures(served: ServedTrace) -> dict[str, float]:
-    """Figures that are compared, by name."""
+    """Name -> value of the results that are compared."""
     values = {}
     for name in FIGURES:
         value: Any = served
@@ -56,7 +56,7 @@ def figures(served: ServedTrace) -> dict[str, float]:
 
 
 def cpu_times() -> tuple[float, float]:
-    """Processor seconds of the whole machine, and of this process."""
+    """(processor seconds of the whole machine, processor seconds of this process)."""
     fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
     worked = sum(map(int, fields)) - int(fields[3]) - int(fields[4])
     return worked / os.sysconf("SC_CLK_TCK"), time.process_time()
@@ -70,7 +70,7 @@ def traces(args: argparse.Namespace) -> list[list[TracedRequest]]:
 
 
 def deployment(cost: CostModel, llm: LLM, shape: ModelShape) -> Deployment:
-    """The model on this machine, with the engine's KV cache."""
+    """Description of this machine with the model, and the engine's KV cache."""
     cache = llm.engine.core.executor.cache_groups[0].num_blocks * llm.engine.core.executor.block_size
     return Deployment(
         machine="this one",
@@ -86,7 +86,7 @@ def deployment(cost: CostModel, llm: LLM, shape: ModelShape) -> Deployment:
 def simulate(
     cost: CostModel, trace: list[TracedRequest], llm: LLM, shape: ModelShape
 ) -> tuple[dict[str, float], float]:
-    """The figures, and simulated seconds per second."""
+    """(simulated results, simulated seconds per second of computing)."""
     begin = time.perf_counter()
     served = replay(trace, llm.config, deployment(cost, llm, shape)).served
     return figures(served), served.seconds / (time.perf_counter() - begin)

@@ -1,13 +1,18 @@
-"""Gain of drafts, and their cost where they are useless. Runs with and without take turns in one process.
+"""Measures the gain of speculative decoding, and its cost when drafts are useless. Runs with and without drafts take
+turns in one process.
 
     python benchmarks/speculation.py scripted MODEL [--rows 1 4 16] [--acceptance 0.8] [--fixed 1 2 4 8]
     python benchmarks/speculation.py useless MODEL [--rows 64] [--rounds 10]
     python benchmarks/speculation.py texts MODEL [--rows 1 4 16 64]
+    python benchmarks/speculation.py heads [--rows 1 4 16 64] [--heads DIR] [--fixed 1 2 3]
 
-``scripted``: drafts of no cost, each right with a given probability, of fixed numbers and of the number that is chosen.
-``useless``: n-grams at a temperature, with answers that repeat nothing. ``texts``: n-grams for answers that repeat much
-of their prompts (editing, extraction). Ratios are of output tokens per second, with drafts over without, pair by pair:
-their median, and the interval of their mean (95 %, Student's t, of logarithms). Answers must be equal, or it fails.
+``scripted``: drafts that cost no time to propose, each correct with a given probability; the number of drafts is fixed,
+or chosen by the engine. ``useless``: n-gram drafts at a temperature above 0, for outputs without repetitions.
+``texts``: n-gram drafts for outputs that repeat much of their prompts (editing, extraction). ``heads``:
+Medusa heads of the bundled model, its own or others, for wordings of the guide that it was not trained on.
+
+Results are output tokens per second with drafts divided by those without, pair by pair: the median ratio, and the 95 %
+interval of the mean (Student's t, of logarithms). The script fails if outputs differ.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from chairlift.spec_decode.adaptive import AdaptiveSpeculator
 from chairlift.spec_decode.ngram import NgramProposer
 
 T_95 = [math.nan, 12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]
-"""Student's t by degrees of freedom."""
+"""Quantile of Student's t for 95 %, by degrees of freedom."""
 NOTE = (
     "The cable car leaves the lower station at 8:15. Tickets cost 24 francs for adults and 12 francs for children. "
     "The ride takes nine minutes. At the upper station there is a restaurant with a terrace, and a path to the lake."
@@ -46,7 +51,8 @@ TEXTS = [
 
 
 class Scripted:
-    """Drafts from known answers, each spoiled with a probability. Answers are known by their prompts, all different.
+    """Proposes drafts from known outputs, and changes each draft with a given probability. An output is found by its
+    prompt; all prompts are different.
 
     See :class:`~chairlift.spec_decode.adaptive.Proposer`.
     """
@@ -56,7 +62,7 @@ class Scripted:
         self._rng = random.Random(0)
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
-        """The next tokens of the answer, with mistakes."""
+        """The next tokens of each request's known output, some of them changed."""
         found = []
         for request, most in rows:
             answer = self._answers.get(tuple(request.token_ids[: request.num_prompt_tokens]), ())
@@ -65,19 +71,19 @@ class Scripted:
         return found
 
     def seconds(self, num_rows: int) -> float:
-        """Nothing: they were known before."""
+        """0, because the outputs are known in advance."""
         return 0.0
 
     def forget(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Do nothing, because no state is kept per request."""
 
 
 class Fixed(AdaptiveSpeculator):
-    """Proposer that computes up to a fixed number of drafts, regardless of cost."""
+    """Speculator that always computes a fixed number of drafts, regardless of their cost."""
 
     def choose(self, rows: Any, step: Any, budget: int) -> Any:
         """See :class:`~chairlift.scheduler.drafts.Speculator`."""
-        proposals = self._proposer.propose([(request, min(most, self._most)) for request, most in rows])  # type: ignore[union-attr]
+        proposals = self._proposer.propose([(request, min(most, self.most)) for request, most in rows])  # type: ignore[union-attr]
         return [(request, drafts) for (request, _), drafts in zip(rows, proposals, strict=True) if drafts]
 
 
@@ -87,10 +93,12 @@ Make = Callable[[], AdaptiveSpeculator]
 def timed(
     llm: LLM, prompts: list[list[int]], params: SamplingParams, make: Make | None
 ) -> tuple[float, list[list[int]], dict[str, Any]]:
-    """Output tokens per second, the answers, and what became of the drafts. ``make`` returns the proposer; None runs
-    without drafts."""
-    scheduler = llm.engine.scheduler
-    scheduler.drafts = None if make is None else Drafts(scheduler.batch, make())
+    """(output tokens per second, outputs, counts of proposed and accepted drafts). ``make`` returns the proposer; None
+    runs without drafts."""
+    scheduler, speculator = llm.engine.scheduler, None if make is None else make()
+    scheduler.drafts = None if speculator is None else Drafts(scheduler.batch, speculator)
+    drafter = getattr(speculator, "_proposer", None)
+    llm.engine.core.executor.drafter = drafter if hasattr(drafter, "saw") else None  # type: ignore[attr-defined]
     begin = time.perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - begin
@@ -151,15 +159,14 @@ def pairs(
                 **told[name],
             }
         )
-        print(
-            f"{len(prompts)} rows, {name}: {records[-1]['ratio']:.2f} ({low:.2f} to {high:.2f}), {told[name]}",
-            flush=True,
-        )
+        ratio, slots = records[-1]["ratio"], about.get("slots", len(prompts))
+        print(f"{slots} rows, {name}: {ratio:.2f} ({low:.2f} to {high:.2f}), {told[name]}", flush=True)
     return records
 
 
 def scripted(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Drafts of a given acceptance, fixed numbers of them and the number that is chosen."""
+    """Scripted drafts with a given probability of being correct: fixed numbers of drafts, and the number that the
+    engine chooses."""
     llm = LLM(args.model, skip_tokenizer_init=True, max_num_seqs=64, num_kv_blocks=1024, enable_prefix_caching=False)
     seconds, records, rng = llm.engine.core.costs.model.step_seconds, [], random.Random(1)
     for rows in args.rows:
@@ -190,7 +197,7 @@ def useless(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def texts(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """N-grams where answers repeat their prompts."""
+    """n-gram drafts for outputs that repeat much of their prompts."""
     llm = LLM(args.model, max_num_seqs=64, num_kv_blocks=2048, enable_prefix_caching=False)
     seconds, records = llm.engine.core.costs.model.step_seconds, []
     for rows in args.rows:
@@ -203,14 +210,47 @@ def texts(args: argparse.Namespace) -> list[dict[str, Any]]:
     return records
 
 
+def heads(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Medusa heads of the bundled model, for wordings of the guide that were held back from training."""
+    from tools.guide import read_guide
+
+    asked = {"method": "medusa"} if args.heads is None else {"method": "medusa", "model": args.heads}
+    questions, records = [text for entry in read_guide() for text in entry.held_back], []
+    random.Random(3).shuffle(questions)
+    params = SamplingParams(temperature=args.temperature, seed=7, max_tokens=args.tokens)
+    for rows in args.rows:
+        shape: dict[str, Any] = {"max_num_seqs": rows, "num_kv_blocks": 2048, "enable_prefix_caching": False}
+        llm = LLM(args.model, speculative_config=asked, **shape)
+        count = max(2 * rows, args.requests)
+        prompts = [llm.encode_chat([{"role": "user", "content": text}]) for text in questions[:count]]
+        sides = _sides_of_heads(llm, args.fixed)
+        for make in (sides["heads"], None):
+            timed(llm, prompts, params, make)
+        records += pairs(llm, prompts, params, sides, args.rounds, slots=rows)
+    return records
+
+
+def _sides_of_heads(llm: LLM, fixed: Sequence[int]) -> dict[str, Make]:
+    """The number of drafts that is chosen, and fixed ones."""
+    core = llm.engine.core
+    seconds, drafter, drafts = core.costs.model.step_seconds, core.executor.drafter, core.scheduler.drafts  # type: ignore[attr-defined]
+    sides: dict[str, Make] = {"heads": lambda: AdaptiveSpeculator(seconds, drafts.speculator.most, drafter)}
+    for number in fixed:
+        sides[f"{number} fixed"] = lambda number=number: Fixed(seconds, number, drafter)
+    return sides
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=("scripted", "useless", "texts"))
+    parser.add_argument("what", choices=("scripted", "useless", "texts", "heads"))
     parser.add_argument("model", nargs="?", default="bundled")
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--acceptance", type=float, default=0.8)
+    parser.add_argument("--requests", type=int, default=32, help="of heads: fewest requests of a run")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of heads")
+    parser.add_argument("--heads", help="of heads: directory of other heads than the model's own")
     parser.add_argument("--fixed", type=int, nargs="*", default=[])
     parser.add_argument("--json", type=Path, help="append the records to a file")
     args = parser.parse_args()

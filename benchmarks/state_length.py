@@ -1,10 +1,11 @@
-"""Compares a token behind a long text with one behind a short text: a recurrent state does not grow.
+"""Compares the time per token after a long text with the time after a short text. A recurrent state does not grow with
+the text.
 
     python benchmarks/state_length.py --rounds 7 --json state_length.json
 
-A purely recurrent model (Mamba-2) and a Llama decode behind prompts of ``--short`` and of ``--long`` tokens,
-interleaved in every round. The figure is the median time of a step that decodes all rows and computes no prompt, and
-its ratio, long to short, within each round. A recurrent model should stay within 5 %.
+A purely recurrent model (Mamba-2) and a Llama decode after prompts of ``--short`` and of ``--long`` tokens, interleaved
+in every round. Results are the median time of a step that decodes all rows and computes no prompt, and the ratio of
+long to short within each round. For a recurrent model, the two times should differ by less than 5 %.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def step_seconds(llm: LLM, rows: int, length: int, tokens: int) -> float:
-    """Median seconds of a step that decodes all ``rows``, behind prompts of ``length`` tokens."""
+    """Median seconds of a step that decodes all ``rows``, each after a prompt of ``length`` tokens."""
     log, generator = llm.engine.step_log, torch.Generator().manual_seed(length)
     prompts = torch.randint(VOCABULARY, (rows, length), generator=generator).tolist()
     before = len(log)
@@ -89,7 +90,7 @@ def main() -> None:
 
 
 def report(name: str, rows: int, seconds: dict[str, list[float]], lengths: tuple[int, int]) -> None:
-    """Print the median step behind each length, and the ratio of the long one to the short one."""
+    """Print the median step time for each prompt length, and the ratio of the long prompt's to the short prompt's."""
     short, long = (seconds[f"{name} {rows} {length}"] for length in lengths)
     ratios = sorted(b / a for a, b in zip(short, long, strict=True))
     print(

@@ -1,12 +1,12 @@
-"""Measures the scheduler's time per step: ``schedule`` plus ``update`` with steady decode rows and an executor that
-does nothing.
+"""Measures the scheduler's time per step: ``schedule`` plus ``update`` when all rows decode, with an executor that does
+nothing.
 
     python benchmarks/step_overhead.py [--rows 128 1024] [--steps 2000] [--policy priority --waiting 500] [--json FILE]
 
-It includes stop checks, block allocation, block hashing for the prefix cache and the step record, but not HTTP,
-detokenizing and the forward pass. It prints the median, the mean and the 99th percentile in microseconds, over all
-steps in which every row decodes. With ``--waiting`` this many requests are always in the queue, of four tenants and
-three classes, and none outranks a running request.
+The time includes stop checks, block allocation, block hashing for the prefix cache and the step record, but not HTTP,
+detokenizing and the forward pass. The script prints the median, the mean and the 99th percentile in microseconds, over
+all steps in which every row decodes. With ``--waiting N``, N requests of four tenants and three classes are always in
+the queue. None of them may take the row of a running request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The shared workload: requests with clipped log-normal lengths, like chat traffic, drawn from a seed."""
+"""The workload that benchmarks share: requests with clipped log-normal lengths, as in chat traffic, drawn from a
+seed."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ def draw(
     prompt: tuple[float, float, int, int] = (4.6, 0.8, 8, 1024),
     output: tuple[float, float, int, int] = (4.2, 0.9, 4, 512),
 ) -> list[tuple[list[int], int]]:
-    """``count`` pairs of prompt token ids and output length. ``prompt`` and ``output`` are (mu, sigma, lowest,
-    highest)."""
+    """Draw ``count`` pairs of (prompt token ids, output length). ``prompt`` and ``output`` are (mu, sigma, minimum,
+    maximum) of the lengths."""
     lengths = {"prompt": LogNormal(*prompt), "output": LogNormal(*output)}
     return Workload(count=count, seed=seed, vocab_size=vocab, **lengths).requests()
 

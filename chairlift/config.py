@@ -202,7 +202,7 @@ class CacheConfig:
     """Number of tokens between two snapshots of a recurrent model's state that the prefix cache keeps: a multiple of
     block_size. None: chosen so that snapshots take no more memory than K and V (1,024 for models without K and V)."""
     prefix_offload: bool = False
-    """Save evicted blocks of the prefix cache in the swap space, if preempted requests leave room."""
+    """Save evicted blocks of the prefix cache in the part of the swap space that preempted requests do not use."""
     swap_space_bytes: int | None = None
     """Host memory for the KV of preempted requests. None: a tenth of the KV cache; 0: no swap space."""
     swap_directory: str | None = None
@@ -221,38 +221,38 @@ class SpeculativeConfig:
     """Number of tokens that must match before method ngram makes a draft."""
     model: str = ""
     """Small model for method draft_model, or heads for method medusa: a directory, or a name on the Hugging Face
-    Hub."""
+    Hub. The bundled model has heads of its own."""
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> SpeculativeConfig:
         """Parse a JSON object. Raises ConfigError with the name of a bad key."""
-        given = value
+        settings = value
         if isinstance(value, str):
             try:
-                given = json.loads(value)
+                settings = json.loads(value)
             except ValueError as error:
                 raise ConfigError(f"speculative_config is not JSON ({error}): {value!r:.200}") from None
-        if not isinstance(given, Mapping):
+        if not isinstance(settings, Mapping):
             raise ConfigError(f'speculative_config must be an object like {{"method": "ngram"}}, got {value!r:.200}')
         known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(str(key) for key in given if key not in known)
+        unknown = sorted(str(key) for key in settings if key not in known)
         if unknown:
             raise ConfigError(f"speculative_config has unknown keys {unknown}; known: {sorted(known)}")
-        method, model = given.get("method"), given.get("model", "")
+        method, model = settings.get("method"), settings.get("model", "")
         if method not in ("ngram", "draft_model", "medusa"):
             raise ConfigError(f"speculative_config: method must be ngram, draft_model or medusa, got {method!r:.80}")
-        if not isinstance(model, str) or bool(model) != (method != "ngram"):
+        if not isinstance(model, str) or (method != "medusa" and bool(model) != (method == "draft_model")):
             raise ConfigError(
-                "speculative_config: draft_model and medusa need model, the directory or name of the small model or of"
+                "speculative_config: draft_model needs model, the directory or name of the small model, medusa that of"
                 f" the heads; ngram takes no model; got method {method!r} and model {model!r:.200}"
             )
-        for name, most in (("num_speculative_tokens", 64), ("prompt_lookup_min", 16)):
-            number = given.get(name, 1)
-            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
+        for name, maximum in (("num_speculative_tokens", 64), ("prompt_lookup_min", 16)):
+            number = settings.get(name, 1)
+            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= maximum:
                 raise ConfigError(
-                    f"speculative_config: {name} must be a whole number from 1 to {most}, got {number!r:.80}"
+                    f"speculative_config: {name} must be a whole number from 1 to {maximum}, got {number!r:.80}"
                 )
-        return cls(**given)
+        return cls(**settings)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +278,7 @@ class SchedulerConfig:
     drop."""
     prefill_mode: str = "mixed"
     """Contents of a step: mixed (decodes, then prompts with the rest of the budget), prefill_first, decode_first,
-    separate (only prompts or only decodes), or auto (mixed or separate, whichever is predicted to take less time)."""
+    separate (only prompts or only decodes), or auto (mixed, prefill_first or separate, by predicted step time)."""
     preemption_mode: str = "auto"
     """How a running request is preempted: recompute, swap (its KV is saved in host memory), auto (the cheaper of both),
     or none (a request is admitted only if there is room for its longest possible answer)."""
@@ -317,10 +317,10 @@ class SchedulerConfig:
     def batch_sizes(self) -> tuple[int, ...]:
         """The preferred batch sizes in ascending order. Raises ConfigError."""
         sizes = self.preferred_batch_sizes
-        given = [part.strip() for part in sizes.split(",")] if isinstance(sizes, str) and sizes.strip() else []
-        if (sizes and not given) or not all(re.fullmatch("[1-9][0-9]{0,4}", part) for part in given):
+        parts = [part.strip() for part in sizes.split(",")] if isinstance(sizes, str) and sizes.strip() else []
+        if (sizes and not parts) or not all(re.fullmatch("[1-9][0-9]{0,4}", part) for part in parts):
             raise ConfigError(f"preferred_batch_sizes must be whole numbers above 0, like 4,8; got {sizes!r}")
-        return tuple(sorted({int(part) for part in given}))
+        return tuple(sorted({int(part) for part in parts}))
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -404,7 +404,7 @@ class EngineConfig:
     def without_effect(self) -> list[str]:
         """One sentence for each setting that has no effect together with the other settings. Such settings are not
         refused, because a comparison uses the same settings in every run."""
-        scheduler, given = self.scheduler, self.to_flat()
+        scheduler, settings = self.scheduler, self.to_flat()
         plain, ungoverned = scheduler.scheduling_policy == "fcfs", scheduler.governor == "off"
         swaps = scheduler.preemption_mode in ("swap", "auto") and self.cache.swap_space_bytes != 0
         offloads = self.cache.enable_prefix_caching and self.cache.swap_space_bytes != 0
@@ -432,7 +432,7 @@ class EngineConfig:
             "swap_directory": (not swaps and not (offloads and self.cache.prefix_offload), "nothing is swapped"),
             "prefix_offload": (not offloads, "it needs enable_prefix_caching, and swap space"),
         }
-        return [f"{name} has no effect: {why}" for name, (is_idle, why) in idle.items() if is_idle and name in given]
+        return [f"{name} has no effect: {why}" for name, (is_idle, why) in idle.items() if is_idle and name in settings]
 
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> EngineConfig:
@@ -460,8 +460,8 @@ class EngineConfig:
 
     def to_flat(self) -> dict[str, Any]:
         """Settings that differ from their defaults, as plain keywords for :meth:`from_flat`."""
-        given = {flag.name: (getattr(getattr(self, flag.part), flag.name), flag.default) for flag in flat_fields()}
-        settings = {name: value for name, (value, default) in given.items() if value != default}
+        values = {flag.name: (getattr(getattr(self, flag.part), flag.name), flag.default) for flag in flat_fields()}
+        settings = {name: value for name, (value, default) in values.items() if value != default}
         return {name: str(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
 
 
@@ -695,11 +695,11 @@ def _policy(scheduler: SchedulerConfig) -> None:
     weights = parse_tenant_weights(scheduler.tenant_weights)
     if name == "fcfs" and (scheduler.service_classes or weights):
         raise ConfigError("service_classes and tenant_weights need scheduling_policy 'priority'; 'fcfs' ignores them")
-    rows, most = sum(each.min_seqs for each in classes.values()), scheduler.max_running
-    if rows and rows >= most:
+    rows, max_running = sum(each.min_seqs for each in classes.values()), scheduler.max_running
+    if rows and rows >= max_running:
         raise ConfigError(
-            f"service classes reserve {rows} rows, but of the {most} that max_num_seqs and max_num_batched_tokens"
-            " allow, one must stay free for everybody; reserve less"
+            f"service classes reserve {rows} rows, but of the {max_running} that max_num_seqs and"
+            " max_num_batched_tokens allow, one must stay free for everybody; reserve less"
         )
     tokens = sum(each.min_step_tokens for each in classes.values())
     if tokens > scheduler.max_num_batched_tokens:

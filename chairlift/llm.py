@@ -37,7 +37,7 @@ from chairlift.tool_calls import (
     AnswerReader,
     Tools,
     check_tools,
-    held_to,
+    output_constraint,
     read_answer,
     reasoning_format_of,
     thinking_of,
@@ -281,8 +281,8 @@ class LLM:
                 f"sampling_params must be a SamplingParams or one per prompt, got {type(sampling_params).__name__}"
             )
         count = len(listed)
-        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = _one_each("sampling parameters", given, count)
+        all_params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _one_each("sampling parameters", all_params, count)
         priorities, tenants = _one_each("priorities", priority, count), _one_each("tenants", tenant, count)
         adapters = _one_each("adapters", lora_request, count)
         ids: list[str] = []
@@ -340,20 +340,20 @@ class LLM:
             print(outputs[0].outputs[0].text)
         """
         self._generates("chat")
-        given: object = messages  # callers also send plain text and single messages, against the type
-        if not isinstance(given, (list, tuple)):
+        conversation: object = messages  # callers also send plain text and single messages, against the type
+        if not isinstance(conversation, (list, tuple)):
             raise RequestError(
                 "a conversation must be a list of messages like {'role': 'user', 'content': 'Hi'}, got"
                 f" {type(messages).__name__}"
             )
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
-        asked = check_tools(tools, tool_choice, parallel_tool_calls)
-        offered = asked.offered or None
+        checked = check_tools(tools, tool_choice, parallel_tool_calls)
+        offered = checked.offered or None
         laid_out = [self._lay_out(each, tools=offered, **template_variables) for each in conversations]
         ids = [each for each, _ in laid_out]
-        if asked.choice in ("required", "named"):
-            sampling_params = self._held_to_calls(asked, ids, sampling_params)
+        if checked.choice in ("required", "named"):
+            sampling_params = self._held_to_calls(checked, ids, sampling_params)
         prompts: list[Prompt] = [
             {"prompt_token_ids": each, "multi_modal_data": {"image": images}} if images else each
             for each, images in laid_out
@@ -370,7 +370,10 @@ class LLM:
             return self.engine.remove_lora(lora_int_id)
 
     def _held_to_calls(
-        self, tools: Tools, prompts: Sequence[list[int]], given: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        tools: Tools,
+        prompts: Sequence[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[SamplingParams]:
         """Sampling parameters of each prompt, with a grammar that forces the tool calls."""
         tokenizer = self.tokenizer
@@ -379,18 +382,18 @@ class LLM:
         form, reasoning = tool_format_of(tokenizer.chat_template), reasoning_format_of(tokenizer.chat_template)
         if form is None:
             raise RequestError("tools has functions, but no format of tool calls is known for the chat template")
-        default = self.get_default_sampling_params() if given is None else given
+        default = self.get_default_sampling_params() if sampling_params is None else sampling_params
         every = _one_each("sampling parameters", default, len(prompts))
-        held = []
+        forced = []
         for prompt, params in zip(prompts, every, strict=True):
             if not isinstance(params, SamplingParams):
                 raise RequestError(f"sampling parameters must be a SamplingParams, got {type(params).__name__}")
             if params.structured_outputs is not None:
                 raise RequestError("tool_choice and structured_outputs each hold the answer to a form; leave one out")
             tail = tokenizer.decode(prompt[-64:], False, final=False)
-            whole = held_to(None, tools, form, reasoning, thinking_of(reasoning, tail))
-            held.append(dataclasses.replace(params, structured_outputs=whole))
-        return held
+            whole = output_constraint(None, tools, form, reasoning, thinking_of(reasoning, tail))
+            forced.append(dataclasses.replace(params, structured_outputs=whole))
+        return forced
 
     def encode_chat(
         self,
@@ -413,8 +416,8 @@ class LLM:
         if self._images is None:
             normalize_messages(messages)  # refuses images
         else:
-            messages, given = take_images(messages)
-            images = prepare_images(self._images, given)
+            messages, given_images = take_images(messages)
+            images = prepare_images(self._images, given_images)
         text = self._template.render(messages, **how)
         return self.tokenizer.encode(text, add_special_tokens=False), images
 
@@ -474,18 +477,18 @@ class LLM:
                 " was forked from it; make an LLM in each process, or start processes by spawn"
             )
 
-    def step_for(self, wanted: Container[str]) -> list[RequestOutput]:
-        """Compute one step. Returns the outputs of the ``wanted`` requests that have ended; other outputs wait for a
-        later call.
+    def step_for(self, request_ids: Container[str]) -> list[RequestOutput]:
+        """Compute one step. Returns the outputs of requests in ``request_ids`` that have ended; other outputs wait
+        for a later call.
 
         This method serves requests that were added to ``engine`` directly; they may end during a call of
         :meth:`generate`.
         """
         self._ended.update((output.request_id, output) for output in self.engine.step() if output.finished)
-        return [self._ended.pop(each) for each in list(self._ended) if each in wanted]
+        return [self._ended.pop(each) for each in list(self._ended) if each in request_ids]
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:
-        wanted = set(ids)
+        unfinished = set(ids)
         done: dict[str, RequestOutput] = {}
         bar = None
         if use_tqdm:
@@ -493,8 +496,8 @@ class LLM:
 
             bar = tqdm(total=len(ids), unit="prompt")
         with held_interrupt() as interrupted:
-            while len(done) < len(wanted):
-                for output in self.step_for(wanted):
+            while len(done) < len(unfinished):
+                for output in self.step_for(unfinished):
                     done[output.request_id] = output
                     if bar is not None:
                         bar.update()
@@ -505,10 +508,10 @@ class LLM:
         return done
 
 
-def _one_each(what: str, given: Any, count: int) -> list[Any]:
-    """A list with one value per prompt. ``given`` is one value for all prompts, or already such a list."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        return [given] * count
-    if len(given) != count:
-        raise RequestError(f"{count} prompts but {len(given)} {what}; give one for all or one each")
-    return list(given)
+def _one_each(what: str, values: Any, count: int) -> list[Any]:
+    """A list with one value per prompt. ``values`` is one value for all prompts, or already such a list."""
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        return [values] * count
+    if len(values) != count:
+        raise RequestError(f"{count} prompts but {len(values)} {what}; give one for all or one each")
+    return list(values)

@@ -435,7 +435,7 @@ def _cache_memory(
     import torch
 
     from chairlift.executor.kv_tensors import DEFAULT_SHARE, available_memory, gpu_cache_memory
-    from chairlift.executor.step_graph import MOST_RECORDED_TOKENS
+    from chairlift.executor.step_graph import MAX_RECORDED_TOKENS
     from chairlift.kernels.triton.launch import ANY_ROWS_BLOCK, num_multiprocessors
 
     if device.type == "cpu" or config.cache.num_kv_blocks is not None:
@@ -446,7 +446,7 @@ def _cache_memory(
     if config.model.batch_invariant:  # float32 parts of a split sum, for as many programs as there are multiprocessors
         token += num_multiprocessors(device) * ANY_ROWS_BLOCK * 4
     rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
-    step = (tokens + max(rows, min(tokens, MOST_RECORDED_TOKENS))) * token + 2 * rows * network.vocab_size * (
+    step = (tokens + max(rows, min(tokens, MAX_RECORDED_TOKENS))) * token + 2 * rows * network.vocab_size * (
         dtype.itemsize + 4
     )
     torch.cuda.empty_cache()  # memory that loading used and released

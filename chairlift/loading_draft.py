@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from chairlift.config import EngineConfig
+from chairlift.config import BUNDLED_MODEL, EngineConfig
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.draft_model import DraftModel
 from chairlift.executor.local import Drafter, ModelRunner
@@ -76,7 +76,8 @@ def load_draft_model(
             f"speculative_config: {speculation.method} runs on the native CPU kernels, and {kernels} runs this model;"
             " use method ngram"
         )
-    small_dir = resolve_model_dir(speculation.model)
+    name = speculation.model
+    small_dir = resolve_model_dir(name) if name else _heads_of(config.model.model, model_dir)
     if speculation.method == "medusa":
         if not isinstance(network, ModelConfig):
             raise ConfigError("speculative_config: medusa needs a model with a native family; use method ngram")
@@ -100,6 +101,16 @@ def load_draft_model(
             f"{_SETTING} {speculation.model!r:.200} has recurrent states, which cannot go back; use another"
         )
     return LoadedDraftModel(model, length)
+
+
+def _heads_of(model: str, model_dir: Path) -> Path:
+    """Directory of the heads that come with a model."""
+    if model == BUNDLED_MODEL and (model_dir / "medusa").is_dir():
+        return model_dir / "medusa"
+    raise ConfigError(
+        "speculative_config: medusa needs model, the directory or name of the heads; only the bundled model comes with"
+        " heads (docs/speculation.md says how to train them)"
+    )
 
 
 def _check_tokenizers(model_dir: Path, small_dir: Path, name: str) -> None:

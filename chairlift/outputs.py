@@ -117,19 +117,19 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._slice(index)
-        place = range(len(self))[index]
-        start, end = self._ends[place - 1] if place else 0, self._ends[place]
+        position = range(len(self))[index]
+        start, end = self._ends[position - 1] if position else 0, self._ends[position]
         if start == end:
             return None
-        found = {self._ids[start]: self._entry(start, self._ranks[place])}
+        found = {self._ids[start]: self._entry(start, self._ranks[position])}
         for rank, at in enumerate(range(start + 1, end), start=1):
             if (token_id := self._ids[at]) not in found:
                 found[token_id] = self._entry(at, rank)
         return found
 
     def __iter__(self) -> Iterator[dict[int, Logprob]]:
-        for place in range(len(self)):
-            yield self[place]
+        for position in range(len(self)):
+            yield self[position]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, str):
@@ -147,8 +147,8 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
     def _entry(self, at: int, rank: int) -> Logprob:
         return Logprob(self._logprobs[at], rank, None if self._text is None else self._text(self._ids[at]))
 
-    def _slice(self, wanted: slice) -> FlatLogprobs:
-        begin, end, step = wanted.indices(len(self._ends))
+    def _slice(self, index: slice) -> FlatLogprobs:
+        begin, end, step = index.indices(len(self._ends))
         found = FlatLogprobs(self._text)
         if step != 1:
             raise ValueError(f"log-probabilities are cut in steps of 1, got {step}; make a list of them first")
@@ -206,7 +206,7 @@ class RequestMetrics:
     """Cause -> seconds of the time from arrival to end (docs/why-slow.md). With ``n`` answers, those of the answer that
     ended last."""
     preempted_by: list[str] = dataclasses.field(default_factory=list)
-    """Ids of the sequences that preempted this request: at most the last three, the newest at the end."""
+    """Ids of the sequences that preempted the request: at most the last three, the newest at the end."""
     preempted_during: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     """Intervals (from, until), in seconds, in which the request was preempted: at most the last eight."""
 

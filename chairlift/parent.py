@@ -43,5 +43,5 @@ def kill_child(pid: int) -> None:
 def child_environment() -> dict[str, str]:
     """Environment variables for a child process that finds the same packages as this process, but no packages in the
     working directory."""
-    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
-    return kept | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    inherited = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+    return inherited | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

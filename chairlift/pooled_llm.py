@@ -38,7 +38,7 @@ class PooledCalls:
     def embed(
         self, prompts: Sequence[Any], truncate: int | None, dimensions: int | None, prompt_name: str | None
     ) -> PooledCall[EmbeddingOutput]:
-        """Call for the embedding of each prompt."""
+        """The call that computes the embedding of each prompt."""
         inputs = self.inputs
         inputs.check_task("embed")
         inputs.check_dimensions(dimensions)
@@ -46,14 +46,14 @@ class PooledCalls:
         return _each(texts, lambda values: EmbeddingOutput(floats(inputs.cut(values, dimensions))))
 
     def classify(self, prompts: Sequence[Any], truncate: int | None) -> PooledCall[ClassificationOutput]:
-        """Call for the class scores of each prompt."""
+        """The call that computes the class scores of each prompt."""
         self.inputs.check_task("classify")
         return _each(self._texts(prompts, truncate, ""), lambda values: ClassificationOutput(floats(values)))
 
     def score(
         self, queries: Sequence[Any], documents: Sequence[Any], truncate: int | None
     ) -> PooledCall[ScoringOutput]:
-        """Call for one score per document."""
+        """The call that computes one score per document."""
         inputs = self.inputs
         inputs.check_task("score")
         if len(queries) not in (1, len(documents)):
@@ -80,9 +80,9 @@ class PooledCalls:
         return [_named(index, len(prompts), make, prompt) for index, prompt in enumerate(prompts)]
 
 
-def _named(index: int, count: int, make: Callable[[str, Any], PooledText], given: Any) -> PooledText:
+def _named(index: int, count: int, make: Callable[[str, Any], PooledText], value: Any) -> PooledText:
     try:
-        return make(uuid.uuid4().hex, given)
+        return make(uuid.uuid4().hex, value)
     except RequestError as error:
         raise type(error)(f"prompt {index}: {error}") if count > 1 else error from None
 
@@ -95,8 +95,8 @@ def _each(texts: list[PooledText], make: Callable[[bytes], _Result]) -> PooledCa
 
 
 def _cosines(first: list[PooledText], second: list[PooledText]) -> PooledCall[ScoringOutput]:
-    """Call for the cosine of each pair of texts. ``first`` has one text for all of ``second``, or one text per text of
-    ``second``."""
+    """The call that computes the cosine of each pair of texts. ``first`` has one text for all of ``second``, or one
+    text per text of ``second``."""
 
     def finish(vectors: Mapping[str, bytes]) -> list[PoolingRequestOutput[ScoringOutput]]:
         found = []
@@ -138,7 +138,7 @@ class PooledTexts:
         """Compute the results of one call. Raises RequestError if a text yields no vector. A KeyboardInterrupt is
         raised only between two forward passes."""
         core, found, texts = self._core, dict[str, bytes](), call.texts
-        places = {text.request_id: index for index, text in enumerate(texts)}
+        positions = {text.request_id: index for index, text in enumerate(texts)}
         for text in texts:
             core.add(text)
         try:
@@ -146,7 +146,7 @@ class PooledTexts:
                 while len(found) < len(texts):
                     for vector in core.run(core.next_pass()):
                         if vector.error:
-                            raise RequestError(f"prompt {places[vector.request_id]}: {vector.error}")
+                            raise RequestError(f"prompt {positions[vector.request_id]}: {vector.error}")
                         found[vector.request_id] = vector.values
                     if interrupted():
                         raise KeyboardInterrupt

@@ -74,14 +74,14 @@ def read_pooled(config: EngineConfig, model_dir: Path) -> PooledConfig:
     from chairlift.models.pooling import read_pooled_config, read_reranker
 
     settings = config.model
-    given = {
+    overrides = {
         "pooling_type": settings.pooling_type,
         "normalize": settings.pooling_normalize,
         "is_matryoshka": settings.is_matryoshka,
     }
     if settings.reranker is None:
-        return read_pooled_config(model_dir, **given)  # type: ignore[arg-type]
-    if any(value is not None for value in given.values()):
+        return read_pooled_config(model_dir, **overrides)  # type: ignore[arg-type]
+    if any(value is not None for value in overrides.values()):
         raise ConfigError("pooling_type, pooling_normalize and is_matryoshka are for embeddings; a reranker has none")
     if settings.skip_tokenizer_init:
         raise ConfigError("a reranker needs the tokenizer, to know its answers; leave skip_tokenizer_init out")

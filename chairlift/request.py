@@ -58,7 +58,7 @@ class Service:
     seconds_per_token: float = math.inf
     """Maximum mean time per token in the decode phase, in seconds."""
     retention: int = 0
-    """Rank of its blocks in the prefix cache after the request leaves, 0 to 2. Blocks of a higher rank are evicted
+    """Rank of the request's blocks in the prefix cache after it leaves, 0 to 2. Blocks of a higher rank are evicted
     later."""
 
     @property
@@ -87,8 +87,8 @@ _STILL = DecodeClock()  # never ticks; the clock of every request that is not de
 class Request:
     """One sequence: a prompt, the tokens generated so far, and the number of tokens whose KV is computed.
 
-    There are no separate phases. ``num_tokens - num_computed_tokens`` is the work before the next token can be sampled:
-    a prompt, a chunk of one, one decode token, or a recompute after preemption.
+    Prefill and decode are not separate phases. ``num_tokens - num_computed_tokens`` is the work before the next token
+    can be sampled: a prompt, a chunk of one, one decode token, or a recompute after preemption.
     """
 
     __slots__ = (
@@ -203,64 +203,65 @@ class Request:
         self.sequence = 0
         """Order of arrival, set by the scheduler."""
         self.size = SIZE_UNKNOWN
-        """Number of tokens to compute at its admission. While it waits: an estimate from when it was queued."""
+        """Number of tokens to compute at admission. While the request waits: an estimate."""
         self.slot = -1
         """Permanent row in the executor's InputBatch while running; -1 otherwise."""
         self.limit = self.max_total_tokens - 1
-        """Number of KV positions at which it stops computing. (The last sampled token is never an input.)"""
+        """Number of KV positions at which the request stops computing. (The last sampled token is never an input.)"""
         self._begin_books()
 
     def _begin_books(self) -> None:
         """Initialise the fields that the scheduler and the KV cache maintain."""
         self.stop_reason: int | str | None = None
         self.is_guided = False
-        """Whether a grammar or a thinking budget restricts its tokens. Its drafts must satisfy the same restriction."""
+        """Whether a grammar or a thinking budget restricts the request's tokens, and so its drafts."""
         self.may_draft = True
-        """Whether it may have drafts. False after its grammar failed on a draft."""
+        """Whether the request may have drafts. False after its grammar failed on a draft."""
         self.siblings: list[Request] = []
         """Requests with the same prompt that wait until this request has computed the prompt, and then fork from it."""
         self.num_sample_positions = 1
-        """Number of positions that are sampled when a chunk reaches the newest known token, counted from the end. A
-        shorter chunk samples fewer. Only the token of the last position is used; the others are dropped."""
+        """Number of positions at which the last chunk of the known tokens samples, counted from the chunk's end. A
+        shorter chunk samples at fewer. Only the token of the last position is used; the others are dropped."""
         self.block_ids: list[list[int]] = []
         """The block table: one list of block ids per cache group."""
         self.num_out_of_reach: list[int] = []
         """Per cache group: number of leading table entries that a sliding window has passed and released."""
         self.is_guaranteed = False
-        """Whether it can always continue: blocks that its sliding windows released stay reserved for it."""
+        """Whether the request can always continue: blocks that its windows released stay reserved for it."""
         self.reserved: list[tuple[int, int]] = []
-        """Per cache group: (number of blocks reserved for it, number of reserved blocks that it does not hold now)."""
+        """Per cache group: (number of reserved blocks, number of reserved blocks that the request does not hold
+        now)."""
         self.num_published = 0
         """Number of leading full blocks that were published to the prefix cache."""
         self.last_node: PrefixNode | None = None
         """The prefix-cache node of the last published block."""
         self.retention = self.service.retention
-        """Rank of its blocks in the prefix cache after it leaves, 0 to 2; a higher rank stays longer."""
+        """Rank of the request's blocks in the prefix cache after it leaves, 0 to 2. A higher rank stays longer."""
         self.num_cached_tokens = 0
         """Prompt tokens read from the prefix cache at first admission."""
         self.waits_for = ""
-        """What it waits for: ``adapter`` (being read), ``image`` (being encoded) or empty."""
+        """What the request waits for: ``adapter`` (being read), ``image`` (being encoded) or empty."""
         self.adapter_passes = 0
-        """Number of later requests with adapters admitted while its own adapter did not fit into the steps."""
+        """Number of later requests with adapters that were admitted while this one's adapter did not fit."""
         self.num_charged_tokens = 0
-        """Number of tokens computed since its admission that its tenant was charged for."""
+        """Number of tokens computed since admission that the request's tenant was charged for."""
         self.num_accepted_predicted = self.num_rejected_predicted = 0
         """Number of drafts from :attr:`prediction` that were accepted, and number that were rejected."""
         self.num_preemptions = 0
         self.progress_mark = -1
-        """Number of known tokens at its last admission. It is preempted again only after it has more."""
+        """Number of known tokens at the last admission. The request is preempted again only after it has more."""
         self.admitted_at_step = -1
-        """Index of the step in which it got its row."""
+        """Index of the step in which the request got its row."""
         self.resumed_at_step = -1
-        """Index of the step of its last resumption. Tokens that earlier steps sample for it are dropped."""
+        """Index of the step in which the request last resumed. Tokens that earlier steps sample for it are dropped."""
         self.short_of_blocks = False
-        """Whether it keeps its row, but lost the last blocks of its table and waits for new blocks."""
+        """Whether the request keeps its row, but lost its last blocks and waits for new blocks."""
         self.num_ever_computed = 0
         """Largest number of positions computed before a preemption discarded some of them."""
         self.due_at = -1
         """Tick of the decode clock at which the scheduler must check this request next."""
         self.refused_at: tuple[int, int, float] = NOT_REFUSED
-        """State (KV cache, reserve, watermark) in which this request did not fit at its last try."""
+        """State (KV cache, reserve, watermark) in which the request did not fit when it was last tried."""
         self.times_passed = 0
         """Number of later requests that were admitted before this one."""
         self._computed = 0
@@ -285,13 +286,13 @@ class Request:
 
     @property
     def reserve(self) -> int:
-        """Number of positions that must have blocks before it may run: all that it may ever need if it is guaranteed,
-        otherwise the known tokens."""
+        """Number of positions that must have blocks before the request may run: all that it may ever need if it is
+        guaranteed, otherwise the known tokens."""
         return self.limit if self.is_guaranteed else len(self.token_ids)
 
     @property
     def was_preempted(self) -> bool:
-        """Whether it lost its row, either to another request or because the weights were updated."""
+        """Whether the request lost its row, either to another request or because the weights were updated."""
         return bool(self.num_preemptions or self.num_ever_computed)
 
     @property

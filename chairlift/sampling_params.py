@@ -210,9 +210,9 @@ class SamplingParams:
         _set(self, "stop", _strings("stop", stop, limits.max_stop_strings, limits.max_stop_length))
         _set(self, "bad_words", _strings("bad_words", self.bad_words, limits.max_bad_words, limits.max_stop_length))
         if (total := sum(map(len, self.bad_words or ()))) > limits.max_bad_word_chars:
-            most = limits.max_bad_word_chars
+            maximum = limits.max_bad_word_chars
             raise RequestError(
-                f"bad_words has {total:,} characters, and {most:,} are allowed; give fewer or shorter ones"
+                f"bad_words has {total:,} characters, and {maximum:,} are allowed; give fewer or shorter ones"
             )
         _set(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, limits.max_token_id_list))
         allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, _INT32_MAX)

@@ -65,10 +65,10 @@ def parse_service_classes(value: str | Mapping[str, Any]) -> dict[str, ServiceCl
             raise ConfigError("no service class may be named 'auto': requests could not ask for it; take another name")
         if not isinstance(settings, Mapping):
             raise ConfigError(f"service class {name}: its settings must be an object, got {settings!r:.80}")
-        for field, given in settings.items():
+        for field, value_given in settings.items():
             if field not in known:
                 raise ConfigError(f"service class {name}: unknown setting {field!r:.80}; known: {', '.join(known)}")
-            _check(f"service class {name}: {field}", field, given)
+            _check(f"service class {name}: {field}", field, value_given)
         classes[name] = dataclasses.replace(classes.get(name, ServiceClass()), **settings)
     if len(classes) > _MAX_CLASSES:
         raise ConfigError(f"there may be {_MAX_CLASSES} service classes, got {len(classes)}")
@@ -96,10 +96,10 @@ def _object(setting: str, value: str | Mapping[str, Any]) -> Mapping[Any, Any]:
     return value
 
 
-def _check(what: str, field: str, given: Any) -> None:
+def _check(what: str, field: str, value: Any) -> None:
     if field in _WHOLE:
         low, high = _WHOLE[field]
-        if isinstance(given, bool) or not isinstance(given, int) or not low <= given <= high:
-            raise ConfigError(f"{what} must be a whole number from {low} to {high}, got {given!r:.80}")
-    elif given is not None and (isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < 1e9):
-        raise ConfigError(f"{what} must be a number of milliseconds above 0, got {given!r:.80}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(f"{what} must be a whole number from {low} to {high}, got {value!r:.80}")
+    elif value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9):
+        raise ConfigError(f"{what} must be a number of milliseconds above 0, got {value!r:.80}")

@@ -74,10 +74,10 @@ class StructuredOutputsParams:
     """Whether JSON has no whitespace between its parts."""
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False) or self._says_false(name)]
-        if len(given) != 1:
+        names = [name for name in _KINDS if getattr(self, name) not in (None, False) or self._says_false(name)]
+        if len(names) != 1:
             raise RequestError(
-                f"structured_outputs must have exactly one of {', '.join(_KINDS)}; got {', '.join(given) or 'none'}"
+                f"structured_outputs must have exactly one of {', '.join(_KINDS)}; got {', '.join(names) or 'none'}"
             )
         for name in ("json_object", "disable_any_whitespace"):
             if not isinstance(getattr(self, name), bool | None):
@@ -97,7 +97,7 @@ class StructuredOutputsParams:
             _check_grammar(self.grammar)
         if len(self.value.text) > MAX_GRAMMAR_CHARS:
             raise RequestError(
-                f"structured_outputs.{given[0]} has {len(self.value.text):,} characters, and at most"
+                f"structured_outputs.{names[0]} has {len(self.value.text):,} characters, and at most"
                 f" {MAX_GRAMMAR_CHARS:,} are allowed; make it smaller"
             )
 
@@ -105,14 +105,14 @@ class StructuredOutputsParams:
         return name == "json" and self.json is False
 
     @classmethod
-    def of(cls, given: Any) -> StructuredOutputsParams:
+    def of(cls, params: Any) -> StructuredOutputsParams:
         """Convert a mapping with the names of the fields. An object of this class is returned as it is."""
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping):
-            raise RequestError(f"structured_outputs must be a StructuredOutputsParams or an object, got {given!r:.80}")
+        if isinstance(params, cls):
+            return params
+        if not isinstance(params, Mapping):
+            raise RequestError(f"structured_outputs must be a StructuredOutputsParams or an object, got {params!r:.80}")
         known = [field.name for field in dataclasses.fields(cls)]
-        fields = {name: value for name, value in given.items() if value is not None}
+        fields = {name: value for name, value in params.items() if value is not None}
         for name in [name for name, harmless in _HARMLESS.items() if fields.get(name) is harmless]:
             del fields[name]
         if unknown := [str(name) for name in fields if name not in known]:
@@ -173,26 +173,26 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def _schema_text(given: Any) -> str:
-    if given is True or (isinstance(given, str) and given.strip() == "true"):
+def _schema_text(value: Any) -> str:
+    if value is True or (isinstance(value, str) and value.strip() == "true"):
         return "{}"
-    if given is False or (isinstance(given, str) and given.strip() == "false"):
+    if value is False or (isinstance(value, str) and value.strip() == "false"):
         raise RequestError("structured_outputs.json is the schema false, which no answer satisfies; give another")
-    text = _object_text("json", given)
+    text = _object_text("json", value)
     if _OPTIONS in json.loads(text):
         raise RequestError(f"structured_outputs.json has {_OPTIONS!r}, whose options requests cannot set; remove it")
     return text
 
 
-def _choices(given: Any) -> tuple[str, ...]:
-    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or not given:
-        raise RequestError(f"structured_outputs.choice must be a list of at least one string, got {given!r:.80}")
-    if len(given) > _MAX_CHOICES:
-        raise RequestError(f"structured_outputs.choice takes at most {_MAX_CHOICES:,} strings, got {len(given):,}")
-    for each in given:
+def _choices(value: Any) -> tuple[str, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or not value:
+        raise RequestError(f"structured_outputs.choice must be a list of at least one string, got {value!r:.80}")
+    if len(value) > _MAX_CHOICES:
+        raise RequestError(f"structured_outputs.choice takes at most {_MAX_CHOICES:,} strings, got {len(value):,}")
+    for each in value:
         if not isinstance(each, str) or not each:
             raise RequestError(f"structured_outputs.choice must hold strings that are not empty, got {each!r:.80}")
-    return tuple(given)
+    return tuple(value)
 
 
 def _check_grammar(text: str) -> None:

@@ -41,22 +41,22 @@ class ThinkingBudget:
             object.__setattr__(self, name, tuple(getattr(self, name)))
             if len(getattr(self, name)) > _MAX_MARKS:
                 raise RequestError(f"thinking.{name} must have at most {_MAX_MARKS} token ids")
-        given = {"max_tokens": (self.max_tokens,), "end": (self.end,), "begin": self.begin, "after": self.after}
-        for name, values in given.items():
+        fields = {"max_tokens": (self.max_tokens,), "end": (self.end,), "begin": self.begin, "after": self.after}
+        for name, values in fields.items():
             for value in values:
                 if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX:
                     raise RequestError(f"thinking.{name} must be of whole numbers from 0 to {_MAX}, got {value!r:.80}")
 
     @classmethod
-    def of(cls, given: Any) -> ThinkingBudget:
+    def of(cls, value: Any) -> ThinkingBudget:
         """Convert a mapping with the names of the fields. An object of this class is returned as it is. Raises
         RequestError."""
-        if isinstance(given, cls):
-            return given
+        if isinstance(value, cls):
+            return value
         known = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(given, Mapping) or not {"max_tokens", "end"} <= set(given) <= set(known):
+        if not isinstance(value, Mapping) or not {"max_tokens", "end"} <= set(value) <= set(known):
             raise RequestError(f"thinking must be a ThinkingBudget, or an object with {', '.join(known)}")
-        return cls(**given)
+        return cls(**value)
 
     @property
     def marks(self) -> tuple[int, ...]:

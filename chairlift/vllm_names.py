@@ -91,29 +91,29 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with vLLM's names replaced by Chairlift's. Raises ConfigError, which says what to use, for a setting
     that is not supported."""
     found = {name: settings[name] for name in settings if name in NAMES or name in SERVER_NAMES}
-    kept = {name: value for name, value in settings.items() if name not in found}
+    translated = {name: value for name, value in settings.items() if name not in found}
     for name, value in found.items():
         if value is None:  # the setting was not given
             continue
         known = NAMES.get(name) or SERVER_NAMES[name]
         _check(name, known, value)
         for ours, ours_value in _ours(name, value).items():
-            if kept.get(ours, ours_value) != ours_value:
+            if translated.get(ours, ours_value) != ours_value:
                 raise ConfigError(f"{name} is vLLM's name for {ours}, and both are given; leave one out")
-            kept[ours] = ours_value
-    if kept.get("quantization") in _CHECKPOINT_FORMATS:
+            translated[ours] = ours_value
+    if translated.get("quantization") in _CHECKPOINT_FORMATS:
         raise ConfigError(
-            f"quantization is {kept['quantization']!r}, but the format of a quantised checkpoint is found in its files;"
-            " leave quantization out, or round a model as it is loaded: int8, int4 or fp8"
+            f"quantization is {translated['quantization']!r}, but the format of a quantised checkpoint is found in its"
+            " files; leave quantization out, or round a model as it is loaded: int8, int4 or fp8"
         )
-    return kept
+    return translated
 
 
 def notes(settings: Mapping[str, Any]) -> list[str]:
     """One line for each given setting of vLLM that was accepted without effect."""
     known = NAMES | SERVER_NAMES
-    given = {name: value for name, value in settings.items() if name in known and value is not None}
-    return [f"{name} {value} is accepted: {known[name].why}" for name, value in given.items()]
+    accepted = {name: value for name, value in settings.items() if name in known and value is not None}
+    return [f"{name} {value} is accepted: {known[name].why}" for name, value in accepted.items()]
 
 
 def _check(name: str, known: Name, value: Any) -> None:

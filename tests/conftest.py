@@ -1,4 +1,4 @@
-"""Settings of all tests: number of seeds, one thread, and no time limit for generated examples."""
+"""Settings for all tests: number of seeds, one thread, and no time limit for generated examples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import network_guard
 
 network_guard.install()
 
-# Other processes may use the machine, so the time of an example means nothing.
+# Other processes may use the machine, so the duration of an example says nothing.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
@@ -24,7 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread here and in child processes, because barriers cost more than tiny matrices gain."""
+    """Use one thread in this process and in child processes, because for tiny matrices synchronising threads costs more
+    than they gain."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")

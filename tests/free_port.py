@@ -1,4 +1,4 @@
-"""A free port for a process that starts later and needs its port as an argument."""
+"""Finds a free port for a process that starts later and needs its port as an argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["free_port"]
 
 
 def free_port() -> int:
-    """A free port outside the range that the system gives out by itself (on Linux from 32,768 on)."""
+    """Free port outside the range from which the system assigns ports itself (on Linux from 32,768 on)."""
     while True:
         port = random.SystemRandom().randrange(10_000, 30_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):

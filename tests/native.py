@@ -1,4 +1,4 @@
-"""A mark for tests of the compiled kernels, which not every machine has."""
+"""A pytest mark for tests that need the compiled kernels, which not every machine has."""
 
 from __future__ import annotations
 

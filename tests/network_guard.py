@@ -1,4 +1,4 @@
-"""Guard that stops all tests from reaching other machines."""
+"""A guard that keeps all tests from connecting to other machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _LOCAL_NAMES = {"localhost", ""}
 
 
 class OutboundConnection(BaseException):
-    """An attempt to reach another machine. It is no Exception, so that code with retries does not catch it."""
+    """Error: an attempt to reach another machine. It is not a subclass of Exception, so that code with retries does not
+    catch it."""
 
 
 class _Guard:
@@ -21,9 +22,9 @@ class _Guard:
 
 
 def install() -> None:
-    """Refuse, in this process and permanently, every connection and name look-up beyond this machine.
+    """Make every connection and name look-up to other machines fail, in this process and permanently.
 
-    Audit hooks see all of Python's sockets, and cannot be removed. A second call has no effect.
+    It uses an audit hook, which sees all of Python's sockets and cannot be removed. A second call has no effect.
     """
     if not _Guard.installed:
         _Guard.installed = True
@@ -31,7 +32,8 @@ def install() -> None:
 
 
 def may_reach(address: Any) -> bool:
-    """Whether an address, as ``socket.connect`` accepts it, is on this machine: Unix sockets and loopback."""
+    """Whether ``address``, in any form that ``socket.connect`` accepts, is on this machine: a Unix socket or a loopback
+    address."""
     if not isinstance(address, tuple):
         return True  # a path, or an abstract name
     host = address[0]
@@ -45,7 +47,7 @@ def may_reach(address: Any) -> bool:
     except ValueError:
         return False
     mapped = getattr(found, "ipv4_mapped", None)
-    # A connection to the unspecified address ends on this machine.
+    # A connection to the unspecified address (0.0.0.0 or ::) reaches this machine.
     return (mapped or found).is_loopback or found.is_unspecified
 
 

@@ -1,4 +1,5 @@
-"""Products in fp8 with a scale for each row, which not every PyTorch computes on a CPU (2.11 does not)."""
+"""Support for tests of fp8 matmuls with one scale per row, which some versions of PyTorch cannot compute on a CPU (2.11
+cannot)."""
 
 from __future__ import annotations
 
@@ -21,6 +22,6 @@ def _on_the_cpu() -> bool:
 
 
 def needs_rowwise_products(device: torch.device) -> None:
-    """Skip the test where ``device`` has no such products."""
+    """Skip the test if ``device`` cannot compute such matmuls."""
     if device.type == "cpu" and not _on_the_cpu():
         pytest.skip(f"PyTorch {torch.__version__} scales rows of fp8 on GPUs only")

@@ -1,4 +1,4 @@
-"""Random cases by seed: a given number of them, or one failing seed again."""
+"""Runs random cases by seed: a given number of them, or one failing seed again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ __all__ = ["sweep"]
 
 
 def sweep(request: pytest.FixtureRequest, default: int, check: Callable[[int], object]) -> None:
-    """Call ``check(seed)`` for ``default`` seeds from 0, or for those of ``--first-seed`` and ``--seeds``."""
+    """Call ``check(seed)`` for ``default`` seeds starting at 0, or for the seeds that ``--first-seed`` and ``--seeds``
+    select."""
     first, count = request.config.getoption("--first-seed"), request.config.getoption("--seeds") or default
     for seed in range(first, first + count):
         try:

@@ -1,4 +1,4 @@
-"""Division of cases between the default tests and the nightly ones."""
+"""Divides cases between the default tests and the nightly tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["one_in"]
 
 
 def one_in(every: int, values: Iterable[Any]) -> list[Any]:
-    """``values`` as parameters: the first and each ``every``-th after it run by default, the others only in nightly
-    runs."""
+    """``values`` as test parameters: the first and every ``every``-th after it run by default, the others only in
+    nightly runs."""
     night = pytest.mark.nightly
     return [value if i % every == 0 else pytest.param(value, marks=night) for i, value in enumerate(values)]

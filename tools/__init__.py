@@ -1,1 +1,2 @@
-"""Maintainers' scripts, for example to make and score the bundled model. Not part of the installed package."""
+"""Scripts for maintainers, for example to train and score the bundled model. They are not part of the installed
+package."""

@@ -1,7 +1,8 @@
 """Variations of a question's wording, as another person might type it.
 
 Every variation keeps the meaning or blurs it a little. The caller drops variations that are close to a held-back
-wording. Standard library only, with one random generator, so that a seed fixes everything.
+wording. The module imports only the standard library, and uses a single random generator, so that a seed determines the
+result.
 """
 
 from __future__ import annotations
@@ -201,8 +202,8 @@ nia; dor; mund; sk; ster; berg
 def vary(questions: Sequence[str], rng: random.Random, other_words: Sequence[str] = ()) -> str:
     """A random variation of one of ``questions``, or a mixture of two of them, in lower case.
 
-    ``questions`` are wordings of the same question. ``other_words`` are words that may be inserted at random: they
-    teach a model that not every word matters.
+    ``questions`` are wordings of the same question. ``other_words`` are words that may be inserted at random. They
+    teach a model to ignore unimportant words.
     """
     text = _plain(rng.choice(questions))
     if rng.random() < 0.1:
@@ -245,7 +246,7 @@ def _plain(question: str) -> str:
 
 
 def _cross(a: str, b: str, rng: random.Random) -> str:
-    """A wording between two others: some words of the first, then words that only the second has."""
+    """A mixture of two wordings: some words of ``a``, then words that only ``b`` has."""
     if rng.random() < 0.3:
         return f"{a} {b}"
     first = [word for word in a.split() if rng.random() < 0.7]
@@ -254,7 +255,7 @@ def _cross(a: str, b: str, rng: random.Random) -> str:
 
 
 def _slip_in(text: str, word: str, rng: random.Random) -> str:
-    """Insert an unrelated word, or replace a small word by it."""
+    """Insert an unrelated word, or replace a small word by the unrelated one."""
     parts = text.split()
     small = [i for i, part in enumerate(parts) if part in _FUNCTION_WORDS]
     if small and rng.random() < 0.4:
@@ -265,7 +266,7 @@ def _slip_in(text: str, word: str, rng: random.Random) -> str:
 
 
 def _rewrite(text: str, rng: random.Random) -> str:
-    """Use another frame: 'what is x' as 'explain x', 'how do i' as 'how can i'."""
+    """Replace the opening phrase of a question: 'what is x' becomes 'explain x', 'how do i' becomes 'how can i'."""
     match = _DEFINITION_FORMS.fullmatch(text)
     if match:
         subject = next(group for group in match.groups() if group).strip()
@@ -290,7 +291,7 @@ def _replace_synonym(text: str, rng: random.Random) -> str:
 
 
 def _drop_words(text: str, rng: random.Random) -> str:
-    """Drop words, small ones far more often, as in a search box."""
+    """Drop some words. Small words are dropped far more often, as people do in a search box."""
     parts = text.split()
     if len(parts) < 4:
         return text

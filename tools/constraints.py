@@ -1,9 +1,10 @@
-"""Write ``deploy/constraints.txt``: the versions of what Chairlift needs, as installed here, where the tests passed.
+"""Writes ``deploy/constraints.txt``: the versions of Chairlift's dependencies that are installed here, with which the
+tests have passed.
 
     python tools/constraints.py > deploy/constraints.txt
 
-Only packages behind the plain installation are named, not those of extras. PyTorch's own packages for GPUs follow from
-its version, and are left out.
+Only the dependencies of the plain installation are listed, not those of extras. PyTorch's own packages for GPUs are
+left out, because PyTorch's version determines them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _HEAD = """# Versions with which the tests passed; the image is built with them.
 
 
 def requirements() -> list[Requirement]:
-    """What ``pyproject.toml`` asks for without extras."""
+    """Requirements in ``pyproject.toml``, without those of extras."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -32,7 +33,7 @@ def requirements() -> list[Requirement]:
 
 
 def closure(wanted: list[Requirement]) -> Iterator[tuple[str, str]]:
-    """(name, version) of every package behind some requirements on this platform."""
+    """(name, version) of every package that ``wanted`` needs on this platform, directly or indirectly."""
     seen: set[str] = set()
     todo = list(wanted)
     while todo:

@@ -1,6 +1,6 @@
 """Reads tools/textbook: the questions, wordings and answers from which the bundled model is trained.
 
-The format is explained in tools/textbook/README.md. Standard library only.
+The format is explained in tools/textbook/README.md. The module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _LISTS = {"- Also asked: ": "asked", "- Held back: ": "held_back"}
 
 
 class GuideError(ValueError):
-    """A page of the guide does not follow its format. The message names the page and the line."""
+    """Error: a page of the guide does not follow its format. The message names the page and the line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One question of the guide."""
+    """One question of the guide with its answer."""
 
     page: str
     questions: tuple[str, ...]
@@ -48,7 +48,7 @@ class Entry:
 
 
 def read_guide(directory: Path = GUIDE_DIR) -> list[Entry]:
-    """Every entry of every page but README.md, pages in alphabetical order.
+    """Read all entries of all pages except README.md. Pages are in alphabetical order.
 
     Raises :class:`GuideError` for a page that breaks the format or for a wording that two entries share.
     """
@@ -92,17 +92,18 @@ def words(text: str) -> frozenset[str]:
 
 
 def normalise(text: str) -> str:
-    """Lower case, with every run of spaces and punctuation turned into one space. Answers are equal if these are."""
+    """Text in lower case, with every run of spaces and punctuation replaced by one space. Two answers count as equal if
+    their normalised texts are equal."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
 def jaccard(a: frozenset[str], b: frozenset[str]) -> float:
-    """Shared words divided by all words (Jaccard, 1901); 0 for two empty sets."""
+    """Number of shared words divided by the number of all words (Jaccard, 1901); 0 for two empty sets."""
     return len(a & b) / max(1, len(a | b))
 
 
 class HeldBack:
-    """Quickly tells whether a wording is too close to a held-back one."""
+    """Held-back wordings, indexed so that the closest one to a text is found quickly."""
 
     def __init__(self, held_back: Iterable[str]) -> None:
         sets = [words(text) for text in held_back]
@@ -123,12 +124,12 @@ class HeldBack:
         return best
 
     def too_close(self, text: str) -> bool:
-        """Whether ``text`` must not be trained on."""
+        """Whether ``text`` must not be used for training, because it is too close to a held-back wording."""
         return self.nearest(text) >= MAX_JACCARD
 
 
 def violations(entries: Sequence[Entry]) -> list[str]:
-    """Wordings in the guide that are too close to a held-back one, as readable lines."""
+    """Wordings in the guide that are too close to a held-back wording, one readable line each."""
     held = HeldBack(text for entry in entries for text in entry.held_back)
     asked = [question for entry in entries for question in entry.questions]
     return [f"{held.nearest(question):.2f} {question!r}" for question in asked if held.too_close(question)]

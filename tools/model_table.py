@@ -1,10 +1,11 @@
-"""Writes the tables of models into ``docs/models.md``: native families, and those that run through transformers or not.
+"""Writes the tables of models into ``docs/models.md``: native families, families that run through transformers, and
+refused families.
 
 ::
 
     python tools/model_table.py
 
-Each table is between two comments. They are made from the registry, the published configs of
+Each table is between two comments in the page. The content comes from the registry, the published configs of
 ``tests/models/published.py``, and ``chairlift/models/fallback/families.py``. A test compares them with the page.
 """
 
@@ -43,9 +44,9 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def native_table() -> str:
-    """A row for each native family: implementation, features, and the published configs that tests compare.
+    """Table with a row for each native family: implementation, features, and the published configs that tests compare.
 
-    Raises ValueError for a family without texts.
+    Raises ValueError for a family without descriptions for the table.
     """
     rows = []
     for name, family in sorted(FAMILIES.items()):
@@ -58,7 +59,8 @@ def native_table() -> str:
 
 
 def other_table() -> str:
-    """A row for the rest of the allow-list, and one for each reason to refuse."""
+    """Table with one row for families that run only through transformers, and one row for each reason to refuse a
+    family."""
     rows = [("through transformers", _names(ALLOWED - FAMILIES.keys()))]
     for reason, text in REASONS.items():
         refused = {name for name, why in REFUSED.items() if why == reason} - FAMILIES.keys()
@@ -73,7 +75,8 @@ TABLES = {
 
 
 def with_tables(page: str) -> str:
-    """The page with the present tables. Raises ValueError where their comments are missing."""
+    """The page with the tables replaced by the current ones. Raises ValueError if the comments around a table are
+    missing."""
     for begin, make in TABLES.items():
         before, found, rest = page.partition(begin)
         _, end, after = rest.partition(_END)

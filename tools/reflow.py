@@ -1,7 +1,7 @@
 """Reflows the prose of Markdown files to 100 columns: ``python tools/reflow.py docs/*.md``.
 
 Code blocks, tables, headings, quotes and HTML are unchanged. Code spans and short links are not broken. Words never
-change: a file whose words would change is not written, and the exit code is 1.
+change: if reflowing would change a file's words, the file is not written, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _LONGEST_SPAN = 60
 _STARTS_A_BLOCK = re.compile(r"^([-+*]|\d+[.)]|#+|>.*|=+|-+|\|.*|<.*|```.*|~~~.*)$")
 _FENCE = re.compile(r"^(```+|~~~+)")
 _JOIN = "\0"
-"""Replaces a blank at which a line must not be broken."""
+"""Placeholder for a space at which a line must not be broken."""
 
 
 def reflow(text: str) -> str:
-    """The same Markdown with its paragraphs and list items filled to ``WIDTH`` columns."""
+    """The same Markdown with its paragraphs and list items wrapped at ``WIDTH`` columns."""
     out: list[str] = []
     paragraph: list[str] = []
     first = rest = fence = ""
@@ -59,7 +59,7 @@ def reflow(text: str) -> str:
 
 
 def _fill(first: str, rest: str, text: str) -> list[str]:
-    """Lines of at most ``WIDTH`` columns; the first begins with ``first``, the others with ``rest``."""
+    """Lines of at most ``WIDTH`` columns. The first line begins with ``first``, all others with ``rest``."""
     lines, line = [], first
     for word in _words(text):
         if line in (first, rest) and line.strip() in ("", first.strip()):
@@ -74,8 +74,8 @@ def _fill(first: str, rest: str, text: str) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    """Pieces between which a line may end. A piece that would look like a list or a heading stays with the one
-    before."""
+    """Pieces of text between which a line may be broken. A piece that would look like a list item or a heading at the
+    start of a line is joined to the piece before it."""
 
     def whole(match: re.Match[str]) -> str:
         is_link = match[0].startswith("[")
@@ -93,7 +93,7 @@ def _words(text: str) -> list[str]:
 
 
 def main(paths: list[str]) -> int:
-    """Rewrite each file in place; returns 1 when the words of one would have changed."""
+    """Rewrite each file in place. Returns 1 if the words of a file would have changed."""
     for path in map(Path, paths):
         before = path.read_text(encoding="utf-8")
         after = reflow(before)

@@ -1,8 +1,8 @@
 """Runs the commands in the documents: ``python tools/run_documents.py README.md ARCHITECTURE.md docs/*.md``.
 
-It runs every line of a ``sh`` block, and every ``python`` block that is complete (it imports something), from the
-repository's root. Other Python blocks, which only show signatures, are compiled. Lines that install or test are
-skipped, because the continuous-integration script runs them before. Exits 1 at the first command that fails.
+The script runs every line of a ``sh`` block, and every ``python`` block that contains an import, from the repository's
+root. Other Python blocks, which only show signatures, are compiled but not run. Lines that install or test are skipped,
+because the continuous-integration script has run them before. The script exits with 1 at the first command that fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEFT_OUT = (
 
 
 def commands(text: str) -> list[list[str]]:
-    """Argument vectors of the commands, in their order."""
+    """Argument list of each command in the text, in order."""
     found = []
     for kind, body in BLOCK.findall(text):
         if kind == "python":

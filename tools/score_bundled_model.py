@@ -1,11 +1,12 @@
-"""Asks the bundled model every held-back wording of the guide and counts the right answers.
+"""Asks the bundled model every held-back wording of the guide, and counts the correct answers.
 
 ::
 
     python -m tools.score_bundled_model [--model DIR] [--show]
 
-An answer is right when it equals the guide's after :func:`tools.guide.normalise`. Decoding is greedy. The exit code is
-1 when the share of right answers is below ``--minimum`` or a wording breaks the distance rule.
+An answer is correct if it equals the guide's answer after :func:`tools.guide.normalise`. Decoding is greedy. The exit
+code is 1 if the fraction of correct answers is below ``--minimum``, or if a training wording is too close to a
+held-back wording.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class Answer:
 
 
 def held_back_questions(entries: Sequence[Entry]) -> list[tuple[str, str]]:
-    """Every held-back wording with its answer."""
+    """(held-back wording, expected answer) for all entries."""
     return [(question, entry.answer) for entry in entries for question in entry.held_back]
 
 
 def ask(llm: LLM, questions: Sequence[tuple[str, str]]) -> list[Answer]:
-    """Ask the model each (wording, answer) through its chat template, all in one continuous batch."""
+    """Send each (wording, expected answer) to the model through its chat template, all in one continuous batch."""
     conversations = [[{"role": "user", "content": question}] for question, _ in questions]
     outputs = llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
     texts = [output.outputs[0].text for output in outputs]
@@ -53,7 +54,7 @@ def ask(llm: LLM, questions: Sequence[tuple[str, str]]) -> list[Answer]:
 
 
 def nearest_variation(entries: Sequence[Entry], count: int) -> float:
-    """Largest Jaccard index between a held-back wording and ``count`` variations drawn as in training."""
+    """Largest Jaccard index between a held-back wording and ``count`` variations that are drawn as in training."""
     held = HeldBack(question for question, _ in held_back_questions(entries))
     rng = random.Random(12345)
     curriculum = Curriculum(entries, train_tokenizer(entries), rng)

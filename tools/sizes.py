@@ -1,6 +1,6 @@
 """Prints the lines of Python in each folder of the package, the largest files, and circular imports.
 
-A circular import gives exit code 1. Imports inside functions count; those for type checking do not.
+A circular import gives exit code 1. Imports inside functions are included; imports for type checking are not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).parents[1] / "chairlift"
 
 
 def circle() -> list[str]:
-    """Modules that import each other in a circle, with the first one again at the end; empty if there is no circle."""
+    """Modules that import each other in a circle, with the first module repeated at the end. Empty if there is no
+    circle."""
     modules = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -33,7 +34,7 @@ def circle() -> list[str]:
 
 
 def _imports(node: ast.AST, modules: Container[str]) -> Iterator[str]:
-    """Names of modules that the code below ``node`` imports, except for type checking."""
+    """Names of modules that the code below ``node`` imports, except imports for type checking."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             continue
@@ -47,7 +48,8 @@ def _imports(node: ast.AST, modules: Container[str]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Write one line per folder, largest first, then the ten largest files, the total and a circle of imports."""
+    """Print one line per folder, largest first, then the ten largest files, the total, and a circle of imports if there
+    is one."""
     files = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sorted(PACKAGE.rglob("*.py"))}
     folders: Counter[str] = Counter()
     for path, lines in files.items():

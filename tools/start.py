@@ -1,15 +1,17 @@
-"""Run Chairlift from a source tree with nothing but Python 3.11 or newer.
+"""Runs Chairlift from a source tree. Only Python 3.11 or newer is needed.
 
     python3 tools/start.py generate "What is continuous batching?"
     python3 tools/start.py test
 
-The first call makes a virtual environment in ``.venv`` and installs Chairlift into it; later calls install again only
-when the sources or the requirements have changed. ``test`` adds what the tests need and runs pytest; every other word
-is a command of ``chairlift``. Words after it are passed on. CHAIRLIFT_VENV names another directory.
+The first call creates a virtual environment in ``.venv`` and installs Chairlift into it. Later calls install again only
+when the sources or the requirements have changed. ``test`` also installs the tests' requirements and runs pytest; every
+other word is a command of ``chairlift``. All further words are passed on. The environment variable CHAIRLIFT_VENV names
+another directory.
 
-Without a C++ compiler the CPU kernels are left out, and PyTorch does their work. Debian and Ubuntu have a Python that
-makes no complete environments; there pip comes from their package ``python3-pip-whl``, which is unpacked, not
-installed. Standard library only; the code up to the check of the version runs on every Python 3.
+Without a C++ compiler the CPU kernels are not built, and PyTorch computes instead. The Python of Debian and Ubuntu
+creates environments without pip. On these systems pip is taken from the package ``python3-pip-whl``, which is unpacked,
+not installed. The script imports only the standard library, and the code before the version check runs on every Python
+3.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ Install it and try again: `apt install python3-venv` (Debian, Ubuntu)."""
 
 
 def main(words: list[str]) -> int:
-    """Run one command in the environment, which is made first if need be, and return its exit code."""
+    """Run one command in the environment, which is created first if needed, and return its exit code."""
     if sys.version_info < OLDEST:
         needed, given = ".".join(map(str, OLDEST)), sys.version.split()[0]
         print(f"Chairlift needs Python {needed} or newer; this one is {given}", file=sys.stderr)
@@ -63,7 +65,7 @@ def main(words: list[str]) -> int:
 
 
 def works(python: Path) -> bool:
-    """Whether there is an environment with pip; a call that was interrupted may have left half of one."""
+    """Whether there is an environment with pip. A call that was interrupted may have left an incomplete one."""
     try:
         return subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
     except OSError:
@@ -71,7 +73,7 @@ def works(python: Path) -> bool:
 
 
 def make(venv: Path) -> None:
-    """Make the virtual environment, with pip. Raises SystemExit with what to install when that cannot be had."""
+    """Create the virtual environment, with pip. Raises SystemExit that says what to install if this is not possible."""
     say(f"making a virtual environment in {venv}")
     whole = importlib.util.find_spec("ensurepip") is not None
     done = subprocess.run([sys.executable, "-m", "venv", "--clear", *([] if whole else ["--without-pip"]), str(venv)])
@@ -87,9 +89,11 @@ def make(venv: Path) -> None:
 
 
 def pip_of_debian(folder: Path) -> Path | None:
-    """Program with which Python runs pip, from Debian's package of it, unpacked into ``folder``; None without apt.
+    """Path of a program with which Python runs pip, unpacked from Debian's package into ``folder``. None if the system
+    has no apt.
 
-    It reads the system's certificates. Where those are not installed, PIP_CERT names unpacked ones.
+    pip uses the system's certificates. If they are not installed, the environment variable PIP_CERT is set to unpacked
+    certificates.
     """
     packages = ["python3-pip-whl", *([] if CERTIFICATES.exists() else ["ca-certificates"])]
     commands = [["apt-get", "download", "-q", *packages]]
@@ -111,7 +115,7 @@ def pip_of_debian(folder: Path) -> Path | None:
 
 
 def install(python: Path, venv: Path, testing: bool) -> None:
-    """Install Chairlift, unless that was done from these very sources. Raises CalledProcessError."""
+    """Install Chairlift, unless exactly these sources are already installed. Raises CalledProcessError."""
     kernels = bool(os.environ.get("CXX")) or any(map(shutil.which, COMPILERS))
     stamp, state = venv / "chairlift-installed", fingerprint(kernels)
     recorded = stamp.read_text().split() if stamp.exists() else []
@@ -133,7 +137,8 @@ def install(python: Path, venv: Path, testing: bool) -> None:
 
 
 def fingerprint(kernels: bool) -> str:
-    """Digest of what is installed: names, sizes and times of the sources, and whether there is a compiler."""
+    """Digest of everything that determines the installation: names, sizes and times of the sources, and whether there
+    is a compiler."""
     digest = hashlib.sha256(repr((kernels, os.environ.get(WITHOUT_KERNELS))).encode())
     for source in SOURCES:
         path = ROOT / source

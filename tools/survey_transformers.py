@@ -4,9 +4,9 @@
 
     python tools/survey_transformers.py [MODEL_TYPE ...]
 
-It prints a line per family: ``right``, or what is wrong. A right one belongs in ``ALLOWED`` of
-``chairlift/models/fallback/families.py``, unless it is right for short texts only. The others belong in its table of
-refusals, with a reason.
+The script prints one line per family: ``right``, or what is wrong. A family that is ``right`` belongs in ``ALLOWED`` of
+``chairlift/models/fallback/families.py``, unless it is correct only for short texts. All other families belong in the
+table of refusals in that file, with a reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.models.tiny_transformers import tiny_transformers_model
 
 
 def survey(model_type: str, directory: Path) -> str:
-    """Survey one family. Returns ``right``, or what is wrong."""
+    """Test one family. Returns ``right``, or a description of the error."""
     try:
         model_dir = tiny_transformers_model(directory, model_type)
         config = fallback_config.read_transformers_config(model_dir)
@@ -38,7 +38,7 @@ def survey(model_type: str, directory: Path) -> str:
 
 
 def main() -> None:
-    """Survey the given families, or all of them."""
+    """Test the families that are named on the command line, or all families."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")

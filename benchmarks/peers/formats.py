@@ -1,14 +1,14 @@
-r"""Quantised models in Chairlift, OpenVINO GenAI and llama.cpp: the same shape, interleaved rounds.
+r"""Compares quantised models in Chairlift, OpenVINO GenAI and llama.cpp: the same shape, interleaved rounds.
 
     sh benchmarks/peers/setup_openvino.sh /tmp/openvino       (likewise llama_cpp)
     python benchmarks/make_random_model.py /tmp/q05
     python benchmarks/peers/formats.py --model /tmp/q05 --openvino /tmp/openvino --llama-cpp /tmp/llama \\
         --rounds 3 --json benchmarks/results/formats-qwen2.5-0.5b.json
 
-Each engine is a child process with its model loaded and warm, and is stopped while another computes. A round runs every
-case on every engine. A case is a number of equal requests that arrive at once: prompts of 64 tokens, or one prompt of
-512 or 2,048 tokens and one token of output. Answers are greedy, and the end of sequence is ignored. Peers use their own
-defaults for the KV cache and the activations; Chairlift keeps its KV cache in 16 bits.
+Each engine is a child process with its model loaded and warmed up, and is stopped while another engine computes. A
+round runs every case on every engine. A case is a number of equal requests that arrive at once: prompts of 64 tokens,
+or one prompt of 512 or 2,048 tokens and one token of output. Decoding is greedy, and the end of sequence is ignored.
+The other engines use their own defaults for the KV cache and the activations; Chairlift keeps its KV cache in 16 bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from protocol import Child, Requests
 
 
 class Case(NamedTuple):
-    """Equal requests that arrive at once."""
+    """A number of equal requests that arrive at once."""
 
     requests: int
     prompt: int
@@ -69,7 +69,8 @@ sys.exit(llama_cpp.llama_model_quantize(sys.argv[2].encode(), sys.argv[3].encode
 
 
 def chairlift(model: Path, work: Path, formats: Sequence[str]) -> dict[str, list[str]]:
-    """Commands by name. Checkpoints with groups of 128 are written once; other formats are made at load."""
+    """Name of a format -> command. Checkpoints with groups of 128 are written once; other formats are created at
+    load."""
     runs = {}
     for name in formats:
         path, settings = model, {"kv_cache_memory_bytes": 1 << 30}
@@ -86,7 +87,7 @@ def chairlift(model: Path, work: Path, formats: Sequence[str]) -> dict[str, list
 
 
 def openvino(environment: Path, model: Path, work: Path) -> dict[str, list[str]]:
-    """Commands by name, each for an exported copy of the model below ``work``."""
+    """Name of a format -> command, each for an exported copy of the model below ``work``."""
     runs = {}
     for name, weights in OPENVINO_FORMATS.items():
         target = work / f"openvino-{model.name}-{weights}"
@@ -103,7 +104,7 @@ def openvino(environment: Path, model: Path, work: Path) -> dict[str, list[str]]
 
 
 def llama_cpp(environment: Path, model: Path, work: Path, rows: int) -> dict[str, list[str]]:
-    """Commands by name, each for a quantised GGUF file below ``work``."""
+    """Name of a format -> command, each for a quantised GGUF file below ``work``."""
     python, runs = str(environment / "bin" / "python"), {}
     source = work / f"{model.name}-bf16.gguf"
     for name, kind in LLAMA_CPP_FORMATS.items():
@@ -121,7 +122,7 @@ def llama_cpp(environment: Path, model: Path, work: Path, rows: int) -> dict[str
 
 
 def measure(engines: Mapping[str, list[str]], cases: Sequence[Case], rounds: int, work: Path) -> dict[str, Any]:
-    """Seconds per round by engine and case, and the engines' descriptions of themselves."""
+    """Seconds per round for each engine and case, and each engine's description of itself."""
     seconds: dict[str, dict[str, list[float]]] = {name: {case.name: [] for case in cases} for name in engines}
     files = {case: work / f"case-{case.requests}-{case.prompt}.json" for case in cases}
     for case, file in files.items():
@@ -143,8 +144,8 @@ def measure(engines: Mapping[str, list[str]], cases: Sequence[Case], rounds: int
 
 
 def rates(seconds: Mapping[str, Mapping[str, Sequence[float]]], cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
-    """Tokens per second (of output; of the prompt if the output is one token) as the median of the rounds, and the
-    median ratio to the first engine within a round."""
+    """Rates per engine and case: tokens per second as the median of the rounds, and the median ratio to the first
+    engine within a round. Output tokens are counted, or prompt tokens if the output is a single token."""
     base = next(iter(seconds.values()))
     table: dict[str, dict[str, Any]] = {}
     for name, by_case in seconds.items():
@@ -179,7 +180,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    # So that measure() ends the children, which have process groups of their own.
+    # SIGTERM raises SystemExit, so that measure() ends the children, which have process groups of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     model, work = args.model.resolve(), args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)

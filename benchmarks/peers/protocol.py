@@ -1,10 +1,10 @@
-"""Protocol between a benchmark and an engine in a child process. Standard library only, so that every environment can
-run it.
+"""Protocol between a benchmark and an engine in a child process. The module imports only the standard library, so that
+every environment can run it.
 
 The child loads its model, warms up and prints ``READY {...}`` with versions and settings. For every line ``RUN FILE``
-on its standard input it answers the requests in FILE, a JSON list of [prompt token ids, output tokens], all submitted
+on its standard input, it serves the requests in FILE, a JSON list of [prompt token ids, output tokens], all submitted
 at once, and prints ``DONE {"seconds": ..., "output_tokens": ..., "cpu_seconds": ...}``. It exits at the end of its
-input. Other output of an engine goes to standard error.
+standard input. Other output of an engine goes to standard error.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["Child", "Requests", "restart_with", "serve"]
 Requests = list[tuple[list[int], int]]
 
 _WARM_UP: Requests = [([10 + i] * length, count) for i, (length, count) in enumerate([(300, 4), (40, 12), (9, 12)])]
-"""A long prompt, which needs several chunks, beside short ones that decode together."""
+"""Warm-up requests: a long prompt that needs several chunks, and short prompts that decode at the same time."""
 
 
 def serve(
     load: Callable[[], tuple[Callable[[Requests], Sequence[int]], dict[str, Any]]],
 ) -> None:
-    """The child's side. ``load`` returns the engine and the data for READY.
+    """Run the child's side of the protocol. ``load`` returns the engine and the data for READY.
 
-    The engine answers requests and returns the number of tokens it produced for each. Raises SystemExit when these
-    differ from the requested numbers, because an engine that stops early would look fast.
+    The engine serves requests and returns the number of tokens that it generated for each. Raises SystemExit when these
+    numbers differ from the requested ones, because an engine that stops early would look fast.
     """
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -50,8 +50,8 @@ def serve(
 
 
 def _timed(answer: Callable[[Requests], Sequence[int]], requests: Requests) -> dict[str, float]:
-    """Seconds, tokens, and processor seconds of this process. If the latter are much less than seconds times threads,
-    another process used the processors."""
+    """Seconds, tokens, and processor seconds of this process. If the processor seconds are much less than seconds times
+    threads, another process used the processors."""
     begin, busy = time.perf_counter(), time.process_time()
     produced = list(answer(requests))
     seconds, busy = time.perf_counter() - begin, time.process_time() - busy
@@ -62,23 +62,25 @@ def _timed(answer: Callable[[Requests], Sequence[int]], requests: Requests) -> d
 
 
 def restart_with(variables: Mapping[str, str]) -> None:
-    """Run this script again with ``variables`` in its environment, unless they are set. The dynamic loader and the
-    OpenMP runtime read them only when a process starts. Variables that the caller has set stay."""
+    """Restart this script with ``variables`` in its environment, unless they are already set. The dynamic loader and
+    the OpenMP runtime read them only when a process starts. Variables that the caller has set keep their values."""
     missing = {name: value for name, value in variables.items() if name not in os.environ}
     if missing:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | missing)
 
 
 class Child:
-    """The benchmark's side: an engine in its own process group, stopped (SIGSTOP) except while it works.
+    """The benchmark's side of the protocol: an engine in its own process group, which is stopped (SIGSTOP) except while
+    it works.
 
     It is stopped rather than idle, because threads that spin while waiting would slow the other engines. The group
-    stays in the benchmark's session. When the benchmark dies, the kernel sends SIGHUP and SIGCONT to stopped orphaned
-    groups, so no process is left.
+    belongs to the benchmark's session. If the benchmark dies, the kernel sends SIGHUP and SIGCONT to the stopped group,
+    so that no process is left.
     """
 
     def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
-        """Start ``command`` and wait for READY. Its messages go to ``log``. Raises SystemExit if it ends early."""
+        """Start ``command`` and wait for READY. The child's messages go to ``log``. Raises SystemExit if the child ends
+        early."""
         self.name, self.log = name, log
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -92,7 +94,7 @@ class Child:
         self._signal(signal.SIGSTOP)
 
     def run(self, workload: Path) -> dict[str, float]:
-        """Answer the requests in the file ``workload``. Returns the data of DONE. Raises SystemExit if it ends
+        """Serve the requests in the file ``workload``. Returns the data of DONE. Raises SystemExit if the child ends
         early."""
         self._signal(signal.SIGCONT)
         stdin = _pipe(self._process.stdin)
@@ -103,7 +105,7 @@ class Child:
         return {name: float(value) for name, value in result.items()}
 
     def kill(self) -> None:
-        """Kill the whole group, even if it is stopped."""
+        """Kill the whole process group, even if it is stopped."""
         with self._process:
             self._signal(signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Chairlift as a child of ``compare.py``: ``python benchmarks/peers/run_chairlift.py --model DIR``."""
+"""Runs Chairlift as a child of ``compare.py``: ``python benchmarks/peers/run_chairlift.py --model DIR``."""
 
 from __future__ import annotations
 

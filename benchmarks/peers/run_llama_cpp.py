@@ -1,11 +1,11 @@
-"""llama.cpp as a child of ``compare.py``; runs inside the environment that ``setup_llama_cpp.sh`` makes.
+"""Runs llama.cpp as a child of ``compare.py``, inside the environment that ``setup_llama_cpp.sh`` creates.
 
     ENV/bin/python benchmarks/peers/to_gguf.py --model DIR --out FILE.gguf
     ENV/bin/python benchmarks/peers/run_llama_cpp.py --model FILE.gguf
 
-It has the loop of llama.cpp's server, over the library: every step decodes one token of each running request and fills
-the rest of the batch with prompts. Weights (as in the file) and KV cache have 16 bits; answers are greedy; there is no
-prefix caching.
+The script uses llama.cpp as a library and repeats the loop of its server: every step decodes one token of each running
+request and fills the rest of the batch with prompts. Weights (as in the file) and KV cache have 16 bits; decoding is
+greedy; there is no prefix caching.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KV_TYPES = {"f16": "GGML_TYPE_F16", "bf16": "GGML_TYPE_BF16"}
 
 @dataclasses.dataclass
 class Running:
-    """One request in a row of the batch."""
+    """One running request, which occupies a row of the batch."""
 
     request: int
     prompt: list[int]
@@ -37,14 +37,14 @@ class Running:
     """Number of tokens still to generate."""
     position: int = 0
     token: int = -1
-    """Last generated token."""
+    """The token that was generated last."""
 
 
 class Engine:
     """Continuous batching with ``llama_decode``."""
 
     def __init__(self, llama: Any, args: argparse.Namespace) -> None:
-        """Load the model. Raises SystemExit when the model or its cache cannot be made."""
+        """Load the model. Raises SystemExit when the model or its cache cannot be created."""
         self.llama, self.rows, self.budget = llama, args.rows, args.batch
         llama.llama_backend_init()
         self.model = llama.llama_model_load_from_file(str(args.model).encode(), llama.llama_model_default_params())
@@ -93,7 +93,7 @@ class Engine:
         return len(state.prompt) + state.left
 
     def _step(self, rows: dict[int, Running]) -> list[tuple[int, int]]:
-        """(row, token) of the rows with a new token."""
+        """Run one step. Returns (row, token) for each row with a new token."""
         self.batch.n_tokens = 0
         sampled = []
         for row, state in rows.items():

@@ -1,11 +1,11 @@
-"""OpenVINO GenAI as a child of ``compare.py``; runs inside the environment that ``setup_openvino.sh`` makes.
+"""Runs OpenVINO GenAI as a child of ``compare.py``, inside the environment that ``setup_openvino.sh`` creates.
 
     ENV/bin/optimum-cli export openvino --model DIR --task text-generation-with-past --weight-format fp16 \\
         --disable-convert-tokenizer OUT
     ENV/bin/python benchmarks/peers/run_openvino.py --model OUT
 
-Weights (float16 on disk), activations (bfloat16) and KV cache have 16 bits. Each is set explicitly, because defaults of
-a version (an 8-bit cache, 8-bit activations) would make the comparison uneven.
+Weights (float16 on disk), activations (bfloat16) and KV cache have 16 bits. Each precision is set explicitly, because
+the defaults of some versions (an 8-bit cache, 8-bit activations) would make the comparison unfair.
 """
 
 from __future__ import annotations

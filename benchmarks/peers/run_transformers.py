@@ -1,12 +1,12 @@
-"""transformers as a child of ``compare.py``; runs inside the environment that ``setup_transformers.sh`` makes.
+"""Runs transformers as a child of ``compare.py``, inside the environment that ``setup_transformers.sh`` creates.
 
     ENV/bin/python benchmarks/peers/run_transformers.py --model DIR --engine continuous
     ENV/bin/python benchmarks/peers/run_transformers.py --model DIR --engine padded --rows 16
 
-``continuous`` is its continuous batching with a paged KV cache, as in ``generate_batch``. ``padded`` is plain
-``generate``: batches in the order of arrival, prompts padded on the left, every row computed to the longest answer of
-its batch. Weights, activations and KV cache are in bfloat16, or in float32 where a processor lacks 16-bit products. On
-a GPU ``continuous`` chooses the size of its pages and cache itself.
+``continuous`` is transformers' continuous batching with a paged KV cache, as in ``generate_batch``. ``padded`` is plain
+``generate``: batches in the order of arrival, prompts padded on the left, every row computed until the longest output
+of its batch has ended. Weights, activations and KV cache are bfloat16, or float32 if the processor has no 16-bit
+arithmetic. On a GPU, ``continuous`` chooses the size of its pages and cache itself.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from protocol import Requests, serve
 
 Answer = Callable[[Requests], Sequence[int]]
 NO_END = -1
-"""A token id that no model produces, which turns the end of sequence off."""
+"""A token id that no model generates. As end token it turns the end of sequence off."""
 KV_BYTES = 2 << 30
 PATIENCE = 1800
-"""Seconds without a finished request after which the run is given up."""
+"""Seconds without a finished request after which the run is aborted."""
 
 
 def load(args: argparse.Namespace, at_end: ExitStack) -> tuple[Answer, dict[str, Any]]:
@@ -57,7 +57,7 @@ def load(args: argparse.Namespace, at_end: ExitStack) -> tuple[Answer, dict[str,
 
 
 def kv_blocks(config: Any, block_size: int, itemsize: int) -> int:
-    """Number of blocks of ``block_size`` tokens in 2 GiB of KV cache, all layers together."""
+    """Number of blocks of ``block_size`` tokens that fit into 2 GiB of KV cache, for all layers together."""
     heads = config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return KV_BYTES // (2 * itemsize * config.num_hidden_layers * heads * width * block_size)
@@ -80,7 +80,7 @@ def padded(model: Any, rows: int) -> Answer:
                 output = model.generate(
                     input_ids=ids, attention_mask=mask, eos_token_id=None, pad_token_id=0, use_cache=True, **options
                 )
-            # Tokens beyond the requested number are waste, and are not counted.
+            # Tokens beyond the requested number are not counted.
             produced += [min(count, output.shape[1] - longest) for _, count in batch]
         return produced
 

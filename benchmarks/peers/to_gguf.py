@@ -1,11 +1,12 @@
-"""Converts a model directory to one GGUF file for llama.cpp; runs inside the environment of ``setup_llama_cpp.sh``.
+"""Converts a model directory to one GGUF file for llama.cpp, inside the environment that ``setup_llama_cpp.sh``
+creates.
 
     ENV/bin/python benchmarks/peers/to_gguf.py --model DIR --out FILE.gguf [--type bf16]
 
-For Llama and Qwen2 models with byte-level tokenizers, such as those of ``make_random_model.py``. For other models use
-llama.cpp's own converter, which is in ENV/source and needs torch and transformers. Matrices get the given type, norms
-and biases float32. Queries and keys of Llama are permuted, because llama.cpp rotates neighbouring pairs where the
-original rotates halves.
+It supports Llama and Qwen2 models with byte-level tokenizers, such as those of ``make_random_model.py``. For other
+models use llama.cpp's own converter, which is in ENV/source and needs torch and transformers. Matrices get the given
+type; norms and biases are float32. The rows of Llama's queries and keys are permuted, because llama.cpp rotates
+neighbouring dimensions and the original rotates the two halves of a head.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TYPES = {
 
 
 def tensors(file: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Name and values of each tensor of a safetensors file."""
+    """(name, values) of each tensor in a safetensors file."""
     raw = np.memmap(file, dtype=np.uint8, mode="r")
     length = int(raw[:8].view(np.uint64)[0])
     header = json.loads(raw[8 : 8 + length].tobytes())
@@ -45,7 +46,7 @@ def tensors(file: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
 
 
 def neighbours(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows of each head reordered as pairs: the first of each half, the second of each half, and so on."""
+    """Rows of each head reordered into pairs: the first row of each half, the second row of each half, and so on."""
     width = weight.shape[0] // heads
     return weight.reshape(heads, 2, width // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
@@ -71,7 +72,7 @@ def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, config: dict[str, Any], file: Path) -> None:
-    """Add the vocabulary, so that answers have a text. Its splitting rule matters only to prompts given as text."""
+    """Add the vocabulary, so that outputs have a text. The splitting rule matters only for prompts given as text."""
     data = json.loads(file.read_text(encoding="utf-8"))
     if data["model"].get("type", "BPE") != "BPE":
         raise SystemExit(f"{file} is no byte-level BPE; convert the model with llama.cpp's own converter")

@@ -1,4 +1,5 @@
-"""Batches: files of requests that are answered when the engine has time, and a store that survives a kill."""
+"""Batches: files of requests that are processed when the engine has time. The store keeps its data even if the process
+is killed."""
 
 from chairlift.batches.lines import ENDPOINTS, BadLine, BatchLine, answer_line, error_line, read_line
 from chairlift.batches.records import ACTIVE, BatchRecord, FileRecord, Pending

@@ -1,6 +1,7 @@
-"""Lines of a batch's files as JSON: requests in the input, answers in the output and error files.
+"""Lines of a batch's files as JSON: requests in the input file, responses in the output and error files.
 
-The form is OpenAI's: ``{"custom_id", "method", "url", "body"}`` in, ``{"id", "custom_id", "response", "error"}`` out.
+The form is OpenAI's. An input line is ``{"custom_id", "method", "url", "body"}``, an output line ``{"id", "custom_id",
+"response", "error"}``.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ __all__ = ["ENDPOINTS", "MAX_CUSTOM_ID", "BadLine", "BatchLine", "answer_line", 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 """Endpoints that a batch may use."""
 MAX_CUSTOM_ID: Final = 512
-"""Most characters of a ``custom_id``."""
+"""Maximum number of characters of a ``custom_id``."""
 _LINE_ENDS: Final = "\u0085\u2028\u2029"
-"""Characters at which some readers end a line although JSON allows them in strings; they are escaped."""
+"""Characters that JSON allows in strings although some programs end a line there. They are written as escapes."""
 _FIELDS: Final = ("custom_id", "method", "url", "body")
 
 
 class BadLine(ValueError):
-    """An invalid line. ``custom_id`` is None if it could not be read."""
+    """An invalid line of an input file. ``custom_id`` is None if the line has no readable id."""
 
     def __init__(self, message: str, code: str, param: str | None = None, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -37,7 +38,7 @@ class BatchLine:
 
     custom_id: str
     body: bytes
-    """JSON of an object as in the line; the endpoint checks it."""
+    """JSON object with the fields of the request, as written in the line. The endpoint checks it later."""
 
 
 def read_line(line: bytes, endpoint: str) -> BatchLine:
@@ -81,7 +82,7 @@ def _text(fields: dict[str, msgspec.Raw], name: str, custom_id: str | None) -> s
 
 
 def answer_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """A line with an endpoint's answer: ``body`` is its JSON."""
+    """A line of the output or error file for a request that got a response. ``body`` is the response's JSON."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
     return _line(custom_id, response, None)
 
@@ -89,7 +90,8 @@ def answer_line(custom_id: str, status: int, request_id: str, body: bytes) -> by
 def error_line(
     custom_id: str | None, code: str, message: str, *, line: int | None = None, param: str | None = None
 ) -> bytes:
-    """A line for a request without an answer. ``line`` is its number in the input file, from 1."""
+    """A line of the error file for a request without a response. ``line`` is the request's line number in the input
+    file, from 1."""
     error: dict[str, object] = {"code": code, "message": message}
     if param is not None:
         error["param"] = param

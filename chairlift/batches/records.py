@@ -8,12 +8,12 @@ from typing import Final
 __all__ = ["ACTIVE", "BATCH_FIELDS", "FILE_FIELDS", "BatchRecord", "FileRecord", "Pending"]
 
 ACTIVE: Final = ("validating", "in_progress", "finalizing", "cancelling")
-"""Statuses of unfinished batches. The others are completed, failed, expired and cancelled."""
+"""Statuses of unfinished batches. The other statuses are completed, failed, expired and cancelled."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """One file. Its content is in the store's directory under its id."""
+    """One file. Its content is a file in the store's directory, named by its id."""
 
     id: str
     owner: str
@@ -21,7 +21,7 @@ class FileRecord:
     filename: str
     bytes: int
     purpose: str
-    """``batch`` for input, ``batch_output`` for output and error files."""
+    """Use of the file: ``batch`` for input files, ``batch_output`` for output and error files."""
     created_at: int
     expires_at: int | None
 
@@ -37,11 +37,11 @@ class BatchRecord:
     completion_window: str
     status: str
     metadata: str
-    """JSON of an object, or ``null``."""
+    """Metadata of the batch: a JSON object, or ``null``."""
     errors: str
-    """JSON of a list of objects: reasons why the whole batch failed."""
+    """Reasons why the whole batch failed: a JSON list of objects."""
     output_seconds: int | None
-    """Lifetime of its output and error files; None: until a client deletes them."""
+    """Lifetime in seconds of the batch's output and error files. None: they are kept until a client deletes them."""
     created_at: int
     expires_at: int
     in_progress_at: int | None
@@ -54,22 +54,22 @@ class BatchRecord:
     output_file_id: str | None
     error_file_id: str | None
     total: int
-    """Number of lines in the input file."""
+    """Number of requests in the input file."""
     completed: int
-    """Number of requests answered with status 2xx."""
+    """Number of requests whose response has a status 2xx."""
     failed: int
-    """Number of invalid lines, and of requests answered with another status."""
+    """Number of invalid lines, plus number of requests whose response has another status than 2xx."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pending:
-    """An unanswered request of a batch."""
+    """A request of a batch that has no response yet."""
 
     line: int
     """Line number in the input file, from 1."""
     offset: int
     length: int
-    """Length of the line in bytes; ``offset`` is its begin in the file."""
+    """Length of the line in bytes. ``offset`` is the position of its first byte in the file."""
 
 
 FILE_FIELDS: Final = tuple(field.name for field in dataclasses.fields(FileRecord))

@@ -1,10 +1,13 @@
-"""Files and batches in a directory: contents as files, everything else in SQLite.
+"""Files and batches in a directory: contents of files as files, all other data in a SQLite database.
 
-One rule makes a kill at any time harmless. A content is complete and in its place before the transaction that adds its
-name, and a transaction that removes a name comes before the removal of the content. So a kill can only leave a content
-without a name, which is removed when the store is opened. Each answer is one transaction, which changes an unanswered
-request, or nothing. So a request has one answer, however often it was sent. The journal is a write-ahead log (WAL) that
-is flushed at each commit, so answers survive a power failure too.
+The store stays consistent if the process is killed at any time, because of the order of changes. A content is complete
+and in its final path before the transaction that adds its record. A transaction that removes a record is committed
+before the content is deleted. So after a kill there may be a content without a record, but never a record without its
+content. Such contents are deleted when the store is opened.
+
+Each response is stored in one transaction, which has no effect if the request already has a response. So a request
+gets exactly one response, even if it was sent several times. The database uses a write-ahead log (WAL) that is flushed
+at each commit, so stored responses also survive a power failure.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from chairlift.errors import ConfigError
 __all__ = ["MAX_REQUESTS", "BatchStore"]
 
 MAX_REQUESTS: Final = 50_000
-"""Most lines of one input file, the same as OpenAI's limit."""
+"""Maximum number of requests in one input file, the same as OpenAI's limit."""
 _VERSION: Final = 1
 _SCHEMA: Final = f"""
 CREATE TABLE files (
@@ -52,14 +55,14 @@ _UNFINISHED: Final = {
     "expired": ("batch_expired", "the request was not answered before the batch's completion window ended"),
     "cancelled": ("batch_cancelled", "the batch was cancelled before the request was answered"),
 }
-"""Errors of unanswered requests in the error file."""
+"""Final status of a batch -> (code, message) of the error for each request without a response."""
 
 
 class BatchStore:
     """The store in ``directory``, which is created if needed.
 
     One process at a time may open a store, and one thread at a time may call it. Raises ConfigError for a directory
-    that cannot be used. Methods raise OSError or sqlite3.Error for disk errors; the change is then undone.
+    that cannot be used. Methods raise OSError or sqlite3.Error for disk errors. The change that failed is undone.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -87,7 +90,7 @@ class BatchStore:
             raise
 
     def close(self) -> None:
-        """Release the directory. Uncommitted changes are undone."""
+        """Close the database and unlock the directory. Uncommitted changes are undone."""
         self._db.close()
         self._unlock()
 
@@ -113,7 +116,7 @@ class BatchStore:
         return db
 
     def _remove_leftovers(self) -> None:
-        """Remove contents without a name that a kill has left."""
+        """Delete contents that have no record because the process was killed."""
         known = {name for (name,) in self._db.execute("SELECT id FROM files")}
         for path in self._files.iterdir():
             if path.name not in known:
@@ -121,7 +124,7 @@ class BatchStore:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Make the whole block one transaction."""
+        """Context manager: run the whole block as one transaction."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield self._db
@@ -141,7 +144,7 @@ class BatchStore:
     # -- files ---------------------------------------------------------------------------------------------------
 
     def part(self) -> Path:
-        """Path for writing a content before it is added."""
+        """Temporary path for writing a content before :meth:`add_file` or a similar method adds it."""
         return self._files / f"{secrets.token_hex(16)}.part"
 
     def path(self, file_id: str) -> Path:
@@ -151,13 +154,13 @@ class BatchStore:
     def add_file(
         self, content: BinaryIO, filename: str, purpose: str, *, owner: str, now: int, expires_at: int | None = None
     ) -> FileRecord:
-        """Store a copy of ``content``, read from its current position."""
+        """Add a file with a copy of ``content``, which is read from its current position."""
         part = self.part()
         try:
             with part.open("wb") as file:
                 shutil.copyfileobj(content, file, 1 << 20)
                 record = self._flushed(file, filename, purpose, owner, now, expires_at)
-            self._place(part, record)
+            self._move_content(part, record)
         finally:
             part.unlink(missing_ok=True)
         with self._transaction() as db:
@@ -167,7 +170,7 @@ class BatchStore:
     def _flushed(
         self, file: BinaryIO, filename: str, purpose: str, owner: str, now: int, expires_at: int | None
     ) -> FileRecord:
-        """Record of a content that was written and is now flushed to the disk."""
+        """Flush a written content to the disk, and return its record."""
         file.flush()
         os.fsync(file.fileno())
         return FileRecord(
@@ -180,8 +183,8 @@ class BatchStore:
             expires_at=expires_at,
         )
 
-    def _place(self, part: Path, record: FileRecord) -> None:
-        """Move a content to its place under its id."""
+    def _move_content(self, part: Path, record: FileRecord) -> None:
+        """Move a content from its temporary path to its final path."""
         os.replace(part, self.path(record.id))
         folder = os.open(self._files, os.O_RDONLY)
         try:
@@ -190,14 +193,14 @@ class BatchStore:
             os.close(folder)
 
     def file(self, file_id: str, owner: str) -> FileRecord | None:
-        """A file of the owner; None for an unknown id."""
+        """The file with this id; None if the owner has no such file."""
         row = self._db.execute(f"SELECT {_FILE} FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
         return None if row is None else _file(row)
 
     def files(
         self, owner: str, *, purpose: str | None = None, after: str | None = None, limit: int, newest_first: bool = True
     ) -> list[FileRecord]:
-        """Files of the owner in order of creation; only those ``after`` the file with this id."""
+        """Files of the owner, in order of creation. With ``after``: only files that follow the file with this id."""
         where, values = _page("files", owner, after, newest_first)
         if purpose is not None:
             where, values = f"{where} AND purpose = ?", [*values, purpose]
@@ -212,7 +215,7 @@ class BatchStore:
         return int(self._db.execute("SELECT COUNT(*) FROM files WHERE owner = ?", (owner,)).fetchone()[0])
 
     def reader_of(self, file_id: str) -> str | None:
-        """Id of an unfinished batch that reads a file; None if there is none."""
+        """Id of an unfinished batch that has the file as its input; None if there is none."""
         row = self._db.execute(
             f"SELECT id FROM batches WHERE input_file_id = ? AND status IN {_marks(ACTIVE)}", (file_id, *ACTIVE)
         ).fetchone()
@@ -228,7 +231,7 @@ class BatchStore:
         path.unlink(missing_ok=True)
 
     def expire_files(self, now: int) -> None:
-        """Delete expired files that no batch reads."""
+        """Delete expired files, except input files of unfinished batches."""
         rows = self._db.execute("SELECT id FROM files WHERE expires_at <= ?", (now,)).fetchall()
         for (file_id,) in rows:
             if self.reader_of(file_id) is None:
@@ -247,7 +250,8 @@ class BatchStore:
         metadata: str = "null",
         output_seconds: int | None = None,
     ) -> BatchRecord:
-        """Add a batch that reads a file, with ``seconds`` of time from now. It belongs to the file's owner."""
+        """Add a batch that processes the requests of ``input_file``. It expires ``seconds`` after ``now``, and belongs
+        to the file's owner."""
         record = BatchRecord(
             id=f"batch_{secrets.token_hex(16)}",
             owner=input_file.owner,
@@ -279,13 +283,13 @@ class BatchStore:
         return record
 
     def batch(self, batch_id: str, owner: str | None = None) -> BatchRecord | None:
-        """A batch of the owner, or of anybody (None); None for an unknown id."""
+        """The batch with this id, if it belongs to ``owner`` or ``owner`` is None; otherwise None."""
         row = self._db.execute(f"SELECT {_BATCH} FROM batches WHERE id = ?", (batch_id,)).fetchone()
         found = None if row is None else _batch(row)
         return None if found is None or owner not in (None, found.owner) else found
 
     def batches(self, owner: str, *, after: str | None = None, limit: int) -> list[BatchRecord]:
-        """Batches of the owner, the newest first; only those ``after`` the batch with this id."""
+        """Batches of the owner, the newest first. With ``after``: only batches that follow the batch with this id."""
         where, values = _page("batches", owner, after, True)
         rows = self._db.execute(
             f"SELECT {_BATCH} FROM batches WHERE {where} ORDER BY rowid DESC LIMIT ?", [*values, limit]
@@ -293,7 +297,7 @@ class BatchStore:
         return [_batch(row) for row in rows]
 
     def active(self, owner: str | None = None) -> list[BatchRecord]:
-        """Unfinished batches, the oldest first."""
+        """Unfinished batches of the owner (of all owners if None), the oldest first."""
         mine, values = ("", []) if owner is None else (" AND owner = ?", [owner])
         rows = self._db.execute(
             f"SELECT {_BATCH} FROM batches WHERE status IN {_marks(ACTIVE)}{mine} ORDER BY rowid", [*ACTIVE, *values]
@@ -301,7 +305,7 @@ class BatchStore:
         return [_batch(row) for row in rows]
 
     def cancel(self, batch_id: str, now: int) -> None:
-        """Cancel an unfinished batch. It keeps the answers that it has."""
+        """Cancel an unfinished batch. Its stored responses are kept."""
         with self._transaction() as db:
             db.execute(
                 "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ?"
@@ -310,8 +314,10 @@ class BatchStore:
             )
 
     def begin(self, batch_id: str, now: int, max_line: int) -> None:
-        """Read the lines of a batch's file. The batch is then in progress, or failed. Invalid lines, and lines longer
-        than ``max_line`` bytes, get their answer at once."""
+        """Read the lines of a batch's input file. Afterwards the batch is in progress, or failed.
+
+        Invalid lines, and lines longer than ``max_line`` bytes, get an error as their result at once.
+        """
         batch = self.batch(batch_id)
         if batch is None or batch.status != "validating":
             return
@@ -346,7 +352,8 @@ class BatchStore:
     def _lines(
         self, batch: BatchRecord, names: set[str], max_line: int
     ) -> Iterator[tuple[int, int, int, bytes | None]]:
-        """(number, offset, length, answer if it is invalid) of each line that is not blank."""
+        """(number, offset, length, error) of each line that is not blank. The error is a line for the error file, or
+        None if the line is valid."""
         with self.path(batch.input_file_id).open("rb") as file:
             number = offset = 0
             while content := file.readline(max_line + 1):
@@ -362,7 +369,7 @@ class BatchStore:
                 offset += length
 
     def pending(self, batch_id: str, after: int, limit: int) -> list[Pending]:
-        """Unanswered requests after line ``after``, in the order of the file."""
+        """Requests without a response that come after line ``after``, in the order of the file; at most ``limit``."""
         rows = self._db.execute(
             "SELECT line, offset, length FROM requests WHERE batch = ? AND line > ? AND good IS NULL"
             " ORDER BY line LIMIT ?",
@@ -371,14 +378,16 @@ class BatchStore:
         return [Pending(*row) for row in rows]
 
     def read(self, file_id: str, pending: Pending) -> bytes:
-        """The line of a request."""
+        """The line of a request in the input file."""
         with self.path(file_id).open("rb") as file:
             file.seek(pending.offset)
             return file.read(pending.length)
 
     def record(self, batch_id: str, line: int, answer: bytes, good: bool) -> bool:
-        """Store the answer of a request: a line of the output file, or (not ``good``) of the error file. Returns False,
-        and changes nothing, if it has an answer or the batch has ended."""
+        """Store the result of a request: a line for the output file if ``good``, otherwise for the error file.
+
+        Returns False and changes nothing if the request already has a result or the batch has ended.
+        """
         with self._transaction() as db:
             changed = db.execute(
                 "UPDATE requests SET good = ?, answer = ? WHERE batch = ? AND line = ? AND good IS NULL",
@@ -390,7 +399,7 @@ class BatchStore:
         return bool(changed)
 
     def finalize(self, batch_id: str, now: int) -> None:
-        """Mark a batch whose requests all have answers; its files are written next."""
+        """Mark a batch whose requests all have results. Its files are written next."""
         with self._transaction() as db:
             db.execute(
                 "UPDATE batches SET status = 'finalizing', finalizing_at = ? WHERE id = ? AND status = 'in_progress'",
@@ -399,11 +408,14 @@ class BatchStore:
 
     def finish(self, batch_id: str, status: str, now: int) -> None:
         """Write the output and the error file of a batch, and set its status: ``completed``, ``expired`` or
-        ``cancelled``. The error file has a line for each unanswered request, with the reason."""
+        ``cancelled``.
+
+        The error file gets a line for each request without a response, with the reason.
+        """
         batch = self.batch(batch_id)
         if batch is None or batch.status not in ACTIVE:
             return
-        made: dict[str, FileRecord] = {}
+        new_files: dict[str, FileRecord] = {}
         parts: list[Path] = []
         try:
             for column, good in (("output_file_id", 1), ("error_file_id", 0)):
@@ -416,20 +428,20 @@ class BatchStore:
                     expires = None if batch.output_seconds is None else now + batch.output_seconds
                     record = self._flushed(file, name, "batch_output", batch.owner, now, expires)
                 if record.bytes:
-                    self._place(part, record)
-                    made[column] = record
+                    self._move_content(part, record)
+                    new_files[column] = record
         finally:
             for part in parts:
                 part.unlink(missing_ok=True)
         with self._transaction() as db:
-            for column, record in made.items():
+            for column, record in new_files.items():
                 _insert(db, record)
                 db.execute(f"UPDATE batches SET {column} = ? WHERE id = ?", (record.id, batch_id))
             db.execute(f"UPDATE batches SET status = ?, {status}_at = ? WHERE id = ?", (status, now, batch_id))
             db.execute("DELETE FROM requests WHERE batch = ?", (batch_id,))
 
     def _answers(self, batch: BatchRecord, good: int, status: str) -> Iterator[bytes]:
-        """Lines of the output or the error file, in the order of the input."""
+        """Lines of the output file (``good`` is 1) or of the error file (0), in the order of the input."""
         rows = self._db.execute(
             "SELECT line, offset, length, answer FROM requests"
             " WHERE batch = ? AND (good = ? OR (good IS NULL AND ? = 0)) ORDER BY line",
@@ -445,7 +457,8 @@ class BatchStore:
 
 
 def _problem(content: bytes, number: int, endpoint: str, names: set[str]) -> bytes | None:
-    """The answer to an invalid line; None for a valid one. ``names`` are the ids of earlier lines."""
+    """Line for the error file if the input line is invalid; None if it is valid. ``names`` are the ids of earlier
+    lines."""
     try:
         custom_id = read_line(content, endpoint).custom_id
         if custom_id in names:

@@ -1,4 +1,5 @@
-"""The command line, with a module per command. It uses all other parts; no other part uses it."""
+"""The command line, with one module per command. It may import every other part of the package; no other part imports
+it."""
 
 from __future__ import annotations
 

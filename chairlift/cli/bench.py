@@ -54,10 +54,10 @@ engine go to both."""
 
 _print: Final = functools.partial(print, sep="\n", flush=True)
 _CODES: Final = {"int8": (8, 32), "int4": (4, 32), "int4-g128": (4, 128)}
-"""Bits and group of weights by the values of ``--dtype``."""
+"""Value of ``--dtype`` -> (bits per weight, number of weights that share one scale)."""
 _DEFAULT_SHAPES: Final = "qwen2.5-0.5b,smollm-135m"
 _DEFAULT_EXPERTS: Final = "8of32:1024x512"
-"""A layer of Granite 3 1B-A400M; measured on the CPU."""
+"""Shape of an expert layer of Granite 3 1B-A400M, which is measured on the CPU."""
 _QUICK: Final[dict[str, Any]] = {
     "shapes": "smollm-135m",
     "rows": (1, 16, 256),
@@ -68,7 +68,7 @@ _QUICK: Final[dict[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmarks and their flags."""
+    """Add the benchmarks and their flags."""
     benchmarks = parser.add_subparsers(title="benchmarks", metavar="NAME", dest="benchmark", required=True)
     for name, summary, description, add in (
         ("kernels", "time the compiled CPU kernels, or the Triton kernels", _KERNELS, _add_kernel_flags),
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         benchmark = benchmarks.add_parser(name, help=summary, description=description)
         verbose = "log what the engine does, with tracebacks"
         benchmark.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=verbose)
-        benchmark.add_argument("--json", metavar="FILE", type=Path, help="write settings and results there")
+        benchmark.add_argument("--json", metavar="FILE", type=Path, help="write settings and results to this file")
         benchmark.set_defaults(parser=benchmark)
         add(benchmark)
 
@@ -133,12 +133,12 @@ def _add_kernel_flags(parser: argparse.ArgumentParser) -> None:
         "qwen3-30b-a3b), products KxN, inputs x outputs, and on the CPU layers of experts CofE:KxI, C of E experts per "
         f"token, inputs x inner columns (default: {_DEFAULT_SHAPES} and on the CPU {_DEFAULT_EXPERTS})",
     )
-    for name, most, text in (
+    for name, maximum, text in (
         ("rows", 65_536, "tokens of a product (default: 1,4,16,32,64,256,1024)"),
         ("contexts", 131_072, "tokens that attention looks back on (default: 128,512,2048,8192)"),
         ("batches", 4096, "sequences that decode together (default: 1,8,32)"),
     ):
-        parser.add_argument(f"--{name}", metavar="LIST", type=_numbers(1, most), help=text)
+        parser.add_argument(f"--{name}", metavar="LIST", type=_numbers(1, maximum), help=text)
     parser.add_argument("--quick", action="store_true", help="fewer shapes, shorter runs: a test, not a measurement")
 
 
@@ -196,13 +196,13 @@ def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettin
 
     names = ("shapes", "rows", "contexts", "batches")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    asked = {"shapes": _DEFAULT_SHAPES} | (_QUICK if args.quick else {})
+    options = {"shapes": _DEFAULT_SHAPES} | (_QUICK if args.quick else {})
     if args.device == "cpu":
-        asked["shapes"] += f",{_DEFAULT_EXPERTS}"
-    asked |= given
+        options["shapes"] += f",{_DEFAULT_EXPERTS}"
+    options |= given
     kind = None if args.dtype not in _CODES else GroupKind(*_CODES[args.dtype])
     dtype = torch.bfloat16 if kind else torch.float8_e4m3fn if args.dtype == "fp8" else getattr(torch, args.dtype)
-    shapes = Shapes.parse(asked["shapes"])
+    shapes = Shapes.parse(options["shapes"])
     if args.device != "cpu" and shapes.experts:
         name = shapes.experts[0].name
         raise ConfigError(
@@ -216,12 +216,12 @@ def _kernel_settings(args: argparse.Namespace, machine: Machine) -> KernelSettin
         dtype=dtype,
         device=args.device,
         kind=kind,
-        **{**asked, "shapes": shapes},
+        **{**options, "shapes": shapes},
     )
 
 
 def _path(args: argparse.Namespace, machine: Machine, dtype: torch.dtype) -> str:
-    """Instruction-set path of the kernels to measure, or ``gpu``. Raises ConfigError where they cannot run."""
+    """Instruction set of the kernels to measure, or ``gpu``. Raises ConfigError if the machine cannot run them."""
     import torch
 
     from chairlift.executor.select import why_not_quantized, why_not_triton
@@ -280,7 +280,7 @@ def _run_startup(args: argparse.Namespace) -> tuple[Report, int]:
 # --- flags -----------------------------------------------------------------------------------------------------------
 
 
-def _numbers(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
-    """Several of them, separated by commas; each counts once."""
-    number = _number(least, most)
+def _numbers(minimum: int, maximum: int) -> Callable[[str], tuple[int, ...]]:
+    """Parser of comma-separated whole numbers. Repeated numbers are dropped."""
+    number = _number(minimum, maximum)
     return lambda text: tuple(dict.fromkeys(number(item.strip()) for item in text.split(",")))

@@ -1,4 +1,4 @@
-"""``chairlift bench offline``: traffic answered by the engine in this process, without a server."""
+"""``chairlift bench offline``: measures the engine in this process, without a server."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ Exit code 1: some requests failed, and are counted by kind."""
 _STATIC_ROWS: Final = 16
 _SPECULATION: Final = "speculation"
 _SPECULATION_SIZES: Final = [1, 4, 16, 64]
-"""Default numbers of slots for --compare speculation."""
+"""Default values of max_num_seqs for ``--compare speculation``."""
 _DEFAULTS: Final = {"skip_tokenizer_init": True, "cuda_graphs": "start"}  # or graphs are recorded in measured time
 _TRAFFIC: Final = ("trace", "workload", "input_len", "output_len", "request_rate", "arrivals", "burstiness")
-"""Flags that select traffic from a trace or an arrival process, together with the next group."""
+"""Flags that choose traffic with arrival times. With one of these flags or of ``_MEASURED``, the traffic is replayed
+at its arrival times."""
 _MEASURED: Final = ("max_concurrency", "slo", "compare")
 _print: Final = functools.partial(print, sep="\n", flush=True)
 
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_traffic_flags(parser)
     measured = parser.add_argument_group("what is measured")
     measured.add_argument(
-        "--slo", "--goodput", metavar="NAME:MS,...", help="limits to keep, such as ttft:500,tpot:80,e2el:9000"
+        "--slo", "--goodput", metavar="NAME:MS,...", help="latency limits, such as ttft:500,tpot:80,e2el:9000"
     )
     sides = measured.add_mutually_exclusive_group()
     sides.add_argument(
@@ -75,15 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "NAME=VALUE,... such as max_num_seqs=8; speculation: continuous and static batches, each with and without "
         "drafts",
     )
-    measured.add_argument("--rounds", metavar="N", type=int, default=3, help="of such a comparison (default: 3)")
-    measured.add_argument("--html", metavar="FILE", type=Path, help="write a page with charts there")
+    measured.add_argument("--rounds", metavar="N", type=int, default=3, help="rounds of a comparison (default: 3)")
+    measured.add_argument("--html", metavar="FILE", type=Path, help="write an HTML page with charts to this file")
     measured.add_argument(
         "--max-num-seqs",
         metavar="N,...",
         dest="sizes",
         type=_sizes,
-        help="slots: most requests that run at once; several, with commas: all in one table, with --compare static the "
-        "same numbers of static batches too",
+        help="maximum number of running requests (slots). Several values, with commas, give one table; --compare "
+        "static adds static batches of the same sizes",
     )
     add_engine_flags(parser, leave_out={"model", "seed", "max_num_seqs"})
 
@@ -96,10 +97,8 @@ def _sizes(text: str) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> tuple[Report, int]:
-    """Measure: the report, and the exit code.
-
-    Raises ConfigError, before a model is loaded if it can.
-    """
+    """Run the benchmark. Returns the report and the exit code. Raises ConfigError, before a model is loaded if
+    possible."""
     settings, _ = read_settings(args, sampling=False)
     check_ranges(args, rounds=(1, 1000))
     if args.compare == _SPECULATION:
@@ -116,7 +115,7 @@ def run(args: argparse.Namespace) -> tuple[Report, int]:
 
 
 def _model(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[str, str, ModelConfig | None]:
-    """Its name, where it is, and its configuration; the fake model has none."""
+    """(name, path or id, configuration) of the model. The configuration is None for the fake model HashLM."""
     from chairlift.models.hashlm_served import parse_hashlm
     from chairlift.models.loader import resolve_model_dir
     from chairlift.models.model_files import read_config
@@ -145,7 +144,7 @@ def _run_traffic(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple
     sides = [*({**own, **each} for each in changes), own]
     for side in sides:
         EngineConfig.from_flat(side)
-    loads, told = loads_of(args, slo)
+    loads, records = loads_of(args, slo)
     machine = describe_machine()
     _print(*text(Facts(machine_facts(dataclasses.asdict(machine)) | {"model": name})))
     names = [args.compare, "as the other flags say"] if changes else []
@@ -159,7 +158,7 @@ def _run_traffic(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple
             room = run.server.max_model_len
             _print(f"note: {run.load.shortened:,} requests were shortened, to the {room:,} tokens that fit")
         about = {"benchmark": "offline", "kernels": kernels, "machine": machine.cpu}
-        cell = show(run, place, told[index] | about, slo, bool(names))
+        cell = show(run, place, records[index] | about, slo, bool(names))
         cell.record["chairlift"]["engine"] = dataclasses.asdict(llm.config)
         cells.append(cell)
         del llm  # before the next is loaded
@@ -167,7 +166,7 @@ def _run_traffic(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple
 
 
 def _run_sizes(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[Report, int]:
-    """Measure several numbers of slots in interleaved rounds, and print one table."""
+    """Measure several values of max_num_seqs in interleaved rounds, and print one table."""
     from chairlift.workbench.bench.machine import describe_machine, machine_facts
     from chairlift.workbench.bench.report import Facts, Text, text
     from chairlift.workbench.bench.serve_report import serve_record
@@ -189,16 +188,17 @@ def _run_sizes(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[R
     if "," in (args.request_rate or ""):
         raise ConfigError("several --max-num-seqs take one --request-rate; run once for each rate")
     args.compare = args.compare or "static"  # rounds, as of a comparison
-    loads, told = loads_of(args, slo)
+    loads, records = loads_of(args, slo)
     machine = describe_machine()
     _print(*text(Facts(machine_facts(dataclasses.asdict(machine)) | {"model": name})), "")
     found: list[list[tuple[ServeRun, Any, dict[str, Any]]]] = [[] for _ in names]
     for index, place, _, run in _measure(name, sides, loads):
         batching, slots = names[place]
-        figures, about = figures_of(run, slo), told[index] | {"benchmark": "offline", "machine": machine.cpu}
+        figures, about = figures_of(run, slo), records[index] | {"benchmark": "offline", "machine": machine.cpu}
         found[place].append((run, figures, serve_record(run, figures, about)))
         _print(
-            f"round {told[index]['round']}: {batching}, {slots} slots: {figures.output_throughput:,.1f} output tokens/s"
+            f"round {records[index]['round']}: {batching}, {slots} slots:"
+            f" {figures.output_throughput:,.1f} output tokens/s"
         )
     sizes = [Size(*each, [figures for _, figures, _ in runs]) for each, runs in zip(names, found, strict=True) if runs]
     _print("", *text(sizes_table(sizes), Text(best_words(sizes))))
@@ -212,14 +212,20 @@ def _run_sizes(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[R
             for (batching, slots), runs in zip(names, found, strict=True)
         ],
     }
-    facts = {"model": name, "workload": told[0]["workload"], "arrivals": told[0]["arrivals"], "seed": str(args.seed)}
+    facts = {
+        "model": name,
+        "workload": records[0]["workload"],
+        "arrivals": records[0]["arrivals"],
+        "seed": str(args.seed),
+    }
     runs = [run for each in found for run, _, _ in each]
     code = 1 if any(figures.failed for each in found for _, figures, _ in each) else 0
     return sizes_report(record, sizes, facts), 130 if any(run.interrupted for run in runs) else code
 
 
 def _run_speculation(args: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[Report, int]:
-    """Continuous and static batches, each with and without drafts, for several numbers of slots, in one table."""
+    """Measure continuous and static batching, each with and without speculative decoding, for several values of
+    max_num_seqs. Prints one table."""
     from chairlift.workbench.bench.machine import describe_machine, machine_facts
     from chairlift.workbench.bench.report import Facts, Text, text
     from chairlift.workbench.bench.serve_report import serve_record
@@ -238,7 +244,7 @@ def _run_speculation(args: argparse.Namespace, settings: Mapping[str, Any]) -> t
     sides = sides_of(_DEFAULTS | dict(settings) | {"model": where}, args.sizes or _SPECULATION_SIZES)
     for _, _, side in sides:
         EngineConfig.from_flat(side)
-    loads, told = loads_of(args, slo)
+    loads, records = loads_of(args, slo)
     machine = describe_machine()
     _print(*text(Facts(machine_facts(dataclasses.asdict(machine)) | {"model": name})), "")
     found: list[list[tuple[ServeRun, Any, Drafted, dict[str, Any]]]] = [[] for _ in sides]
@@ -246,9 +252,11 @@ def _run_speculation(args: argparse.Namespace, settings: Mapping[str, Any]) -> t
         drafts, (kind, slots, _) = llm.engine.scheduler.drafts, sides[place]
         counts = (0, 0, 0) if drafts is None else (drafts.num_verified, drafts.num_drafts, drafts.num_accepted)
         drafted, figures = Drafted(*counts), figures_of(run, slo)
-        record = serve_record(run, figures, told[index] | {"benchmark": "offline", "machine": machine.cpu})
+        record = serve_record(run, figures, records[index] | {"benchmark": "offline", "machine": machine.cpu})
         found[place].append((run, figures, drafted, record | {"drafts": dataclasses.asdict(drafted)}))
-        _print(f"round {told[index]['round']}: {slots} slots, {kind}: {figures.output_throughput:,.1f} output tokens/s")
+        _print(
+            f"round {records[index]['round']}: {slots} slots, {kind}: {figures.output_throughput:,.1f} output tokens/s"
+        )
     pairs = zip(sides, found, strict=True)
     measured = [Side(kind, slots, [each[1:3] for each in runs]) for (kind, slots, _), runs in pairs if runs]
     _print("", *text(speculation_table(measured), Text(speculation_words(measured))))
@@ -262,14 +270,19 @@ def _run_speculation(args: argparse.Namespace, settings: Mapping[str, Any]) -> t
             for (kind, slots, side), runs in zip(sides, found, strict=True)
         ],
     }
-    facts = {"model": name, "workload": told[0]["workload"], "arrivals": told[0]["arrivals"], "seed": str(args.seed)}
+    facts = {
+        "model": name,
+        "workload": records[0]["workload"],
+        "arrivals": records[0]["arrivals"],
+        "seed": str(args.seed),
+    }
     failed = any(figures.failed for runs in found for _, figures, _, _ in runs)
     code = 130 if any(run.interrupted for runs in found for run, *_ in runs) else int(failed)
     return speculation_report(report, measured, facts), code
 
 
 def _changes(text: str) -> dict[str, Any]:
-    """Settings by name, from ``static`` or ``max_num_seqs=8,block_size=32``. Raises ConfigError."""
+    """Setting -> value, parsed from ``static`` or ``max_num_seqs=8,block_size=32``. Raises ConfigError."""
     flags = {flag.name: flag for flag in flat_fields() if flag.name != "model"}
     changes = {}
     for part in text.split(","):
@@ -288,13 +301,13 @@ def _changes(text: str) -> dict[str, Any]:
 def _measure(
     name: str, sides: Sequence[Mapping[str, Any]], loads: Sequence[Load]
 ) -> Iterator[tuple[int, int, LLM, ServeRun]]:
-    """Yield (index of the load, index of the side, engine, result) per run. Two sides alternate (A B, B A, ...). The
-    iteration ends after an interrupted run.
-    """
+    """Yield (index of the load, index of the side, engine, result) for each run. Two sides alternate in the order A B,
+    B A, and so on. The iteration ends after an interrupted run."""
     from chairlift.workbench.bench.offline import room_of, run_here
     from chairlift.workbench.bench.serve_run import Dialect, Target, fit
 
-    # Both are asked the same, so what fits into both must be known before the first run.
+    # Both sides get the same requests. So requests are shortened to the length that fits on both sides, and this length
+    # must be known before the first run.
     rooms = []
     for side in sides if len(sides) > 1 else ():
         llm = load_llm(side, quiet=True)
@@ -380,7 +393,7 @@ def _floor(
     machine: Machine,
     result: OfflineRun,
 ) -> dict[str, Any]:
-    """Print, and return for the record, the limits of this machine and how near the engine came to them."""
+    """Print how close the engine came to the limits of this machine. Returns the same values for the record."""
     from chairlift.workbench.bench.kernel_report import limits_record, limits_table
     from chairlift.workbench.bench.offline import floor_of, limits_of
     from chairlift.workbench.bench.report import Facts, text

@@ -1,7 +1,5 @@
-"""``chairlift bench serve``: flags and plan; and what ``bench offline`` shares with it: traffic, lines, files.
-
-The measuring is in ``chairlift/workbench/bench/serve.py``.
-"""
+"""``chairlift bench serve``: flags and plan of the benchmark. Also the code that ``bench offline`` shares: traffic,
+printed lines and files. The measurement itself is in ``chairlift/workbench/bench/serve.py``."""
 
 from __future__ import annotations
 
@@ -50,44 +48,49 @@ server knows them; their lengths and times depend on --seed alone. Examples:
 
 Exit code 1: some requests failed, and are counted by kind."""
 
-_MOST_PROMPTS: Final = 1_000_000
+_MAX_PROMPTS: Final = 1_000_000
 SIDES: Final = "AB"
-"""Names of two that are compared."""
+"""Labels of two servers or settings that are compared."""
 _DEFAULT_PROMPTS: Final = 256
 _ENDPOINTS: Final = {"completions": False, "/v1/completions": False, "chat": True, "/v1/chat/completions": True}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags; where ``vllm bench serve`` has one, it is spelled the same."""
+    """Add the flags. They have the same names as in ``vllm bench serve``, if it has them."""
     server = parser.add_argument_group("server")
     where = server.add_mutually_exclusive_group()
     where.add_argument(
         "--base-url", metavar="URL", default="http://127.0.0.1:8000", help="(default: http://127.0.0.1:8000)"
     )
     where.add_argument("--compare", metavar=("URL_A", "URL_B"), nargs=2, help="the same requests to both, in turns")
-    server.add_argument("--rounds", metavar="N", type=int, default=3, help="of --compare (default: 3)")
-    server.add_argument("--model", metavar="NAME", help="as the server calls it (default: the first that it lists)")
+    server.add_argument("--rounds", metavar="N", type=int, default=3, help="rounds of --compare (default: 3)")
+    server.add_argument("--model", metavar="NAME", help="model name on the server (default: the first that it lists)")
     server.add_argument("--endpoint", choices=_ENDPOINTS, help="(default: completions; of a data set with chats: chat)")
     server.add_argument(
         "--ready-check-timeout-sec",
         metavar="S",
         type=float,
         default=600.0,
-        help="wait so long for a server that still loads, or does not answer yet; 0: not at all (default: 600)",
+        help="seconds to wait for a server that still loads or does not respond; 0: do not wait (default: 600)",
     )
     server.add_argument("--api-key-file", metavar="FILE", type=Path, help="file with the API key")
     add_traffic_flags(parser, texts=True)
     answers = parser.add_argument_group("answers")
-    answers.add_argument("--ignore-eos", action="store_true", help="answers are exactly as long as asked for")
+    answers.add_argument("--ignore-eos", action="store_true", help="generate answers of exactly the requested length")
     answers.add_argument("--temperature", metavar="X", type=float, default=0.0, help="(default: 0)")
     answers.add_argument(
         "--promises", action="store_true", help="send the class, priority, tenant and limits that the trace has"
     )
     answers.add_argument(
-        "--timeout", metavar="S", type=float, default=600.0, help="a request fails after so many seconds (default: 600)"
+        "--timeout", metavar="S", type=float, default=600.0, help="seconds after which a request fails (default: 600)"
     )
     answers.add_argument(
-        "--num-warmups", "--warmup", metavar="N", type=int, default=4, help="requests before, not counted (default: 4)"
+        "--num-warmups",
+        "--warmup",
+        metavar="N",
+        type=int,
+        default=4,
+        help="warm-up requests, which are not measured (default: 4)",
     )
     answers.add_argument(
         "--goodput",
@@ -95,22 +98,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME:MS",
         nargs="+",
         default=[],
-        help="limits to keep, such as ttft:500 tpot:80 e2el:9000",
+        help="latency limits, such as ttft:500 tpot:80 e2el:9000",
     )
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with plots there")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write an HTML page with plots to this file")
 
 
 def run(args: argparse.Namespace) -> tuple[Report, int]:
-    """Measure: the report, and the exit code.
-
-    Raises ConfigError, before anything is sent if it can.
-    """
+    """Run the benchmark. Returns the report and the exit code. Raises ConfigError, before anything is sent if
+    possible."""
     from chairlift.workbench.bench.serve import raise_file_limit
     from chairlift.workbench.bench.serve_result import parse_goodput
 
     slo = parse_goodput(args.goodput) if args.goodput else {}
     plan, cells = _plan(args, slo)
-    raise_file_limit(max(min(len(load.requests), load.max_concurrency or _MOST_PROMPTS) for load in plan.loads))
+    raise_file_limit(max(min(len(load.requests), load.max_concurrency or _MAX_PROMPTS) for load in plan.loads))
     with _event_loop() as runner:
         measured = runner.run(_measure(plan, cells, slo))
     return results(measured, args.compare or [])
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace) -> tuple[Report, int]:
 
 
 def _plan(args: argparse.Namespace, slo: Mapping[str, float]) -> tuple[Plan, list[dict[str, Any]]]:
-    """The plan, and additional facts of each load for the record."""
+    """(plan, additional facts about each load for the record)."""
     from chairlift.workbench.bench.serve import Plan
 
     check_ranges(
@@ -138,8 +139,8 @@ def _plan(args: argparse.Namespace, slo: Mapping[str, float]) -> tuple[Plan, lis
         raise ConfigError(
             f"{args.dataset} has chats, which go to --endpoint chat; leave out --endpoint {args.endpoint}"
         )
-    asked = ("ignore_eos", "temperature", "timeout", "num_warmups")
-    cells = [cell | {"benchmark": "serve"} | {name: getattr(args, name) for name in asked} for cell in cells]
+    flags = ("ignore_eos", "temperature", "timeout", "num_warmups")
+    cells = [cell | {"benchmark": "serve"} | {name: getattr(args, name) for name in flags} for cell in cells]
     urls = [RemoteServer(url, name="the URL").url for url in args.compare or [args.base_url]]
     plan = Plan(
         urls=urls,
@@ -160,8 +161,8 @@ def _plan(args: argparse.Namespace, slo: Mapping[str, float]) -> tuple[Plan, lis
 
 
 def add_traffic_flags(parser: argparse.ArgumentParser, *, texts: bool = False) -> None:
-    """Add the flags that choose requests and their arrival times, spelled as in ``vllm bench serve`` where it has them.
-    ``texts`` adds ``--dataset``: a file with the texts to send."""
+    """Add the flags that choose requests and their arrival times. They have the same names as in ``vllm bench serve``,
+    if it has them. ``texts`` adds ``--dataset``, a file with the texts to send."""
     traffic = parser.add_argument_group("traffic")
     source = traffic.add_mutually_exclusive_group()
     source.add_argument("--trace", metavar="FILE", type=Path, help="lengths and times from a file (chairlift trace)")
@@ -185,7 +186,10 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, texts: bool = False) -
         help="tokens of prompts: a number, or uniform:LEAST:MOST, lognormal:MU:SIGMA:LEAST:MOST, zipf:ALPHA:LEAST:MOST",
     )
     traffic.add_argument(
-        "--output-len", "--random-output-len", metavar="LENGTHS", help="of answers, with --input-len; the same forms"
+        "--output-len",
+        "--random-output-len",
+        metavar="LENGTHS",
+        help="tokens of answers, in the same forms; needs --input-len",
     )
     traffic.add_argument(
         "--num-prompts", metavar="N", type=int, help=f"requests (default: {_DEFAULT_PROMPTS}; of a trace: all)"
@@ -207,20 +211,23 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, texts: bool = False) -
         "--burstiness",
         metavar="X",
         type=float,
-        help="of --request-rate: 1 is Poisson, less comes in bursts (default: 1)",
+        help="burstiness of --request-rate: 1 is Poisson, a smaller value gives bursts (default: 1)",
     )
-    traffic.add_argument("--max-concurrency", metavar="N", type=int, help="most requests under way: a closed loop")
-    traffic.add_argument("--seed", metavar="N", type=int, default=0, help="of lengths and times (default: 0)")
+    traffic.add_argument(
+        "--max-concurrency", metavar="N", type=int, help="maximum number of requests in progress (closed loop)"
+    )
+    traffic.add_argument("--seed", metavar="N", type=int, default=0, help="seed of lengths and times (default: 0)")
 
 
 def check_ranges(args: argparse.Namespace, **more: tuple[float, float]) -> None:
-    """Raise ConfigError for numbers that make no sense: of the traffic, and ``more`` by name, with least and most."""
-    ranges = {"num_prompts": (1, _MOST_PROMPTS), "max_concurrency": (1, _MOST_PROMPTS), "seed": (0, 2**62)}
-    for name, (least, most) in {**ranges, "burstiness": (1e-3, 1e6), **more}.items():
+    """Raise ConfigError if a number is outside its allowed range. ``more`` adds ranges: flag name -> (minimum,
+    maximum)."""
+    ranges = {"num_prompts": (1, _MAX_PROMPTS), "max_concurrency": (1, _MAX_PROMPTS), "seed": (0, 2**62)}
+    for name, (minimum, maximum) in {**ranges, "burstiness": (1e-3, 1e6), **more}.items():
         value = getattr(args, name)
-        if value is not None and not least <= value <= most:
+        if value is not None and not minimum <= value <= maximum:
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} must be from {least:,g} to {most:,g}, got {value}")
+            raise ConfigError(f"{flag} must be from {minimum:,g} to {maximum:,g}, got {value}")
     if args.burstiness is not None and args.request_rate is None:
         raise ConfigError("--burstiness goes with --request-rate; with --arrivals say gamma:RATE:BURSTINESS")
     if args.burstiness is not None and args.trace is not None:
@@ -236,9 +243,10 @@ def check_ranges(args: argparse.Namespace, **more: tuple[float, float]) -> None:
 def loads_of(
     args: argparse.Namespace, slo: Mapping[str, float], **fields: Any
 ) -> tuple[list[Load], list[dict[str, Any]]]:
-    """A load for each rate, or with ``--compare`` for each round; and for each load, facts to write into its record.
+    """(loads, facts about each load for its record). There is one load per rate, or one load per round with
+    ``--compare``.
 
-    ``fields`` are given to every load.
+    ``fields`` are set in every load.
     """
     from chairlift.workbench.bench.serve_run import Load
 
@@ -250,15 +258,15 @@ def loads_of(
         source = _source(args)
     else:
         source, said = _texts(args)
-    loads, told = [], []
+    loads, facts = [], []
     salt = random.SystemRandom().getrandbits(58)
     for number, rate in enumerate(rates * (args.rounds if args.compare is not None else 1)):
         requests, users, arrivals = source(rate)
-        most = min([each for each in (args.max_concurrency, users) if each is not None], default=None)
-        salted = salt + number * 2 * _MOST_PROMPTS
-        loads.append(Load(requests=requests, max_concurrency=most, salt=salted, said=said, **fields))
-        told.append(_settings(args, requests, arrivals, rate) | {"round": number + 1, "goodput_limits_ms": dict(slo)})
-    return loads, told
+        concurrency = min([each for each in (args.max_concurrency, users) if each is not None], default=None)
+        salted = salt + number * 2 * _MAX_PROMPTS
+        loads.append(Load(requests=requests, max_concurrency=concurrency, salt=salted, said=said, **fields))
+        facts.append(_settings(args, requests, arrivals, rate) | {"round": number + 1, "goodput_limits_ms": dict(slo)})
+    return loads, facts
 
 
 def _rate(text: str) -> float:
@@ -272,7 +280,8 @@ def _rate(text: str) -> float:
 
 
 Source = Callable[[float | None], "tuple[Sequence[TracedRequest], int | None, str]"]
-"""Requests for a rate, the users of a closed loop (None in an open loop), and a description of the arrival times."""
+"""Function from a request rate to (requests, number of users, description of the arrival times). The number of users
+is None in an open loop."""
 
 
 def _source(args: argparse.Namespace) -> Source:
@@ -301,15 +310,15 @@ def _source(args: argparse.Namespace) -> Source:
 
 
 def _texts(args: argparse.Namespace) -> tuple[Source, Sequence[Said]]:
-    """Requests of a data set by rate, with their contents. Prints notes about the data set."""
+    """(source of requests, texts), from the file of ``--dataset``. Prints notes about the file."""
     from chairlift.workbench.workload.arrivals import AllAtOnce
     from chairlift.workbench.workload.formats import load_texts
 
     loaded = load_texts(args.dataset, AllAtOnce(), args.seed)
     requests, said = loaded.requests[: args.num_prompts], loaded.said[: args.num_prompts]
     if args.output_len is not None:
-        wanted = max(1, int(args.output_len))
-        requests = [dataclasses.replace(each, output_tokens=wanted) for each in requests]
+        num_tokens = max(1, int(args.output_len))
+        requests = [dataclasses.replace(each, output_tokens=num_tokens) for each in requests]
     print("\n".join(f"note: {note}" for note in loaded.notes), end="\n" * bool(loaded.notes))
     several = (args.rounds if args.compare is not None else 1) * len((args.request_rate or "").split(","))
     if several > 1:
@@ -343,7 +352,7 @@ def _drawn(args: argparse.Namespace, rate: float | None) -> tuple[Sequence[Trace
 
 
 def _lengths(text: str, of: Literal["prompt", "output"] = "prompt") -> Lengths:
-    """A number is a fixed length."""
+    """Parse a distribution of lengths. A plain number means a fixed length."""
     from chairlift.workbench.workload.lengths import parse_lengths
 
     return parse_lengths(f"fixed:{text}" if text.isdigit() else text, of)
@@ -390,7 +399,7 @@ def _settings(
 
 
 async def _measure(plan: Plan, settings: Sequence[Mapping[str, Any]], slo: Mapping[str, float]) -> list[Cell]:
-    """Run the plan, and print each run when it has ended."""
+    """Run the plan, and print the result of each run when it ends."""
     from chairlift.workbench.bench.serve import measure
 
     cells: list[Cell] = []
@@ -416,7 +425,7 @@ def _head(run: ServeRun, place: int | None) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _event_loop() -> Iterator[asyncio.Runner]:
-    """The loop in C where there is one."""
+    """Context manager: a runner with uvloop's event loop (written in C) if uvloop is installed, else with asyncio's."""
     try:
         import uvloop
     except ImportError:
@@ -432,32 +441,32 @@ def _event_loop() -> Iterator[asyncio.Runner]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
-    """One run."""
+    """Result of one run."""
 
     place: int
-    """Index of the server that answered: 0 or 1."""
+    """Index of the measured server or setting: 0 or 1."""
     settings: Mapping[str, Any]
     run: ServeRun
     figures: Figures
     record: dict[str, Any]
 
 
-def show(run: ServeRun, place: int, told: Mapping[str, Any], slo: Mapping[str, float], compared: bool) -> Cell:
-    """Add up a run, and print it."""
+def show(run: ServeRun, place: int, settings: Mapping[str, Any], slo: Mapping[str, float], compared: bool) -> Cell:
+    """Compute the measurements of a run, and print them."""
     from chairlift.workbench.bench.report import text
     from chairlift.workbench.bench.serve_report import run_blocks, serve_record
     from chairlift.workbench.bench.serve_result import figures_of
 
     figures = figures_of(run, slo)
-    which = f"{SIDES[place]}, round {told['round']}" if compared else told["arrivals"]
-    print(f"\n{which}: {told['workload']}, {len(run.load.requests):,} requests, seed {told['seed']}")
+    which = f"{SIDES[place]}, round {settings['round']}" if compared else settings["arrivals"]
+    print(f"\n{which}: {settings['workload']}, {len(run.load.requests):,} requests, seed {settings['seed']}")
     print("\n".join(text(*run_blocks(run, figures, slo))), flush=True)
-    return Cell(place, told, run, figures, serve_record(run, figures, told))
+    return Cell(place, settings, run, figures, serve_record(run, figures, settings))
 
 
 @contextlib.contextmanager
 def watch(name: str, total: int) -> Iterator[Progress]:
-    """A progress bar, on a terminal."""
+    """Context manager: show a progress bar if standard error is a terminal."""
     from tqdm import tqdm
 
     failed = 0
@@ -473,8 +482,8 @@ def watch(name: str, total: int) -> Iterator[Progress]:
 
 
 def results(cells: Sequence[Cell], names: Sequence[str]) -> tuple[Report, int]:
-    """The report and the exit code. ``names`` are of two sides. The table of several rates, or of two sides, is
-    printed."""
+    """(report, exit code) of all runs. Prints the table of several rates or of two sides. ``names`` are the names of
+    two sides; empty if nothing is compared."""
     from chairlift.workbench.bench.report import Text, text
     from chairlift.workbench.bench.serve_report import COMPARED, serve_report, sweep_table
 
@@ -496,7 +505,7 @@ def results(cells: Sequence[Cell], names: Sequence[str]) -> tuple[Report, int]:
 
 
 def _compared(cells: Sequence[Cell], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Ratio], Table]:
-    """(record of both sides with the ratios of their figures, the ratios as a table)."""
+    """(record of both sides with the ratios of their measurements, ratios by name, table of the ratios)."""
     from chairlift.workbench.bench.serve_report import compared_table
     from chairlift.workbench.bench.serve_result import compare
 
@@ -515,11 +524,13 @@ def _compared(cells: Sequence[Cell], names: Sequence[str]) -> tuple[dict[str, An
 
 
 def _facts(cell: Cell, names: Sequence[str]) -> dict[str, str]:
-    """Settings, for the page."""
-    load, told = cell.run.load, cell.settings
+    """Setting -> value, for the HTML page."""
+    load, settings = cell.run.load, cell.settings
     facts = {SIDES[place]: name for place, name in enumerate(names)}
     facts |= {
-        name.replace("_", " "): _said(value) for name, value in told.items() if name not in ("benchmark", "round")
+        name.replace("_", " "): _value_text(value)
+        for name, value in settings.items()
+        if name not in ("benchmark", "round")
     }
     return facts | {
         "requests": f"{len(load.requests):,}",
@@ -528,7 +539,7 @@ def _facts(cell: Cell, names: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _said(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {limit:g}" for name, limit in value.items()) or "none"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

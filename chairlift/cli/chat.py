@@ -1,4 +1,4 @@
-"""``chairlift chat``: talk to a model in the terminal, one loaded here or one that a server has."""
+"""``chairlift chat``: talk to a model in the terminal. The model is loaded in this process, or a server has it."""
 
 from __future__ import annotations
 
@@ -35,19 +35,21 @@ _MAX_TOKENS: Final = 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift chat``."""
+    """Add the flags of ``chairlift chat``."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     server = parser.add_argument_group("server")
-    server.add_argument("--url", help="talk to the server there, such as http://127.0.0.1:8000")
-    server.add_argument("--model", metavar="NAME", dest="model_name", help="one of its models (default: its first)")
+    server.add_argument("--url", help="URL of a server to use, such as http://127.0.0.1:8000")
+    server.add_argument(
+        "--model", metavar="NAME", dest="model_name", help="model name on that server (default: its first)"
+    )
     server.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
     add_sampling_flags(parser, _MAX_TOKENS)
     add_engine_flags(parser, leave_out={"model", "seed", "skip_tokenizer_init"})
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the end of input; 0, or 1 when a message could not be answered."""
+    """Chat until the end of input. Returns 0, or 1 if a message could not be answered."""
     engine, sampling = read_settings(args, sampling=True)
     if sampling.get("n", 1) != 1:
         raise RequestError(f"n is {sampling['n']}, but a chat has one answer to each message; leave n out")
@@ -83,19 +85,19 @@ class _Model(Protocol):
 
     @property
     def title(self) -> str:
-        """Name of the model for the user."""
+        """Name of the model to print."""
 
     @property
     def room(self) -> int:
-        """Tokens that a conversation and its next answer can have together."""
+        """Maximum number of tokens of a conversation and its next answer together."""
 
     def count_tokens(self, messages: Sequence[Mapping[str, str]]) -> int:
-        """Tokens of a conversation, laid out for the next answer."""
+        """Number of tokens of the prompt that asks for the next answer."""
 
     def stream(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[str, None, None]:
-        """The answer in pieces, some of which may be empty.
+        """The answer, piece by piece; pieces may be empty.
 
-        Ctrl-C inside it raises KeyboardInterrupt if the next message can still be answered, otherwise SystemExit.
+        Ctrl-C during the answer raises KeyboardInterrupt if the conversation can continue, otherwise SystemExit.
         Closing the iterator stops the answer. Raises ChairliftError.
         """
 
@@ -143,7 +145,7 @@ class _LocalModel:
 
 
 class _Chat:
-    """A conversation, and the model it is held with."""
+    """A conversation with one model."""
 
     def __init__(self, model: _Model, sampling: Mapping[str, Any], system: str | None) -> None:
         self._model = model
@@ -153,7 +155,7 @@ class _Chat:
         self._interactive = sys.stdin.isatty()
 
     def talk(self) -> int:
-        """Read, answer, repeat."""
+        """Read messages and print answers until the end of input. Returns the exit code."""
         if self._interactive:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (gives input() a history and line editing)
@@ -210,12 +212,13 @@ class _Chat:
         self._turns.append({"role": "assistant", "content": text})
 
     def _fit(self) -> dict[str, Any]:
-        """The sampling parameters for the next answer, after the oldest turns were left out where they must be."""
+        """Sampling parameters for the next answer. If the conversation is too long, its oldest turns are dropped
+        first."""
         count = self._model.count_tokens(self._system + self._turns)
         room = self._model.room
-        wanted = self._sampling.get("max_tokens") or min(_MAX_TOKENS, room // 4)
+        max_tokens = self._sampling.get("max_tokens") or min(_MAX_TOKENS, room // 4)
         left_out = 0
-        while count + wanted > room and len(self._turns) > 2:
+        while count + max_tokens > room and len(self._turns) > 2:
             del self._turns[:2]
             left_out += 1
             count = self._model.count_tokens(self._system + self._turns)

@@ -1,4 +1,5 @@
-"""``chairlift check``: tests whether a model runs here, how much fits, and whether its answers are right."""
+"""``chairlift check``: tests whether a model runs on this machine, how many requests fit in memory, and whether its
+outputs are right."""
 
 from __future__ import annotations
 
@@ -36,21 +37,21 @@ batch. Then its speed is measured. Exit code 0 when all is well, 2 when not."""
 _PROMPTS: Final = ("The", "What is continuous batching?", "1, 2, 3, 4,", "Once upon a time there was a chairlift that")
 _NUM_TOKENS: Final = 8
 _PROMPT: Final = 128
-"""Tokens of a prompt whose speed is measured."""
+"""Length in tokens of the prompts that measure prefill speed."""
 _TOGETHER: Final = 8
 _TIES: Final = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1, "fp8": 1.0}
-"""Log-probabilities closer than this may change places with the batch: rounding depends on its shape, and with fp8
-weights activations are rounded to fp8 where there are many rows."""
+"""dtype -> difference of log-probabilities up to which two tokens count as equally likely. Rounding depends on the
+shape of the batch, so such tokens may swap ranks. With fp8 weights, large batches also round the activations to fp8."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift check``."""
+    """Add the flags of ``chairlift check``."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
     add_engine_flags(parser, leave_out={"model", "seed"})
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Returns 0 when the model passed. Raises ChairliftError for a fault."""
+    """Print the report. Returns 0 if the model passes. Raises ChairliftError if it fails."""
     settings, _ = read_settings(args, sampling=False)
     name = settings.get("model", BUNDLED_MODEL) if args.model is None else args.model
     from chairlift.executor.local import LocalExecutor
@@ -61,23 +62,23 @@ def run(args: argparse.Namespace) -> int:
     model_dir = bundled if name == BUNDLED_MODEL else resolve_model_dir(name, settings.get("revision"))
     settings["model"] = str(model_dir)
     llm = load_llm(settings, quiet=False)
-    _tell("model", name)
+    _print_fact("model", name)
     if llm.info.pooling is not None:
         return _check_pooling(llm, llm.info.pooling, model_dir)
     network = read_network(model_dir, settings.get("model_impl", "auto"))
     dtype = _describe(llm, network)
     _check_weights(model_dir, network, resolve_dtype(network, llm.info.dtype))
-    _tell("weights", "all numbers are finite")
-    _tell("self-test", _self_test(llm, network.vocab_size, _TIES[dtype]))
-    _tell("speed", _speed(llm, network.vocab_size))
+    _print_fact("weights", "all numbers are finite")
+    _print_fact("self-test", _self_test(llm, network.vocab_size, _TIES[dtype]))
+    _print_fact("speed", _speed(llm, network.vocab_size))
     executor = llm.engine.core.executor
     if isinstance(executor, LocalExecutor) and (graphs := executor.describe_graphs()):
-        _tell("CUDA graphs", graphs)
+        _print_fact("CUDA graphs", graphs)
     return 0
 
 
 def _check_pooling(llm: LLM, pooling: PoolingInfo, model_dir: Path) -> int:
-    """The report of a model for embeddings, scores or classes."""
+    """Print the report for a model of embeddings, scores or classes. Returns the exit code."""
     from chairlift.models.loader import check_pooled_weights, resolve_dtype
     from chairlift.pooled_loading import read_pooled
 
@@ -86,26 +87,29 @@ def _check_pooling(llm: LLM, pooling: PoolingInfo, model_dir: Path) -> int:
     gives = gives if pooling.pair is None else f"scores of pairs, by the answers {' and '.join(pooling.labels)}"
     of_length = ", of length 1" if pooling.normalize else ""
     quantization = "" if info.quantization is None else f" with {info.quantization} weights"
-    _tell("architecture", f"{config.network.model_type}, {config.network.num_hidden_layers} layers")
-    _tell("gives", f"{gives}{of_length}, from {pooling.pooling_type}")
-    _tell("weights", f"{info.weight_bytes / 2**20:,.0f} MiB, {info.dtype}{quantization}")
-    _tell("device", f"{info.device}, {info.kernels} kernels, {info.threads} threads")
-    _tell("context", f"{info.max_model_len:,} tokens")
-    _tell("memory", info.memory_plan)
+    _print_fact("architecture", f"{config.network.model_type}, {config.network.num_hidden_layers} layers")
+    _print_fact("gives", f"{gives}{of_length}, from {pooling.pooling_type}")
+    _print_fact("weights", f"{info.weight_bytes / 2**20:,.0f} MiB, {info.dtype}{quantization}")
+    _print_fact("device", f"{info.device}, {info.kernels} kernels, {info.threads} threads")
+    _print_fact("context", f"{info.max_model_len:,} tokens")
+    _print_fact("memory", info.memory_plan)
     for note in llm.notes:
-        _tell("note", note)
+        _print_fact("note", note)
     check_pooled_weights(model_dir, config, resolve_dtype(config.network, info.dtype))
-    _tell("weights", "all numbers are finite")
-    _tell("self-test", _test_pooling(llm, pooling))
+    _print_fact("weights", "all numbers are finite")
+    _print_fact("self-test", _test_pooling(llm, pooling))
     length = min(_PROMPT, llm.max_model_len)
     texts = _some_tokens(info.vocab_size, _TOGETHER, length)
     seconds = _seconds(lambda: llm.embed(texts) if pooling.task == "embed" else llm.classify(texts))
-    _tell("speed", f"{_TOGETHER} texts of {length} tokens: {_TOGETHER * length / seconds:,.0f} tokens/s, measured now")
+    _print_fact(
+        "speed", f"{_TOGETHER} texts of {length} tokens: {_TOGETHER * length / seconds:,.0f} tokens/s, measured now"
+    )
     return 0
 
 
 def _test_pooling(llm: LLM, pooling: PoolingInfo) -> str:
-    """Vectors of each text alone, and of all together; raises ModelLoadError where they differ by more than that."""
+    """Compute the vector of each text separately, and of all texts in one batch. Returns a description. Raises
+    ModelLoadError if the two differ by more than rounding allows."""
     highest = llm.info.vocab_size - 1
     ids = [[min(ord(char), highest) for char in text][: llm.max_model_len] for text in _PROMPTS]
 
@@ -127,7 +131,7 @@ def _test_pooling(llm: LLM, pooling: PoolingInfo) -> str:
 
 
 def _check_weights(model_dir: Path, network: ModelConfig | TransformersConfig, dtype: torch.dtype) -> None:
-    """Raise ModelLoadError unless all stored numbers are finite, also in ``dtype``."""
+    """Raise ModelLoadError if a stored weight is not finite, or is not finite after conversion to ``dtype``."""
     from chairlift.models.fallback.config import TransformersConfig
     from chairlift.models.loader import check_weights
 
@@ -139,12 +143,12 @@ def _check_weights(model_dir: Path, network: ModelConfig | TransformersConfig, d
         check_weights(model_dir, network, dtype)
 
 
-def _tell(label: str, value: str) -> None:
+def _print_fact(label: str, value: str) -> None:
     print(f"{label:14} {value}", flush=True)
 
 
 def _count(llm: LLM, network: ModelConfig | TransformersConfig) -> tuple[int, int, int]:
-    """Number of parameters, and bytes of KV per token in the model's dtype and in the cache's."""
+    """(number of parameters, KV bytes per token in the model's dtype, KV bytes per token in the cache's dtype)."""
     import torch
 
     from chairlift.models.causal_lm import CausalLM
@@ -156,8 +160,8 @@ def _count(llm: LLM, network: ModelConfig | TransformersConfig) -> tuple[int, in
         from chairlift.models.fallback.loading import count_parameters
 
         executor = llm.engine.core.executor
-        kept = sum(executor.block_bytes) // executor.block_size
-        return count_parameters(network), kept, kept
+        cached = sum(executor.block_bytes) // executor.block_size
+        return count_parameters(network), cached, cached
     with torch.device("meta"):  # shapes only
         model = CausalLM(network)
     model.tie_weights()
@@ -169,7 +173,8 @@ def _count(llm: LLM, network: ModelConfig | TransformersConfig) -> tuple[int, in
 
 
 def _describe(llm: LLM, network: ModelConfig | TransformersConfig) -> str:
-    """Print what the model is and what fits; returns the name of the dtype that rounds most."""
+    """Print a description of the model and how many requests fit. Returns the name of the least precise dtype in
+    use."""
     import torch
 
     from chairlift.loading import device_name
@@ -177,43 +182,44 @@ def _describe(llm: LLM, network: ModelConfig | TransformersConfig) -> str:
     from chairlift.models.loader import resolve_dtype
     from chairlift.workbench.bench.offline import native_path
 
-    parameters, plain, kept = _count(llm, network)
+    parameters, plain, cached = _count(llm, network)
     dtype = resolve_dtype(network, llm.info.dtype)
     name = str(dtype).removeprefix("torch.")
     kv_name = llm.config.cache.kv_cache_dtype.replace("auto", name)
-    instead = f" instead of {plain:,} in {name}" if kept != plain else ""
+    instead = f" instead of {plain:,} in {name}" if cached != plain else ""
     tokenizer = llm.tokenizer
     template = "no"
     if tokenizer is not None and tokenizer.chat_template is not None:
         llm.encode_chat([{"role": "user", "content": "Hi"}])  # finds a broken chat template before users do
         template = "yes"
-    _tell(
+    _print_fact(
         "architecture", f"{network.model_type}, {network.num_hidden_layers} layers, vocabulary {network.vocab_size:,}"
     )
     if not isinstance(network, TransformersConfig) and (experts := network.experts) is not None:
         shared = ", and one that all tokens pass" if experts.shared_size else ""
         where = f", in {sum(experts.layers)} of {network.num_hidden_layers} layers" if not all(experts.layers) else ""
-        _tell("experts", f"{experts.routing.words}{shared}{where}")
+        _print_fact("experts", f"{experts.routing.words}{shared}{where}")
     quantization = llm.info.quantization
     kind = f"{name}, those of the layers in {quantization}" if quantization else name
-    _tell("parameters", f"{parameters:,} in {kind} ({llm.info.weight_bytes / 2**20:,.0f} MiB)")
-    _tell("device", device_name(torch.device(llm.config.model.device)))
-    _tell("layers", describe_impl(llm.info.model_impl))
+    _print_fact("parameters", f"{parameters:,} in {kind} ({llm.info.weight_bytes / 2**20:,.0f} MiB)")
+    _print_fact("device", device_name(torch.device(llm.config.model.device)))
+    _print_fact("layers", describe_impl(llm.info.model_impl))
     if isinstance(network, TransformersConfig):
-        _tell("kernels", f"PyTorch, {name}, {llm.info.threads} threads")
+        _print_fact("kernels", f"PyTorch, {name}, {llm.info.threads} threads")
     else:
-        _tell("kernels", native_path(llm, network).describe())
-    _tell("context", f"{llm.max_model_len:,} tokens")
-    _tell("chat template", template)
-    _tell("KV per token", f"{kept:,} bytes in {kv_name}{instead}")
-    _tell("memory", llm.memory_plan)
+        _print_fact("kernels", native_path(llm, network).describe())
+    _print_fact("context", f"{llm.max_model_len:,} tokens")
+    _print_fact("chat template", template)
+    _print_fact("KV per token", f"{cached:,} bytes in {kv_name}{instead}")
+    _print_fact("memory", llm.memory_plan)
     for note in llm.notes:
-        _tell("note", note)
+        _print_fact("note", note)
     return "fp8" if quantization == "fp8" else name
 
 
 def _self_test(llm: LLM, vocab_size: int, tie: float) -> str:
-    """Greedy tokens of each prompt alone, and of all together; raises ModelLoadError where they differ."""
+    """Generate greedy tokens for each prompt separately, and for all prompts in one batch. Returns a description.
+    Raises ModelLoadError if they differ by more than a tie."""
     tokenizer = llm.tokenizer
     prompts = [tokenizer.encode(text) if tokenizer else [ord(char) % vocab_size for char in text] for text in _PROMPTS]
     prompts = [prompt[: llm.max_model_len // 2] for prompt in prompts]
@@ -239,7 +245,7 @@ def _self_test(llm: LLM, vocab_size: int, tie: float) -> str:
 
 
 def _speed(llm: LLM, vocab_size: int) -> str:
-    """Expected speed of this machine in its present state: reading prompts and writing answers."""
+    """Speed of prefill and decode on this machine now, in words."""
     length = min(_PROMPT, llm.max_model_len // 2)
     count = min(_NUM_TOKENS * 2, llm.max_model_len - length - 1)
     alone, *together = prompts = _some_tokens(vocab_size, _TOGETHER + 1, length)
@@ -258,7 +264,7 @@ def _speed(llm: LLM, vocab_size: int) -> str:
 
 
 def _some_tokens(vocab_size: int, count: int, length: int) -> list[list[int]]:
-    """Prompts that are all different, from the first token on."""
+    """Prompts of random tokens. No two prompts begin with the same token."""
     return [[(number * 7919 + place * 31 + 5) % vocab_size for place in range(length)] for number in range(count)]
 
 
@@ -274,7 +280,7 @@ def _first_difference(one: CompletionOutput, other: CompletionOutput) -> int | N
 
 
 def _is_tie(one: CompletionOutput, other: CompletionOutput, place: int, tie: float) -> bool:
-    """Whether both tokens were, within rounding, equally likely."""
+    """Whether two different tokens at the index ``place`` have log-probabilities within ``tie`` of each other."""
     likely = one.logprobs[place] if one.logprobs else {}
     pair = [likely.get(answer.token_ids[place]) for answer in (one, other)]
     logprobs = [entry.logprob for entry in pair if entry is not None]

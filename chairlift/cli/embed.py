@@ -1,4 +1,4 @@
-"""``chairlift embed``: embeddings of texts, as JSON lines."""
+"""``chairlift embed``: computes embeddings of texts, and prints them as JSON lines."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ embeds with --runner pooling."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift embed``."""
+    """Add the flags of ``chairlift embed``."""
     parser.add_argument("texts", metavar="TEXT", nargs="*", help="a text; - reads one per line from standard input")
-    parser.add_argument("--dimensions", metavar="N", type=int, help="keep the first N numbers (Matryoshka models)")
-    parser.add_argument("--prompt-name", metavar="NAME", help="the model's prompt that goes before each text")
     parser.add_argument(
-        "--truncate-prompt-tokens", metavar="N", type=int, help="keep N tokens of each text; -1: what the model takes"
+        "--dimensions", metavar="N", type=int, help="return only the first N numbers (for Matryoshka models)"
+    )
+    parser.add_argument("--prompt-name", metavar="NAME", help="name of the model's prompt to put before each text")
+    parser.add_argument(
+        "--truncate-prompt-tokens", metavar="N", type=int, help="cut each text to N tokens; -1: to the model's maximum"
     )
     add_engine_flags(parser, leave_out={"seed"})
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print all results. Raises ChairliftError for a fault."""
+    """Compute and print all results. Raises ChairliftError if it cannot run."""
     settings, _ = read_settings(args, sampling=False)
     texts = [text for text in args.texts if text != "-"]
     if not args.texts or "-" in args.texts:

@@ -1,4 +1,5 @@
-"""Command-line flags made from the engine's settings and the sampling parameters, and a model made from the flags."""
+"""Command-line flags generated from the engine's settings and the sampling parameters, and a model loaded from these
+flags."""
 
 from __future__ import annotations
 
@@ -38,19 +39,19 @@ _SERVER: Final = "server_"
 _SAMPLING_FLAGS: Final[tuple[tuple[str, type, str], ...]] = (
     ("max_tokens", int, "longest answer, in tokens"),
     ("temperature", float, "0 is greedy, higher is more varied (default: 0)"),
-    ("top_p", float, "keep the likeliest tokens that together reach this probability"),
-    ("top_k", int, "keep the K likeliest tokens"),
-    ("min_p", float, "keep tokens with this share of the likeliest one's probability"),
-    ("seed", int, "same seed, same prompt, same text"),
+    ("top_p", float, "sample only from the most likely tokens that together reach this probability"),
+    ("top_k", int, "sample only from the K most likely tokens"),
+    ("min_p", float, "drop tokens less likely than this fraction of the most likely token's probability"),
+    ("seed", int, "equal seeds and prompts give equal text"),
     ("n", int, "answers per prompt"),
     ("stop", list, "stop before this text; may be repeated"),
     ("min_tokens", int, "shortest answer, in tokens"),
-    ("presence_penalty", float, "push down tokens that were generated before"),
-    ("frequency_penalty", float, "push down tokens by how often they were generated"),
-    ("repetition_penalty", float, "push down tokens of prompt and answer; 1 is off"),
-    ("logprobs", int, "report this many likeliest tokens at each place"),
+    ("presence_penalty", float, "lower the score of tokens that were generated before"),
+    ("frequency_penalty", float, "lower the score of tokens by how often they were generated"),
+    ("repetition_penalty", float, "lower the score of tokens in prompt and answer; 1 is off"),
+    ("logprobs", int, "report this number of most likely tokens at each position"),
     ("bad_words", list, "never generate this text; may be repeated"),
-    ("ignore_eos", bool, "go on past the end-of-sequence token"),
+    ("ignore_eos", bool, "continue after the end-of-sequence token"),
     ("include_stop_str_in_output", bool, "leave the stop text in the answer"),
 )
 
@@ -60,24 +61,28 @@ _SHORT: Final = {
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
 }
-"""vLLM's short flags."""
+"""Setting -> short flag, as in vLLM."""
 _FURTHER_SENTENCES: Final = re.compile(r"(?<=\.) (?!\(default).*?(?= \(default: [^)]*\)$|$)")
-"""What follows the first sentence of a help text, up to its default."""
+"""Matches all sentences of a help text after the first, up to its default value."""
 _JSON: Final = {
     "service_classes": '{"chat": {"priority": -5, "min_seqs": 8, "ttft_ms": 500}}',
     "tenant_weights": '{"alice": 2}',
 }
-"""Settings that are JSON objects, with an example each: a mapping in a config file, text or @FILE as a flag."""
+"""Setting whose value is a JSON object -> example. In a config file the value is a mapping; as a flag it is JSON text
+or @FILE."""
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
-    """One flag per engine setting, grouped as in :class:`~chairlift.config.EngineConfig`, and ``--config``.
+    """Add ``--config``, and one flag per engine setting, grouped as in :class:`~chairlift.config.EngineConfig`.
 
-    Only flags that are given appear in the namespace. ``leave_out`` names settings the command has another way for.
+    Flags that the user does not give are missing in the namespace. ``leave_out`` names settings without a flag.
     """
     groups = {part: parser.add_argument_group(title) for part, title in _TITLES.items()}
     groups["model"].add_argument(
-        "--config", metavar="FILE", type=Path, help="YAML or JSON file with flags as keys; flags on the line go first"
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="YAML or JSON file with flags as keys; flags on the command line take precedence",
     )
     for flag in flat_fields():
         if flag.name in leave_out:
@@ -95,7 +100,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_vllm_flags(parser: argparse.ArgumentParser, names: Mapping[str, Name]) -> None:
-    """Flags that only vLLM has; :mod:`chairlift.vllm_names` says what becomes of them. Help does not list them."""
+    """Add flags that only vLLM has. :mod:`chairlift.vllm_names` translates, ignores or refuses them. Help does not
+    list them."""
     for name, known in names.items():
         options: dict[str, Any] = {"dest": _ENGINE + name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         options |= {"action": argparse.BooleanOptionalAction} if known.kind is bool else {"type": known.kind}
@@ -123,7 +129,8 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, prefix: str) -> None:
 
 
 def _amount(name: str) -> Callable[[str], int] | None:
-    """The reader of an amount, as argparse wants it; None for other settings."""
+    """Parser for a setting that is an amount (such as ``4GB`` or ``32k``), in argparse's form; None for other
+    settings."""
     read = reader_of(name)
     if read is None:
         return None
@@ -138,7 +145,7 @@ def _amount(name: str) -> Callable[[str], int] | None:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """Flags for the sampling parameters; only those that are given appear in the namespace."""
+    """Add a flag for each sampling parameter. Flags that the user does not give are missing in the namespace."""
     group = parser.add_argument_group("sampling")
     for name, kind, text in _SAMPLING_FLAGS:
         options: dict[str, Any] = {"dest": _SAMPLING + name, "default": argparse.SUPPRESS, "help": text}
@@ -154,9 +161,10 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
 
 
 def shorten_help(parser: argparse.ArgumentParser, everyday: Collection[str]) -> None:
-    """Let ``--help`` list the ``everyday`` flags with a sentence each, and ``--help-all`` all flags with all sentences.
+    """Make ``--help`` list only the ``everyday`` flags, with one sentence each. ``--help-all`` then lists all flags
+    with their full texts.
 
-    Call it when the parser has all its flags. Raises KeyError for a flag that the parser lacks.
+    Call this after all flags are added. Raises KeyError for a flag that the parser does not have.
     """
     flags = {flag: action for action in parser._actions for flag in action.option_strings}
     shown = {flags[flag] for flag in everyday} | {flags["--help"]}
@@ -164,7 +172,7 @@ def shorten_help(parser: argparse.ArgumentParser, everyday: Collection[str]) -> 
     usage = f"{parser.prog} [MODEL] [FLAG ...]"
 
     class HelpAll(argparse.Action):
-        """Prints the help with all flags, and ends."""
+        """argparse action that prints the help with all flags and exits."""
 
         def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
             parser.usage = None
@@ -177,34 +185,38 @@ def shorten_help(parser: argparse.ArgumentParser, everyday: Collection[str]) -> 
         action.help = _FURTHER_SENTENCES.sub("", text or "") if action in shown else argparse.SUPPRESS
     parser.usage = usage
     hidden = sum(text != argparse.SUPPRESS for action, text in full.items() if action not in shown)
-    parser.add_argument("--help-all", action=HelpAll, nargs=0, help=f"list the other {hidden} flags, and say more")
+    parser.add_argument(
+        "--help-all", action=HelpAll, nargs=0, help=f"list the other {hidden} flags, with full descriptions"
+    )
 
 
 def read_settings(args: argparse.Namespace, *, sampling: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings from the config file and the flags: keywords for :class:`~chairlift.LLM`, and sampling parameters.
+    """(engine settings for :class:`~chairlift.LLM`, sampling parameters), from the config file and the flags. Flags
+    take precedence over the file.
 
-    Flags go before the file. Sampling is greedy where neither gives a temperature; a command without ``sampling`` gets
-    none, and refuses them in the file. Raises ConfigError.
+    If no temperature is given, sampling is greedy. With ``sampling`` false the command has no sampling parameters, and
+    refuses them in the file. Raises ConfigError.
     """
     file = _read_file(args.config, {name: (kind, True) for name, kind, _ in _SAMPLING_FLAGS} if sampling else {})
     names = {name for name, _, _ in _SAMPLING_FLAGS} if sampling else set()
-    engine = {name: value for name, value in file.items() if name not in names} | _given(args, _ENGINE)
-    asked = {name: value for name, value in file.items() if name in names} | _given(args, _SAMPLING)
-    return _translated(engine), {"temperature": 0.0} | asked if sampling else {}
+    engine = {name: value for name, value in file.items() if name not in names} | _values_of_flags(args, _ENGINE)
+    given = {name: value for name, value in file.items() if name in names} | _values_of_flags(args, _SAMPLING)
+    return _translated(engine), {"temperature": 0.0} | given if sampling else {}
 
 
 def read_server_settings(args: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
-    """Settings from the config file and the flags: the engine's by name, and the server's. Raises ConfigError."""
+    """(engine settings by name, server settings), from the config file and the flags. Raises ConfigError."""
     server = {flag.name: (flag.kind, flag.default is None) for flag in server_fields()}
     file = _read_file(args.config, server)
-    engine = {name: value for name, value in file.items() if name not in server} | _given(args, _ENGINE)
-    asked = {name: value for name, value in file.items() if name in server} | _given(args, _SERVER)
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in asked.items()}
+    engine = {name: value for name, value in file.items() if name not in server} | _values_of_flags(args, _ENGINE)
+    given = {name: value for name, value in file.items() if name in server} | _values_of_flags(args, _SERVER)
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     return _translated(engine), ServerConfig(**values)
 
 
 def _translated(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without vLLM's own names. A line on standard error says what was done with each."""
+    """The settings, with vLLM's own names translated or removed. Prints a line to standard error for each such
+    setting."""
     known = translate(engine)
     for line in notes(engine):
         print(f"chairlift: {line}", file=sys.stderr)
@@ -212,9 +224,9 @@ def _translated(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_file(path: Path | None, more: Mapping[str, tuple[type, bool]]) -> dict[str, Any]:
-    """The settings in a YAML or JSON file, dashes in their names turned to underscores, their types checked.
+    """Setting -> value, from a YAML or JSON file. Dashes in names become underscores, and types are checked.
 
-    They are the engine's, and ``more``: the type of each, and whether it may be null.
+    Allowed are the engine's settings and ``more``: setting -> (type, whether null is allowed).
     """
     if path is None:
         return {}
@@ -236,7 +248,7 @@ def _read_file(path: Path | None, more: Mapping[str, tuple[type, bool]]) -> dict
 
 
 def load_llm(settings: Mapping[str, Any], quiet: bool) -> LLM:
-    """Load the model, showing progress on a terminal."""
+    """Load the model. Shows progress on a terminal, except with ``quiet``."""
     from chairlift import LLM  # takes torch along, which --help and usage errors need not wait for
 
     show = _progress if not quiet and sys.stderr.isatty() else None
@@ -252,7 +264,7 @@ def _spelled(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+def _values_of_flags(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
     given = {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
     if given.get("served_model_name"):
         given["served_model_name"] = [name for names in given["served_model_name"] for name in names]
@@ -260,7 +272,7 @@ def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
 
 
 def _json_text(name: str, value: str) -> str:
-    """Text of a JSON setting; ``@FILE`` means the content of the file. Raises ConfigError."""
+    """Text of a JSON setting. ``@FILE`` stands for the contents of the file. Raises ConfigError."""
     if not value.startswith("@"):
         return value
     return _read_text(f"the file of {_spelled(name)}", Path(value[1:]))
@@ -289,7 +301,8 @@ def _parse(path: Path, text: str) -> Any:
 
 
 def _checked(path: Path, name: str, value: Any, kind: type, optional: bool) -> Any:
-    """A value of the type the flag has; a number may be written without its fraction."""
+    """``value``, converted to the type of its flag; 4.0 is allowed for an integer. Raises ConfigError for another
+    type."""
     if value is None and optional:
         return value
     if name in _JSON and isinstance(value, dict):
@@ -314,12 +327,12 @@ def _progress(label: str, share: float) -> None:
     print(f"\r{label} {share:4.0%}", end=end, file=sys.stderr, flush=True)
 
 
-def whole_number(least: int, most: int) -> Callable[[str], int]:
-    """A whole number in a range."""
+def whole_number(minimum: int, maximum: int) -> Callable[[str], int]:
+    """Parser for a whole number from ``minimum`` to ``maximum``, for argparse."""
 
     def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least:,} to {most:,}, got {text!r}")
+        if not text.isascii() or not text.isdigit() or not minimum <= int(text) <= maximum:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {minimum:,} to {maximum:,}, got {text!r}")
         return int(text)
 
     return parse

@@ -1,4 +1,5 @@
-"""``chairlift generate``: answer many prompts at once, from the command line, a JSONL file or standard input."""
+"""``chairlift generate``: generates answers for many prompts in one batch. The prompts come from the command line, a
+JSONL file or standard input."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ Prompts are arguments, or lines of standard input (no PROMPT, or -), and answers
   {"prompt": "Hi"}    {"prompt": [1, 2, 3]}    {"messages": [{"role": "user", "content": "Hi"}]}
 
 each with an optional "id" and any sampling parameter by name, such as "max_tokens": 32. An answer has index, id,
-prompt, outputs (text, token_ids, finish_reason), usage and error, and the line's other keys as they are. A line that
+prompt, prompt_token_ids, outputs (text, token_ids, finish_reason), usage and error, and the line's other keys as they
+are; chairlift train reads them. A line that
 cannot be answered is reported, gets an error in its place, and does not hold up the others.
 
 The file may be HumanEval's, GSM8K's (--prompt-field question), MT-Bench's ("turns", each answered in its conversation),
@@ -52,11 +54,11 @@ _REFRESH_SECONDS: Final = 0.2
 _INTERRUPTED: Final = 130
 _STOPPED: Final = "stopped with Ctrl-C before its answer was complete"
 _CLASHING: Final = "input"
-"""Key of a record for keys of the input that an answer has, too."""
+"""Key of an output record for those input keys that have the same name as an output key."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift generate``."""
+    """Add the flags of ``chairlift generate``."""
     parser.add_argument(
         "prompts", metavar="PROMPT", nargs="*", help="a prompt; - reads one per line from standard input"
     )
@@ -64,21 +66,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts-file", metavar="FILE", help="prompts as JSON lines or as lines of text; - is standard input"
     )
     parser.add_argument("--prompt-field", metavar="NAME", help="key of the prompt in the records of --prompts-file")
-    parser.add_argument("--output", "-o", metavar="FILE", type=Path, help="write the answers there, as JSON lines")
+    parser.add_argument(
+        "--output", "-o", metavar="FILE", type=Path, help="write the answers to this file, as JSON lines"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite --output where it exists")
-    parser.add_argument("--jsonl", action="store_true", help="print JSON lines for prompts given as text, too")
+    parser.add_argument("--jsonl", action="store_true", help="print JSON lines, also for prompts given as text")
     parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template to text prompts")
     parser.add_argument("--quiet", "-q", action="store_true", help="no progress bar")
     add_sampling_flags(parser, _MAX_TOKENS)
     parser.add_argument(
-        "--json-schema", metavar="FILE", type=Path, help="hold every answer to the JSON schema in this file"
+        "--json-schema", metavar="FILE", type=Path, help="make every answer follow the JSON schema in this file"
     )
     # --seed is the one of sampling: an engine seed would give each prompt a seed of its own.
     add_engine_flags(parser, leave_out={"seed"})
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer everything; 0 when all were answered, 1 when some were, 2 when none, 130 after Ctrl-C."""
+    """Answer all prompts. Returns 0 if all were answered, 1 if some were, 2 if none, 130 after Ctrl-C."""
     engine, sampling = read_settings(args, sampling=True)
     if args.json_schema is not None:
         sampling["structured_outputs"] = {"json": _read_schema(args.json_schema)}
@@ -133,7 +137,8 @@ def _read_jobs(args: argparse.Namespace) -> list[Job]:
 
 
 def _refuse_model_paths(prompts: Sequence[str]) -> None:
-    """Raise ConfigError for a prompt that is the path of a model here: a GGUF file or a directory with config.json."""
+    """Raise ConfigError if a prompt is the path of a model on this machine: a GGUF file, or a directory with
+    config.json. The user probably wanted ``--model``."""
     for prompt in prompts:
         path, kind = Path(prompt), ""
         with contextlib.suppress(OSError, ValueError):  # most prompts are no paths: too long, or with a NUL
@@ -164,7 +169,8 @@ def _same_file(one: str, other: Path) -> bool:
 
 
 class _Run:
-    """Jobs that are answered in one batch. Each turn of a conversation is a request, sent when the one before ended."""
+    """Runs jobs in one batch. Each turn of a conversation is a request, which is sent when the previous turn has
+    ended."""
 
     def __init__(
         self,
@@ -180,10 +186,11 @@ class _Run:
         self._streamed = streamed
         self._running: dict[str, Job] = {}
         self.stopped: list[Job] = []
-        """Jobs that Ctrl-C left without an answer."""
+        """Jobs that had not ended when Ctrl-C was pressed."""
 
     def answered(self, interrupted: Callable[[], bool]) -> Iterator[Job]:
-        """The jobs in order, each as soon as it and all earlier ones have ended; after Ctrl-C all that are left."""
+        """The jobs in order. A job is yielded when it and all earlier jobs have ended. After Ctrl-C, all remaining
+        jobs are yielded."""
         for job in self._jobs:
             if not job.done:
                 self._send(job)
@@ -202,7 +209,7 @@ class _Run:
                     progress.step(self._llm.engine.step_log, self._step(self._llm))
 
     def _step(self, llm: LLM) -> list[RequestOutput]:
-        """One step. Returns outputs of jobs that ended."""
+        """Run one step of the engine. Returns the outputs of jobs that ended in it."""
         ended = []
         for output in llm.engine.step():
             job = self._running[output.request_id]
@@ -261,7 +268,7 @@ def _submit(llm: LLM, job: Job, sampling: Mapping[str, Any], raw: bool, *, strea
 
 
 class _Progress:
-    """A progress bar with tokens per second on standard error, if it is to be shown."""
+    """A progress bar with tokens per second on standard error, if ``show``."""
 
     def __init__(self, total: int, done: int, show: bool) -> None:
         from tqdm import tqdm
@@ -284,7 +291,7 @@ class _Progress:
         self._shown = 0.0
 
     def step(self, log: StepLog, finished: Sequence[RequestOutput]) -> None:
-        """The engine made a step."""
+        """Update the bar after a step of the engine."""
         if self._bar.disable:
             return
         if len(log) and log[-1].step != self._step:
@@ -308,10 +315,10 @@ def _wants_json(args: argparse.Namespace) -> bool:
 
 @contextlib.contextmanager
 def _json_writer(path: Path | None, force: bool) -> Iterator[Any]:
-    """A function that writes a job as a JSON line to a file or to standard output, at once.
+    """Context manager: a function that writes a job as a JSON line, at once, to a file or to standard output.
 
-    An invalid path raises an error before other work. The old content of a file is removed only when there is something
-    to write.
+    Raises an error for an invalid path before any other work. An existing file is emptied only when the first line is
+    written.
     """
     if path is None:
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -339,31 +346,32 @@ def _json_writer(path: Path | None, force: bool) -> Iterator[Any]:
 
 
 def _put(file: IO[str], job: Job) -> None:
-    # Half a surrogate pair, which UTF-8 cannot hold, is written as the escape that JSON has for it.
+    # Half of a surrogate pair has no UTF-8 form. It is written as a JSON escape.
     file.write(json.dumps(_record(job), ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n")
     file.flush()
 
 
 class _Streamed:
-    """Text of the one answer, printed as it grows."""
+    """Prints the text of a single output while it grows."""
 
     def __init__(self) -> None:
         self._shown = 0
 
     def show(self, text: str, end: str = "") -> None:
-        """Print what ``text`` has beyond what was printed."""
+        """Print the part of ``text`` that has not been printed."""
         sys.stdout.write(text[self._shown :] + end)
         sys.stdout.flush()
         self._shown = len(text)
 
     def end(self) -> None:
-        """End the line of an answer that stays incomplete."""
+        """End the line of an output that will not be completed."""
         if self._shown:
             print(flush=True)
 
 
 def _text_writer(total: int, streamed: _Streamed | None) -> Any:
-    """A function that prints answers for people: the bare text of a single one, else each under its prompt."""
+    """A function that prints outputs for people. A single output is printed without its prompt; of several outputs,
+    each is printed below its prompt."""
 
     def write(job: Job) -> None:
         answers = job.output.outputs if job.output is not None and job.error is None else []
@@ -386,6 +394,7 @@ def _record(job: Job) -> dict[str, Any]:
     output = job.output
     record: dict[str, Any] = {"index": job.index, "id": job.id, "prompt": job.prompt, "outputs": [], "usage": None}
     if output is not None:
+        record["prompt_token_ids"] = list(output.prompt_token_ids)
         record["outputs"] = [_answer_record(answer) for answer in output.outputs]
         if output.prompt_logprobs is not None:
             record["prompt_logprobs"] = [entry and _logprob_records(entry) for entry in output.prompt_logprobs]
@@ -399,10 +408,10 @@ def _record(job: Job) -> dict[str, Any]:
     if job.answers:
         record["answers"] = [*job.answers, *(answer["text"] for answer in record["outputs"])]
     record["error"] = job.error
-    clashing = {key: value for key, value in job.kept.items() if key in record or key == _CLASHING}
+    clashing = {key: value for key, value in job.copied.items() if key in record or key == _CLASHING}
     return (
         record
-        | {key: value for key, value in job.kept.items() if key not in clashing}
+        | {key: value for key, value in job.copied.items() if key not in clashing}
         | ({_CLASHING: clashing} if clashing else {})
     )
 
@@ -420,5 +429,5 @@ def _answer_record(answer: CompletionOutput) -> dict[str, Any]:
 
 
 def _logprob_records(entry: Mapping[int, Logprob]) -> list[dict[str, Any]]:
-    """The chosen token first, then the likeliest."""
+    """Records of the tokens at one position: the chosen token first, then the most likely tokens."""
     return [{"token_id": token_id, **dataclasses.asdict(logprob)} for token_id, logprob in entry.items()]

@@ -1,4 +1,4 @@
-"""The ``chairlift`` command: its commands, and the one place where errors become exit codes."""
+"""The ``chairlift`` command: selects a subcommand, and converts errors to exit codes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _CUT_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code (see ``chairlift --help``). ``argv`` is without the program's name."""
+    """Run a subcommand and return its exit code (see ``chairlift --help``). ``argv`` does not contain the program's
+    name."""
     _accept_any_text()
     try:
         args = _parse(list(sys.argv[1:] if argv is None else argv))
@@ -45,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output has left. Python would complain once more when it flushes at exit.
+        # The program that reads our output has ended. Standard output now goes to /dev/null, because otherwise Python
+        # would report an error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CUT_PIPE
     except ChairliftError as error:
@@ -64,7 +66,8 @@ def _fail(message: str) -> int:
 
 
 def _accept_any_text() -> None:
-    """Piped bytes, characters that the terminal lacks, and closed streams must not end in a traceback."""
+    """Make standard streams tolerate invalid bytes, characters that the terminal lacks, and closed streams, so that
+    none of these ends in a traceback."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  (open for as long as the process)
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
@@ -74,7 +77,8 @@ def _accept_any_text() -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser of a command or subcommand. A usage error prints one line and exits with 2, like every other error."""
+    """Parser of a command or subcommand. For a usage error it prints one line and exits with 2, as for every other
+    error."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **how)
@@ -95,7 +99,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(_fail(f"{message}; see {self.prog} --help"))
 
     def _no_command(self) -> str:
-        """Message for a missing or unknown command."""
+        """Error message for a missing or unknown subcommand."""
         action = next(each for each in self._actions if isinstance(each, argparse._SubParsersAction))
         known = list(action.choices)
         given = next((word for word in self._given if not word.startswith("-")), None)
@@ -110,7 +114,7 @@ class _Parser(argparse.ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings]
 
     def unknown(self, word: str) -> str:
-        """Error message for a word that the command does not know."""
+        """Error message for a word on the command line that the command does not know."""
         near = difflib.get_close_matches(word.partition("=")[0], self._flags(), n=1)
         if near == [word.partition("=")[0]]:
             return f"flag {word!r} must come after {self.prog!r}"
@@ -135,7 +139,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 class _OneLine(logging.Formatter):
-    """Log records without traceback, which does not help users of a command."""
+    """Formats log records without traceback, which does not help users of a command."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"chairlift: {record.levelname.lower()}: {' '.join(record.getMessage().split())}"

@@ -1,4 +1,4 @@
-"""``chairlift pack``: packs a file of sequences and prints how well they pack."""
+"""``chairlift pack``: packs a file of sequences, and prints how full the packs are."""
 
 from __future__ import annotations
 
@@ -38,22 +38,30 @@ PREFIX.idx), NeMo (.parquet, .npy) or TRL (.parquet, .jsonl).
 _BATCH: Final = 8
 _BAR: Final = 40
 _LONGEST: Final = 100_000_000
-"""Most tokens of one sequence given by its length only, because it takes memory until it is packed."""
+"""Maximum length of a sequence that is given by its length only. Such a sequence takes memory until it is packed."""
 _FILLS: Final = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift pack``."""
+    """Add the flags of ``chairlift pack``."""
     parser.add_argument("file", metavar="FILE", type=Path, help="file, pattern or directory with records")
-    parser.add_argument("--capacity", metavar="TOKENS", type=int, default=4096, help="of a pack (default: 4096)")
+    parser.add_argument("--capacity", metavar="TOKENS", type=int, default=4096, help="tokens per pack (default: 4096)")
     parser.add_argument("--pool", metavar="N", type=int, default=256, help="sequences to choose among (default: 256)")
-    parser.add_argument("--align", metavar="N", type=int, default=1, help="begin sequences at multiples (default: 1)")
-    parser.add_argument("--max-sequences", metavar="N", type=int, help="in a pack, at most (default: any number)")
+    parser.add_argument(
+        "--align",
+        metavar="N",
+        type=int,
+        default=1,
+        help="begin every sequence at a multiple of this number of tokens (default: 1)",
+    )
+    parser.add_argument(
+        "--max-sequences", metavar="N", type=int, help="maximum number of sequences in a pack (default: any number)"
+    )
     parser.add_argument(
         "--overflow",
         choices=("split", "truncate", "drop", "error"),
         default="split",
-        help="what becomes of sequences longer than a pack (default: split)",
+        help="what to do with sequences longer than a pack (default: split)",
     )
     parser.add_argument(
         "--on-error",
@@ -67,32 +75,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--train-on",
         choices=("answers", "all"),
-        help="what is learnt of chats and prompts (default: answers with --to, which writes it; otherwise all)",
+        help="which part of chats and prompts is trained (default: answers with --to, which writes it; otherwise all)",
     )
     parser.add_argument(
         "--chat-template", metavar="FILE", type=Path, help="template for training (default: the model's)"
     )
     parser.add_argument("--to", choices=("megatron", "nemo", "trl"), help="write the packs for this framework")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write the packs there, a JSON object on each line")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, help="write the packs to this file, a JSON object on each line"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 @dataclasses.dataclass(slots=True)
 class _Tally:
-    """Counts that are missing from the stream's own statistics."""
+    """Counts that the stream's own statistics do not have."""
 
     capacity: int
     align: int = 1
     lengths: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Length -> sequences, pieces of split ones each."""
+    """Length in tokens -> number of sequences. Each piece of a split sequence is counted separately."""
     fills: list[int] = dataclasses.field(default_factory=lambda: [0] * len(_FILLS))
-    """Packs by how full they are."""
+    """Number of packs per range of fill. ``_FILLS`` has the lower bounds of the ranges."""
     batch: list[int] = dataclasses.field(default_factory=list)
     padded: int = 0
-    """Tokens, with padding, of batches of :data:`_BATCH` sequences, each padded to its longest."""
+    """Number of tokens, including padding, if the sequences were padded in batches of :data:`_BATCH` to the longest of
+    each batch."""
     next_fit: int = 0
     room: int = 0
-    """Left in the pack that next-fit fills."""
+    """Free tokens in the current pack of the next-fit algorithm, which is simulated for comparison."""
 
     def on_sequence(self, length: int) -> None:
         self.lengths[length] = self.lengths.get(length, 0) + 1
@@ -111,7 +122,7 @@ class _Tally:
 
     def on_pack(self, tokens: int) -> None:
         fill = tokens / self.capacity
-        self.fills[max(index for index, least in enumerate(_FILLS) if fill >= least)] += 1
+        self.fills[max(index for index, lower_bound in enumerate(_FILLS) if fill >= lower_bound)] += 1
 
 
 def run(args: argparse.Namespace) -> int:
@@ -151,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_output(args: argparse.Namespace) -> None:
-    """Raise ConfigError for an output that cannot be written, or would replace what is read."""
+    """Raise ConfigError if the output file cannot be written, or would replace the input."""
     from chairlift.train.exports import export_files
     from chairlift.train.record_files import expand
 
@@ -183,13 +194,13 @@ def _plain_writer(path: Path) -> Iterator[Callable[[Pack], None]]:
 
 
 def _num_tokens(pack: Pack, align: int) -> int:
-    """Number of tokens except those that ``align`` added. (When it adds tokens, every other token except a sequence's
-    first is a target.)"""
+    """Number of tokens in a pack without the padding that ``align`` adds. (With ``align``, exactly the padding and the
+    first token of each sequence have weight 0.)"""
     return len(pack.lengths) + int((pack.weights != 0).sum()) if align > 1 else pack.num_tokens
 
 
 def _reader(args: argparse.Namespace) -> tuple[Encode, int]:
-    """Function that reads records, and an upper bound of its token ids (0: unknown)."""
+    """(function that encodes records, upper bound of its token ids or 0 if unknown)."""
     from chairlift.train.encoder import Encoder
 
     if args.length_field is None:
@@ -213,7 +224,7 @@ def _reader(args: argparse.Namespace) -> tuple[Encode, int]:
 def _counted(
     source: Iterator[Mapping[str, Any]], tally: _Tally, args: argparse.Namespace
 ) -> Iterator[Mapping[str, Any]]:
-    """The items of ``source``, after a note of what will be packed of each."""
+    """The items of ``source``. The lengths that will be packed of each item are added to ``tally``."""
     for item in source:
         length, capacity = len(item["input_ids"]), args.capacity
         pieces = [min(capacity, length - start) for start in range(0, length, capacity)] if capacity > 0 else []
@@ -243,7 +254,7 @@ def _record(stats: StreamStats, tally: _Tally) -> dict[str, Any]:
         "waste_of": _compared(stats, tally),
         "next_fit_packs": tally.next_fit,
         "lengths": [[low, high, count] for low, high, count in _length_bins(tally)],
-        "fills": [[least, count] for least, count in zip(_FILLS, tally.fills, strict=True)],
+        "fills": [[lower_bound, count] for lower_bound, count in zip(_FILLS, tally.fills, strict=True)],
     }
 
 
@@ -276,7 +287,7 @@ def _lines(stats: StreamStats, tally: _Tally, args: argparse.Namespace) -> list[
 
 
 def _length_bins(tally: _Tally) -> list[tuple[int, int, int]]:
-    """(shortest, longest, sequences), each bin twice as wide as the one before."""
+    """(shortest, longest, number of sequences) of each bin. Each bin is twice as wide as the previous bin."""
     counts: dict[int, int] = {}
     for length, count in tally.lengths.items():
         counts[length.bit_length()] = counts.get(length.bit_length(), 0) + count
@@ -285,8 +296,8 @@ def _length_bins(tally: _Tally) -> list[tuple[int, int, int]]:
 
 
 def _bars(rows: Sequence[tuple[str, int]]) -> list[str]:
-    most = max((count for _, count in rows), default=0)
+    maximum = max((count for _, count in rows), default=0)
     return [
-        f"{name:>13} {'#' * (-(-count * _BAR // most) if count else 0):{_BAR}} {count:,}".rstrip()
+        f"{name:>13} {'#' * (-(-count * _BAR // maximum) if count else 0):{_BAR}} {count:,}".rstrip()
         for name, count in rows
     ]

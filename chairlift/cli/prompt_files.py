@@ -1,4 +1,4 @@
-"""Files of prompts for ``chairlift generate``: JSON lines in the forms that are common, and plain text."""
+"""Reads files of prompts for ``chairlift generate``: JSON lines in several common forms, and plain text."""
 
 from __future__ import annotations
 
@@ -24,47 +24,48 @@ _JSON_ENDINGS: Final = {".json", ".jsonl", ".ndjson"}
 _FORMS: Final = ("prompt", "messages", "turns")
 _PARAMETERS: Final = tuple(SamplingParams.__dataclass_fields__)
 _ALIKE: Final = 0.8
-"""Similarity from which an unknown key counts as a misspelt sampling parameter."""
+"""Minimum similarity (0 to 1) at which an unknown key counts as a misspelt sampling parameter."""
 _URLS: Final = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 _SILENT: Final = frozenset(
     ("model", "user", "metadata", "store", "stream", "stream_options", "service_tier", "safety_identifier")
 )
-"""Fields of OpenAI's requests that change nothing in an answer here."""
+"""Fields of OpenAI's requests that are ignored, because they do not change the output."""
 
 
 @dataclasses.dataclass(slots=True)
 class Job:
-    """One prompt, its place in the input, and its result."""
+    """One prompt, its position in the input, and its result."""
 
     index: int
     place: str
-    """Place of the job in its input (``line 3``), for messages."""
+    """Position of the job in its input, such as ``line 3``, for messages."""
     prompt: Any = None
     id: Any = None
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Sampling parameters of this prompt alone."""
+    """Sampling parameters of this prompt. They take precedence over the command's."""
     is_chat: bool = False
     turns: list[str] = dataclasses.field(default_factory=list)
-    """Messages of the user that follow, each after the answer to the one before."""
+    """Later messages of the user in this conversation. Each is sent after the previous answer."""
     answers: list[str] = dataclasses.field(default_factory=list)
-    """Texts of the answers to all turns but the last."""
-    kept: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Keys of the input that go to the record as they are."""
+    """Texts of the answers to all turns except the last."""
+    copied: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Keys of the input that are copied to the output record unchanged."""
     error: str | None = None
     output: RequestOutput | None = None
 
     @property
     def done(self) -> bool:
-        """Whether it has an error or an answer to its last turn."""
+        """Whether the job has an error, or an answer to its last turn."""
         return self.error is not None or self.output is not None
 
 
 def read_prompts_file(name: str, prompt_field: str | None = None) -> list[Job]:
-    """The prompts of a file, or of standard input (``-``): JSON lines, plain text with a prompt per line, either of
-    them compressed with gzip, or Parquet.
+    """Jobs for the prompts of a file, or of standard input (``-``).
 
-    It is JSON if its name ends so or its first line begins with a brace. ``prompt_field`` names the key with the
-    prompt. Raises ConfigError when the file cannot be read; a fault of a line is its job's error.
+    The file has JSON lines or plain text with one prompt per line, both optionally compressed with gzip; or it is
+    Parquet. It is read as JSON if its name has a JSON ending or its first line begins with a brace. ``prompt_field``
+    names the key of the prompt. Raises ConfigError if the file cannot be read. An error in one line becomes the error
+    of its job.
     """
     raw = _content(name)
     lines = _lines(raw)
@@ -79,12 +80,12 @@ def read_prompts_file(name: str, prompt_field: str | None = None) -> list[Job]:
 
 
 def line_jobs(name: str) -> list[Job]:
-    """One prompt per line that is not blank, as text."""
+    """A job for each line that is not blank; the line is the prompt."""
     return [_line_job(index, number, line) for index, (number, line) in enumerate(_lines(_content(name)))]
 
 
 def text_job(index: int, place: str, prompt: str) -> Job:
-    """A prompt that was given as text; its bytes may not be UTF-8."""
+    """A job for a prompt given as text. It gets an error if the text's bytes were not valid UTF-8."""
     return Job(index, place, prompt, error=_not_utf8(prompt) if prompt else "the prompt is empty; write something")
 
 
@@ -104,8 +105,8 @@ def _content(name: str) -> bytes:
 
 
 def _lines(raw: bytes) -> list[tuple[int, bytes]]:
-    """(number from 1, bytes) of lines that are not blank. Bytes, so that one invalid line leaves the others
-    readable."""
+    """(number from 1, bytes) of each line that is not blank. Lines are bytes, so that one line with invalid UTF-8 does
+    not make the others unreadable."""
     lines = raw.removeprefix(codecs.BOM_UTF8).split(b"\n")
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
@@ -119,7 +120,8 @@ def _line_job(index: int, number: int, line: bytes) -> Job:
 
 
 def _not_utf8(argument: str) -> str | None:
-    """Fault of an argument whose bytes are not UTF-8, with the offset from 0; None if it is valid."""
+    """Error message for an argument whose bytes are not UTF-8, with the offset of the first bad byte; None if it is
+    valid."""
     raw = argument.encode("utf-8", "surrogateescape")
     try:
         raw.decode()
@@ -129,7 +131,7 @@ def _not_utf8(argument: str) -> str | None:
 
 
 def _array(raw: bytes) -> list[Any] | None:
-    """Records of a file that is one JSON array of objects; None for other files."""
+    """The records of a file that is one JSON array of objects; None for any other file."""
     try:
         records = json.loads(raw)
     except (ValueError, RecursionError):
@@ -147,7 +149,8 @@ def _parse_line(job: Job, line: bytes, prompt_field: str | None) -> Job:
 
 
 def _parse(job: Job, record: Any, prompt_field: str | None) -> Job:
-    """Fill a job from its record: a prompt in one of the forms, its own sampling parameters, and keys to keep."""
+    """Fill a job from its record: the prompt in any of the known forms, its sampling parameters, and the keys to copy
+    to the output."""
     if not isinstance(record, dict):
         job.error = f"must be an object with {_wanted()}"
         return job
@@ -157,15 +160,15 @@ def _parse(job: Job, record: Any, prompt_field: str | None) -> Job:
     if len(given) != 1 or given[0] not in record:
         keys = ", ".join(map(str, record))
         hint = f"; or name the key with the prompt: --prompt-field NAME, of {keys:.200}" if record and not given else ""
-        wanted = _wanted() if prompt_field is None else f"{prompt_field!r}, which --prompt-field names"
-        job.error = f"must be an object with {wanted}{hint}"
+        expected = _wanted() if prompt_field is None else f"{prompt_field!r}, which --prompt-field names"
+        job.error = f"must be an object with {expected}{hint}"
         return job
     job.id = record.pop("id", None)
     _set_prompt(job, given[0], record.pop(given[0]))
     check_spelling = prompt_field is None  # otherwise the records are anybody's, with keys of their own
     known = {key for key in record if is_parameter(key) or (check_spelling and _is_misspelt(key))}
     job.fields = {key: value for key, value in record.items() if key in known}
-    job.kept |= {key: value for key, value in record.items() if key not in known}
+    job.copied |= {key: value for key, value in record.items() if key not in known}
     return job
 
 
@@ -182,7 +185,7 @@ def _set_prompt(job: Job, form: str, value: Any) -> None:
         if not isinstance(value, list) or not value or not all(isinstance(turn, str) and turn for turn in value):
             job.error = f"turns must be a list of texts, and not empty, got {str(value)[:40]!r}"
             return
-        job.kept["turns"] = value
+        job.copied["turns"] = value
         job.turns = value[1:]
         value = [{"role": "user", "content": value[0]}]
     job.prompt = value
@@ -196,7 +199,8 @@ def _are_messages(value: Any) -> bool:
 
 
 def _parse_batch(job: Job, record: dict[str, Any]) -> Job:
-    """A line of a file for OpenAI's batches: ``custom_id``, ``url`` and ``body``, a request's fields."""
+    """Fill a job from a line of an OpenAI batch file: ``custom_id``, ``url``, and ``body`` with the fields of a
+    request."""
     body = dict(record.pop("body"))
     job.id = record.pop("custom_id", None)
     url = record.get("url", "/v1/chat/completions" if "messages" in body else "/v1/completions")
@@ -206,10 +210,10 @@ def _parse_batch(job: Job, record: dict[str, Any]) -> Job:
         job.error = f"must have {wants}, got {str(url)[:60]!r} and a body with {', '.join(body):.100}"
         return job
     _set_prompt(job, form, body.pop(form))
-    job.kept |= record
-    kept = {key: body.pop(key) for key in list(body) if key in _SILENT}
-    if kept:
-        job.kept["body"] = kept
+    job.copied |= record
+    ignored = {key: body.pop(key) for key in list(body) if key in _SILENT}
+    if ignored:
+        job.copied["body"] = ignored
     if "max_completion_tokens" in body:
         body["max_tokens"] = body.pop("max_completion_tokens")
     if isinstance(body.get("logprobs"), bool):

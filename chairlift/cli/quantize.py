@@ -1,4 +1,4 @@
-"""``chairlift quantize``: a smaller model from a model."""
+"""``chairlift quantize``: writes a quantised copy of a model."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ before: give texts like those that the model will read, chats with their templat
 memory of the whole model, and the time of several passes over the texts."""
 
 _FORMATS: Final = ("int4-g128", "int4-g32", "int8")
-"""Names of the formats in :mod:`chairlift.quantize.rounding`. Repeated here, because that module imports torch."""
+"""Names of the formats in :mod:`chairlift.quantize.rounding`. They are repeated here, because that module imports
+torch, which is slow."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift quantize``."""
+    """Add the flags of ``chairlift quantize``."""
     parser.add_argument("model", metavar="MODEL", help="directory, Hub id, GGUF file, or bundled")
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write: empty, or not there yet")
     parser.add_argument(
@@ -52,11 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help='texts for GPTQ: a sample on each line or in each paragraph, or .jsonl with {"text": ...} on each line',
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantise and print the result. Returns 0. Raises ChairliftError if it cannot run."""
+    """Quantise a model and print the result. Returns 0. Raises ChairliftError if it cannot run."""
     from chairlift.models.loader import resolve_model_dir
     from chairlift.quantize.run import quantize_model
 
@@ -97,7 +98,8 @@ def _record(args: argparse.Namespace, report: Report) -> dict[str, Any]:
 
 
 def _mean_errors(report: Report) -> tuple[float, float]:
-    """Mean relative squared error of the layers' outputs: with the written weights, and with nearest ones."""
+    """Mean relative squared errors of the layers' outputs: (with the written weights, with weights rounded to the
+    nearest value)."""
     count = len(report.output_errors)
     return sum(each for each, _ in report.output_errors) / count, sum(each for _, each in report.output_errors) / count
 

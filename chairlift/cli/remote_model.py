@@ -7,20 +7,20 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from chairlift.cli.remote_server import MOST_BYTES, NotThereError, RemoteServer, message, parse_object, plain
+from chairlift.cli.remote_server import MAX_BYTES, NotThereError, RemoteServer, message, parse_object, plain
 from chairlift.errors import ConfigError, EngineDeadError, RequestError
 
 __all__ = ["RemoteModel"]
 
 _NOT_SENT: Final = {"logprobs", "n"}
-"""Sampling parameters that a chat on a terminal shows nothing of."""
+"""Sampling parameters that are not sent to the server, because a chat on a terminal cannot show their results."""
 
 
 class RemoteModel:
-    """One model of a server. Raises ConfigError when there is no server, no such model, or the key is refused.
+    """One model of a server. Raises ConfigError if the server or the model is missing, or the key is refused.
 
-    ``url`` and ``api_key_file`` are those of :class:`~chairlift.cli.remote_server.RemoteServer`. ``name`` is one of the
-    server's models; None is its first.
+    ``url`` and ``api_key_file`` are those of :class:`~chairlift.cli.remote_server.RemoteServer`. ``name`` is one of
+    the server's model names; None means the first.
     """
 
     def __init__(self, url: str, *, name: str | None = None, api_key_file: Path | None = None) -> None:
@@ -45,7 +45,8 @@ class RemoteModel:
         return self._room
 
     def count_tokens(self, messages: Sequence[Mapping[str, str]]) -> int:
-        """Number of tokens in the conversation, from the server's /tokenize; 0 if the server has no /tokenize."""
+        """Number of tokens in the conversation, computed by the server's /tokenize; 0 if the server has no
+        /tokenize."""
         if self._counts:
             try:
                 answer = self._server.ask("POST", "/tokenize", {"model": self._name, "messages": list(messages)})
@@ -61,11 +62,11 @@ class RemoteModel:
         return 0
 
     def stream(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[str, None, None]:
-        """The answer in pieces, without control characters. Closing the iterator closes the connection."""
+        """The answer, piece by piece, without control characters. Closing the iterator closes the connection."""
         body = {name: value for name, value in sampling.items() if name not in _NOT_SENT and value is not None}
         body |= {"model": self._name, "messages": list(messages), "stream": True}
         with self._server.request("POST", "/v1/chat/completions", body) as response:
-            while line := response.readline(MOST_BYTES):
+            while line := response.readline(MAX_BYTES):
                 if not line.startswith(b"data:"):
                     continue
                 data = line[5:].strip()
@@ -78,7 +79,7 @@ class RemoteModel:
         raise EngineDeadError("the answer broke off: the server closed the connection")
 
     def _models(self) -> dict[str, int]:
-        """Name -> most tokens of a conversation, in the server's order."""
+        """Model name -> maximum number of tokens of a conversation, in the server's order."""
         try:
             listed = self._server.ask("GET", "/v1/models").get("data")
         except NotThereError:
@@ -94,7 +95,7 @@ class RemoteModel:
 
 
 def _content(event: Mapping[str, Any]) -> str:
-    """Text that one chunk adds to a streamed answer."""
+    """Text that one chunk of a stream adds to the answer."""
     try:
         return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
     except (AttributeError, KeyError, TypeError):

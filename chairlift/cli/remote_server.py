@@ -1,6 +1,5 @@
-"""A running server, for the commands that talk to one: its address, its key, and what its answers mean. Standard
-library only.
-"""
+"""A client for a running server: its address, its API key, and the meaning of its error responses. Standard library
+only."""
 
 from __future__ import annotations
 
@@ -16,26 +15,26 @@ from urllib.parse import urlsplit
 
 from chairlift.errors import ConfigError, EngineDeadError, OverloadedError, PromptTooLongError, RequestError
 
-__all__ = ["MOST_BYTES", "NotThereError", "RemoteServer", "message", "parse_object", "plain", "read_key"]
+__all__ = ["MAX_BYTES", "NotThereError", "RemoteServer", "message", "parse_object", "plain", "read_key"]
 
-MOST_BYTES: Final = 1 << 20
-"""Most bytes that are read of an answer that is not streamed, and of one line of a streamed answer."""
+MAX_BYTES: Final = 1 << 20
+"""Maximum number of bytes that are read of a response, or of one line of a streamed response."""
 _CONNECT_SECONDS: Final = 10.0
 _ANSWER_SECONDS: Final = 600.0
-"""Longest wait in seconds for the next piece of an answer, which may be in a queue."""
+"""Maximum wait in seconds for the next bytes of a response. The request may be in a queue."""
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Characters that could move the cursor, change the terminal or reverse the direction of text."""
+"""Characters that could move the cursor, change the terminal's state or reverse the direction of text."""
 
 
 class NotThereError(RequestError):
-    """The server does not know the path or model."""
+    """The server does not have the path or the model."""
 
 
 class RemoteServer:
-    """Address and key of a server. Nothing is sent before :meth:`request`.
+    """Address and key of a server. Nothing is sent until :meth:`request` or :meth:`ask` is called.
 
-    ``url`` is http or https, with or without a path that ends in /v1; ``name`` is the user's name for it.
-    ``api_key_file`` is read by :func:`read_key`. Raises ConfigError.
+    ``url`` is http or https, with or without a path that ends in /v1. ``name`` is the flag or argument with the URL,
+    for error messages. :func:`read_key` reads ``api_key_file``. Raises ConfigError.
     """
 
     def __init__(self, url: str, *, api_key_file: Path | None = None, name: str = "--url") -> None:
@@ -56,9 +55,9 @@ class RemoteServer:
         self._socket: socket.socket | None = None
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON object that a path answers with; raises as :meth:`request` does."""
+        """Send a request and return the JSON object of its response. Raises the errors of :meth:`request`."""
         with self.request(method, path, body) as response:
-            return parse_object(response.read(MOST_BYTES))
+            return parse_object(response.read(MAX_BYTES))
 
     @contextmanager
     def request(
@@ -71,12 +70,12 @@ class RemoteServer:
         seconds: float = _ANSWER_SECONDS,
         statuses: Collection[int] = (200,),
     ) -> Iterator[http.client.HTTPResponse]:
-        """The answer to a request, if its status is one of ``statuses``. The connection is closed at the end of the
-        block.
+        """Context manager: send a request and return its response, if the status is one of ``statuses``. The
+        connection is closed at the end of the block.
 
-        ``seconds`` is the longest wait for the next piece. Raises ConfigError when the server does not answer or
-        refuses the key, NotThereError for an unknown path, OverloadedError, PromptTooLongError or RequestError for a
-        refusal, and EngineDeadError when the server fails or breaks off.
+        ``seconds`` is the maximum wait for the next bytes. Raises ConfigError if the server does not respond or
+        refuses the key, NotThereError for an unknown path, OverloadedError, PromptTooLongError or RequestError if it
+        refuses the request, and EngineDeadError if the server fails or closes the connection.
         """
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=min(seconds, _CONNECT_SECONDS))
@@ -106,16 +105,16 @@ class RemoteServer:
             connection.close()
 
     def break_off(self) -> None:
-        """End a request of another thread by closing its connection."""
+        """Abort a request of another thread by closing its connection."""
         sock = self._socket
         if sock is not None:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _refuse(self, response: http.client.HTTPResponse) -> None:
-        """Raise what an answer with an unwanted status means."""
+        """Raise the error that the status of a response means."""
         try:
-            answer = parse_object(response.read(MOST_BYTES))
+            answer = parse_object(response.read(MAX_BYTES))
         except RequestError:
             answer = {}
         text = message(answer) or f"the server answered {response.status} {plain(response.reason)}"
@@ -136,7 +135,7 @@ class RemoteServer:
 
 
 def message(answer: Mapping[str, Any]) -> str:
-    """Message of an OpenAI error object; empty without one."""
+    """Message of an OpenAI error object; empty if there is none."""
     error = answer.get("error")
     text = error.get("message") if isinstance(error, dict) else error
     return plain(text)[:1000] if isinstance(text, str) else ""
@@ -154,13 +153,13 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def plain(text: str) -> str:
-    """The text without what could take over a terminal."""
+    """The text without characters that could control a terminal."""
     return _CONTROL.sub("�", text)
 
 
 def read_key(path: Path) -> str:
-    """The key in a file: in its first line that is neither empty nor a # comment, after a name and a space where there
-    is one, as in the server's file. Raises ConfigError."""
+    """The API key in a file: in the first line that is neither empty nor a # comment. As in the server's key file, a
+    name and a space may come before the key. Raises ConfigError."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:

@@ -38,11 +38,11 @@ _EVERYDAY: Final = (
     *("--threads", "--max-model-len", "--kv-cache-memory-bytes", "--gpu-memory-utilization", "--max-num-seqs"),
     *("--max-num-batched-tokens", "--scheduling-policy", "--speculative-config", "--enable-lora"),
 )
-"""Flags that ``--help`` lists; ``--help-all`` lists every flag."""
+"""Flags that ``--help`` lists. ``--help-all`` lists every flag."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift serve``."""
+    """Add the flags of ``chairlift serve``."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same, as a flag")
     parser.add_argument("--dry-run", action="store_true", help="print the settings that would be used, and exit")
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until stopped; ``DESCRIPTION`` lists the exit codes."""
+    """Serve until stopped. Returns an exit code, which ``DESCRIPTION`` lists."""
     engine, server = read_server_settings(args)
     _check_names(args, engine)
     if None not in (args.model, args.model_flag) and args.model != args.model_flag:
@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_names(args: argparse.Namespace, engine: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the model may be among the words that --served-model-name took for names."""
+    """Raise ConfigError if no model is given and --served-model-name has several words, because one of them may be
+    meant as the model."""
     names = next((each for each in getattr(args, "server_served_model_name", []) if len(each) > 1), None)
     if names is not None and args.model is None and args.model_flag is None and "model" not in engine:
         raise ConfigError(
@@ -88,7 +89,7 @@ def _check_names(args: argparse.Namespace, engine: Mapping[str, Any]) -> None:
 
 
 def _settings(config: EngineConfig, server: ServerConfig) -> str:
-    """Everything as ``name: value`` lines, which ``--config`` reads; secrets are left out."""
+    """All settings as ``name: value`` lines, which ``--config`` can read. Secrets are left out."""
     values: dict[str, Any] = {}
     for part in (config.model, config.cache, config.scheduler, config.lora, server):
         values |= dataclasses.asdict(part)

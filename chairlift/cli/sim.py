@@ -1,4 +1,4 @@
-"""``chairlift sim``: simulates the effect of settings on traffic."""
+"""``chairlift sim``: simulates the effect of settings on a given traffic."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from chairlift.cli.sim_fleet import (
     add_fleet_flags,
     check_flags,
     fleet_lines,
-    promised_trace,
     simulate_fleets,
+    trace_with_slo,
 )
 from chairlift.config import BUNDLED_MODEL, EngineConfig, Flag, flat_fields
 from chairlift.errors import ConfigError
@@ -66,7 +66,7 @@ _NOT_SIMULATED: Final = {
     "seed",
     "swap_directory",
 }
-_MOST_REQUESTS: Final = 1_000_000
+_MAX_REQUESTS: Final = 1_000_000
 _A_SAMPLE: Final = 1000
 _BUSY: Final = 0.1
 
@@ -77,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_traffic_flags(parser, required=False)
     machine = parser.add_argument_group("machine")
     chosen = machine.add_mutually_exclusive_group()
-    chosen.add_argument("--machine", metavar="NAME", help="one of the table, such as h100-sxm or turin-9755")
-    chosen.add_argument("--cost-model", metavar="FILE", type=Path, help="what --save wrote")
+    chosen.add_argument("--machine", metavar="NAME", help="name of a known machine, such as h100-sxm or turin-9755")
+    chosen.add_argument("--cost-model", metavar="FILE", type=Path, help="file with a cost model, written by --save")
     chosen.add_argument("--fit", metavar="MODEL", help="run this model here for a moment, and time its steps")
     chosen.add_argument("--step-log", metavar="FILE", type=Path, help="learn from recorded steps, one JSON object each")
     machine.add_argument(
@@ -87,24 +87,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="llama-3-8b",
         help="with --machine or --step-log: a known model, or a directory with a config.json (default: llama-3-8b)",
     )
-    machine.add_argument("--save", metavar="FILE", type=Path, help="write the cost model there")
-    machine.add_argument("--save-steps", metavar="FILE", type=Path, help="with --fit: write the steps it timed there")
+    machine.add_argument("--save", metavar="FILE", type=Path, help="write the cost model to this file")
+    machine.add_argument(
+        "--save-steps", metavar="FILE", type=Path, help="with --fit: write the timed steps to this file"
+    )
     results = parser.add_argument_group("results")
     results.add_argument("--compare", metavar="SETTING=A,B,...", help="one simulation, and one row, for each value")
-    results.add_argument("--json", metavar="FILE", type=Path, help="write settings and results there")
+    results.add_argument("--json", metavar="FILE", type=Path, help="write settings and results to this file")
     add_fleet_flags(parser)
     add_engine_flags(parser, leave_out=_NOT_SIMULATED)
     others = parser.add_subparsers(title="other simulations", metavar="[NAME]", dest="simulation")
     seeds = others.add_parser("seeds", help="random worlds with faults, every invariant checked", description=_SEEDS)
-    seeds.add_argument("--seed", dest="one_seed", metavar="N", type=int, help="run this one, and show how it fails")
-    seeds.add_argument("--seeds", metavar="N", type=int, default=1000, help="how many to run (default: 1000)")
-    seeds.add_argument("--first", metavar="N", type=int, default=0, help="the first of them (default: 0)")
+    seeds.add_argument(
+        "--seed",
+        dest="one_seed",
+        metavar="N",
+        type=int,
+        help="run only the world with this seed, and show how it fails",
+    )
+    seeds.add_argument("--seeds", metavar="N", type=int, default=1000, help="number of worlds (default: 1000)")
+    seeds.add_argument("--first", metavar="N", type=int, default=0, help="seed of the first world (default: 0)")
     seeds.set_defaults(parser=seeds)
     gate = others.add_parser("gate", help="fuzzed worlds for a policy of one's own", description=_GATE)
-    gate.add_argument("policy", metavar="module:Class", help="the policy; made without arguments")
-    gate.add_argument("--seed", dest="one_seed", metavar="N", type=int, help="run this one world only")
-    gate.add_argument("--seeds", metavar="N", type=int, default=300, help="how many worlds to run (default: 300)")
-    gate.add_argument("--first", metavar="N", type=int, default=0, help="the first of them (default: 0)")
+    gate.add_argument("policy", metavar="module:Class", help="class of the policy; it is created without arguments")
+    gate.add_argument("--seed", dest="one_seed", metavar="N", type=int, help="run only the world with this seed")
+    gate.add_argument("--seeds", metavar="N", type=int, default=300, help="number of worlds (default: 300)")
+    gate.add_argument("--first", metavar="N", type=int, default=0, help="seed of the first world (default: 0)")
     gate.set_defaults(parser=gate)
 
 
@@ -129,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{refused[0]} in {args.config} means nothing to a simulation; leave it out")
     configs = _configs(settings, args.compare)
     trace, users, traffic = read_traffic(args)
-    trace = promised_trace(trace, args.slo)
+    trace = trace_with_slo(trace, args.slo)
     deployment = choose_deployment(args, configs[0][1])
     if args.save is not None:
         from chairlift.replay.machines import write_deployment
@@ -164,7 +172,7 @@ def _simulate(
     deployment: Deployment,
     users: int | None,
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """One engine with each of the settings: lines to print, and results for JSON."""
+    """Simulate one engine with each of the settings. Returns (lines to print, results for JSON)."""
     from chairlift.replay.replay import replay
 
     reports = [(value, replay(trace, config, deployment, max_concurrency=users)) for value, config in configs]
@@ -179,7 +187,7 @@ def _simulate(
 
 
 def _configs(settings: dict[str, Any], compare: str | None) -> list[tuple[str, EngineConfig]]:
-    """Settings of each simulation, with the value that differs."""
+    """(label, settings) of each simulation. The label is the compared value."""
     if compare is None:
         return [("", EngineConfig.from_flat(settings))]
     name, _, values = compare.partition("=")
@@ -202,7 +210,7 @@ def setting_value(flag: Flag, text: str) -> Any:
 
 
 def add_traffic_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add the flags that :func:`read_traffic` reads: requests and arrival times. Unless ``required``, the default is
+    """Add the flags that :func:`read_traffic` reads: requests and arrival times. If not ``required``, the default is
     the workload ``chat``."""
     traffic = parser.add_argument_group("traffic")
     source = traffic.add_mutually_exclusive_group(required=required)
@@ -221,20 +229,18 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, required: bool) -> Non
         "ramp:START:END:S, diurnal:RATE:PEAK_TO_TROUGH:PERIOD_S or closed:USERS; rates are in requests per second "
         "(default: all at once)",
     )
-    traffic.add_argument("--seed", metavar="N", type=int, default=0, help="of the workload (default: 0)")
+    traffic.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the workload (default: 0)")
     parser.set_defaults(usual_count=count)
 
 
 def read_traffic(args: argparse.Namespace) -> tuple[list[TracedRequest], int | None, str]:
-    """The requests, the number of users in a closed loop (None: open loop), and a description.
-
-    Raises ConfigError.
-    """
+    """(requests, number of users, description of the traffic). The number of users is None in an open loop. Raises
+    ConfigError."""
     from chairlift.workbench.workload.arrivals import ClosedLoop, parse_arrivals
     from chairlift.workbench.workload.trace import draw_trace, read_trace
 
-    if args.num_prompts is not None and not 1 <= args.num_prompts <= _MOST_REQUESTS:
-        raise ConfigError(f"num_prompts must be from 1 to {_MOST_REQUESTS:,}, got {args.num_prompts}")
+    if args.num_prompts is not None and not 1 <= args.num_prompts <= _MAX_REQUESTS:
+        raise ConfigError(f"num_prompts must be from 1 to {_MAX_REQUESTS:,}, got {args.num_prompts}")
     if args.seed < 0:
         raise ConfigError(f"seed must be 0 or more, got {args.seed}")
     if args.trace is not None:
@@ -253,7 +259,7 @@ def read_traffic(args: argparse.Namespace) -> tuple[list[TracedRequest], int | N
 
 
 def choose_deployment(args: argparse.Namespace, config: EngineConfig) -> Deployment:
-    """Machine and model that the flags name. Raises ConfigError."""
+    """The machine and model to simulate, from the flags. Raises ConfigError."""
     from chairlift.replay.machines import MACHINES, deploy, read_deployment, shape_from_name
 
     if args.save_steps is not None and args.fit is None:
@@ -286,7 +292,8 @@ def _fitted_here(args: argparse.Namespace) -> Deployment:
     machine = describe_machine()
     if machine.busy > _BUSY:
         print(
-            f"chairlift: warning: others use {machine.busy:.0%} of this machine; its times will vary", file=sys.stderr
+            f"chairlift: warning: other programs use {machine.busy:.0%} of this machine; its times will vary",
+            file=sys.stderr,
         )
     print(f"timing steps of {args.fit} on this machine ({machine.cpu})", file=sys.stderr)
     limits = ModelLimits(network.vocab_size, llm.max_model_len)
@@ -315,7 +322,7 @@ def report_lines(report: SimReport) -> list[str]:
 
     served = report.served
     lines = [
-        f"requests        {served.requests:,} served, {served.refused:,} refused at the door,"
+        f"requests        {served.requests:,} served, {served.refused:,} refused on arrival,"
         f" {served.dropped:,} dropped at their deadline"
         + (f", {served.cancelled:,} cancelled by their client" if served.cancelled else ""),
         f"tokens          {served.prompt_tokens:,} of prompts, {served.cached_tokens:,} of them from the prefix cache;"
@@ -327,7 +334,7 @@ def report_lines(report: SimReport) -> list[str]:
         f"preemptions     {served.preemptions:,}; {served.preemption_rate:.1%} of the requests were preempted",
     ]
     if served.goodput is not None:
-        lines.append(f"promises        kept in full for {served.goodput:.1%} of the requests that had any")
+        lines.append(f"promises        met for {served.goodput:.1%} of the requests that had any")
     table = [["", "mean", "p50", "p90", "p99"]]
     for label, times in (
         ("in the queue", served.queue),
@@ -360,5 +367,5 @@ def _comparison_lines(compare: str, reports: list[tuple[str, SimReport]]) -> lis
 
 
 def _seconds(value: float) -> str:
-    """A duration in a suitable unit."""
+    """A duration as text in a suitable unit."""
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s" if value < 100 else f"{value:,.0f} s"

@@ -1,4 +1,4 @@
-"""``chairlift sim --replicas N``: simulates a traffic on several replicas."""
+"""``chairlift sim --replicas N``: simulates traffic on several replicas."""
 
 from __future__ import annotations
 
@@ -15,40 +15,48 @@ if TYPE_CHECKING:
     from chairlift.replay.machines import Deployment
     from chairlift.workbench.workload.trace import TracedRequest
 
-__all__ = ["add_fleet_flags", "check_flags", "fleet_lines", "promised_trace", "simulate_fleets"]
+__all__ = ["add_fleet_flags", "check_flags", "fleet_lines", "simulate_fleets", "trace_with_slo"]
 
 _ONLY_FLEET: Final = (*("routing", "target", "start_seconds", "door_delay_ms", "fail", "resume", "rollout", "price"),)
-_PROMISES: Final = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "deadline_ms"}
+_SLO_FIELDS: Final = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "deadline_ms"}
 
 
 def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a fleet to ``chairlift sim``."""
     fleet = parser.add_argument_group("fleet")
-    fleet.add_argument("--replicas", metavar="N,...", help="simulate so many replicas behind a door, 16 at most")
+    fleet.add_argument(
+        "--replicas", metavar="N,...", help="numbers of replicas to simulate behind one router, at most 16"
+    )
     fleet.add_argument(
         "--autoscale",
         metavar="MIN-MAX",
-        help="simulate also a fleet whose size follows forecast waits, promises and load",
+        help="also simulate a fleet whose size follows forecast waits, deadlines and load",
     )
     fleet.add_argument(
         "--routing",
         metavar="NAME,...",
         help="which replica serves a request: forecast (the default), prefix, least, p2c or rr",
     )
-    fleet.add_argument("--target", metavar="SHARE", type=float, help="share of requests whose promises must be kept")
-    fleet.add_argument("--slo", metavar="NAME:MS,...", help="promises to every request, such as ttft:500,tpot:80")
-    fleet.add_argument("--start-seconds", metavar="S", type=float, help="time that a replica takes to start again")
-    fleet.add_argument("--door-delay-ms", metavar="MS", type=float, help="time until the door hears of a token")
-    fleet.add_argument("--fail", metavar="REPLICA@S", action="append", help="a replica dies then; may be repeated")
     fleet.add_argument(
-        "--resume", action="store_true", default=None, help="answers of a replica that died go on elsewhere"
+        "--target", metavar="SHARE", type=float, help="fraction of requests that must meet their deadlines"
     )
-    fleet.add_argument("--rollout", metavar="S", type=float, help="update the replicas one by one, from then on")
-    fleet.add_argument("--price", metavar="PER_HOUR", type=float, help="of one replica: prints the cost of the tokens")
+    fleet.add_argument("--slo", metavar="NAME:MS,...", help="deadlines of every request, such as ttft:500,tpot:80")
+    fleet.add_argument("--start-seconds", metavar="S", type=float, help="time that a replica takes to start again")
+    fleet.add_argument("--door-delay-ms", metavar="MS", type=float, help="time until the router receives a token")
+    fleet.add_argument(
+        "--fail", metavar="REPLICA@S", action="append", help="a replica dies at this time; may be repeated"
+    )
+    fleet.add_argument(
+        "--resume", action="store_true", default=None, help="continue the answers of a dead replica on another replica"
+    )
+    fleet.add_argument("--rollout", metavar="S", type=float, help="restart the replicas one by one, from this time on")
+    fleet.add_argument(
+        "--price", metavar="PER_HOUR", type=float, help="price of one replica; the cost of the tokens is printed"
+    )
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise ConfigError for flags that mean nothing together."""
+    """Raise ConfigError for combinations of flags that have no meaning."""
     given = [name for name in _ONLY_FLEET if getattr(args, name) is not None]
     if args.autoscale is not None and args.replicas is None:
         args.replicas = ""
@@ -60,17 +68,17 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"--target is a share above 0 and at most 1, got {args.target}")
 
 
-def promised_trace(trace: list[TracedRequest], slo: str | None) -> list[TracedRequest]:
-    """The trace with the same promises to every request. Raises ConfigError."""
+def trace_with_slo(trace: list[TracedRequest], slo: str | None) -> list[TracedRequest]:
+    """The trace, with the latency limits of ``slo`` in every request. Raises ConfigError."""
     if slo is None:
         return trace
     from chairlift.workbench.bench.serve_result import parse_goodput
 
     limits: dict[str, Any] = {}
     for name, milliseconds in parse_goodput([slo]).items():
-        if name not in _PROMISES:
-            raise ConfigError(f"--slo knows {', '.join(_PROMISES)} in a simulation, got {name!r}")
-        limits[_PROMISES[name]] = milliseconds
+        if name not in _SLO_FIELDS:
+            raise ConfigError(f"--slo knows {', '.join(_SLO_FIELDS)} in a simulation, got {name!r}")
+        limits[_SLO_FIELDS[name]] = milliseconds
     return [dataclasses.replace(request, **limits) for request in trace]
 
 
@@ -81,7 +89,7 @@ def simulate_fleets(
     deployment: Deployment,
     users: int | None,
 ) -> list[FleetReport]:
-    """One report for each number of replicas with each routing. Raises ConfigError."""
+    """One report for each combination of a number of replicas and a routing policy. Raises ConfigError."""
     from chairlift.replay.fleet import FleetPlan, replay_fleet
 
     if args.target is not None and not any(
@@ -101,9 +109,9 @@ def simulate_fleets(
         for routing in (args.routing or "forecast").split(",")
     ]
     if args.autoscale is not None:
-        least, most = _range(args.autoscale)
+        minimum, maximum = _range(args.autoscale)
         plans += [
-            FleetPlan(replicas=most, least=least, routing=routing, **common)
+            FleetPlan(replicas=maximum, least=minimum, routing=routing, **common)
             for routing in (args.routing or "forecast").split(",")
         ]
     return [replay_fleet(trace, config, deployment, plan, max_concurrency=users) for plan in plans]
@@ -117,9 +125,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def _range(text: str) -> tuple[int, int]:
-    least, _, most = text.partition("-")
+    minimum, _, maximum = text.partition("-")
     try:
-        return int(least), int(most)
+        return int(minimum), int(maximum)
     except ValueError:
         raise ConfigError(f"--autoscale takes MIN-MAX such as 1-4, got {text!r:.60}") from None
 
@@ -133,7 +141,7 @@ def _failure(text: str) -> tuple[int, float]:
 
 
 def fleet_lines(reports: Sequence[FleetReport], target: float | None, price: float | None) -> list[str]:
-    """A table, and the smallest fleet that keeps the target."""
+    """Lines with a table, and the smallest fleet that reaches the target."""
     from chairlift.workbench.bench.report import aligned
 
     head = ["replicas", "routing", "requests/s", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "hits", "busy"]
@@ -173,7 +181,7 @@ def fleet_lines(reports: Sequence[FleetReport], target: float | None, price: flo
 
 
 def _size(report: FleetReport) -> str:
-    """Number of replicas, or the mean and the peak of a number that follows the traffic."""
+    """Number of replicas as text. If autoscaling changes the number: its mean and its maximum."""
     if report.least is None:
         return f"{report.replicas}"
     return f"{report.mean_replicas:.1f} (to {report.peak_replicas})"

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from chairlift.cli.remote_server import MOST_BYTES, NotThereError, RemoteServer, parse_object
+from chairlift.cli.remote_server import MAX_BYTES, NotThereError, RemoteServer, parse_object
 from chairlift.cli.top_view import SORTS, Line, Metrics, Snapshot, text_of, view
 from chairlift.errors import ChairliftError, ConfigError, RequestError
 
@@ -37,30 +37,31 @@ terminal, and with --once, the view is printed once, as plain text."""
 
 _ASK_SECONDS: Final = 5.0
 _PIPE: Final = 120
-"""Columns into which lines for a file or a pipe are fitted."""
-_MOST_LISTED: Final = 500
-_MOST_BYTES: Final = 16 * MOST_BYTES
+"""Width in columns of lines that are written to a file or a pipe."""
+_MAX_LISTED: Final = 500
+_MAX_METRICS_BYTES: Final = 16 * MAX_BYTES
 _STYLES: Final = {
     **{"title": "1", "good": "32", "watch": "33", "bad": "1;31"},
     **{"dim": "2", "busy": "36"},
 }
 _ENTER: Final = "\x1b[?1049h\x1b[?25l\x1b[?7l"
-"""Alternate screen, no cursor, no wrapping of long lines."""
+"""Terminal codes: alternate screen, hidden cursor, no wrapping of long lines."""
 _LEAVE: Final = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift top``."""
+    """Add the flags of ``chairlift top``."""
     parser.add_argument(
         "url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="default: http://127.0.0.1:8000"
     )
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
-    parser.add_argument("--interval", metavar="S", type=float, default=1.0, help="seconds between looks (default: 1)")
+    parser.add_argument("--interval", metavar="S", type=float, default=1.0, help="seconds between updates (default: 1)")
     parser.add_argument("--once", action="store_true", help="print the view once")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watch until the user quits. Returns 0. ``--once`` raises an error if the server cannot be read."""
+    """Show the server's state until the user quits. Returns 0. ``--once`` raises an error if the server cannot be
+    read."""
     if not 0.1 <= args.interval <= 3600:
         raise ConfigError(f"--interval must be from 0.1 to 3600 seconds, got {args.interval:g}")
     observer = _Observer(RemoteServer(args.url, api_key_file=args.api_key_file, name="URL"))
@@ -70,15 +71,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_once(observer: _Observer, interval: float) -> int:
-    """Look twice, because rates need two moments."""
-    before = observer.look()
+    """Print the state once. The server is read twice, because rates need two points in time."""
+    before = observer.read()
     if observer.failure is not None:
         raise observer.failure
     time.sleep(interval)
-    now = observer.look()
+    now = observer.read()
     whole = not sys.stdout.isatty()  # a file or a pipe has no width, whatever COLUMNS says
     width = _PIPE if whole else shutil.get_terminal_size((_PIPE, 24)).columns
-    for line in view(now, before, width=width, height=_MOST_LISTED + 20):
+    for line in view(now, before, width=width, height=_MAX_LISTED + 20):
         print(text_of(line) if whole else text_of(line)[:width])
     return 0
 
@@ -88,12 +89,13 @@ class _Observer:
 
     def __init__(self, server: RemoteServer) -> None:
         self.failure: ChairliftError | None = None
-        """Why the last look saw nothing, if it did not."""
+        """Error of the last read; None if it succeeded."""
         self._server = server
         self._model = self._version = ""
 
-    def look(self) -> Snapshot:
-        """Never raises for what a server does."""
+    def read(self) -> Snapshot:
+        """Read the state of the server. Errors of the server are recorded in the snapshot and in ``failure``, not
+        raised."""
         self.failure = None
         when = time.monotonic()
         seen: dict[str, Any] = {}
@@ -112,12 +114,12 @@ class _Observer:
 
     def _get(self, path: str, statuses: Sequence[int]) -> tuple[int, bytes]:
         with self._server.request("GET", path, seconds=_ASK_SECONDS, statuses=statuses) as response:
-            body = response.read(_MOST_BYTES)
+            body = response.read(_MAX_METRICS_BYTES)
             return response.status, body
 
     def _state(self) -> str:
-        """State of the server: ``serving``, or a reason. ``/health`` says whether it makes progress, then ``/ready``
-        whether it accepts requests."""
+        """State of the server: ``serving``, or a description of the problem. ``/health`` says whether requests make
+        progress, ``/ready`` whether new requests are accepted."""
         for path in ("/health", "/ready"):
             try:
                 status, body = self._get(path, (200, 503))
@@ -133,13 +135,13 @@ class _Observer:
 
     def _requests(self) -> list[dict[str, Any]] | None:
         try:
-            listed = parse_object(self._get(f"/v1/requests?limit={_MOST_LISTED}", (200,))[1]).get("requests")
+            listed = parse_object(self._get(f"/v1/requests?limit={_MAX_LISTED}", (200,))[1]).get("requests")
         except NotThereError:
             return None
         return [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else None
 
     def _names(self) -> tuple[str, str]:
-        """Names of the model and the version; both empty where the server does not tell them."""
+        """(model name, server version); both are empty if the server does not report them."""
         try:
             models = parse_object(self._get("/v1/models", (200,))[1])["data"]
             return str(models[0]["id"]), str(parse_object(self._get("/version", (200,))[1])["version"])
@@ -167,7 +169,7 @@ class _Screen:
         watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
         before: Snapshot | None = None
         now: Snapshot | None = None
-        with self._taken():
+        with self._terminal():
             watcher.start()
             while not self._over.is_set() and not self._ended_by:
                 self._draw(now, before)
@@ -179,12 +181,12 @@ class _Screen:
 
     def _watch(self) -> None:
         while not self._over.is_set():
-            self._seen.put(self._observer.look())
+            self._seen.put(self._observer.read())
             os.write(self._rope, b"!")
             self._over.wait(self._interval)
 
     def _pressed(self) -> bytes:
-        """Wait for a key, a signal or news; the keys that were pressed."""
+        """Wait for a key, a signal or a new snapshot. Returns the keys that were pressed."""
         keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []
         ready, _, _ = select.select([self._bell, *keyboard], [], [])
         if self._bell in ready:
@@ -224,8 +226,8 @@ class _Screen:
         return "".join(painted)
 
     @contextmanager
-    def _taken(self) -> Iterator[None]:
-        """Take over the terminal inside the block, and restore it afterwards in any case."""
+    def _terminal(self) -> Iterator[None]:
+        """Context manager: use the terminal inside the block, and always restore it afterwards."""
 
         def end(number: int, frame: object) -> None:
             self._ended_by = number

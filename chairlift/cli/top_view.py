@@ -1,4 +1,5 @@
-"""The view of ``chairlift top``: a server's answers as lines of text. Nothing here uses a terminal or a clock."""
+"""The view of ``chairlift top``: the server's data as lines of text. This module uses neither the terminal nor a
+clock."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ SORTS: Final = ("age", "output", "speed", "prompt", "queued")
 """Sort keys for requests; ``age`` is the order in which the server lists them."""
 
 _WATCH, _TOO_MANY = 0.02, 0.05
-"""Preemption rates from which work is done twice too often."""
+"""Fractions of preempted sequences at which the rate is shown as a warning and as an error."""
 _SAMPLE: Final = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _BAR: Final = 20
@@ -25,20 +26,21 @@ _PROMPT_BAR: Final = 8
 _PROGRESS: Final = 11
 _CLASS: Final = 9
 _WITH_CLASS: Final = 90
-"""Columns of a window in which requests have their class."""
-_LEAST: Final = 80
-"""Columns of the narrowest window into which lines are fitted."""
+"""Minimum width of the window in columns at which requests are listed with their class of service."""
+_MIN_WIDTH: Final = 80
+"""Minimum width in columns to which lines are fitted. Narrower windows cut lines off."""
 _TWO_COLUMNS: Final = 96
-"""Columns of a window in which the gauges and the rates stand side by side."""
+"""Minimum width of the window in columns at which gauges and rates are side by side."""
 _WITH_BARS: Final = 100
-"""Columns of a window in which requests have a bar of their prompt's progress."""
+"""Minimum width of the window in columns at which requests have a progress bar for their prefill."""
 
 Line = list[tuple[str, str]]
-"""Pieces of text and what each is: ``title``, ``good``, ``watch``, ``bad``, ``dim``, ``busy``, or empty."""
+"""A line as pieces: (text, style). The style is ``title``, ``good``, ``watch``, ``bad``, ``dim``, ``busy``, or
+empty."""
 
 
 class Metrics:
-    """Samples in Prometheus' text format, by name without the prefix (``vllm:``, ``chairlift:``)."""
+    """Samples in Prometheus' text format. Names have no prefix (``vllm:``, ``chairlift:``)."""
 
     def __init__(self, text: str) -> None:
         self._samples: dict[str, list[tuple[dict[str, str], float]]] = {}
@@ -55,21 +57,21 @@ class Metrics:
                 self._samples.setdefault(match[1].rpartition(":")[2], []).append((labels, value))
 
     def value(self, name: str, **labels: str) -> float | None:
-        """The sum of the samples with these labels; None when there are none."""
-        wanted = labels.items()
-        found = [value for has, value in self._samples.get(name, ()) if wanted <= has.items()]
+        """Sum of the samples that have these labels; None when there are none."""
+        required = labels.items()
+        found = [value for has, value in self._samples.get(name, ()) if required <= has.items()]
         return sum(found) if found else None
 
     def values_of(self, name: str, label: str) -> list[str]:
-        """The values of a label, in the order of the samples."""
+        """Values of a label over all samples of a metric, in the order of the samples."""
         return list(dict.fromkeys(labels[label] for labels, _ in self._samples.get(name, ()) if label in labels))
 
-    def most(self, name: str) -> float | None:
-        """The largest of the samples; None when there are none."""
+    def maximum(self, name: str) -> float | None:
+        """Maximum over the samples of a metric; None when there are none."""
         return max((value for _, value in self._samples.get(name, ())), default=None)
 
     def buckets(self, name: str) -> dict[float, float]:
-        """A histogram: inclusive upper bound -> how many observations are not above it."""
+        """A histogram: inclusive upper bound -> number of observations up to the bound."""
         counts: dict[float, float] = {}
         for labels, value in self._samples.get(f"{name}_bucket", ()):
             bound = labels.get("le", "").replace("+Inf", "inf")
@@ -80,35 +82,36 @@ class Metrics:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Answers of a server at one moment."""
+    """Data of a server at one time."""
 
     when: float
-    """Seconds on a clock that does not jump."""
+    """Time of the snapshot in seconds, on a monotonic clock."""
     url: str
     state: str = "serving"
-    """``serving``, or what is wrong, in words."""
+    """``serving``, or a description of the problem."""
     model: str = ""
     version: str = ""
     uptime: float | None = None
     metrics: Metrics | None = None
     requests: Sequence[Mapping[str, Any]] | None = None
-    """None where the server does not list them."""
+    """The server's list of requests; None if the server has no such list."""
 
 
 def quantile(before: Mapping[float, float], after: Mapping[float, float], share: float) -> float | None:
-    """Quantile ``share`` of the observations made between two states of a histogram (upper bound -> cumulative count).
+    """Quantile ``share`` (0 to 1) of the observations between two states of a histogram (upper bound -> cumulative
+    count).
 
-    It is linear within a bucket, as in Prometheus. Above the last finite bound it is that bound. None without
-    observations.
+    The value is interpolated linearly within a bucket, as in Prometheus. If it lies above the last finite bound, that
+    bound is returned. None if there are no observations.
     """
     bounds = sorted(after)
     counts = [after[bound] - before.get(bound, 0.0) for bound in bounds]
     if not counts or counts[-1] <= 0:
         return None
-    wanted, low, seen = share * counts[-1], 0.0, 0.0
+    rank, low, seen = share * counts[-1], 0.0, 0.0
     for bound, count in zip(bounds, counts, strict=True):
-        if count >= wanted and count > seen:
-            return low if bound == float("inf") else low + (bound - low) * max(0.0, wanted - seen) / (count - seen)
+        if count >= rank and count > seen:
+            return low if bound == float("inf") else low + (bound - low) * max(0.0, rank - seen) / (count - seen)
         low, seen = (low if bound == float("inf") else bound), count
     return low
 
@@ -116,8 +119,11 @@ def quantile(before: Mapping[float, float], after: Mapping[float, float], share:
 def view(
     now: Snapshot, before: Snapshot | None, *, width: int, height: int, sort: str = "age", keys: str = ""
 ) -> list[Line]:
-    """The screen: at most ``height`` lines. From 80 columns on they fit into ``width``; below, the caller cuts them.
-    Rates and latencies cover the time since ``before``, if given. ``keys`` is the help text for keys."""
+    """The screen as at most ``height`` lines.
+
+    Lines fit into ``width`` if it is at least 80 columns; in a narrower window the caller cuts them. Rates and
+    latencies cover the time since ``before``, if given. ``keys`` is the help text for keys.
+    """
     lines = [*_header(now, width), *_gauges(now, before, width), *_replicas(now.metrics), [(keys, "dim")]]
     if now.requests is None:
         why = "this server does not list its requests" if now.metrics is not None else ""
@@ -140,7 +146,7 @@ def text_of(line: Line) -> str:
 
 
 def span(seconds: float | None) -> str:
-    """A time; up to 99 days at most six characters."""
+    """A duration as text. It has at most six characters up to 99 days."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 0.9995:
@@ -165,7 +171,7 @@ def _header(now: Snapshot, width: int) -> list[Line]:
     state: list[Line] = [[(part, style)] for part in textwrap.wrap(plain(now.state), max(1, width))]
     lines: list[Line] = [[("chairlift top", "title")]]
     for part in about:
-        if len(text_of(lines[-1])) + len(part) > width >= _LEAST and len(lines[-1]) > 1:
+        if len(text_of(lines[-1])) + len(part) > width >= _MIN_WIDTH and len(lines[-1]) > 1:
             lines.append([])
         lines[-1].append((part, ""))
     return [*lines, *state]
@@ -189,20 +195,20 @@ def _gauges(now: Snapshot, before: Snapshot | None, width: int) -> list[Line]:
         _rates(now, before),
         _latencies(now, before, "TTFT", "time_to_first_token_seconds"),
         _latencies(now, before, "ITL", "inter_token_latency_seconds"),
-        _machine(metrics.value("floor_share"), metrics.most("expert_imbalance")),
+        _machine(metrics.value("floor_share"), metrics.maximum("expert_imbalance")),
     ]
-    if _LEAST <= width < _TWO_COLUMNS:
+    if _MIN_WIDTH <= width < _TWO_COLUMNS:
         return [*left, *([(more, "")] for more in right if more)]
     lines = []
     for line, more in zip(left, right, strict=True):
         gap = max(2, 46 - len(text_of(line)))
-        fits = len(text_of(line)) + gap + len(more) <= width or width < _LEAST
+        fits = len(text_of(line)) + gap + len(more) <= width or width < _MIN_WIDTH
         lines += [[*line, (" " * gap + more, "")]] if fits else [line, [(more, "")]]
     return lines
 
 
 def _replicas(metrics: Metrics | None) -> list[Line]:
-    """A line for each replica of a server with several."""
+    """One line per replica, if the server has several."""
     if metrics is None:
         return []
     lines: list[Line] = []
@@ -218,8 +224,8 @@ def _replicas(metrics: Metrics | None) -> list[Line]:
 
 
 def _machine(share: float | None, imbalance: float | None) -> str:
-    """Share of the machine's limits that steps reach, and the load of the busiest expert over the mean of its layer;
-    empty if the server reports neither."""
+    """Text with two values: the fraction of the machine's limits that steps reach, and the load of the busiest expert
+    divided by the mean load in its layer. Empty if the server reports neither."""
     found = [] if share is None else [f"{share:.0%} of its floor"]
     found += [] if imbalance is None else [f"busiest expert {imbalance:.1f}x the mean"]
     return f"machine   {', '.join(found)}" if found else ""
@@ -248,14 +254,14 @@ def _latencies(now: Snapshot, before: Snapshot | None, label: str, name: str) ->
     return f"{label:4}  p50 {span(quantile(old, new, 0.5))}  p99 {span(quantile(old, new, 0.99))}"
 
 
-def _bar(value: float | None, most: float | None, width: int) -> Line:
-    share = 0.0 if not value or not most else min(1.0, value / most)
+def _bar(value: float | None, limit: float | None, width: int) -> Line:
+    share = 0.0 if not value or not limit else min(1.0, value / limit)
     filled = min(width, max(round(share * width), 1 if share else 0))
     return [("[", ""), ("|" * filled, "busy"), (" " * (width - filled), ""), ("]", "")]
 
 
-def _of(most: float | None) -> str:
-    return f" of {most:,.0f}" if most else ""  # a server without a step reports 0
+def _of(limit: float | None) -> str:
+    return f" of {limit:,.0f}" if limit else ""  # a server without a step reports 0
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -271,7 +277,7 @@ def _columns(width: int) -> Line:
 def _row(request: Mapping[str, Any], width: int) -> Line:
     name, status = plain(str(request.get("id", ""))), plain(str(request.get("status", "")))
     prompt, computed = _count(request, "prompt_tokens"), _count(request, "computed_tokens")
-    output, most = _count(request, "output_tokens"), _count(request, "max_tokens") * max(1, _count(request, "n"))
+    output, limit = _count(request, "output_tokens"), _count(request, "max_tokens") * max(1, _count(request, "n"))
     done = min(computed, prompt)
     eta = _time(request, "expected_start_seconds" if status == "waiting" else "expected_token_seconds")
     style = {"decode": "good", "prefill": "busy", "preempted": "bad"}.get(status, "dim")
@@ -284,7 +290,7 @@ def _row(request: Mapping[str, Any], width: int) -> Line:
         *([*_bar(done, prompt, _PROMPT_BAR), (" ", "")] if width >= _WITH_BARS else []),
         (f"{progress:<{_PROGRESS}}", ""),
         (
-            f" {span(eta) if eta is not None else '-':>6} {_short(output) + '/' + _short(most):>11}"
+            f" {span(eta) if eta is not None else '-':>6} {_short(output) + '/' + _short(limit):>11}"
             f" {'-' if speed is None else f'{speed:.1f}':>6} {span(_time(request, 'queue_seconds')):>6}",
             "",
         ),
@@ -296,7 +302,7 @@ def _row(request: Mapping[str, Any], width: int) -> Line:
 
 
 def _cut(text: str, room: int) -> str:
-    """The text, or its beginning and a mark where there is no room for all of it."""
+    """The text; if it is longer than ``room``, its beginning with a mark at the end."""
     return text if len(text) <= room else text[: max(0, room - 1)] + "~"
 
 
@@ -305,13 +311,13 @@ def _prompt_width(width: int) -> int:
 
 
 def _id_width(width: int) -> int:
-    """What the other columns leave for ids."""
+    """Width of the id column: the columns that all other fields of a line leave free."""
     others = 9 + 6 + _prompt_width(width) + 6 + 11 + 6 + 6 + 7 + (_CLASS + 1 if width >= _WITH_CLASS else 0)
     return max(8, min(36, width - others))
 
 
 def _speed(request: Mapping[str, Any]) -> float | None:
-    """Tokens per second since the first."""
+    """Tokens per second after the first token; None if unknown."""
     first, age = _time(request, "first_token_seconds"), _time(request, "age_seconds")
     output = _count(request, "output_tokens")
     return None if first is None or age is None or age <= first or output < 2 else (output - 1) / (age - first)
@@ -338,7 +344,7 @@ def _time(request: Mapping[str, Any], name: str) -> float | None:
 
 
 def _short(count: int) -> str:
-    """A count in at most five characters."""
+    """A count as text with at most five characters."""
     for unit, size in (("M", 1_000_000), ("k", 10_000)):
         if count >= size:
             return f"{count / (1_000_000 if unit == 'M' else 1000):.4g}"[:4].rstrip(".") + unit

@@ -1,4 +1,4 @@
-"""``chairlift trace``: traffic as a file: recorded, drawn, cut down, looked at."""
+"""``chairlift trace``: records, generates, shortens and shows traffic files."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ diurnal:RATE:PEAK_TO_TROUGH:PERIOD_SECONDS, or closed:USERS, where each user ask
   chairlift trace draw --turns uniform:2:6 --think 10 --shared-prefix 512:0.8:3 --cancel 0.1:uniform:500:5000 \\
       --class weight=3,tenant=app,ttft_ms=500,tpot_ms=80 --class tenant=batch,priority=5 -o mix.jsonl"""
 
-_number: Final = functools.partial(whole_number, most=10_000_000)
+_number: Final = functools.partial(whole_number, maximum=10_000_000)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The commands of ``chairlift trace`` and their flags."""
+    """Add the subcommands of ``chairlift trace`` and their flags."""
     commands = parser.add_subparsers(title="commands", metavar="NAME", dest="trace_command", required=True)
     for name, summary, description, add in (
         ("show", "figures and histograms of a trace", _SHOW, _add_show_flags),
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command. Returns its exit code. Raises ChairliftError if it cannot run."""
+    """Run the subcommand. Returns its exit code. Raises ChairliftError if it cannot run."""
     commands = {"show": _show, "sample": _sample, "draw": _draw, "record": trace_record.run}
     commands |= {"view": trace_view.run, "replay": trace_view.replay}
     return commands[args.trace_command](args)
@@ -121,14 +121,19 @@ def _add_reading_flags(parser: argparse.ArgumentParser) -> None:
         help="of conversations and other texts, which have no times (default: all at once)",
     )
     reading.add_argument(
-        "--tokenizer", metavar="DIR", type=Path, help="counts tokens of texts (default: 4 characters are a token)"
+        "--tokenizer",
+        metavar="DIR",
+        type=Path,
+        help="model directory whose tokenizer counts tokens of texts (default: 4 characters are a token)",
     )
-    reading.add_argument("--seed", metavar="N", type=_number(0), default=0, help="of what is random (default: 0)")
+    reading.add_argument(
+        "--seed", metavar="N", type=_number(0), default=0, help="seed of everything random (default: 0)"
+    )
 
 
 def _add_show_flags(parser: argparse.ArgumentParser) -> None:
     _add_reading_flags(parser)
-    parser.add_argument("--png", metavar="FILE", type=Path, help="draw the histograms there as well")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="also write the histograms to this PNG file")
 
 
 def _add_sample_flags(parser: argparse.ArgumentParser) -> None:
@@ -143,7 +148,7 @@ def _add_sample_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the new trace, JSON lines")
-    parser.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -189,7 +194,7 @@ def _load(args: argparse.Namespace) -> LoadedTrace:
 
 
 def _counter(folder: Path) -> Callable[[str], int]:
-    """Function that counts the tokens of a text."""
+    """A function that counts the tokens of a text with the tokenizer in ``folder``."""
     from chairlift.tokenizer.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_dir(folder)
@@ -197,7 +202,7 @@ def _counter(folder: Path) -> Callable[[str], int]:
 
 
 def _check_output(args: argparse.Namespace) -> None:
-    """Check the output before anything is read: an existing file, or a path that cannot be written."""
+    """Raise ConfigError, before any input is read, if the output file exists or cannot be written."""
     if args.output.is_file() and not args.force:
         raise ConfigError(f"{args.output} is there already; give another -o, or --force to replace it")
     check_writable(args.output, "output")
@@ -226,7 +231,7 @@ def _add_draw_flags(parser: argparse.ArgumentParser) -> None:
         default="chat",
         help="chat, assistant, summarize, write, uniform, conversation or agents; the flags below change it",
     )
-    parser.add_argument("--arrivals", metavar="FORM", default="all", help="when they come (default: all at once)")
+    parser.add_argument("--arrivals", metavar="FORM", default="all", help="arrival times (default: all at once)")
     parser.add_argument("--input-len", metavar="FORM", help="lengths of prompts; in chats, of what is new in a turn")
     parser.add_argument("--output-len", metavar="FORM", help="lengths of answers")
     parser.add_argument(
@@ -337,5 +342,5 @@ def _as(kind: Callable[[str], Any], name: str, text: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        wanted = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{name} must be {wanted}, got {text!r}") from None
+        allowed = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{name} must be {allowed}, got {text!r}") from None

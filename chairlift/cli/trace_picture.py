@@ -1,4 +1,4 @@
-"""A trace as text for the terminal, and as a picture."""
+"""Shows a trace as text on the terminal, and as a picture."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["fact_lines", "histogram_lines", "write_picture"]
 
-_MOST_BINS: Final = 16
-_MOST_CLASSES: Final = 8
+_MAX_BINS: Final = 16
+_MAX_CLASSES: Final = 8
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 _DAY: Final = 86400.0
 _STEPS: Final = (
@@ -28,44 +28,45 @@ _STEPS: Final = (
     *(10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 900.0, 1800.0, 3600.0, 7200.0, 10800.0, 21600.0, 43200.0),
     *(factor * _DAY * 10**power for power in range(5) for factor in (1, 2, 5)),
 )
-"""Seconds that people count time in."""
+"""Bin widths in seconds for histograms over time: round numbers in the units that people use."""
 
 
 def fact_lines(trace: Sequence[TracedRequest], notes: Sequence[str] = ()) -> list[str]:
-    """Facts about a trace, one on each line; ``notes`` at the end."""
+    """Facts about a trace, one per line, followed by ``notes``."""
     from chairlift.workbench.bench.report import Facts, text
 
     facts = summarise(trace)
-    told = {"requests": f"{facts.requests:,}", "arrivals": "all at once"}
+    rows = {"requests": f"{facts.requests:,}", "arrivals": "all at once"}
     if facts.sessions:
         turns = sum(bool(request.session) for request in trace) / facts.sessions
-        told["requests"] += f", among them {facts.sessions:,} chats of {turns:.1f} turns on average"
+        rows["requests"] += f", among them {facts.sessions:,} chats of {turns:.1f} turns on average"
     if facts.rate is not None:
         rate = f"{facts.rate:.3g}" if facts.rate < 100 else f"{facts.rate:,.0f}"
-        told["arrivals"] = f"{rate} requests/s over {_duration(facts.seconds)}"
+        rows["arrivals"] = f"{rate} requests/s over {_duration(facts.seconds)}"
     if facts.burstiness is not None:
         chance = max(0.1, 2 / math.sqrt(facts.requests))  # two standard errors of a Poisson process
         kind = "steadier than" if facts.burstiness < 1 - chance else "burstier than"
         kind = "as in" if abs(facts.burstiness - 1) <= chance else kind
-        told["gaps"] = f"vary by {facts.burstiness:.2f} of their mean, {kind} a Poisson process, which has 1"
-    told |= {"prompts": _lengths(facts.prompts), "answers": _lengths(facts.outputs)}
+        rows["gaps"] = f"vary by {facts.burstiness:.2f} of their mean, {kind} a Poisson process, which has 1"
+    rows |= {"prompts": _lengths(facts.prompts), "answers": _lengths(facts.outputs)}
     if facts.repeated is not None:
-        told["repeated"] = f"{facts.repeated:.1%} of the prompt tokens stand at the beginning of an earlier prompt"
+        rows["repeated"] = f"{facts.repeated:.1%} of the prompt tokens stand at the beginning of an earlier prompt"
     if facts.cancels:
-        told["cancels"] = f"{facts.cancels:,} clients leave early ({facts.cancels / facts.requests:.1%})"
+        rows["cancels"] = f"{facts.cancels:,} clients leave early ({facts.cancels / facts.requests:.1%})"
     if len(facts.classes) > 1 or facts.classes[0][0].tenant or _class_words(facts.classes[0][0]) != "no class":
-        shown = facts.classes[:_MOST_CLASSES]
+        shown = facts.classes[:_MAX_CLASSES]
         lines = [f"{count:,} ({count / facts.requests:.1%}): {_class_words(request)}" for request, count in shown]
         if more := len(facts.classes) - len(shown):
             lines.append(f"and {more:,} more")
-        told["classes"] = "\n".join(lines)
+        rows["classes"] = "\n".join(lines)
     if notes:
-        told["note"] = "\n".join(notes)
-    return list(text(Facts(told)))
+        rows["note"] = "\n".join(notes)
+    return list(text(Facts(rows)))
 
 
 def histogram_lines(trace: Sequence[TracedRequest]) -> list[str]:
-    """Histograms of prompts, answers and arrivals, as wide as the terminal; in ASCII if it supports no more."""
+    """Histograms of prompt lengths, output lengths and arrivals, as wide as the terminal. They are in ASCII if the
+    terminal has no block characters."""
     lines: list[str] = []
     for name, lengths in (
         ("prompt lengths", [request.prompt_tokens for request in trace]),
@@ -80,7 +81,7 @@ def histogram_lines(trace: Sequence[TracedRequest]) -> list[str]:
 
 
 def write_picture(path: Path, name: str, trace: Sequence[TracedRequest]) -> None:
-    """Write the histograms as a PNG. Raises ConfigError when it cannot be written."""
+    """Write the histograms as a PNG file. Raises ConfigError if the file cannot be written."""
     from chairlift.workbench.bench import plots
 
     lengths = {
@@ -89,7 +90,7 @@ def write_picture(path: Path, name: str, trace: Sequence[TracedRequest]) -> None
     }
     figures = [plots.histogram(lengths, title=f"{name}: lengths", x_label="tokens", log_x=True)]
     if trace[-1].arrival > trace[0].arrival:
-        step, counts = _arrival_bins(trace, most=120)
+        step, counts = _arrival_bins(trace, max_bins=120)
         edges = [step * place for place in range(len(counts) + 1)]
         rates = [count / step for count in counts]
         figures.append(
@@ -108,34 +109,34 @@ def write_picture(path: Path, name: str, trace: Sequence[TracedRequest]) -> None
 
 
 def _length_bins(lengths: Sequence[int]) -> tuple[list[str], list[int]]:
-    """Labels and counts of bins, each of which ends at twice (or more) its beginning."""
+    """(labels, counts) of bins for lengths. The upper end of a bin is at least twice its lower end."""
     for factor in (1, 2, 3, 4):
         bins = (np.array([length.bit_length() for length in lengths]) - 1) // factor
         low, high = int(bins.min()), int(bins.max())
-        if high - low < _MOST_BINS:
+        if high - low < _MAX_BINS:
             break
     counts = np.bincount(bins - low, minlength=high - low + 1)
     ends = [1 << factor * place for place in range(low, high + 2)]
-    dash = "–" if _speaks("–") else "-"
+    dash = "–" if _can_print("–") else "-"
     labels = [
         f"{begin:,}{dash}{end - 1:,}" if end - 1 > begin else f"{begin}" for begin, end in itertools.pairwise(ends)
     ]
     return labels, [int(count) for count in counts]
 
 
-def _arrival_bins(trace: Sequence[TracedRequest], most: int = _MOST_BINS) -> tuple[float, list[int]]:
-    """Seconds of a bin, and requests in each."""
+def _arrival_bins(trace: Sequence[TracedRequest], max_bins: int = _MAX_BINS) -> tuple[float, list[int]]:
+    """(width of a bin in seconds, number of requests in each bin)."""
     first = trace[0].arrival
     seconds = trace[-1].arrival - first
-    step = next((step for step in _STEPS if seconds < step * most), _STEPS[-1])
-    places = ((np.array([request.arrival for request in trace]) - first) / step).astype(int)
-    return step, [int(count) for count in np.bincount(np.minimum(places, most))]
+    step = next((step for step in _STEPS if seconds < step * max_bins), _STEPS[-1])
+    indices = ((np.array([request.arrival for request in trace]) - first) / step).astype(int)
+    return step, [int(count) for count in np.bincount(np.minimum(indices, max_bins))]
 
 
 def _bars(labels: Sequence[str], counts: Sequence[int]) -> list[str]:
     left, right = max(map(len, labels)), max(len(f"{count:,}") for count in counts)
     room = max(8, shutil.get_terminal_size().columns - left - right - 7)
-    fine = _speaks(_EIGHTHS + "│")
+    fine = _can_print(_EIGHTHS + "│")
     lines = []
     for label, count in zip(labels, counts, strict=True):
         eighths = max(round(8 * room * count / max(counts)), bool(count))
@@ -145,8 +146,8 @@ def _bars(labels: Sequence[str], counts: Sequence[int]) -> list[str]:
     return lines
 
 
-def _speaks(text: str) -> bool:
-    """Whether standard output has these characters."""
+def _can_print(text: str) -> bool:
+    """Whether standard output can encode these characters."""
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -175,7 +176,7 @@ def _class_words(request: TracedRequest) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """A duration in a suitable unit."""
+    """A duration as text in a suitable unit."""
     for unit, size in (("days", _DAY), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size or (seconds >= size and seconds % size == 0):
             return f"{seconds / size:.3g} {unit.removesuffix('s') if seconds == size else unit}"

@@ -1,4 +1,5 @@
-"""``chairlift trace record``: a running server's traffic as a trace: lengths, times, what is shared, never a text."""
+"""``chairlift trace record``: writes a running server's traffic to a trace file: lengths, times and shared prefixes,
+never texts."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from chairlift.cli.remote_server import MOST_BYTES, NotThereError, RemoteServer, parse_object
+from chairlift.cli.remote_server import MAX_BYTES, NotThereError, RemoteServer, parse_object
 from chairlift.errors import ChairliftError, ConfigError, EngineDeadError
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
@@ -31,27 +32,27 @@ A request counts when it comes after the recording began, and is written when it
   chairlift trace record http://127.0.0.1:8000 -o monday.jsonl --duration 10m"""
 
 _SILENCE_SECONDS: Final = 60.0
-"""Seconds without data after which the connection counts as broken; the server sends something every 15 s."""
+"""Seconds without data after which the connection counts as broken. The server sends something every 15 s."""
 _KEPT_SECONDS: Final = 60.0
-"""Seconds for which a server keeps a recording without a listener."""
+"""Seconds for which a server keeps a recording after its listener has disconnected."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
 _LOOK_SECONDS: Final = 0.25
 _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift trace record``."""
+    """Add the flags of ``chairlift trace record``."""
     parser.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the trace, JSON lines")
     parser.add_argument("--duration", metavar="TIME", help="take requests for so long, such as 90s, 10m or 2h")
     parser.add_argument("--requests", metavar="N", type=int, help="take so many requests")
     parser.add_argument("--block-size", metavar="N", type=int, default=64, help="tokens per prefix id (default: 64)")
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
-    parser.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Record. Returns 0, or 1 when there was nothing to record. Raises ChairliftError if it cannot run."""
+    """Record the traffic. Returns 0, or 1 when there was nothing to record. Raises ChairliftError if it cannot run."""
     duration = None if args.duration is None else _seconds(args.duration)
     if args.requests is not None and args.requests < 1:
         raise ConfigError(f"--requests must be at least 1, got {args.requests}")
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
                 _record(feed, trace, stopped)
             finally:
                 feed.leave()
-        feed.complain()
+        feed.raise_failure()
         return trace.finish(feed)
     finally:
         if not trace.num_lines:
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _record(feed: _Feed, trace: _TraceFile, stopped: threading.Event) -> None:
-    """Write records and progress until the end of the recording or until ``stopped``."""
+    """Write records and progress until the recording ends or ``stopped`` is set."""
     shown = 0.0
     terminal = sys.stderr.isatty()
     while not stopped.is_set():
@@ -96,7 +97,8 @@ def _record(feed: _Feed, trace: _TraceFile, stopped: threading.Event) -> None:
 
 
 class _TraceFile:
-    """Output files: FILE.recording grows in the order of the ends of requests; FILE is in order of arrival."""
+    """The output files. FILE.recording gets each request when it ends. FILE has the same requests in order of
+    arrival."""
 
     def __init__(self, path: Path, block_size: int, *, force: bool) -> None:
         self.path = path
@@ -114,11 +116,11 @@ class _TraceFile:
         self._tokens = [0, 0]
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """One request, a line per answer of it. Raises ConfigError when the disk is full."""
+        """Write one request, as one line per output. Raises ConfigError when the disk is full."""
         try:
             lines = self._lines(record)
         except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"the server's records are not of a known form; {self._kept()}") from None
+            raise ConfigError(f"the server's records are not of a known form; {self._remaining_records()}") from None
         size = self.file.tell()
         try:
             if self.file.write(lines) < len(lines):
@@ -126,7 +128,7 @@ class _TraceFile:
         except OSError as error:
             with suppress(OSError):
                 self.file.truncate(size)  # removes an incomplete line
-            raise ConfigError(f"cannot write {self.growing}: {error.strerror}; {self._kept()}") from None
+            raise ConfigError(f"cannot write {self.growing}: {error.strerror}; {self._remaining_records()}") from None
 
     def _lines(self, record: Mapping[str, Any]) -> bytes:
         if record["finish_reason"] == "error" and not record["output_tokens"]:
@@ -151,13 +153,13 @@ class _TraceFile:
         return "".join(f"{line}\n" for line in lines).encode()
 
     def progress(self) -> str:
-        """Progress in words."""
+        """Progress of the recording, in words."""
         elapsed = time.monotonic() - self._begin
         clock = f"{elapsed // 3600:02.0f}:{elapsed // 60 % 60:02.0f}:{elapsed % 60:02.0f}"
         return f"recorded {self.num_requests:,} requests in {clock}, {self.num_requests / max(elapsed, 1e-3):.1f}/s"
 
     def finish(self, feed: _Feed) -> int:
-        """Sort the records, and print the result. Returns the exit code."""
+        """Sort the records into the output file, and print the result. Returns the exit code."""
         from chairlift.workbench.workload.formats import read_trace, write_trace
 
         if not self.num_lines:
@@ -166,7 +168,7 @@ class _TraceFile:
         try:
             write_trace(self.path, read_trace(self.growing, sort=True))
         except OSError as error:
-            raise ConfigError(f"cannot write {self.path}: {error.strerror}; {self._kept()}") from None
+            raise ConfigError(f"cannot write {self.path}: {error.strerror}; {self._remaining_records()}") from None
         self.growing.unlink()
         print(f"{self.path}: {self.num_requests:,} requests, {self._tokens[0]:,} prompt tokens,", end=" ")
         print(f"{self._tokens[1]:,} output tokens, {self.num_cancelled:,} cancelled by their clients")
@@ -178,20 +180,21 @@ class _TraceFile:
             print(f"  not complete{losses}")
         return 0
 
-    def _kept(self) -> str:
+    def _remaining_records(self) -> str:
         if not self.num_lines:
             return "nothing was recorded"
         return f"the requests until then are kept in {self.growing}, in the order of their ends (read it with --sort)"
 
 
 class _Feed(threading.Thread):
-    """Reads the server's events, and reconnects when the connection breaks. The last item of ``records`` is None."""
+    """Reads the server's events, and reconnects when the connection breaks. After the last record, ``records`` gets
+    None."""
 
     def __init__(self, server: RemoteServer, block_size: int, duration: float | None, requests: int | None) -> None:
         super().__init__(name="traffic", daemon=True)
         self.records: queue.Queue[dict[str, Any] | None] = queue.Queue(10_000)
         self.state = ""
-        """Trouble with the connection, in words; empty while it works."""
+        """Error of the connection, in words; empty while it works."""
         self._server = server
         self._block_size = block_size
         self._ends = None if duration is None else time.monotonic() + duration
@@ -236,34 +239,34 @@ class _Feed(threading.Thread):
             self.records.put(None)
 
     def leave(self) -> None:
-        """End the connection."""
+        """Close the connection and stop reading."""
         self._leaving.set()
         self._server.break_off()
 
-    def complain(self) -> None:
-        """Raise what kept it from recording at all."""
+    def raise_failure(self) -> None:
+        """Raise the error that prevented the recording, if there is one."""
         if self._failure is not None:
             raise self._failure
 
     def losses(self) -> str:
-        """Gaps in the recording, in words; empty without any."""
+        """Description of gaps in the recording; empty if it has none."""
         parts = []
         if self._num_lost:
             parts.append(f"{self._num_lost:,} requests were lost on the way")
-        gone = time.monotonic() - self._away_since if self._away_since else 0.0
+        away = time.monotonic() - self._away_since if self._away_since else 0.0
         if self._num_restarts:
             times = f"{self._num_restarts} time{'s' * (self._num_restarts > 1)}"
             parts.append(
                 f"the server forgot the recording {times}, and what ended meanwhile"
-                f" (about {self._seconds_away + gone:.0f} s) is missing; prompts before and after that are not known"
+                f" (about {self._seconds_away + away:.0f} s) is missing; prompts before and after that are not known"
                 " to be alike"
             )
-        elif gone and self._left != 0:
-            parts.append(f"the server was gone in the last {gone:.0f} s, and what ended then is missing")
+        elif away and self._left != 0:
+            parts.append(f"the server was gone in the last {away:.0f} s, and what ended then is missing")
         return "".join(f"; {part}" for part in parts)
 
     def _listen(self) -> bool:
-        """Read one connection to its end; whether it is the end of the recording."""
+        """Read one connection to its end. Returns whether the recording itself has ended."""
         if self._left is not None and self._left <= 0:
             return True
         path = f"/v1/traffic?block_size={self._block_size}"
@@ -275,7 +278,7 @@ class _Feed(threading.Thread):
             path += f"&requests={self._left}"
         with self._server.request("GET", path, seconds=_SILENCE_SECONDS) as response:
             name = number = ""
-            while (line := response.readline(MOST_BYTES * 8)) and not self._leaving.is_set():
+            while (line := response.readline(MAX_BYTES * 8)) and not self._leaving.is_set():
                 key, _, value = line.rstrip(b"\r\n").decode("utf-8", "replace").partition(": ")
                 if key == "event":
                     name = value
@@ -288,7 +291,7 @@ class _Feed(threading.Thread):
         return self._leaving.is_set()
 
     def _take(self, name: str, number: str, data: dict[str, Any]) -> bool:
-        """One event; whether it is the last."""
+        """Process one event. Returns whether it is the last."""
         if name == "start":
             began = data.get("began_unix")
             if not isinstance(began, (int, float)) or not isinstance(data.get("recording"), str):
@@ -312,7 +315,8 @@ class _Feed(threading.Thread):
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[threading.Event]:
-    """Set by Ctrl-C or SIGTERM inside the block, where this is the main thread."""
+    """Context manager: an event that Ctrl-C or SIGTERM sets inside the block. In other threads than the main thread,
+    signals do not set it."""
     stopped = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stopped

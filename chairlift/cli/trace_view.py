@@ -1,4 +1,4 @@
-"""``chairlift trace view`` and ``trace replay``: a recording of steps, looked at again or simulated."""
+"""``chairlift trace view`` and ``trace replay``: show a recording of the engine's steps again, or simulate it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ The machine is known by the recorded steps, the settings are those of the record
   chairlift trace replay steps.jsonl --max-num-seqs 32
   chairlift trace replay steps.jsonl --static         and what static batches would have made of it"""
 
-_MOST_BYTES: Final = 1 << 28
+_MAX_BYTES: Final = 1 << 28
 _NOT_CHANGED: Final = {
     *("model", "revision", "tokenizer", "skip_tokenizer_init", "dtype", "device", "threads", "kernels", "seed"),
     *("quantization", "kv_cache_dtype", "generation_config", "swap_directory", "max_model_len"),
@@ -55,22 +55,22 @@ _NOT_CHANGED: Final = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift trace view``."""
+    """Add the flags of ``chairlift trace view``."""
     parser.add_argument("file", metavar="FILE", type=Path, nargs="?", help="the recording")
     parser.add_argument("--demo", action="store_true", help="a simulated example instead")
     parser.add_argument("--port", metavar="N", type=int, default=0, help="where to serve it (default: a free one)")
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift trace replay``."""
+    """Add the flags of ``chairlift trace replay``."""
     parser.add_argument("file", metavar="FILE", type=Path, help="the recording")
     parser.add_argument("--static", action="store_true", help="compare with static batching")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write settings and results there")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write settings and results to this file")
     add_engine_flags(parser, leave_out=_NOT_CHANGED)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve the page until Ctrl-C. Returns 0. Raises ConfigError for a file that is no recording."""
+    """Serve the page until Ctrl-C. Returns 0. Raises ConfigError if the file is not a recording."""
     if args.demo == (args.file is not None):
         raise ConfigError("say what to show: a FILE, or --demo")
     if not 0 <= args.port <= 65535:
@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Simulate, and print the report. Returns 0. Raises ConfigError for a file that is no recording, or cannot be
-    simulated."""
+    """Simulate the recorded requests, and print the report. Returns 0. Raises ConfigError if the file is not a
+    recording, or cannot be simulated."""
     from chairlift.cli.sim import report_lines
     from chairlift.replay.replay import replay as simulate
     from chairlift.replay.side_by_side import compare_sides, recorded_config, recorded_deployment, recorded_trace
@@ -128,8 +128,8 @@ def _read(path: Path) -> tuple[bytes, Recording]:
     from chairlift.engine.step_export import read_recording
 
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"{path} is larger than {_MOST_BYTES >> 20} MiB; cut it down to its first lines")
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{path} is larger than {_MAX_BYTES >> 20} MiB; cut it down to its first lines")
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the recording {path}: {error.strerror}") from None

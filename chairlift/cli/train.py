@@ -1,8 +1,10 @@
-"""``chairlift train``: from a file of settings to a directory that serves."""
+"""``chairlift train``: trains a model from a file of settings, and writes a directory that ``chairlift serve`` can
+load."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -15,13 +17,17 @@ from chairlift.config import LoRAConfig
 if TYPE_CHECKING:
     from chairlift.train.config import TrainConfig
     from chairlift.train.evaluation import EvaluationResult
+    from chairlift.train.networks import Network
     from chairlift.train.run import Outcome
     from chairlift.train.trainer import StepResult, Trainer
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
 SUMMARY: Final = "train a model on packed sequences"
-DESCRIPTION: Final = """Train a model of any native family, fresh or from a directory, on packed sequences.
+DESCRIPTION: Final = """Train a model, fresh or from a directory, on packed sequences.
+
+Native families are computed by Chairlift; other causal language models by transformers, unless their packed sequences
+see each other (model.impl).
 
 CONFIG is YAML, with the sections model, data, packing, training and checkpoints:
 
@@ -31,6 +37,7 @@ CONFIG is YAML, with the sections model, data, packing, training and checkpoints
   training: {steps: 1000, learning_rate: 2e-5, warmup_steps: 50}
   lora: {r: 16, alpha: 32}                # an adapter (LoRA, in PEFT's format) instead of the whole model
                                           # or several: {adapters: {law: {r: 16}, med: {r: 8}}}
+  heads: {method: medusa, num_heads: 4}   # or Medusa heads, which draft (docs/speculation.md)
   output: OUT
 
 With data.eval_files each checkpoint says its loss on them, and OUT/best is the one with the lowest.
@@ -46,7 +53,7 @@ _BAR_FORMAT: Final = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{p
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift train``."""
+    """Add the flags of ``chairlift train``."""
     parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file with the settings of the run")
     parser.add_argument(
         "--resume",
@@ -87,13 +94,13 @@ def run(args: argparse.Namespace) -> int:
 
     is_first = os.environ.get("RANK", "0") == "0"
     with _Progress(config.training.steps, shown=is_first and not args.quiet) as progress:
-        outcome = train(config, resume=args.resume, on_step=progress, on_evaluation=progress.on_evaluation)
+        outcome = train(config, resume=args.resume, **progress.callbacks)
     if is_first:
-        _tell(outcome, args, config)
+        _print_result(outcome, args, config)
     return 0 if outcome.finished else 130
 
 
-def _tell(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> None:
+def _print_result(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> None:
     if outcome.skipped:
         records = "1 record" if outcome.skipped == 1 else f"{outcome.skipped:,} records"
         print(f"left out {records} that could not be used (on_error: skip)", file=sys.stderr)
@@ -121,6 +128,7 @@ def _tell(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> No
     before = "nothing is left to do: " if outcome.last is None else ""
     adapters = {} if config.lora is None else config.lora.by_name or {"mine": config.lora}
     what = "model is" if config.lora is None else "adapter is" if len(adapters) == 1 else "adapters are"
+    what = "Medusa heads are" if config.heads is not None else what
     print(f"{before}trained {outcome.steps:,} steps{loss}; the {what} in {outcome.directory}")
     served = [str(outcome.directory)]
     if config.lora is not None:
@@ -130,11 +138,14 @@ def _tell(outcome: Outcome, args: argparse.Namespace, config: TrainConfig) -> No
             served += ["--lora-modules", f"{name}={directory}"]
         rank = max(each.r for each in adapters.values())
         served += ["--max-lora-rank", str(rank)] if rank > LoRAConfig().max_lora_rank else []
+    if config.heads is not None:
+        drafter = json.dumps({"method": config.heads.method, "model": str(outcome.directory)})
+        served = [str(config.model.path), "--speculative-config", drafter]
     print(f"serve it with: {shlex.join(['chairlift', 'serve', *served])}")
 
 
 class _Progress:
-    """A bar with the loss, tokens per second and waste of packing; a line now and then where there is no terminal."""
+    """Shows loss, tokens per second and packing waste: as a bar on a terminal, otherwise as a line at intervals."""
 
     def __init__(self, steps: int, *, shown: bool) -> None:
         self._steps, self._shown = steps, shown
@@ -142,6 +153,16 @@ class _Progress:
         self._began = time.perf_counter()
         self._tokens = 0
         self._changes = 0
+
+    @property
+    def callbacks(self) -> dict[str, Any]:
+        """Arguments of :func:`~chairlift.train.run.train`."""
+        return {"on_step": self, "on_evaluation": self.on_evaluation, "on_start": self.on_start}
+
+    def on_start(self, network: Network) -> None:
+        """A line with the implementation that trains."""
+        if self._shown:
+            print(f"model: {network}", file=sys.stderr)
 
     def __enter__(self) -> _Progress:
         return self
@@ -151,7 +172,7 @@ class _Progress:
             self._bar.close()
 
     def on_evaluation(self, result: EvaluationResult) -> None:
-        """A line with the losses of each source."""
+        """Print a line with the evaluation loss of each source."""
         if not self._shown:
             return
         rows = {"evaluation": result.total, **(result.sources if len(result.sources) > 1 else {})}
@@ -169,7 +190,8 @@ class _Progress:
             from tqdm import tqdm
 
             pause = 0.1 if sys.stderr.isatty() else _QUIET_TERMINAL_SECONDS
-            # The first step is not typical: it ended before the bar was made.
+            # The bar is created only now, at the end of the first step. So the first step, which is slower than others,
+            # does not count in the speed.
             self._bar = tqdm(
                 total=self._steps, initial=result.step, mininterval=pause, bar_format=_BAR_FORMAT, file=sys.stderr
             )

@@ -1,4 +1,4 @@
-"""``chairlift tune``: measures the gain of batching for a traffic, and recommends settings."""
+"""``chairlift tune``: measures the gain from batching for a given traffic, and recommends settings."""
 
 from __future__ import annotations
 
@@ -48,30 +48,34 @@ _SLO: Final = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "deadline_ms"}
 _UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600}
 _BUSY: Final = 0.1
 _EVERY: Final = 10.0
-"""Seconds between lines of progress where there is no terminal."""
+"""Seconds between lines of progress if the output is not a terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``chairlift tune``."""
+    """Add the flags of ``chairlift tune``."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
     add_traffic_flags(parser, required=True)
-    wanted = parser.add_argument_group("what is wanted")
-    wanted.add_argument(
+    goal = parser.add_argument_group("goal and limits")
+    goal.add_argument(
         "--slo",
         metavar="NAME:MS,...",
         type=_slo,
         default={},
-        help="what is promised to a request without promises of its own: ttft (time to first token), tpot (time per "
+        help="latency limits of requests that have none of their own: ttft (time to first token), tpot (time per "
         "output token), e2el (whole request), in ms; as in ttft:500,tpot:80",
     )
-    wanted.add_argument("--output", metavar="DIR", type=Path, help="where the results go")
-    wanted.add_argument(
-        "--time-limit", metavar="TIME", type=_duration, default=600.0, help="such as 90s or 10m (default: 10m)"
+    goal.add_argument("--output", metavar="DIR", type=Path, help="directory for the results")
+    goal.add_argument(
+        "--time-limit",
+        metavar="TIME",
+        type=_duration,
+        default=600.0,
+        help="maximum duration, such as 90s or 10m (default: 10m)",
     )
-    wanted.add_argument(
-        "--price-per-hour", metavar="PRICE", type=_positive, default=1.0, help="of this machine (default: 1)"
+    goal.add_argument(
+        "--price-per-hour", metavar="PRICE", type=_positive, default=1.0, help="price of this machine (default: 1)"
     )
-    wanted.add_argument(
+    goal.add_argument(
         "--rate-scale", metavar="X", type=_positive, default=1.0, help="requests come X times as fast (default: 1)"
     )
     add_fleet_size_flags(parser)
@@ -84,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
     requests, users, what = read_traffic(args)
     what += "" if args.rate_scale == 1 else f", {args.rate_scale:g} times as fast"
     if args.fleet:
-        promised = [_promised(request, args.slo) for request in _scaled(requests, args.rate_scale)]
-        return run_fleet(args, promised, users, what)
+        with_slo = [_with_slo(request, args.slo) for request in _scaled(requests, args.rate_scale)]
+        return run_fleet(args, with_slo, users, what)
     fixed, _ = read_settings(args, sampling=False)
     name = fixed.pop("model", BUNDLED_MODEL) if args.model is None else args.model
     EngineConfig.from_flat(fixed)
@@ -120,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     if state.resumed:
         progress.line(f"{state.path} holds results of the same question: going on from there")
     if machine.busy > _BUSY:
-        progress.line(f"warning: others use {machine.busy:.0%} of this machine; measured times will vary")
+        progress.line(f"warning: other programs use {machine.busy:.0%} of this machine; measured times will vary")
     make_core, shape = _model(name, fixed)
     try:
         findings = tune(
@@ -172,8 +176,8 @@ def _scaled(requests: list[TracedRequest], scale: float) -> list[TracedRequest]:
     return [dataclasses.replace(request, arrival=request.arrival / scale) for request in requests]
 
 
-def _promised(request: TracedRequest, slo: Mapping[str, float]) -> TracedRequest:
-    """The request, with these promises if it has none of its own."""
+def _with_slo(request: TracedRequest, slo: Mapping[str, float]) -> TracedRequest:
+    """The request. If it has no latency limits of its own, it gets the limits in ``slo``."""
     import dataclasses
 
     own = any(limit is not None for limit in (request.ttft_ms, request.tpot_ms, request.deadline_ms))
@@ -189,7 +193,7 @@ def _described(requests: Sequence[TracedRequest], users: int | None, what: str) 
 
 
 def _model(name: str, fixed: Mapping[str, Any]) -> tuple[MakeCore, Any]:
-    """Function that makes an engine with this model, and the model's shape."""
+    """(function that creates an engine with this model, shape of the model)."""
     from chairlift import LLM
     from chairlift.models.loader import resolve_dtype, resolve_model_dir
     from chairlift.models.model_files import read_config
@@ -209,7 +213,7 @@ def _model(name: str, fixed: Mapping[str, Any]) -> tuple[MakeCore, Any]:
 
 
 def _slo(text: str) -> dict[str, float]:
-    """``ttft:500,tpot:80`` by the names of TracedRequest's fields."""
+    """Field of TracedRequest -> limit, parsed from text such as ``ttft:500,tpot:80``."""
     promises: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition(":")
@@ -244,7 +248,7 @@ def _positive(text: str) -> float:
 
 
 class _Progress:
-    """On standard error: one line that changes on a terminal, else a line now and then."""
+    """Shows progress on standard error: one changing line on a terminal, otherwise a line at intervals."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()

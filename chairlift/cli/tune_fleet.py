@@ -1,4 +1,4 @@
-"""``chairlift tune --fleet``: how many replicas a traffic needs, and what they cost."""
+"""``chairlift tune --fleet``: finds how many replicas a given traffic needs, and what they cost."""
 
 from __future__ import annotations
 
@@ -27,25 +27,30 @@ _DAY: Final = 86_400
 
 def add_fleet_size_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``--fleet`` to ``chairlift tune``."""
-    fleet = parser.add_argument_group("how many replicas (nothing but a simulation; --output is optional)")
+    fleet = parser.add_argument_group("number of replicas (a simulation only; --output is optional)")
     fleet.add_argument(
         "--fleet",
         action="store_true",
-        help="find the fewest replicas that keep the promises, and their cost",
+        help="find the smallest number of replicas that meets the target, and its cost",
     )
-    fleet.add_argument("--machine", metavar="NAME", help="of each replica, such as h100-sxm (default: this one, timed)")
-    fleet.add_argument("--cost-model", metavar="FILE", type=Path, help="the same, as chairlift sim --save wrote it")
     fleet.add_argument(
-        "--target", metavar="SHARE", type=float, help="share of requests whose promises must be kept (default: 0.99)"
+        "--machine", metavar="NAME", help="machine of each replica, such as h100-sxm (default: this one, timed)"
+    )
+    fleet.add_argument("--cost-model", metavar="FILE", type=Path, help="the same, from a file of chairlift sim --save")
+    fleet.add_argument(
+        "--target",
+        metavar="SHARE",
+        type=float,
+        help="fraction of requests that must meet their deadlines (default: 0.99)",
     )
     fleet.add_argument("--routing", metavar="NAME", help="forecast (default), prefix, least, p2c or rr")
     fleet.add_argument(
-        "--start-seconds", metavar="S", type=float, help="time in which a replica is back that died (default: 60)"
+        "--start-seconds", metavar="S", type=float, help="time until a dead replica serves again (default: 60)"
     )
 
 
 def check_fleet_flags(args: argparse.Namespace) -> None:
-    """Raise ConfigError for flags that do not go together."""
+    """Raise ConfigError for combinations of flags that are not allowed."""
     if args.fleet:
         if args.machine is not None and args.cost_model is not None:
             raise ConfigError("--machine and --cost-model both say what a replica runs on; leave one out")
@@ -66,10 +71,10 @@ def run_fleet(args: argparse.Namespace, trace: list[TracedRequest], users: int |
     settings, _ = read_settings(args, sampling=False)
     model = settings.pop("model", BUNDLED_MODEL) if args.model is None else args.model
     here = args.machine is None and args.cost_model is None
-    asked = argparse.Namespace(**vars(args) | {"save_steps": None, "step_log": None, "fit": model if here else None})
-    asked.model = model
+    sim_args = argparse.Namespace(**vars(args) | {"save_steps": None, "step_log": None, "fit": model if here else None})
+    sim_args.model = model
     config = EngineConfig.from_flat(settings)
-    deployment = choose_deployment(asked, config)
+    deployment = choose_deployment(sim_args, config)
     target = 0.99 if args.target is None else args.target
     found = smallest_fleet(
         trace,
@@ -104,7 +109,7 @@ def run_fleet(args: argparse.Namespace, trace: list[TracedRequest], users: int |
 
 
 def fleet_size_lines(found: FleetSize, target: float, price: float) -> list[str]:
-    """The fleets that were tried, the answer, and what it costs at ``price`` per replica and hour."""
+    """Lines with the fleets that were tried, the result, and its cost at ``price`` per replica and hour."""
     lines = fleet_lines(found.tried, None, None)
     if found.parts > 1:
         lines.insert(0, f"one of {found.parts} equal parts of the traffic:")

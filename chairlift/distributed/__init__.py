@@ -1,6 +1,6 @@
-"""Several replicas: which of them serves a request, and when the request is sent to it.
+"""Serving with several replicas: chooses the replica of each request, and decides when the request is sent to it.
 
-:mod:`~chairlift.distributed.door` holds the waiting requests, :mod:`~chairlift.distributed.routing` chooses a replica.
-Neither uses processes or networks, and their caller gives the time, so that the simulator runs the same code.
-:mod:`~chairlift.distributed.fleet` puts both in front of engine processes.
+:mod:`~chairlift.distributed.door` has the queue of waiting requests, and :mod:`~chairlift.distributed.routing` chooses
+a replica. Both use no processes and no network, and get the time from their caller, so that the simulator can run the
+same code. :mod:`~chairlift.distributed.fleet` uses both for real engine processes.
 """

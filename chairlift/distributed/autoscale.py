@@ -1,4 +1,4 @@
-"""Decides how many replicas a fleet should have, from forecast waits, the share of kept promises, and load."""
+"""Decides how many replicas a fleet should have, from forecast waits, missed latency targets, and load."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from chairlift.errors import ConfigError
 __all__ = ["Autoscaler", "Demand"]
 
 _WINDOW: Final = 10.0
-"""Seconds over which promises are counted."""
-_LEAST_ENDED: Final = 10
-"""With fewer ended requests than this the share of kept promises says nothing."""
+"""Time in seconds over which requests are counted that met or missed their latency targets."""
+_MIN_ENDED: Final = 10
+"""Minimum number of ended requests for which the fraction of met targets is used."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,37 +21,45 @@ class Demand:
     """State of a fleet at one moment."""
 
     num_replicas: int
-    """Replicas that serve or start."""
+    """Number of replicas that serve or are starting."""
     starting: int
-    """Replicas that are starting and do not serve yet."""
+    """Number of replicas that are starting and do not serve yet."""
     forecast_wait: float
-    """Seconds until a new request starts."""
+    """Forecast time in seconds until a new request would start."""
     load: float
-    """Requests in the replicas divided by the rows of those that serve; above 1 when requests wait."""
+    """Number of unfinished requests divided by the number of rows of the serving replicas. Above 1, requests wait."""
 
 
 class Autoscaler:
-    """Adds a replica when requests wait or promises are broken, and takes one away after a calm time.
+    """Decides when to add and when to remove a replica.
 
-    The number stays from ``least`` to ``most``. ``most_wait`` is the forecast wait in seconds above which a replica is
-    added, ``goodput`` the share of promises that must be kept. A replica is taken away when the others would have at
-    most 60 % of their rows in use, without interruption for ``calm`` seconds. Only one replica starts at a time,
-    because its effect is not seen before it serves; a wait above ten times ``most_wait`` adds a second one. Times are
-    seconds on the caller's clock. Raises ConfigError.
+    - There are always at least ``least`` and at most ``most`` replicas.
+    - A replica is added when the forecast wait exceeds ``most_wait`` seconds, or when the fraction of requests that
+    meet
+      their latency targets is below ``goodput``.
+    - Only one replica starts at a time, because its effect shows only when it serves. If the wait exceeds ten times
+      ``most_wait``, a second one starts.
+    - A replica is removed when, for ``calm`` seconds without interruption, the other replicas would have used at most
+    60 %
+      of their rows.
+
+    Times are in seconds on the caller's clock. Raises ConfigError unless 1 <= ``least`` <= ``most``.
     """
 
     def __init__(
         self, least: int, most: int, *, most_wait: float = 0.5, goodput: float = 0.99, calm: float = 30.0
     ) -> None:
         if not 1 <= least <= most:
-            raise ConfigError(f"autoscaling goes from 1 or more replicas to at least as many, got {least}-{most}")
+            raise ConfigError(
+                f"autoscaling needs at least 1 replica and a maximum of at least the minimum, got {least}-{most}"
+            )
         self.least, self.most = least, most
         self._most_wait, self._goodput, self._calm = most_wait, goodput, calm
         self._ended: deque[tuple[float, bool]] = deque()
         self._calm_since: float | None = None
 
     def ended(self, now: float, kept: bool | None) -> None:
-        """Note the end of a request, and whether its promises were kept; None: it had none."""
+        """Record the end of a request, and whether it met its latency targets. None: it had no targets."""
         if kept is not None:
             self._ended.append((now, kept))
 
@@ -61,7 +69,7 @@ class Autoscaler:
             self._ended.popleft()
         count = demand.num_replicas
         kept = sum(each for _, each in self._ended)
-        broken = len(self._ended) >= _LEAST_ENDED and kept < self._goodput * len(self._ended)
+        broken = len(self._ended) >= _MIN_ENDED and kept < self._goodput * len(self._ended)
         waits = demand.forecast_wait > self._most_wait
         at_once = 2 if demand.forecast_wait > 10 * self._most_wait else 1
         if (waits or broken) and demand.starting < at_once:

@@ -1,8 +1,8 @@
-"""The door of a fleet: requests wait here, and are sent to a replica when one has room.
+"""The door of a fleet: the queue in which requests wait until a replica has room for them.
 
-Late binding keeps the promises of one queue: the policy (fairness, priorities, reserved capacity, deadlines) orders all
-requests of the fleet, and a request behind a slow one is not stuck with its replica. What waits in a replica is less
-than two steps' prompts. The door runs on events and on the clock of its caller; it has no thread.
+Requests are assigned to replicas late, so the scheduling policy (fairness, priorities, reserved capacity, deadlines)
+orders all requests of the fleet, and no request has to wait for a slow request of one replica. Only prompts for less
+than two steps wait inside a replica. The door has no thread: its caller reports events and gives the time.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from chairlift.scheduler.policy import Policy
 __all__ = ["Door"]
 
 _LOOK_AHEAD: Final = 32
-"""Most requests in line that wait for a replica of their choice while those behind them are sent."""
+"""Maximum number of waiting requests that later requests may overtake because the preferred replica has no room."""
 _MAX_TIMES_PASSED: Final = 32
-"""A request that was passed this often takes any replica."""
+"""Maximum number of times that a request may be overtaken. After that, it takes any replica."""
 
 
 class Door:
-    """Requests that wait for a replica, and the replica of each request that does not.
+    """Queue of the requests that wait for a replica, and record of the replica of every other request.
 
-    Not thread-safe. ``policy`` orders the queue; with a router that is not late, requests leave it at once.
+    ``policy`` orders the queue. With a router that is not ``late``, requests leave the queue at once. Not thread-safe.
     """
 
     def __init__(self, replicas: Sequence[Replica], router: Router, policy: Policy) -> None:
@@ -37,18 +37,22 @@ class Door:
         self._requests: dict[str, Request] = {}
         self._at: dict[str, Replica] = {}
         self._pinned: dict[str, int] = {}
-        """Requests that only weights of this version may continue."""
+        """Id of a request -> version of the weights that must continue it."""
         self._newest: dict[int, int] = {}
-        """Last keys of prompts, and the version of the weights that compute them, while replicas have several."""
+        """Last prefix key of a prompt -> newest version of the weights that computed it. Used while the replicas have
+        different versions."""
         self._num_seen = 0
 
     def __len__(self) -> int:
-        """Requests that wait at the door."""
+        """Number of requests that wait at the door."""
         return len(self._waiting)
 
     def add(self, request: Request, keys: Sequence[int], now: float, version: int | None = None) -> None:
-        """Add a request that has arrived, or whose replica has died. ``keys`` are those of its prompt. With ``version``
-        it only goes to replicas with these weights."""
+        """Add a request that has arrived, or whose replica has died.
+
+        ``keys`` are the prefix keys of its prompt. With ``version``, the request is sent only to replicas with weights
+        of this version.
+        """
         if version is not None:
             self._pinned[request.request_id] = version
         request.sequence = self._num_seen
@@ -58,10 +62,11 @@ class Door:
         self._waiting.add(request)
 
     def send(self, now: float) -> list[tuple[Request, Replica]]:
-        """Choose replicas for as many requests as may be sent, in the order of the policy.
+        """Send as many requests as replicas have room for, in the order of the policy. Returns (request, replica)
+        pairs.
 
-        A request waits for a replica without room if the router prefers that one; then requests behind it may be sent
-        first, a bounded number of times. No replica runs out of prompts while requests wait.
+        If the router prefers a replica without room, the request waits for it, and later requests may be sent first, a
+        limited number of times. But a replica without prompts to compute always gets a request while requests wait.
         """
         sent: list[tuple[Request, Replica]] = []
         self._follow_policy(now)
@@ -70,18 +75,18 @@ class Door:
             if not any(each.accepting and (each.has_room or not self._router.late) for each in self.replicas):
                 break
             suited = self._suited(request)
-            able = [each for each in suited if each.has_room or not self._router.late]
-            if not able:
+            open_replicas = [each for each in suited if each.has_room or not self._router.late]
+            if not open_replicas:
                 if suited and not self._waiting.may_pass([*passed, request]):
                     break
                 passed.append(request)
                 continue
             chosen = self._choose(request, suited)
-            if chosen not in able:
+            if chosen not in open_replicas:
                 if self._waiting.may_pass([*passed, request]):
                     passed.append(request)
                     continue
-                chosen = self._choose(request, able)
+                chosen = self._choose(request, open_replicas)
             sent.append(self._send_to(request, chosen, now))
             for other in passed:
                 other.times_passed += 1
@@ -93,8 +98,11 @@ class Door:
         return sent
 
     def _suited(self, request: Request) -> list[Replica]:
-        """Replicas that may serve a request. While weights are replaced one replica after another, a chat does not go
-        back to the old ones."""
+        """Replicas that may serve a request.
+
+        While the weights of one replica after another are replaced, a chat that used new weights does not go back to
+        old weights, if possible.
+        """
         accepting = [each for each in self.replicas if each.accepting]
         if (pinned := self._pinned.get(request.request_id)) is not None:
             return [each for each in accepting if each.version == pinned]
@@ -104,7 +112,10 @@ class Door:
         return accepting
 
     def versions_changed(self) -> list[str]:
-        """Note that the weights of a replica have changed. Returns requests that no replica can continue any more."""
+        """Record that the weights of a replica have changed.
+
+        Returns the ids of waiting requests that no replica can continue, because no replica has their version.
+        """
         versions = {each.version for each in self.replicas}
         if len(versions) == 1:
             self._newest.clear()
@@ -125,10 +136,10 @@ class Door:
         return request, replica
 
     def _follow_policy(self, now: float) -> None:
-        """Tell the policy which requests run, and move requests whose place in the queue has changed."""
+        """Report the running requests to the policy, and move requests whose position in the queue has changed."""
         self._policy.observe([self._requests[name] for name in self._at], now)
         for _ in self._policy.late(now):
-            pass  # the replica drops or downgrades it
+            pass  # the scheduler of the replica drops or downgrades late requests
         for request in self._policy.moved():
             if request in self._waiting:
                 self._waiting.remove(request)
@@ -139,18 +150,19 @@ class Door:
         return self._waiting.line(now)
 
     def replica_of(self, request_id: str) -> Replica | None:
-        """Where a request was sent; None while it waits, and for an unknown one."""
+        """Replica to which a request was sent. None for a request that waits, and for an unknown request."""
         return self._at.get(request_id)
 
     def begun(self, request_id: str) -> None:
-        """A request has its first token."""
+        """Record the first token of a request."""
         if (replica := self._at.get(request_id)) is not None:
             replica.begun(request_id)
             request = self._requests[request_id]
-            request.num_computed_tokens = request.num_prompt_tokens  # its tenant is charged from now on
+            request.num_computed_tokens = request.num_prompt_tokens  # from now on, its tokens count for its tenant
 
     def ended(self, request_id: str, num_tokens: int) -> None:
-        """A request has ended, however, with ``num_tokens`` tokens in its answer. Unknown ones are ignored."""
+        """Record that a request has ended for any reason, with ``num_tokens`` output tokens. Ignores unknown
+        requests."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -165,8 +177,11 @@ class Door:
         self._policy.forgotten(request)
 
     def lose(self, replica: Replica) -> tuple[list[Request], list[Request]]:
-        """Remove a dead replica. Returns its requests without a token, and with tokens. The door forgets them; the
-        caller may :meth:`add` them again."""
+        """Remove the requests of a dead replica from the door. Returns (requests without a token, requests with
+        tokens).
+
+        The caller may :meth:`add` them again.
+        """
         replica.accepting = False
         lost: tuple[list[Request], list[Request]] = [], []
         for kind, names in zip(lost, replica.lost(), strict=True):

@@ -1,4 +1,4 @@
-"""Forecast of the starts of requests that wait at the door, from the rate at which the whole fleet starts requests."""
+"""Forecasts when requests that wait at the door will start, from the rate at which the fleet has started requests."""
 
 from __future__ import annotations
 
@@ -12,31 +12,36 @@ from chairlift.scheduler.forecast import Forecast
 __all__ = ["DoorForecast"]
 
 _WINDOW: Final = 10.0
-"""Seconds over which the rate is measured."""
-_LEAST_STARTS: Final = 4
+"""Time in seconds over which the rate is measured."""
+_MIN_STARTS: Final = 4
 _PAUSE: Final = 0.5
-"""Seconds between two forecasts."""
+"""Minimum time in seconds between two forecasts."""
 
 
 class DoorForecast:
-    """Requests start in the order of the policy, at the rate of the last seconds in which requests waited.
+    """Forecasts start times. It assumes that requests start in the order of the policy, at the rate of the last seconds
+    in which requests waited.
 
-    ``priorities`` maps classes of service to the priority of a new request. Times are seconds on the caller's clock.
+    ``priorities`` maps a service class to the priority of a new request. Times are in seconds on the caller's clock.
     """
 
     def __init__(self, priorities: Mapping[str, int]) -> None:
         self._priorities = dict(priorities)
         self._starts: deque[float] = deque()
         self._line_since: float | None = None
-        """Since when requests wait. Earlier starts show the demand, not what the fleet can do."""
+        """Time since which requests have been waiting without interruption. Earlier starts are not counted, because the
+        rate was then limited by the arrivals, not by the fleet."""
         self._not_before = 0.0
 
     def started(self, now: float) -> None:
-        """Note the first token of a request."""
+        """Record the first token of a request."""
         self._starts.append(now)
 
     def make(self, door: Door, now: float) -> Forecast | None:
-        """A forecast, if it is time for one and the rate is known. An empty door is forecast once, at once."""
+        """A new forecast, or None if the last one is recent or the rate is unknown.
+
+        When the queue of the door becomes empty, a forecast without waits is returned once.
+        """
         if not len(door):
             had, self._line_since = self._line_since is not None, None
             return Forecast(now, {}, dict.fromkeys(self._priorities, now), 0.0) if had else None
@@ -49,13 +54,13 @@ class DoorForecast:
         line = list(door.line(now))
         ahead = [name for replica in door.replicas for name in replica.unstarted]
         names = [*ahead, *(request.request_id for request in line)]
-        starts = {name: now + place * pace for place, name in enumerate(names, start=1)}
+        starts = {name: now + position * pace for position, name in enumerate(names, start=1)}
         tenants = Counter(request.service.tenant for request in line)
         newcomers, strangers = {}, {}
         for name, priority in self._priorities.items():
             before = [request for request in line if request.priority <= priority]
             newcomers[name] = now + (len(ahead) + len(before) + 1) * pace
-            others = len({request.service.tenant for request in before})  # each of them has one turn first
+            others = len({request.service.tenant for request in before})  # each other tenant gets one turn first
             strangers[name] = now + (len(ahead) + min(len(before), others) + 1) * pace
         busiest = max(tenants, key=lambda tenant: (tenants[tenant], tenant))
         return Forecast(now, starts, newcomers, pace, strangers, busiest)
@@ -65,4 +70,4 @@ class DoorForecast:
             self._starts.popleft()
         begin = max(since, now - _WINDOW)
         count = sum(when >= begin for when in self._starts)
-        return (now - begin) / count if count >= _LEAST_STARTS and now > begin else None
+        return (now - begin) / count if count >= _MIN_STARTS and now > begin else None

@@ -1,9 +1,11 @@
-"""Several engine processes behind one front end, as one :class:`~chairlift.engine.process_client.RemoteCore`.
+"""Several engine processes (replicas) that act as one :class:`~chairlift.engine.process_client.RemoteCore`.
 
-The front end (:class:`~chairlift.engine.async_engine.AsyncEngine`) checks, tokenizes and admits a request once. Here it
-waits at the :class:`~chairlift.distributed.door.Door` until a replica has room. When a replica dies, its requests move:
-those without a token start again elsewhere, and the others continue behind their delivered tokens, where the answer is
-bound to have the same bits. The rest end with an error. The replica is started again.
+The front end (:class:`~chairlift.engine.async_engine.AsyncEngine`) checks, tokenizes and admits a request once. The
+request then waits at the :class:`~chairlift.distributed.door.Door` until a replica has room.
+
+When a replica dies, its requests move to other replicas. A request without a token starts again. A request with tokens
+continues after its delivered tokens, if the rest of the answer is certain to be identical; otherwise it ends with an
+error. The dead replica is started again.
 """
 
 from __future__ import annotations
@@ -40,12 +42,12 @@ _log = logging.getLogger(__name__)
 _FIRST_PAUSE: Final = 0.2
 _LONGEST_PAUSE: Final = 30.0
 _SETTLED_SECONDS: Final = 60.0
-"""A replica that ran this long restarts without the long pauses that earlier crashes had caused."""
-_MOST_ROWS: Final = 1 << 16
+"""Time in seconds after which a running replica counts as stable: if it dies later, it restarts after a short pause."""
+_MAX_ROWS: Final = 1 << 16
 
 
 class FleetEvents(EngineEvents, Protocol):
-    """Receiver of the fleet's messages."""
+    """Receiver of the events of a fleet."""
 
     def delivered(self, request_id: str) -> list[list[int]]: ...
 
@@ -55,7 +57,7 @@ class FleetEvents(EngineEvents, Protocol):
 
 
 ConnectReplica = Callable[[int, EngineEvents], RemoteCore]
-"""Makes the core of the replica with this index, which sends its events there."""
+"""Function from the index of a replica and a receiver of events to the replica's core. The core is not started yet."""
 Sleep = Callable[[float], Awaitable[None]]
 
 
@@ -65,17 +67,18 @@ class _Job:
 
     prepared: PreparedRequest
     key: str
-    """Id of its first answer, under which the door knows it."""
+    """Id of the request's first answer. The door uses it as the id of the request."""
     left: set[str]
-    """Answers that have not ended."""
+    """Ids of the answers that have not ended."""
     member: _Member | None = None
-    """Where it was sent; None while it waits at the door."""
+    """Replica to which the request was sent. None while it waits at the door."""
     version: int = 0
-    """Version of the weights that compute it."""
+    """Version of the weights that compute the request."""
 
 
 class _Member:
-    """One replica: what the door knows of it, and its present process. It receives the events of that process."""
+    """A replica: its present process, and the door's state of the replica (``view``). It receives the events of the
+    process."""
 
     def __init__(self, fleet: Fleet, view: Replica) -> None:
         self.view = view
@@ -83,22 +86,23 @@ class _Member:
         self.core: RemoteCore | None = None
         self.info: EngineInfo | None = None
         self.alive = self.draining = False
-        """``alive``: the process has loaded its model and has not died."""
+        """``alive``: the process has loaded its model and has not died. ``draining``: it gets no more requests."""
         self.stats = EngineStats()
         self.num_sent = self.num_restarts = 0
         self.generation = 0
-        """Number of the replacement of weights that its process has taken, as the fleet counts them."""
+        """Number of the newest replacement of weights that the process has; 0 for its first weights."""
         self.busy_since: float | None = None
-        """Time of its newest step, or of the first request since it was idle; None while it is idle."""
+        """Time of the newest step, or of the first request since the replica was idle. None while it is idle."""
         self.quiet, self.opened = asyncio.Event(), asyncio.Event()
-        """It holds no request; it is alive and accepts requests."""
+        """``quiet`` is set when the replica has no request. ``opened`` is set while it is alive and accepts
+        requests."""
 
     @property
     def num_requests(self) -> int:
         return self.view.num_requests
 
     async def lost(self, core: RemoteCore) -> None:
-        """Wait until the fleet has noticed that this process is gone."""
+        """Wait until the fleet has handled the death of this process."""
         while self.alive and self.core is core:
             await asyncio.sleep(0.01)
 
@@ -123,10 +127,10 @@ class _Member:
             restarts=self.num_restarts,
         )
 
-    # Messages of the process.
+    # -- events of the process
 
     def on_progress(self, label: str, share: float) -> None:
-        if not self.view.index:  # the replicas load the same model at the same time
+        if not self.view.index:  # all replicas load the same model at the same time, so one report is enough
             self._fleet.events.on_progress(label, share)
 
     def on_step(self, step: Step) -> None:
@@ -139,7 +143,7 @@ class _Member:
         raise EngineDeadError("a fleet serves models that generate")
 
     def on_watched(self, lines: bytes) -> None:
-        if not self.view.index:  # the live view draws the steps of one engine
+        if not self.view.index:  # the live view shows the steps of the first replica only
             self._fleet.events.on_watched(lines)
 
     def on_updated(self, info: EngineInfo) -> None:
@@ -150,12 +154,21 @@ class _Member:
 
 
 class Fleet(RemoteCore):
-    """``replicas`` cores that act as one. ``routing`` chooses among them.
+    """Several replicas that act as one core.
 
-    ``connect`` makes the core of a replica, each time it starts. A replica that has work and is silent for
-    ``health_timeout`` seconds is killed, unless it is the last one alive. Without ``restart``, dead replicas are not
-    replaced. When the last one dies, the fleet has died: :meth:`died` returns. Arrival times are measured with the
-    clock ``now``.
+    Args:
+        config: Settings of the engines.
+        events: Receiver of the fleet's events.
+        connect: Function that creates the core of a replica. It is called each time a replica starts.
+        replicas: Number of replicas.
+        routing: Name of the router that chooses the replica of a request.
+        restart: Whether dead replicas are started again. When no replica is alive, the fleet has died, and :meth:`died`
+            returns.
+        health_timeout: A replica that has work and sends nothing for this time, in seconds, is killed, unless it is the
+            only replica that is alive.
+        drain_timeout: Time in seconds that the requests of a replica have to end before its weights are replaced.
+        now: Clock on which arrival times are measured.
+        sleep: Function that waits for a number of seconds.
     """
 
     def __init__(
@@ -182,23 +195,23 @@ class Fleet(RemoteCore):
             _Member(self, Replica(index, pace, max_num_seqs=scheduler.max_running, cache_tokens=0))
             for index in range(replicas)
         ]
-        rows = min(_MOST_ROWS, scheduler.max_num_seqs * replicas)
+        rows = min(_MAX_ROWS, scheduler.max_num_seqs * replicas)
         policy = policy_from_config(dataclasses.replace(scheduler, max_num_seqs=rows))
         self.door = Door([member.view for member in self._members], router_from_name(routing), policy)
         classes = scheduler.promises
         priorities = {name: each.priority for name, each in (classes or {}).items()}
         self._forecast = DoorForecast(priorities or {DEFAULT_CLASS: 0})
         self._jobs: dict[str, _Job] = {}
-        """Unfinished requests by the id under which the door knows them."""
+        """Id of a request at the door -> unfinished request."""
         self._answers: dict[str, _Job] = {}
-        """The same by the ids of answers that have not ended."""
-        self._gone = EngineStats()
-        """Counters of processes that have died."""
+        """Id of an answer that has not ended -> its request."""
+        self._dead_stats = EngineStats()
+        """Sum of the counters of processes that have died."""
         self._loads: dict[int, AdapterLoad] = {}
         self._loading: dict[int, tuple[set[int], str]] = {}
-        """Adapters that are being read: the replicas that have not answered, and the first error."""
+        """Id of an adapter that is being loaded -> (replicas that have not reported a result, first error)."""
         self._info: EngineInfo | None = None
-        """All replicas as one."""
+        """Facts about the fleet as if it were one engine. None before :meth:`start`."""
         self._generation = 0
         """Number of times that the weights were replaced."""
         self._watched = self._alike = False
@@ -210,13 +223,14 @@ class Fleet(RemoteCore):
 
     @property
     def pid(self) -> int | None:
-        """Process of the first replica that has one."""
+        """Process id of the first replica that has a process. None if there is none."""
         pids = (member.core.pid for member in self._members if member.core is not None)
         return next((pid for pid in pids if pid is not None), None)
 
     @property
     def silent_since(self) -> float | None:
-        """Since when every replica that owes an answer has sent nothing; None if none owes one, or another is idle."""
+        """Time since which no replica has sent a message although all replicas have work. None if any replica is
+        idle."""
         silent = [member.core.silent_since for member in self._members if member.alive and member.core is not None]
         known = [since for since in silent if since is not None]
         return max(known) if known and len(known) == len(silent) else None
@@ -226,8 +240,10 @@ class Fleet(RemoteCore):
         return [member.shown() for member in self._members]
 
     async def start(self) -> EngineInfo:
-        """Start all replicas. Returns facts about them as one. Raises as
-        :meth:`~chairlift.engine.process_client.ProcessClient.start`, if one of them cannot load."""
+        """Start all replicas. Returns facts about the fleet as if it were one engine.
+
+        Raises the errors of :meth:`~chairlift.engine.process_client.ProcessClient.start` if a replica cannot start.
+        """
         outcomes = await asyncio.gather(*(self._load(each) for each in self._members), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -272,14 +288,14 @@ class Fleet(RemoteCore):
         self._leave(sequence_ids, lambda core, names: core.stop(names))
 
     def watch(self, wanted: bool) -> None:
-        """Start or stop reports of the steps of the first replica."""
+        """Start or stop reporting the steps of the first replica, for the live view."""
         self._watched = wanted
         core = self._members[0].core
         if core is not None and self._members[0].alive:
             core.watch(wanted)
 
     def load_adapter(self, load: AdapterLoad) -> None:
-        """Have every replica read an adapter. ``on_adapter`` is told once, when all have answered."""
+        """Load an adapter in every replica. ``on_adapter`` is called once, when all replicas have reported a result."""
         self._loads[load.adapter_id] = load
         self._loading[load.adapter_id] = {member.view.index for member in self._members if member.alive}, ""
         for core in self._cores():
@@ -291,15 +307,16 @@ class Fleet(RemoteCore):
             core.unload_adapter(adapter_id)
 
     async def update_weights(self, source: str, version: int, in_flight: str) -> EngineInfo:
-        """Replace the weights of all replicas, one after another; the others serve meanwhile. Each finishes its
-        requests first, within ``drain_timeout``; what then still runs goes on with the new weights, as in one engine.
+        """Replace the weights of all replicas, one replica after another, while the other replicas serve.
 
-        Raises ConfigError or ModelLoadError if the first replica cannot read them; then nothing has changed. A later
-        one that cannot is killed, and started again with them.
+        Each replica first finishes its requests, within ``drain_timeout``. Requests that still run then continue with
+        the new weights, as in a single engine. Raises ConfigError or ModelLoadError if the first replica cannot load
+        the weights; no weights have then changed. If a later replica cannot load them, it is killed and started again
+        with the new weights.
         """
         async with self._rolling:
             if self._info is None:
-                raise EngineDeadError("no replica is there")
+                raise EngineDeadError("the fleet has not started")
             updated, target = self._info.updated(source, version), self._generation + 1
             while (behind := next((m for m in self._members if m.alive and m.generation < target), None)) is not None:
                 if sum(each.alive for each in self._members) > 1:
@@ -323,7 +340,7 @@ class Fleet(RemoteCore):
                 self._info, self._generation, behind.generation = updated, target, target
                 self._undrain(behind)
             if self._generation < target:
-                raise EngineDeadError("the last replica died while its weights were to be replaced")
+                raise EngineDeadError("the last replica died while its weights were being replaced")
             self.events.on_updated(updated)
             return updated
 
@@ -332,13 +349,14 @@ class Fleet(RemoteCore):
             core.kill()
 
     async def died(self) -> str:
-        """Wait until no replica is alive. Returns how the last one ended, in words."""
+        """Wait until no replica is alive, then stop all processes. Returns a text that says how the last replica
+        ended."""
         why = await asyncio.shield(self._end)
         await self.close()
         return why
 
     async def close(self) -> None:
-        """End all processes."""
+        """Stop all engine processes."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -347,8 +365,11 @@ class Fleet(RemoteCore):
         await asyncio.gather(*(core.close() for core in cores), return_exceptions=True)
 
     async def roll(self, patience: float) -> None:
-        """Restart all replicas, one after another. Each finishes its requests first, within ``patience`` seconds; then
-        those that are left move. Raises ConfigError unless two replicas are alive."""
+        """Restart all replicas, one after another. Raises ConfigError unless at least two replicas are alive.
+
+        Each replica first finishes its requests, for at most ``patience`` seconds. Its remaining requests then move to
+        other replicas.
+        """
         async with self._rolling:
             for member in self._members:
                 if sum(each.alive for each in self._members) < 2:
@@ -362,7 +383,8 @@ class Fleet(RemoteCore):
                 await member.opened.wait()
 
     async def _drain(self, member: _Member, patience: float) -> None:
-        """Send a replica nothing more, and wait until it has no request, at most ``patience`` seconds."""
+        """Send no more requests to a replica, and wait until its requests have ended, for at most ``patience``
+        seconds."""
         member.draining, member.view.accepting = True, False
         member.opened.clear()
         if member.num_requests:
@@ -371,7 +393,7 @@ class Fleet(RemoteCore):
                 await asyncio.wait_for(member.quiet.wait(), patience)
 
     def _undrain(self, member: _Member) -> None:
-        """Send requests to a replica again."""
+        """Let a drained replica accept requests again."""
         member.draining = False
         if member.alive:
             member.view.accepting = True
@@ -379,7 +401,7 @@ class Fleet(RemoteCore):
             self._report_failed(self._send())
 
     def weights_changed(self, member: _Member, info: EngineInfo) -> None:
-        """A replica's later steps come from other weights. Its prefix cache is empty."""
+        """Handle the report that a replica has new weights. Its prefix cache is now empty."""
         member.info = info
         member.view.version = info.weight_version
         member.view.prefixes.clear()
@@ -392,14 +414,14 @@ class Fleet(RemoteCore):
         self.events.on_lost([job.prepared.request_id for job in stranded], "its weights were replaced everywhere")
 
     def _computed_by(self, job: _Job, version: int) -> None:
-        """Note the weights that compute the later tokens of a request."""
+        """Record the version of the weights that compute the further tokens of a request."""
         job.version = version
         self.events.on_weights(list(job.left), version)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def _queue(self, job: _Job) -> None:
-        """Let a request wait at the door."""
+        """Add a request to the queue of the door."""
         prepared = job.prepared
         known = [*prepared.prompt_token_ids, *prepared.answer_token_ids]
         salt = (prepared.cache_salt, prepared.adapter_id)
@@ -409,7 +431,7 @@ class Fleet(RemoteCore):
         self.door.add(prepared.make_sequences()[0], keys, self._now(), version)
 
     def _send(self) -> dict[str, RequestError]:
-        """Send the requests that replicas have room for. Returns those that could not be sent, by id."""
+        """Send the requests that replicas have room for. Returns id -> error of each request that could not be sent."""
         failed: dict[str, RequestError] = {}
         for request, view in self.door.send(self._now()):
             member, job = self._members[view.index], self._jobs[request.request_id]
@@ -419,7 +441,7 @@ class Fleet(RemoteCore):
                 member.busy_since = self._now()
             try:
                 member.core.add(job.prepared)
-            except RequestError as error:  # the message cannot be written
+            except RequestError as error:  # the request cannot be encoded as a message
                 failed[job.key] = error
                 self._forget(job)
                 continue
@@ -431,31 +453,31 @@ class Fleet(RemoteCore):
         return failed
 
     def _leave(self, sequence_ids: Sequence[str], tell: Callable[[RemoteCore, list[str]], object]) -> None:
-        told: dict[int, list[str]] = {}
+        names_by_replica: dict[int, list[str]] = {}
         for name in sequence_ids:
             job = self._answers.get(name)
             if job is not None and job.member is not None:
-                told.setdefault(job.member.view.index, []).append(name)
+                names_by_replica.setdefault(job.member.view.index, []).append(name)
             self._ended(name)
-        for index, names in told.items():
+        for index, names in names_by_replica.items():
             core = self._members[index].core
             if core is not None:
                 tell(core, names)
         self._send()
 
     def _ended(self, name: str) -> None:
-        """An answer has ended. Unknown ones are ignored."""
+        """Record that an answer has ended. Ignores unknown answers."""
         job = self._answers.pop(name, None)
         if job is None:
             return
         job.left.discard(name)
         if name == job.key and job.member is not None:
-            self.door.begun(name)  # its prompt is computed
+            self.door.begun(name)  # the prompt is computed
         if not job.left:
             self._forget(job)
 
     def _forget(self, job: _Job) -> None:
-        """A request has ended."""
+        """Remove a request that has ended."""
         del self._jobs[job.key]
         for name in job.left:
             del self._answers[name]
@@ -465,7 +487,7 @@ class Fleet(RemoteCore):
             job.member.quiet.set()
 
     def stepped(self, member: _Member, step: Step) -> None:
-        """Take the results of a replica's step."""
+        """Handle the results of a step of a replica."""
         if not member.alive:
             return
         outputs, now, view = step.outputs, self._now(), member.view
@@ -485,8 +507,8 @@ class Fleet(RemoteCore):
         self._send()
 
     def _tell(self, outputs: CoreOutputs, num_tokens: int = 0) -> None:
-        """Hand results on, with the state of the whole fleet."""
-        stats = merge_stats([self._gone, *(each.stats for each in self._members)])
+        """Pass results on to the receiver of events, with the statistics of the whole fleet."""
+        stats = merge_stats([self._dead_stats, *(each.stats for each in self._members)])
         stats.step_tokens = num_tokens
         self.events.on_step(Step(outputs, stats, self._forecast.make(self.door, self._now())))
 
@@ -503,7 +525,7 @@ class Fleet(RemoteCore):
         return [member.core for member in self._members if member.alive and member.core is not None]
 
     async def _load(self, member: _Member) -> None:
-        """Start the process of a replica."""
+        """Start the process of a replica, and load the newest weights if they were replaced."""
         member.core = self._connect(member.view.index, member)
         try:
             member.info = await member.core.start()
@@ -518,7 +540,7 @@ class Fleet(RemoteCore):
             raise
 
     def _open(self, member: _Member) -> None:
-        """Send requests to a replica that has loaded."""
+        """Let a replica accept requests after it has loaded its model."""
         info, core = member.info, member.core
         if info is None or core is None:
             return
@@ -526,7 +548,7 @@ class Fleet(RemoteCore):
         cached = info.pool_tokens if self.config.cache.enable_prefix_caching else 0
         member.view.opened(cached)
         member.view.version = info.weight_version
-        scheduler = self.config.scheduler  # what the process tells with its first step
+        scheduler = self.config.scheduler  # used until the process reports its first step
         member.stats = EngineStats(
             free_blocks=info.num_blocks,
             running_limit=scheduler.max_running,
@@ -544,35 +566,35 @@ class Fleet(RemoteCore):
             self.events.on_refused(Refused(name.partition("#")[0], False, str(error)))
 
     async def _keep(self, member: _Member) -> None:
-        """Notice the death of a replica, and start it again."""
+        """Wait for the death of a replica, move its requests, and start it again."""
         pause = _FIRST_PAUSE
         while member.core is not None:
             began = self._now()
             why = await member.core.died()
-            asked = member.draining
+            drained = member.draining
             self._lose(member, why)
-            if self._end.done() or not (self._restart or asked):
+            if self._end.done() or not (self._restart or drained):
                 return
-            if self._now() - began > _SETTLED_SECONDS or asked:
+            if self._now() - began > _SETTLED_SECONDS or drained:
                 pause = _FIRST_PAUSE
             while not member.alive:
-                if not asked:
+                if not drained:
                     _log.error("replica %d: %s; starting it again in %.1f s", member.view.index, why, pause)
                     await self._sleep(pause)
                     pause = min(_LONGEST_PAUSE, 2 * pause)
                 try:
                     await self._load(member)
                 except Exception as error:
-                    why, asked = str(error) or type(error).__name__, False
+                    why, drained = str(error) or type(error).__name__, False
                     continue
                 member.num_restarts += 1
                 self._open(member)
 
     def _lose(self, member: _Member, why: str) -> None:
-        """Move the requests of a dead replica, and end those that cannot move."""
+        """Move the requests of a dead replica to others. Requests that cannot move end with an error."""
         member.alive, member.core, member.info = False, None, None
         member.opened.clear()
-        self._gone = merge_stats([self._gone, member.stats.only_counters()])
+        self._dead_stats = merge_stats([self._dead_stats, member.stats.only_counters()])
         member.stats = EngineStats()
         unstarted, started = self.door.lose(member.view)
         member.quiet.set()
@@ -600,8 +622,10 @@ class Fleet(RemoteCore):
         self._report_failed(self._send())
 
     def _move(self, job: _Job) -> FinishedSequence | None:
-        """Let a request of a dead replica wait at the door again, if it can go on elsewhere; otherwise leave it as it
-        is. Returns its end where all of its tokens were delivered."""
+        """Move a request of a dead replica back to the door, if another replica can continue it; otherwise do nothing.
+
+        If all tokens of the request were delivered already, the request does not move; returns how it ended.
+        """
         prepared = job.prepared
         answers = self.events.delivered(prepared.request_id)
         if any(answers) or job.left != set(prepared.sequence_ids):
@@ -620,11 +644,11 @@ class Fleet(RemoteCore):
         return None
 
     def adapter_loaded(self, member: _Member, state: AdapterState) -> None:
-        """A replica has read an adapter, could not, or has died over it."""
+        """Handle the result of loading an adapter in a replica: success, an error, or the death of the replica."""
         waiting = self._loading.get(state.adapter_id)
         if waiting is None:
             if member.alive:
-                self.events.on_adapter(state)  # it was read again by a replica that was restarted
+                self.events.on_adapter(state)  # a restarted replica has loaded the adapter again
             return
         waiting[0].discard(member.view.index)
         error = waiting[1] or (state.error or "")
@@ -637,7 +661,7 @@ class Fleet(RemoteCore):
         self.events.on_adapter(dataclasses.replace(state, error=error))
 
     async def _watch_silence(self) -> None:
-        """Kill a replica that does not finish its steps, so that its requests can move."""
+        """Kill replicas that do not finish their steps, so that their requests can move."""
         while True:
             await self._sleep(min(1.0, self._health_timeout / 4))
             alive = [member for member in self._members if member.alive and member.core is not None]

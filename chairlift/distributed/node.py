@@ -1,9 +1,9 @@
-"""An engine process on another machine: what runs there, and the connection to it.
+"""Starts an engine process on another machine, and connects it to the door (the server's process).
 
-The machine of the engine runs a :class:`NodeReplica`, for example in a Ray actor. It listens on a port of its own for
-one connection, which must begin with a secret that the door has made for it. It hands that connection to the engine
-process as standard input. So the frames of :mod:`~chairlift.engine.messages` go from the engine's process straight to
-the door, and nothing else takes part while tokens are generated. The connection is not encrypted.
+The other machine runs a :class:`NodeReplica`, for example in a Ray actor. It listens on a port for one connection,
+which must begin with a secret that the door has created. It passes this connection to the engine process as standard
+input. So the messages of :mod:`~chairlift.engine.messages` go directly between the engine process and the door. The
+connection is not encrypted.
 """
 
 from __future__ import annotations
@@ -29,35 +29,38 @@ __all__ = ["SECRET_BYTES", "NodeFacts", "NodeReplica", "keep_alive", "listening_
 
 SECRET_BYTES: Final = 32
 _HELLO_SECONDS: Final = 2.0
-"""Seconds within which a connection must send the secret."""
+"""Time in seconds within which a connection must send the secret."""
 _OPEN_SECONDS: Final = 30.0
-"""Seconds that the port stays open for the door."""
+"""Time in seconds for which the port stays open for the door."""
 _KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
-"""Seconds, except for the last: milliseconds."""
+"""Socket option -> value: two times in seconds, a count of probes, and a time in milliseconds."""
 _RAY: Final = re.compile(rb"(^|/)ray(::|let\b|/)|(^|/)gcs_server\b")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What the door learns of a machine before it starts an engine there."""
+    """Properties of another machine, which the door gets before it starts an engine there."""
 
     address: tuple[str, int]
-    """Where the replica waits for the door's connection."""
+    """Host and port on which the replica waits for the door's connection."""
     version: str
-    """Version of Chairlift there."""
+    """Version of Chairlift on the machine."""
     processors: list[int]
-    """Numbers of the processors that it may use, neighbours of a core and a socket together; empty if unknown."""
+    """Numbers of the processors that the replica may use, ordered by socket and core. Empty if they are unknown."""
     memory: int
-    """Bytes of memory that it may use."""
+    """Size of the memory that the replica may use, in bytes."""
     authenticated: bool
-    """Ray asks for a token there."""
+    """Whether Ray on the machine requires a token."""
     listening: dict[str, str]
-    """Addresses on which Ray's processes there listen, and the process of each."""
+    """Address on which a Ray process of the machine listens -> name of the process."""
 
 
 class NodeReplica:
-    """One engine process on this machine, for a door elsewhere. Methods are called in order, in one thread: the system
-    ends the engine when this thread ends."""
+    """Starts an engine process on this machine for a door on another machine.
+
+    The methods must be called in order (listen, start, wait), in one thread: the operating system ends the engine when
+    this thread ends.
+    """
 
     def __init__(self) -> None:
         self._server: socket.socket | None = None
@@ -65,7 +68,8 @@ class NodeReplica:
         self._process: subprocess.Popen[bytes] | None = None
 
     def listen(self, host: str, secret: bytes) -> NodeFacts:
-        """Open a port for a connection that begins with ``secret`` (SECRET_BYTES bytes)."""
+        """Open a port for a connection that begins with ``secret`` (SECRET_BYTES bytes). Returns facts about the
+        machine."""
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"the secret must have {SECRET_BYTES} bytes, got {len(secret)}")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -81,29 +85,32 @@ class NodeReplica:
         )
 
     def start(self, processors: list[int]) -> int:
-        """Wait for the door and start the engine, on these ``processors`` if there are any. Returns the process's id.
-        Raises EngineDeadError if the door does not come."""
+        """Wait for the door's connection, and start the engine process. Returns the id of the process.
+
+        The engine runs on these ``processors``; if the list is empty, on all. Raises EngineDeadError if the door does
+        not connect in time.
+        """
         with self._accept() as sock:
             keep_alive(sock)
-            kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+            environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
             self._process = subprocess.Popen(
-                engine_command(processors), stdin=sock.fileno(), env=kept, start_new_session=True
+                engine_command(processors), stdin=sock.fileno(), env=environment, start_new_session=True
             )
         return self._process.pid
 
     def wait(self) -> str:
-        """Wait for the end of the engine. Returns how it ended, in words."""
+        """Wait until the engine process has ended. Returns a text that says how it ended."""
         return describe_exit(None if self._process is None else self._process.wait())
 
     def _accept(self) -> socket.socket:
-        """The first connection that knows the secret."""
+        """Wait for the first connection that sends the secret."""
         server, self._server = self._server, None
         if server is None:
             raise EngineDeadError("the replica does not listen")
         with server:
             end = time.monotonic() + _OPEN_SECONDS
-            while (left := end - time.monotonic()) > 0:
-                server.settimeout(left)
+            while (remaining := end - time.monotonic()) > 0:
+                server.settimeout(remaining)
                 with contextlib.suppress(OSError):
                     sock, _ = server.accept()
                     if self._knows(sock):
@@ -113,35 +120,35 @@ class NodeReplica:
         raise EngineDeadError(f"the door did not connect within {_OPEN_SECONDS:g} s; check that it reaches this port")
 
     def _knows(self, sock: socket.socket) -> bool:
-        told, end = b"", time.monotonic() + _HELLO_SECONDS
-        while len(told) < SECRET_BYTES and (left := end - time.monotonic()) > 0:
-            sock.settimeout(left)
+        received, end = b"", time.monotonic() + _HELLO_SECONDS
+        while len(received) < SECRET_BYTES and (remaining := end - time.monotonic()) > 0:
+            sock.settimeout(remaining)
             try:
-                part = sock.recv(SECRET_BYTES - len(told))
+                part = sock.recv(SECRET_BYTES - len(received))
             except OSError:
                 return False
             if not part:
                 return False
-            told += part
-        return hmac.compare_digest(told, self._secret)
+            received += part
+        return hmac.compare_digest(received, self._secret)
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Let a connection end within half a minute when the other machine is gone, and send small frames at once."""
+    """Set a connection to end within half a minute when the other machine fails, and to send small messages at once."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():
-        if hasattr(socket, name):  # not on every system
+        if hasattr(socket, name):  # some systems do not have all options
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def listening_addresses() -> dict[str, str]:
-    """TCP addresses on which Ray's processes of this user listen, and the name of each process. Empty where the system
-    does not tell."""
+    """TCP address on which a Ray process of this user listens -> name of the process. Empty on systems without
+    ``/proc``."""
     sockets = _listening_sockets()
     found: dict[str, str] = {}
     for folder in Path("/proc").glob("[0-9]*") if sockets else ():
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has ended or belongs to another user
             command = (folder / "cmdline").read_bytes()
             if not _RAY.search(command):
                 continue
@@ -155,7 +162,7 @@ def listening_addresses() -> dict[str, str]:
 
 
 def _listening_sockets() -> dict[str, str]:
-    """Address by the name of a listening socket in ``/proc/PID/fd``."""
+    """Name of a listening socket, as in ``/proc/PID/fd`` -> its address."""
     found = {}
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         with contextlib.suppress(OSError):
@@ -163,7 +170,7 @@ def _listening_sockets() -> dict[str, str]:
                 fields = line.split()
                 host, port = fields[1].split(":")
                 if fields[3] == "0A":  # LISTEN
-                    raw = bytes.fromhex(host)  # words of four bytes in the machine's order
+                    raw = bytes.fromhex(host)  # words of four bytes in the byte order of the machine
                     words = [raw[at : at + 4][::-1] for at in range(0, len(raw), 4)]
                     text = socket.inet_ntop(family, b"".join(words))
                     shown = f"[{text}]" if family == socket.AF_INET6 else text

@@ -1,8 +1,9 @@
-"""Replicas as actors of a Ray cluster, on any of its machines. Only this module imports Ray.
+"""Runs replicas as actors on the machines of a Ray cluster. Only this module imports Ray.
 
-Ray finds room (``num_cpus`` processors for each replica), starts the actor, and tells when it is lost. The actor holds
-a :class:`~chairlift.distributed.node.NodeReplica`. Its engine process is connected to this one directly, so requests
-and tokens do not pass through Ray. The door is the server's own process, outside Ray Serve.
+Ray finds a machine with enough free processors, starts the actor there, and reports when the actor is lost. The actor
+is a :class:`~chairlift.distributed.node.NodeReplica`, which starts an engine process. This engine process is connected
+directly to the server's process, so requests and tokens do not pass through Ray. Ray Serve is not used: the server's
+own process routes the requests.
 """
 
 from __future__ import annotations
@@ -33,17 +34,20 @@ __all__ = ["LOCAL", "RayCluster", "ray_replicas"]
 _log = logging.getLogger(__name__)
 
 LOCAL: Final = "local"
-"""Address that starts a cluster of this machine alone, which ends with this process."""
+"""Address that starts a new Ray cluster with only this machine. The cluster ends with this process."""
 _OBJECT_STORE_BYTES: Final = 80 * 2**20
 _WAIT_SECONDS: Final = 20.0
-"""Seconds between two reports that a replica has no room yet."""
+"""Time in seconds between two log messages that a replica still waits for free processors."""
 _CONNECT_SECONDS: Final = 20.0
 _ACTOR_SECONDS: Final = 60.0
 
 
 def ray_replicas(config: EngineConfig, count: int, address: str) -> ConnectReplica:
-    """Makes ``count`` replicas in the Ray cluster at ``address``: :data:`LOCAL`, ``auto``, or the host and port of its
-    head. Raises ConfigError without Ray, without authentication by tokens, and for a model on a GPU."""
+    """Function that starts a replica, given its index, in the Ray cluster at ``address``. There are ``count`` replicas.
+
+    ``address`` is :data:`LOCAL`, ``auto``, or the host and port of the cluster's head. Raises ConfigError if Ray is
+    missing, if Ray does not authenticate by tokens, and for a model on a GPU.
+    """
     if config.model.device != "cpu":
         raise ConfigError(
             f"replicas in a Ray cluster compute on processors, and device is {config.model.device!r}; start a server"
@@ -61,14 +65,17 @@ def ray_replicas(config: EngineConfig, count: int, address: str) -> ConnectRepli
 
 
 class RayCluster:
-    """The cluster, which is joined when the first replica starts, and the processors that replicas have there."""
+    """Connection to a Ray cluster, and record of the processors that each replica uses.
+
+    The cluster is joined when the first replica starts.
+    """
 
     def __init__(self, address: str, count: int, threads: int | None) -> None:
         _check_authentication(address)
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read when Ray is imported
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if address == LOCAL:
-            # Its memory monitor would kill replicas because another program fills the machine.
+            # Ray's memory monitor could kill replicas when another program uses much memory.
             os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
         try:
             import ray
@@ -76,22 +83,22 @@ class RayCluster:
             raise ConfigError("Ray is not installed; pip install 'chairlift[ray]'") from None
         self.ray: Any = ray
         self.node = ""
-        """Id of this machine's node."""
+        """Ray's id of this machine."""
         self.cores = 0
-        """Processors of each replica."""
+        """Number of processors of each replica. 0 before the cluster is joined."""
         self._address, self._count, self._threads = address, count, threads
         self._joining = asyncio.Lock()
         self._claims: dict[int, tuple[str, list[int]]] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     async def join(self) -> None:
-        """Join the cluster, once. Raises ConfigError."""
+        """Join the cluster on the first call. Raises ConfigError if this fails."""
         async with self._joining:
             if not self.cores:
                 self.cores = await asyncio.to_thread(self._join)
                 handler = signal.getsignal(signal.SIGTERM)
                 if handler is not None and threading.current_thread() is threading.main_thread():
-                    signal.signal(signal.SIGTERM, handler)  # Ray's own writes a stack trace before it calls ours
+                    signal.signal(signal.SIGTERM, handler)  # Ray's handler would write a stack trace first
                     signal.siginterrupt(signal.SIGTERM, False)
 
     def _join(self) -> int:
@@ -103,7 +110,7 @@ class RayCluster:
                 more = {"num_cpus": processors, "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
             try:
                 ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR, **more)
-            except Exception as error:  # Ray raises ConnectionError, RuntimeError, ValueError and others of its own
+            except Exception as error:  # Ray raises many types of exceptions
                 raise ConfigError(f"cannot join the Ray cluster at {self._address}: {error}") from None
         self.node = ray.get_runtime_context().get_node_id()
         if self._threads is not None:
@@ -112,7 +119,7 @@ class RayCluster:
         return _cores_each(sizes, self._count)
 
     def actor(self) -> Any:
-        """Start an actor. It waits for room."""
+        """Create an actor. Ray starts it as soon as a machine has enough free processors."""
         options = {
             "num_cpus": self.cores,
             "max_restarts": 0,  # the fleet starts replicas again
@@ -122,7 +129,10 @@ class RayCluster:
         return self.ray.remote(**options)(_Replica).remote()
 
     def check(self, node: str, facts: NodeFacts) -> None:
-        """Report the addresses of a machine, once. Raises ConfigError if it cannot be used."""
+        """Check a machine, and log the addresses on which its Ray processes listen, once per machine.
+
+        Raises ConfigError if the machine cannot be used.
+        """
         host = facts.address[0]
         if not facts.authenticated:
             raise ConfigError(
@@ -130,31 +140,41 @@ class RayCluster:
                 " every machine"
             )
         if facts.version != __version__:
-            raise ConfigError(f"Chairlift on {host} is {facts.version}, and here {__version__}; install the same")
-        if node not in self._told:
-            self._told.add(node)
+            raise ConfigError(
+                f"Chairlift on {host} is {facts.version}, and here {__version__}; install the same version"
+            )
+        if node not in self._reported:
+            self._reported.add(node)
             shown = ", ".join(f"{address} ({name})" for address, name in facts.listening.items()) or "not known"
             _log.warning("Ray on %s listens on, with a token and without encryption: %s", host, shown)
 
     def claim(self, index: int, node: str, processors: list[int]) -> list[int]:
-        """Processors of a replica on a machine, which no other replica there has; empty if there are too few."""
-        taken = {each for at, (where, had) in self._claims.items() if where == node and at != index for each in had}
-        free = [each for each in processors if each not in taken]
+        """Reserve processors of a machine for a replica. Returns their numbers; empty if there are too few."""
+        used = {
+            number
+            for other, (machine, numbers) in self._claims.items()
+            if machine == node and other != index
+            for number in numbers
+        }
+        free = [each for each in processors if each not in used]
         self._claims[index] = node, (free[: self.cores] if len(free) >= self.cores else [])
         return self._claims[index][1]
 
     def room(self) -> str:
-        """Processors in the cluster, in words."""
-        free, most = self.ray.available_resources().get("CPU", 0), self.ray.cluster_resources().get("CPU", 0)
-        return f"{free:g} of {most:g} processors are free, {self.cores} on one machine are needed"
+        """Text about the free processors of the cluster, for log messages."""
+        free, total = self.ray.available_resources().get("CPU", 0), self.ray.cluster_resources().get("CPU", 0)
+        return f"{free:g} of {total:g} processors are free, {self.cores} on one machine are needed"
 
 
 class _Replica(NodeReplica):
-    """The actor."""
+    """The Ray actor of a replica."""
 
     def open(self, secret: bytes, door: str) -> tuple[str, NodeFacts]:
-        """Listen on this machine's address in the cluster; on loopback only if the ``door`` is on the same node.
-        Returns the node's id."""
+        """Listen for the door's connection. Returns (Ray's id of this machine, facts about this machine).
+
+        The actor listens on this machine's address in the cluster. If the door is on the same machine (``door`` is
+        Ray's id of the door's machine), it listens on the loopback address only.
+        """
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -162,7 +182,7 @@ class _Replica(NodeReplica):
 
 
 class _Actor(Place):
-    """The place of one engine process."""
+    """Starts and stops the engine process of one replica by a Ray actor."""
 
     def __init__(self, cluster: RayCluster, index: int, divide: bool) -> None:
         self._cluster, self._index, self._divide = cluster, index, divide
@@ -198,8 +218,8 @@ class _Actor(Place):
             ) from None
         except (OSError, TimeoutError) as error:
             raise EngineDeadError(
-                f"the replica on {self._host} cannot be reached: {error or type(error).__name__}; the door needs the"
-                " ports above 1023 of every machine"
+                f"the replica on {self._host} cannot be reached: {error or type(error).__name__}; the server must be"
+                " able to connect to the ports above 1023 of every machine"
             ) from None
         if node == cluster.node:
             self._pid = pid
@@ -207,7 +227,7 @@ class _Actor(Place):
         return sock, self._settings(facts, processors)
 
     async def _place(self, opened: Any) -> tuple[str, NodeFacts]:
-        """Result of :meth:`_Replica.open`, which comes when Ray has found room."""
+        """Wait for the result of :meth:`_Replica.open`. Ray starts the actor when it has found free processors."""
         future = _future(opened)
         while not (await asyncio.wait({future}, timeout=_WAIT_SECONDS))[0]:
             _log.warning("replica %d waits for room in the Ray cluster: %s", self._index, self._cluster.room())
@@ -224,7 +244,7 @@ class _Actor(Place):
     async def _wait(self, ended: Any) -> None:
         try:
             why = await _future(ended)
-        except Exception as error:  # the actor or its machine is gone
+        except Exception as error:  # the actor or its machine was lost
             why = f"the replica's actor was lost: {_first_line(error)}"
         if not self._end.done():
             self._end.set_result(f"{why}, on {self._host}")
@@ -237,14 +257,14 @@ class _Actor(Place):
         self._pid = None
         actor, self._actor = self._actor, None
         if actor is not None:
-            with contextlib.suppress(Exception):  # the cluster itself may be gone
+            with contextlib.suppress(Exception):  # the cluster itself may have ended
                 self._cluster.ray.kill(actor)
         if not self._end.done():
             self._end.set_result("the replica's actor was killed")
 
 
 def _future(reference: Any) -> asyncio.Future[Any]:
-    """A result of an actor. That nobody waits for it any more is no failure."""
+    """Future for a result of an actor. If the result is never awaited, no warning about its exception is logged."""
     future = asyncio.wrap_future(reference.future())
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
@@ -266,7 +286,10 @@ async def _connect(address: tuple[str, int], secret: bytes) -> socket.socket:
 
 
 def _cores_each(sizes: list[int], count: int) -> int:
-    """Most processors that each of ``count`` replicas can have on machines of these sizes. Raises ConfigError."""
+    """Largest number of processors per replica with which ``count`` replicas fit on machines of these sizes.
+
+    Raises ConfigError if there are too few processors.
+    """
     for cores in range(max(sizes, default=0), 0, -1):
         if sum(size // cores for size in sizes) >= count:
             return cores
@@ -277,14 +300,16 @@ def _cores_each(sizes: list[int], count: int) -> int:
 
 
 def _check_authentication(address: str, environ: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError unless Ray will ask for a token that only this user can read. A cluster of this machine gets a
-    token that is written nowhere."""
+    """Make Ray require a token. Raises ConfigError if this is not possible, or if other users can read the token.
+
+    For a cluster of only this machine, a new token is created, which is not written to a file.
+    """
     known = os.environ if environ is None else environ
     mode = known.get("RAY_AUTH_MODE", "token")
     if mode.lower() != "token":
         raise ConfigError(
-            f"RAY_AUTH_MODE is {mode!r}, so whoever reaches Ray's ports could run programs; leave it out or set it to"
-            " token"
+            f"RAY_AUTH_MODE is {mode!r}, so anyone who can reach Ray's ports could run programs; leave it out or set"
+            " it to token"
         )
     os.environ["RAY_AUTH_MODE"] = "token"
     if known.get("RAY_AUTH_TOKEN"):

@@ -1,10 +1,13 @@
 """Routers choose the replica of a fleet that serves a request.
 
-A router sees what the door knows of each replica (:class:`Replica`), and returns one of those that are open. Round
-robin and the better of two random choices (Mitzenmacher, 2001) are the baselines. ``least`` looks at work in flight.
-``prefix`` prefers the replica that has computed the longest beginning of the prompt, as in SGLang's router and Preble
-(Srivatsa et al., 2024). ``forecast`` takes the least predicted time to the first token, which counts the cached
-beginning, the prompts in front, and how long steps are.
+A router sees the door's state of each replica (:class:`Replica`), and returns one of the replicas that it is given:
+
+- ``rr`` (round robin) and ``p2c`` (the better of two random choices; Mitzenmacher, 2001) are baselines.
+- ``least`` prefers the replica with the least work.
+- ``prefix`` prefers the replica that has the longest prefix of the prompt in its cache, as SGLang's router and Preble
+  (Srivatsa et al., 2024) do.
+- ``forecast`` prefers the replica with the smallest predicted time to the first token. The prediction uses the cached
+  prefix, the prompts that the replica has to compute first, and the duration of steps.
 """
 
 from __future__ import annotations
@@ -30,19 +33,20 @@ __all__ = [
 ]
 
 PREFIX_BLOCK: Final = 128
-"""Tokens per key of a prompt."""
+"""Number of prompt tokens that one key covers."""
 _OVER_MEAN: Final = 1.25
 _MORE_REQUESTS: Final = 2
-"""A replica gets no request for its cache if it has more requests than the mean times the first, plus the second."""
+"""A replica with more than ``_OVER_MEAN`` times the mean number of requests, plus ``_MORE_REQUESTS``, gets no further
+requests because of its cache."""
 _FADING: Final = 0.99
 _LONGEST_STEP: Final = 60.0
-"""Seconds. A longer silence is no step: the replica was stopped."""
+"""Maximum duration of a step in seconds. A longer time is ignored: the process was stopped for a while."""
 
 
 def prefix_keys(token_ids: Sequence[int], salt: object = "") -> list[int]:
-    """One key for each whole block of :data:`PREFIX_BLOCK` tokens. Equal keys mean equal tokens up to there.
+    """One key for each whole block of :data:`PREFIX_BLOCK` tokens. A key is a hash of all tokens up to its block.
 
-    Keys of different prompts may collide; then a router expects a hit that does not come, and no answer changes.
+    Keys of different prompts can collide. A router then expects a cache hit that does not happen; answers stay correct.
     """
     keys, key = [], hash(salt)
     for begin in range(0, len(token_ids) - PREFIX_BLOCK + 1, PREFIX_BLOCK):
@@ -52,9 +56,9 @@ def prefix_keys(token_ids: Sequence[int], salt: object = "") -> list[int]:
 
 
 class PrefixIndex:
-    """Estimated content of a replica's prefix cache: the keys of prompts sent there, newest last.
+    """Estimated content of a replica's prefix cache: the keys of the prompts that were sent to it.
 
-    ``capacity`` is the number of keys that fit; the oldest is dropped first, and ends of prompts before beginnings.
+    ``capacity`` is the maximum number of keys. The oldest keys are dropped first; of one prompt, the last keys first.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -62,7 +66,7 @@ class PrefixIndex:
         self._keys: OrderedDict[int, None] = OrderedDict()
 
     def matched(self, keys: Sequence[int]) -> int:
-        """Number of leading ``keys`` that are there."""
+        """Number of ``keys``, counted from the first, that are in the index without a gap."""
         count = 0
         for key in keys:
             if key not in self._keys:
@@ -83,28 +87,28 @@ class PrefixIndex:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pace:
-    """Speed of a replica. All replicas of a fleet are alike."""
+    """Speed of the replicas. All replicas of a fleet are assumed to be equally fast."""
 
     prefill_seconds: Callable[[int], float]
-    """Seconds to compute a prompt of this many tokens alone."""
+    """Function from the number of prompt tokens to the time for computing them without other work, in seconds."""
     decode_seconds: Callable[[int], float]
-    """Seconds of a step with this many decoding requests."""
+    """Function from the number of decoding requests to the duration of their step, in seconds."""
     step_tokens: int
-    """Most tokens in a step."""
+    """Maximum number of tokens in a step."""
 
 
 class MeasuredPace:
-    """Speed of replicas from the durations of their steps: ``seconds = fixed + per_token * tokens``, by least squares.
+    """Speed of the replicas, estimated from their steps: least squares for ``seconds = fixed + per_token * tokens``.
 
-    Each step counts 1 % less than the step after it.
+    The weight of a step is 1 % smaller than the weight of the next step.
     """
 
     def __init__(self) -> None:
-        self._fixed, self._per_token = 0.01, 1e-4  # before the first step; only comparisons of replicas matter then
+        self._fixed, self._per_token = 0.01, 1e-4  # initial guess, enough to compare replicas
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def stepped(self, num_tokens: int, seconds: float) -> None:
-        """Take a step with this many tokens."""
+        """Add a step with its number of tokens and its duration."""
         if num_tokens <= 0 or not 0 < seconds < _LONGEST_STEP:
             return
         sums = (1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
@@ -116,39 +120,40 @@ class MeasuredPace:
         spread = self._xx / self._weight - x * x
         if spread > 1e-3 * max(1.0, x * x):
             self._per_token = min(y / x, max(0.0, (self._xy / self._weight - x * y) / spread))
-        else:  # steps alike do not tell the two parts from each other
+        else:  # all steps have similar sizes, so the two parts cannot be separated
             self._per_token = min(self._per_token, y / x)
         self._fixed = max(0.0, y - self._per_token * x)
 
     def pace(self, step_tokens: int) -> Pace:
-        """The newest estimate as a pace, which follows later steps."""
+        """A pace that always uses the newest estimate."""
         return Pace(
             lambda tokens: -(-tokens // step_tokens) * self._fixed + tokens * self._per_token,
-            lambda rows: rows * self._per_token,  # the fixed part is in the prompt's steps
+            lambda rows: rows * self._per_token,  # prefill_seconds has the fixed part
             step_tokens,
         )
 
 
 class Replica:
-    """State of one replica as the door knows it, from the events that have arrived."""
+    """The door's state of one replica, from the messages that have arrived so far."""
 
     def __init__(self, index: int, pace: Pace, *, max_num_seqs: int, cache_tokens: int) -> None:
         self.index, self.pace = index, pace
         self.accepting = False
-        """Whether it serves: it has started, is alive, and is not being drained."""
+        """Whether the replica accepts requests: it has started, is alive, and is not being drained."""
         self.unstarted: dict[str, int] = {}
-        """Requests sent there that have no token yet -> prompt tokens to compute, without those expected in its
-        cache."""
+        """Id of a request without a token -> number of prompt tokens to compute, without the tokens that the cache is
+        expected to have."""
         self.started: set[str] = set()
-        """Requests sent there that have a token and have not ended."""
+        """Ids of the requests that have a token and have not ended."""
         self.prefixes = PrefixIndex(max(1, cache_tokens // PREFIX_BLOCK))
         self.version = 0
-        """Version of its weights."""
+        """Version of the replica's weights."""
         self._unstarted_tokens = 0
-        # Late binding: a replica holds no more than two steps of prompts ahead, so that all others wait at the door,
-        # in the order of the whole fleet. A few requests above its rows take the place of those that end meanwhile.
-        self._most_unstarted = 2 * pace.step_tokens
-        self._most_requests = max_num_seqs + max(1, max_num_seqs // 32)
+        # Late binding: a replica gets prompts for at most two steps ahead. All other requests wait at the door, in the
+        # order of the policy for the whole fleet. A few requests more than the replica has rows are sent, because other
+        # requests end in the meantime.
+        self._max_unstarted = 2 * pace.step_tokens
+        self._max_requests = max_num_seqs + max(1, max_num_seqs // 32)
 
     @property
     def num_requests(self) -> int:
@@ -156,21 +161,21 @@ class Replica:
 
     @property
     def unstarted_tokens(self) -> int:
-        """Prompt tokens in front of a new request."""
+        """Number of prompt tokens that the replica has to compute before a new request."""
         return self._unstarted_tokens
 
     @property
     def has_room(self) -> bool:
-        """Whether a request that waits at the door may be sent now."""
-        return self._unstarted_tokens < self._most_unstarted and self.num_requests < self._most_requests
+        """Whether a request that waits at the door may be sent to this replica now."""
+        return self._unstarted_tokens < self._max_unstarted and self.num_requests < self._max_requests
 
     def opened(self, cache_tokens: int) -> None:
-        """Accept requests: a process has started, with an empty prefix cache of this size."""
+        """Record that a process has started and accepts requests. Its prefix cache is empty and has this size."""
         self.accepting = True
         self.prefixes = PrefixIndex(max(1, cache_tokens // PREFIX_BLOCK))
 
     def first_token_seconds(self, uncached: int) -> float:
-        """Predicted seconds to the first token of a prompt with ``uncached`` tokens to compute."""
+        """Predicted time in seconds to the first token of a new prompt with ``uncached`` tokens to compute."""
         tokens = self._unstarted_tokens + uncached
         steps = -(-tokens // self.pace.step_tokens)
         return self.pace.prefill_seconds(max(1, tokens)) + steps * self.pace.decode_seconds(len(self.started))
@@ -181,7 +186,7 @@ class Replica:
         self.prefixes.add(keys)
 
     def begun(self, request_id: str) -> None:
-        """Note the first token of a request."""
+        """Record the first token of a request."""
         tokens = self.unstarted.pop(request_id, None)
         if tokens is not None:
             self._unstarted_tokens -= tokens
@@ -192,7 +197,8 @@ class Replica:
         self.started.discard(request_id)
 
     def lost(self) -> tuple[list[str], list[str]]:
-        """Forget all requests of a dead replica. Returns those without and with a token, in the order of sending."""
+        """Remove all requests of a dead replica. Returns (ids of requests without a token in the order of sending, ids
+        of requests with a token)."""
         lost = list(self.unstarted), sorted(self.started)
         self.unstarted.clear()
         self.started.clear()
@@ -202,13 +208,14 @@ class Replica:
 
 
 class Router(Protocol):
-    """Chooses a replica for the first request in line."""
+    """Protocol of a router: it chooses the replica for a request."""
 
     late: bool
-    """Whether requests wait at the door until a replica has room. Otherwise they are sent on arrival."""
+    """Whether requests wait at the door until a replica has room. If False, requests are sent when they arrive."""
 
     def choose(self, keys: Sequence[int], num_tokens: int, replicas: Sequence[Replica]) -> Replica:
-        """One of ``replicas``, which has at least one. ``keys`` are those of the prompt, ``num_tokens`` its length."""
+        """Choose one of ``replicas``, which is never empty. ``keys`` are the prefix keys of the prompt, and
+        ``num_tokens`` is its length."""
         ...
 
 
@@ -264,9 +271,10 @@ class _Forecast:
 
 
 def _not_overloaded(replicas: Sequence[Replica]) -> list[Replica]:
-    """Replicas without many more requests than the mean. Otherwise a replica with a popular prefix would get all."""
-    most = _OVER_MEAN * sum(each.num_requests for each in replicas) / len(replicas) + _MORE_REQUESTS
-    return [each for each in replicas if each.num_requests <= most]
+    """Replicas that do not have many more requests than the mean. So a replica with a popular prefix in its cache does
+    not get all requests."""
+    limit = _OVER_MEAN * sum(each.num_requests for each in replicas) / len(replicas) + _MORE_REQUESTS
+    return [each for each in replicas if each.num_requests <= limit]
 
 
 ROUTINGS: Final[dict[str, Callable[[], Router]]] = {
@@ -276,11 +284,11 @@ ROUTINGS: Final[dict[str, Callable[[], Router]]] = {
     "prefix": _Prefix,
     "forecast": _Forecast,
 }
-"""Name -> router."""
+"""Name -> class of the router."""
 
 
 def router_from_name(name: str) -> Router:
-    """A new router. Raises ConfigError for an unknown name."""
+    """Create a router. Raises ConfigError for an unknown name."""
     if name not in ROUTINGS:
         raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}; got {name!r:.80}")
     return ROUTINGS[name]()

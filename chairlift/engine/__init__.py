@@ -1,1 +1,1 @@
-"""The loop: turns requests into steps and steps into text."""
+"""The engine: schedules requests into steps, runs the steps, and turns tokens into text."""

@@ -1,4 +1,4 @@
-"""The adapters that callers may name, and the numbers that the engine knows them by."""
+"""Names of the adapters that callers may use, and the numbers that the engine gives to the loaded adapters."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["AdapterEntry", "AdapterNames"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterEntry:
-    """A loaded adapter."""
+    """A loaded adapter, and the number that its caller gave it."""
 
     load: AdapterLoad
-    """Its ``adapter_id`` grows with every load."""
+    """The load that read it. Its ``adapter_id`` grows with every load."""
     int_id: int = 0
-    """The caller's own number; 0: none."""
+    """The caller's number for the adapter; 0 if the caller gave none."""
 
     @property
     def name(self) -> str:
@@ -27,7 +27,7 @@ class AdapterEntry:
 
 
 class AdapterNames:
-    """Names and callers' numbers of loaded adapters."""
+    """The loaded adapters by name and by the caller's number."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, AdapterEntry] = {}
@@ -44,16 +44,17 @@ class AdapterNames:
         return len(self._by_name)
 
     def next_load(self, name: str, path: str, root: str | None = None) -> AdapterLoad:
-        """A new load, with a number that no earlier load had."""
+        """A new load, with an ``adapter_id`` that no earlier load had."""
         self._loads += 1
         return AdapterLoad(self._loads, name, path, root)
 
     def get(self, name: str) -> AdapterEntry | None:
-        """The one that has this name."""
+        """The loaded adapter with this name; None if there is none."""
         return self._by_name.get(name)
 
     def id_of(self, name: str) -> int:
-        """The number for requests that ask for a name: 0 for none. Raises RequestError where it is not loaded."""
+        """The ``adapter_id`` for requests that name this adapter: 0 for an empty name. Raises RequestError if it is not
+        loaded."""
         if not name:
             return 0
         entry = self._by_name.get(name)
@@ -61,25 +62,26 @@ class AdapterNames:
             raise RequestError(f"the adapter {name!r:.160} is not loaded; load it, or ask for another model")
         return entry.load.adapter_id
 
-    def find(self, asked: LoRARequest) -> AdapterEntry | None:
-        """The loaded one that a request means. Raises RequestError where its number or name means another."""
-        known = self._by_int_id.get(asked.lora_int_id)
+    def find(self, request: LoRARequest) -> AdapterEntry | None:
+        """The loaded adapter that a request asks for; None if it is not loaded. Raises RequestError if its number or
+        name belongs to another adapter."""
+        known = self._by_int_id.get(request.lora_int_id)
         if known is not None:
-            if (known.name, known.load.path) != (asked.lora_name, str(asked.lora_path)):
+            if (known.name, known.load.path) != (request.lora_name, str(request.lora_path)):
                 raise RequestError(
-                    f"lora_int_id {asked.lora_int_id} is the adapter {known.name!r} of {known.load.path!r} until it is"
-                    f" removed, and the request says {asked.lora_name!r} of {str(asked.lora_path)!r:.300}; give it"
-                    " another number"
+                    f"lora_int_id {request.lora_int_id} is the adapter {known.name!r} of {known.load.path!r} until"
+                    f" it is removed, and the request says {request.lora_name!r} of {str(request.lora_path)!r:.300};"
+                    " give it another number"
                 )
             return known
-        if asked.lora_name in self._by_name:
-            other = self._by_name[asked.lora_name].int_id
+        if request.lora_name in self._by_name:
+            other = self._by_name[request.lora_name].int_id
             has = f"has lora_int_id {other}" if other else "was loaded without a number"
-            raise RequestError(f"the adapter {asked.lora_name!r} {has}; give that, or another name")
+            raise RequestError(f"the adapter {request.lora_name!r} {has}; give that, or another name")
         return None
 
     def add(self, entry: AdapterEntry) -> AdapterEntry | None:
-        """Requests may name it from now on; returns the one that had its name before."""
+        """Let requests use an adapter from now on. Returns the adapter that had the same name before, or None."""
         before = self._by_name.get(entry.name)
         if before is not None and before.int_id:
             self._by_int_id.pop(before.int_id, None)
@@ -89,12 +91,12 @@ class AdapterNames:
         return before
 
     def remove(self, name: str) -> AdapterEntry | None:
-        """No request may name it from now on; returns the one that had the name."""
+        """Refuse new requests for this name from now on. Returns the adapter that had the name, or None."""
         entry = self._by_name.pop(name, None)
         if entry is not None and entry.int_id:
             self._by_int_id.pop(entry.int_id, None)
         return entry
 
     def with_int_id(self, int_id: int) -> AdapterEntry | None:
-        """The one that has a caller's number."""
+        """The loaded adapter with this number from its caller; None if there is none."""
         return self._by_int_id.get(int_id)

@@ -1,8 +1,8 @@
-"""Adapters of an engine: they are read beside the loop, limited in number, and freed after their last request.
+"""Adapters of an engine. Another thread reads them; their number is limited; each is freed after its last request.
 
-Each load of an adapter has a new number. So another load under the same name is another adapter: its requests share no
-KV with earlier ones, and no request ever changes its adapter. Requests whose adapter is in memory can be in the next
-step. Others wait in a queue of their own until their adapter has been read again.
+Each load of an adapter has a new number. So a second load under the same name is a different adapter: its requests
+share no KV with requests of the first load, and no request ever changes its adapter. A request whose adapter is in
+memory can be in the next step. Other requests wait in a separate queue until their adapter has been read again.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ __all__ = ["AdapterLoad", "AdapterState", "Adapters"]
 
 _log = logging.getLogger(__name__)
 _NOT_ENABLED: Final = "adapters are not served; start the engine with enable_lora"
-_MOST_KNOWN: Final = 100_000
-_MOST_NAMED: Final = 64
+_MAX_KNOWN: Final = 100_000
+_MAX_NAMED: Final = 64
 
 Beside = Callable[[Callable[[], Any]], "Future[Any]"]
-"""Reads an adapter beside the loop."""
+"""Runs a function that reads an adapter outside the engine's thread; the future has its result."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterLoad:
-    """An adapter to be known from now on."""
+    """An adapter to load: its new number, its name and its directory."""
 
     adapter_id: int
     name: str
     path: str
     root: str | None = None
-    """Where its files must lie, links followed; None: anywhere."""
+    """Directory that must contain all files of the adapter, after links are followed; None: any directory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterState:
-    """Result of a load; ``error`` is empty after success."""
+    """Result of a load. ``error`` is empty after success."""
 
     adapter_id: int
     error: str = ""
@@ -54,22 +54,23 @@ class AdapterState:
 class _Known:
     load: AdapterLoad
     digest: str = ""
-    """Digest of the first read. Content with another digest is another adapter."""
+    """Digest of the adapter's files at the first read. Files with another digest are refused."""
     reading: Future[Any] | None = None
     resident: bool = False
     retired: bool = False
-    """Whether its name was removed. It leaves with its last request."""
+    """Whether the adapter's name was removed. The adapter leaves memory after its last request."""
     users: int = 0
-    """Requests that have not ended."""
+    """Number of requests with this adapter that have not ended."""
     active: int = 0
-    """Requests with this adapter that may be in a step. While there are any, the adapter must be in memory."""
+    """Number of requests with this adapter that may be in a step. While it is above 0, the adapter must stay in
+    memory."""
 
 
 class Adapters:
-    """Adapters of an engine. ``memory`` holds ``config.num_cpu_loras`` of them; both are None if the engine serves
-    none.
+    """Adapters of an engine. ``memory`` holds at most ``config.num_cpu_loras`` adapters; both are None if the engine
+    serves no adapters.
 
-    ``beside`` reads (default: on a thread). One thread owns the object.
+    ``beside`` runs the reads (default: a thread of this object). Only one thread may call the methods.
     """
 
     def __init__(
@@ -78,59 +79,63 @@ class Adapters:
         self._memory, self._config, self._beside = memory, config, beside
         self._known: dict[int, _Known] = {}
         self._resident: OrderedDict[int, _Known] = OrderedDict()
-        """Adapters in memory, least recently used first."""
-        self._line: list[tuple[_Known, Request]] = []
-        """Requests whose adapter is not in memory, and later requests while there is no room for it, so that these keep
-        no other adapter in memory."""
+        """``adapter_id`` -> adapter in memory, least recently used first."""
+        self._queue: list[tuple[_Known, Request]] = []
+        """(adapter, request) pairs in order of arrival: requests whose adapter is not in memory. While memory has no
+        room for such an adapter, all later requests wait here too, so that they keep no other adapters in memory."""
         self._blocked = False
         self._of: dict[str, _Known] = {}
-        """Requests that have not ended."""
+        """Request id -> its adapter, for requests that have not ended."""
         self._states: list[AdapterState] = []
         self._failed: list[tuple[Request, str]] = []
         self._thread: ThreadPoolExecutor | None = None
+        self.sizes: dict[int, int] = {}
+        """Adapter -> its bytes, for all that have been in memory and are not forgotten."""
         self.num_reads = self.num_hits = self.num_evictions = 0
-        """Adapters read, requests whose adapter was in memory, adapters evicted."""
+        """Counters: adapters read; requests whose adapter was in memory; adapters evicted."""
 
     @property
     def capacity(self) -> int:
-        """Most adapters in memory."""
+        """Maximum number of adapters in memory."""
         return 0 if self._config is None else self._config.num_cpu_loras
 
     @property
     def max_loras(self) -> int:
-        """Most adapters in a step; 0 if none are served."""
+        """Maximum number of different adapters in a step; 0 if none are served."""
         return 0 if self._config is None else self._config.max_loras
 
     @property
     def is_reading(self) -> bool:
-        """Whether an adapter is being read, or there is news of one."""
+        """Whether an adapter is being read, or a result waits to be taken."""
         return bool(self._states or self._failed) or any(known.reading is not None for known in self._known.values())
 
     @property
     def num_users(self) -> int:
-        """Requests with an adapter that have not ended."""
+        """Number of requests with an adapter that have not ended."""
         return len(self._of)
 
     @property
     def resident(self) -> tuple[int, ...]:
-        """Adapters in memory, least recently used first."""
+        """``adapter_id`` of each adapter in memory, least recently used first."""
         return tuple(self._resident)
 
     def in_use(self, running: Collection[int]) -> tuple[list[str], list[str]]:
-        """Names of adapters with running requests, and of those with waiting ones only; at most 64 of each."""
+        """(names of adapters with running requests, names of adapters with waiting requests only), at most 64 names
+        each. ``running`` has the ``adapter_id`` of each running request."""
         used = [known.load for known in self._known.values() if known.users]
         names = sorted((load.adapter_id not in running, load.name) for load in used)
         running_names, waiting = ([name for waits, name in names if waits == which] for which in (False, True))
-        return running_names[:_MOST_NAMED], waiting[:_MOST_NAMED]
+        return running_names[:_MAX_NAMED], waiting[:_MAX_NAMED]
 
     # -- loading ---------------------------------------------------------------------------------------------------
 
     def load(self, load: AdapterLoad) -> None:
-        """Read an adapter beside the loop; :meth:`take_states` returns the result. Requests may use it already."""
+        """Start to read an adapter in another thread; :meth:`take_states` returns the result later. Requests for it may
+        be added at once."""
         if self._memory is None:
             self._states.append(AdapterState(load.adapter_id, _NOT_ENABLED))
-        elif len(self._known) >= _MOST_KNOWN:
-            self._states.append(AdapterState(load.adapter_id, f"{_MOST_KNOWN:,} adapters are loaded; unload some"))
+        elif len(self._known) >= _MAX_KNOWN:
+            self._states.append(AdapterState(load.adapter_id, f"{_MAX_KNOWN:,} adapters are loaded; unload some"))
         elif load.adapter_id in self._known:
             raise InvariantError(f"adapter {load.adapter_id} is known already")
         else:
@@ -138,13 +143,13 @@ class Adapters:
             self._read(known)
 
     def load_now(self, load: AdapterLoad) -> None:
-        """Read an adapter here and now. Raises ModelLoadError, and RequestError where none are served."""
+        """Read an adapter in this thread. Raises ModelLoadError, and RequestError if the engine serves no adapters."""
         known, root = _Known(load), None if load.root is None else Path(load.root)
-        self._arrived(known, self._held().read(Path(load.path), root))
+        self._arrived(known, self._served_memory().read(Path(load.path), root))
         self._known[load.adapter_id] = known
 
     def unload(self, adapter_id: int) -> None:
-        """Remove an adapter. Its requests continue, and it leaves memory with the last of them. Unknown ids are
+        """Remove an adapter. Its requests continue; the adapter leaves memory after the last of them. Unknown ids are
         ignored."""
         known = self._known.get(adapter_id)
         if known is not None:
@@ -152,25 +157,25 @@ class Adapters:
             self._let_go(known)
 
     def take_states(self) -> list[AdapterState]:
-        """Results of loads since the last call."""
+        """Results of the loads that have ended since the last call."""
         states, self._states = self._states, []
         return states
 
     def take_ready(self) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """Requests whose adapter is in memory now, and those whose adapter could not be read, with the reason."""
+        """(requests whose adapter is in memory now, (request, reason) of requests whose adapter could not be read)."""
         for known in [each for each in self._known.values() if each.reading is not None and each.reading.done()]:
             self._take(known)
-        ready = self._advance() if self._line else []
+        ready = self._advance() if self._queue else []
         failed, self._failed = self._failed, []
         return ready, failed
 
-    def _held(self) -> AdapterMemory:
+    def _served_memory(self) -> AdapterMemory:
         if self._memory is None:
             raise RequestError(_NOT_ENABLED)
         return self._memory
 
     def _read(self, known: _Known) -> None:
-        memory, load = self._held(), known.load
+        memory, load = self._served_memory(), known.load
         root = None if load.root is None else Path(load.root)
 
         def work() -> Any:
@@ -184,7 +189,7 @@ class Adapters:
         known.reading = self._thread.submit(work)
 
     def _take(self, known: _Known) -> None:
-        """Take the result of a read."""
+        """Handle the result of a finished read."""
         future, known.reading = known.reading, None
         first = not known.digest
         try:
@@ -194,9 +199,9 @@ class Adapters:
             if not isinstance(error, ChairliftError):
                 _log.exception("adapter %r could not be read", known.load.name)
             self._failed += [
-                (request, f"adapter {known.load.name!r}: {why}") for each, request in self._line if each is known
+                (request, f"adapter {known.load.name!r}: {why}") for each, request in self._queue if each is known
             ]
-            self._line = [(each, request) for each, request in self._line if each is not known]
+            self._queue = [(each, request) for each, request in self._queue if each is not known]
             if first:
                 self._states.append(AdapterState(known.load.adapter_id, why))
                 known.retired = True
@@ -212,15 +217,16 @@ class Adapters:
                 f"its files in {known.load.path} were changed since it was loaded; load it again (load_inplace)"
             )
         known.digest = adapter.digest
+        self.sizes[known.load.adapter_id] = adapter.nbytes
         if self._make_room(reading=False):
-            self._held().put(known.load.adapter_id, adapter)
+            self._served_memory().put(known.load.adapter_id, adapter)
             known.resident = True
             self._resident[known.load.adapter_id] = known
 
     def _make_room(self, *, reading: bool = True) -> bool:
-        """Whether there is room for one more adapter in memory. An unused one may be evicted for it."""
-        coming = sum(known.reading is not None for known, _ in self._waiting()) if reading else 0
-        while len(self._resident) + coming >= self.capacity:
+        """Whether memory has room for one more adapter, after unused adapters were evicted if necessary."""
+        num_reading = sum(known.reading is not None for known, _ in self._waiting()) if reading else 0
+        while len(self._resident) + num_reading >= self.capacity:
             idle = next((known for known in self._resident.values() if not known.active), None)
             if idle is None:
                 return False
@@ -229,29 +235,31 @@ class Adapters:
         return True
 
     def _waiting(self) -> list[tuple[_Known, Request]]:
-        """The queue, with one request per adapter."""
-        return list({id(known): (known, request) for known, request in self._line}.values())
+        """The waiting (adapter, request) pairs, reduced to one pair per adapter."""
+        return list({id(known): (known, request) for known, request in self._queue}.values())
 
     def _evict(self, known: _Known) -> None:
-        self._held().drop(known.load.adapter_id)
+        self._served_memory().drop(known.load.adapter_id)
         del self._resident[known.load.adapter_id]
         known.resident = False
 
     def _let_go(self, known: _Known) -> None:
-        """Forget a retired adapter whose last request has ended."""
+        """Remove a retired adapter after its last request has ended."""
         if known.retired and not known.users and known.reading is None:
             if known.resident:
                 self._evict(known)
             self._known.pop(known.load.adapter_id, None)
+            self.sizes.pop(known.load.adapter_id, None)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def add(self, requests: Sequence[Request], adapter_id: int) -> None:
-        """Set the adapter of the answers of one request. Answers that must wait for it are marked as not ready.
+        """Set the adapter of all sequences of one request. Sequences that must wait for the adapter are marked as not
+        ready.
 
-        Raises RequestError for an unknown adapter.
+        Raises RequestError for an unknown adapter, and if none are served.
         """
-        self._held()
+        self._served_memory()
         known = self._known.get(adapter_id)
         if known is None or known.retired:
             raise RequestError("the adapter of this request was unloaded; ask for another model")
@@ -261,21 +269,21 @@ class Adapters:
             self.num_hits += len(requests)
             self._activate(known, len(requests))
             return
-        self._line += [(known, request) for request in requests]
+        self._queue += [(known, request) for request in requests]
         for request in requests:
             request.is_ready, request.waits_for = False, "adapter"
 
     def waits(self, request: Request) -> bool:
-        """Whether a request is in the line for its adapter."""
+        """Whether the request waits until its adapter is in memory."""
         return request.waits_for == "adapter"
 
     def forget(self, request: Request) -> None:
-        """Note that a request has left; the adapter is freed after its last request."""
+        """Note that a request has ended. After the last request of a removed adapter, the adapter is freed."""
         known = self._of.pop(request.request_id, None)
         if known is None:
             return
         if request.waits_for == "adapter":
-            self._line = [entry for entry in self._line if entry[1] is not request]
+            self._queue = [entry for entry in self._queue if entry[1] is not request]
         else:
             known.active -= 1
         known.users -= 1
@@ -286,30 +294,30 @@ class Adapters:
         self._resident.move_to_end(known.load.adapter_id)
 
     def _advance(self) -> list[Request]:
-        """Requests in the queue that are now ready, in order. Starts to read the adapters of the others."""
+        """Requests that can run now, in order of arrival. For the other requests, starts to read their adapters."""
         ready: list[Request] = []
-        kept: list[tuple[_Known, Request]] = []
+        still_waiting: list[tuple[_Known, Request]] = []
         self._blocked = False
-        for known, request in self._line:
+        for known, request in self._queue:
             if known.resident and not self._blocked:
                 self._activate(known, 1)
                 request.waits_for = ""
                 ready.append(request)
                 continue
-            kept.append((known, request))
+            still_waiting.append((known, request))
             if known.reading is None and not self._blocked:
                 if self._make_room():
                     self._read(known)
                 else:
                     self._blocked = True
-        self._line = kept
+        self._queue = still_waiting
         return ready
 
     def check_invariants(self) -> None:
-        """Raise InvariantError unless counts agree and bounds are kept."""
+        """Raise InvariantError if a counter is wrong or a limit is exceeded."""
         if len(self._resident) > self.capacity:
             raise InvariantError(f"{len(self._resident)} adapters are in memory, and {self.capacity} may be")
-        waiting = {request.request_id for _, request in self._line}
+        waiting = {request.request_id for _, request in self._queue}
         for known in self._known.values():
             names = [name for name, each in self._of.items() if each is known]
             if known.users != len(names) or known.active != sum(name not in waiting for name in names):
@@ -318,9 +326,9 @@ class Adapters:
                 raise InvariantError(f"adapter {known.load.name!r} is not in memory, but may be in a step")
 
     def shutdown(self) -> None:
-        """Forget everything, and end the thread."""
+        """Drop all requests, and end the thread that reads adapters."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
-        self._line.clear()
+        self._queue.clear()
         self._of.clear()

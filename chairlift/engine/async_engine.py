@@ -1,7 +1,8 @@
-"""The engine for an event loop. This process tokenizes, checks and bounds the queue; the core has a process of its own.
+"""The engine for an event loop. This process tokenizes and checks requests and limits the queue; the core runs in its
+own process.
 
-The process is supervised. When it dies, its requests end with an error, and it is started again. The pauses between
-restarts grow.
+When the core's process dies, its requests end with an error, and a new process starts after a pause. The pauses grow
+with every restart.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 Progress = Callable[[str, float], None]
 Connect = Callable[["AsyncEngine"], RemoteCore]
-"""Makes the core of an engine, which sends its events there."""
+"""Makes the core of an engine. The core sends its events to the engine."""
 ReadTokenizer = Callable[[EngineConfig, str], Tokenizer]
 ReadImages = Callable[[str, Tokenizer], ImageProcessor | None]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _SETTLED_SECONDS: Final = 60.0
-"""Seconds. An engine that ran this long restarts without the long pauses that earlier crashes had caused."""
+"""If an engine ran this many seconds before it died, the pause before its restart is the shortest again."""
 
 
 class EngineState(enum.StrEnum):
@@ -78,15 +79,15 @@ class EngineState(enum.StrEnum):
     LOADING = "loading"
     READY = "ready"
     DOWN = "down"
-    """The process died, and will be started again."""
+    """The process died, and a new one will be started."""
     STOPPED = "stopped"
-    """The engine was shut down, or gave up restarting. It does not come back."""
+    """The engine was shut down, or gave up restarting. It will not start again."""
 
 
 class AsyncEngine:
-    """One engine process and its requests. One event loop owns it; use :meth:`start`.
+    """One engine process and its requests. Create it with :meth:`start`; use it in one event loop only.
 
-    ``connect`` makes another core instead, such as a fleet of processes behind a door.
+    ``connect`` makes the core; None starts one process. A fleet of several processes is also a core.
     """
 
     def __init__(
@@ -110,14 +111,14 @@ class AsyncEngine:
         open_to_all = config.scheduler.batching == "continuous"
         self._prompt_share = PromptShare(config.scheduler.policy_share if open_to_all else 1.0)
         self.service_classes = scheduler.promises
-        """Promises of each class of service; None where the scheduling policy ignores promises."""
+        """Class of service -> its guarantees; None if the scheduling policy ignores classes."""
         self.state = EngineState.LOADING
         self.failure = ""
         """Reason why the engine is down or stopped."""
         self.info: EngineInfo | None = None
         self.tokenizer: Tokenizer | None = None
         self.pooling_inputs: PoolingInputs | None = None
-        """Validator of texts for a model of embeddings, scores or classes; None for a model that generates."""
+        """Checks texts for a model of embeddings, scores or classes; None for a model that generates."""
         self.stats = RequestStats()
         self.stopped = asyncio.Event()
         self.intake = Intake(
@@ -134,16 +135,17 @@ class AsyncEngine:
         self._health_timeout = health_timeout
         self.events = Events("began", "ended", "steps", changed=self._follow)
         """Subscribers to three events.
+
         - ``began(stream)``: a request was admitted to the queue.
-        - ``ended(stream, cut_off, now)``: a request has left. ``cut_off`` is None when its answers ended by themselves,
-          ABORT when its caller left, ERROR when the engine ended it. When its caller left after an answer had failed,
-          it is that answer's ERROR or DEADLINE.
-        - ``steps(lines)``: lines of the core's recorder.
+        - ``ended(stream, cut_off, now)``: a request has ended. ``cut_off`` is None if its answers ended by themselves,
+          ABORT if its caller left, ERROR if the engine ended it. If its caller left after an answer had failed,
+          it is that answer's finish reason: ERROR or DEADLINE.
+        - ``steps(lines)``: new lines of the core's recorder.
         """
         self._begin_empty()
 
     def _begin_empty(self) -> None:
-        """No engine runs yet, and no request has come."""
+        """Set the state of an engine that does not run yet and has no requests."""
         self._client: RemoteCore | None = None
         self._inputs: InputProcessor | None = None
         self._outputs: OutputProcessor | None = None
@@ -153,7 +155,7 @@ class AsyncEngine:
         self.adapters = AdapterNames()
         """Adapters that requests may name."""
         self._loads: dict[int, tuple[str, asyncio.Future[AdapterState]]] = {}
-        """Adapters that are being loaded: their names, and who waits."""
+        """``adapter_id`` of an adapter that is being loaded -> (its name, future of the load's result)."""
         self._pooled = PooledRequests(self.intake, self.stats)
         self._first_outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keeper: asyncio.Task[None] | None = None
@@ -175,7 +177,7 @@ class AsyncEngine:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._streams) + len(self._pooled)
 
     @property
@@ -185,27 +187,29 @@ class AsyncEngine:
 
     @property
     def engine_pid(self) -> int | None:
-        """Process id of the engine."""
+        """Process id of the engine's process; None if it has none."""
         return None if self._client is None else self._client.pid
 
     def replicas(self) -> list[ReplicaStats]:
-        """State of each replica; empty for an engine that is one process."""
+        """State of each replica; empty if the engine is a single process."""
         return [] if self._client is None else self._client.shown()
 
     def check_health(self) -> str:
-        """Reason why requests make no progress; empty when they do, or when there are none."""
+        """Reason why requests make no progress; empty if they make progress, or if there are none."""
         if self.state is not EngineState.READY or self._client is None:
             return f"the engine is {self.state}" + (f": {self.failure}" if self.failure else "")
         silent = 0.0 if self._client.silent_since is None else time.monotonic() - self._client.silent_since
         if silent > self._health_timeout:
-            waiting = f"{self.num_requests} requests wait" if self.num_requests else "those who waited have given up"
+            waiting = (
+                f"{self.num_requests} requests wait" if self.num_requests else "the requests that waited were aborted"
+            )
             return f"the engine has not finished a step for {silent:.0f} s, and {waiting}"
         return ""
 
     def expected_wait(self, service_class: str = DEFAULT_CLASS, tenant: str = "") -> float | None:
-        """Forecast of the seconds until a new request of this class and tenant is in its first step.
+        """Forecast of the seconds until a new request of this class and tenant would be in its first step.
 
-        The forecast assumes the priority of the class and no deadline. None while there is no forecast.
+        The forecast assumes the priority of the class and no deadline. None if there is no forecast.
         """
         stats = self.stats.engine
         if self.state is not EngineState.READY:
@@ -216,41 +220,42 @@ class AsyncEngine:
         return self.intake.expected_wait(service_class, now, self._free_rows, tenant)
 
     def line(self) -> list[tuple[OutputStream, Place]]:
-        """Requests that wait for their first step, in the order of their expected start."""
+        """Requests that wait for their first step, with their places in the queue, in the order of their expected
+        start."""
         places = self.intake.line(time.monotonic(), self._free_rows)
         return [(self._streams[place.request_id], place) for place in places if place.request_id in self._streams]
 
     def requests(self) -> list[OutputStream]:
-        """Requests that have not ended, the oldest first."""
+        """Requests that have not ended, in order of arrival."""
         return list(self._streams.values())
 
     def named(self, name: str) -> list[OutputStream]:
-        """Requests that have not ended, by the name that :meth:`submit` was given."""
+        """Requests that have not ended and that were submitted with this ``name``."""
         return [stream for stream in self._streams.values() if stream.name == name]
 
     def _follow(self) -> None:
-        """Ask the engine's process to report its steps while there is a subscriber, and to stop when there is none."""
-        wanted = self.events.wants("steps")
-        if wanted != self._follows and self._client is not None:
-            self._client.watch(wanted)
-        self._follows = wanted
+        """Let the core report its steps while there is a subscriber, and stop the reports when there is none."""
+        wants_steps = self.events.wants("steps")
+        if wants_steps != self._follows and self._client is not None:
+            self._client.watch(wants_steps)
+        self._follows = wants_steps
 
     @property
     def _free_rows(self) -> int:
-        """Number of further requests that may run, not counting rows reserved for short requests."""
+        """Number of additional requests that may start now, without the rows reserved for short requests."""
         rows = self.stats.engine.running_limit or self.config.scheduler.max_num_seqs
         return max(0, rows - self._prompt_share.reserved_rows(rows) - self.stats.engine.num_running)
 
     def retry_after(self) -> float:
-        """Seconds, 1 to 60, after which there should be room in the queue."""
+        """Seconds, from 1 to 60, after which the queue should have room."""
         return self.intake.retry_after(time.monotonic())
 
     def check_room(
         self, num_requests: int = 1, service_class: str = DEFAULT_CLASS, num_tokens: int = 0, tenant: str = ""
     ) -> None:
-        """Raise QueueFullError when the queue has no room for this many requests and prompt tokens now.
+        """Raise QueueFullError if the queue has no room for this many requests and prompt tokens now.
 
-        Raises EngineDeadError when there is no engine.
+        Raises EngineDeadError if the engine does not run.
         """
         self._ready()
         with self._refusing():
@@ -259,40 +264,42 @@ class AsyncEngine:
     # -- requests --------------------------------------------------------------------------------------------------
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises RequestError, and PromptTooLongError for one far beyond the model's length."""
+        """Token ids of a text. Raises RequestError, and PromptTooLongError for a text that is much longer than the
+        model allows."""
         with self._front() as encoder:
             return await encoder.encode(text, add_special_tokens)
 
     async def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text of one call.
 
-        Raises RequestError, QueueFullError when too many texts wait for the tokenizer, and PromptTooLongError when a
-        text, or all together, are far longer than the model allows.
+        Raises RequestError, QueueFullError if too many texts wait for the tokenizer, and PromptTooLongError if one
+        text, or all texts together, are much longer than the model allows.
         """
         with self._front() as encoder:
             return await encoder.encode_all(texts, add_special_tokens)
 
     async def encode_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token ids of the ``bad_words``, for :meth:`submit`. Raises as :meth:`encode_all`."""
+        """Token ids of the ``bad_words``, for :meth:`submit`. Raises the errors of :meth:`encode_all`."""
         with self._front() as encoder:
             return await encoder.encode_words(params.bad_words or ())
 
     async def encode_prediction(self, params: SamplingParams) -> SamplingParams:
-        """The same with the token ids of its ``prediction``. Raises as :meth:`encode`."""
+        """``params`` with its ``prediction`` converted to token ids. Raises the errors of :meth:`encode`."""
         if not isinstance(params.prediction, str):
             return params
         return dataclasses.replace(params, prediction=await self.encode(params.prediction, add_special_tokens=False))
 
     @property
     def chat_template(self) -> str | None:
-        """The template that lays out chats: the one given, or the model's own."""
+        """Template that formats conversations: the one from the settings, otherwise the model's own."""
         own = None if self.tokenizer is None else self.tokenizer.chat_template
         return own if self._chat_template is None else self._chat_template
 
     async def check_grammar(self, params: SamplingParams) -> None:
-        """Check that the engine can hold an answer to the grammar in ``params``.
+        """Check that the grammar in ``params``, if it has one, compiles.
 
-        Raises RequestError, QueueFullError when too many grammars wait for this check, and OverloadedError.
+        Raises RequestError for a bad grammar, QueueFullError if too many grammars wait for this check, and
+        OverloadedError if the check fails for lack of resources.
         """
         self._ready()
         if params.structured_outputs is None:
@@ -311,7 +318,7 @@ class AsyncEngine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Token ids of a conversation, laid out by the chat template. Raises RequestError and TemplateError."""
+        """Token ids of a conversation, formatted by the chat template. Raises RequestError and TemplateError."""
         how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tools": tools, **variables}
         laid_out, _ = await self.lay_out_chat(messages, continue_final_message=continue_final_message, **how)
         return laid_out
@@ -325,22 +332,23 @@ class AsyncEngine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> tuple[list[int], PlacedImages | None]:
-        """Token ids of a conversation, and its images if it has any, for :meth:`submit`. Raises RequestError and
+        """(token ids of a conversation, its images or None), for :meth:`submit`. Raises RequestError and
         TemplateError."""
-        given: list[GivenImage] = []
+        given_images: list[GivenImage] = []
         if self._images is not None:
-            messages, given = take_images(messages)
-        how = add_generation_prompt, continue_final_message, variables, tools, bool(given)
+            messages, given_images = take_images(messages)
+        how = add_generation_prompt, continue_final_message, variables, tools, bool(given_images)
         with self._front() as encoder:
             token_ids = await encoder.encode_chat(messages, *how)
-            if not given or self._images is None:
+            if not given_images or self._images is None:
                 return token_ids, None
             reader = self._images
-            work = lambda: place_images(reader, token_ids, prepare_images(reader, given))  # noqa: E731
+            work = lambda: place_images(reader, token_ids, prepare_images(reader, given_images))  # noqa: E731
             return await encoder.beside(work)
 
     async def beside(self, work: Callable[[], _T]) -> _T:
-        """Run ``work`` on a thread and return its result. Long texts take turns. Raises QueueFullError."""
+        """Run ``work`` in another thread and return its result. Long texts are processed one after another. Raises
+        QueueFullError."""
         with self._front() as encoder:
             return await encoder.beside(work)
 
@@ -353,7 +361,7 @@ class AsyncEngine:
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Count a request that is refused because the queue is full."""
+        """Count the QueueFullError of a refused request in the statistics."""
         try:
             yield
         except QueueFullError as full:
@@ -379,11 +387,11 @@ class AsyncEngine:
     ) -> OutputStream:
         """Queue a request and return the stream of its outputs of this ``kind``.
 
-        ``tenant`` is charged; ``name`` is the caller's name. ``arrival`` is on the monotonic clock. ``has_room``:
-        :meth:`check_room` was called already. ``bad_word_ids`` come from :meth:`encode_words`, and an expanded prompt
-        with its ``images`` from :meth:`lay_out_chat`. ``adapter`` is the name of a loaded one. Timeouts are seconds
-        from the arrival and replace the engine's own. Raises RequestError for a request that cannot be served,
-        QueueFullError when the queue is full or the forecast exceeds the timeouts, and EngineDeadError.
+        ``tenant`` is charged; ``name`` is the caller's name for the request. ``arrival`` is on the monotonic clock.
+        ``has_room``: :meth:`check_room` was called before. ``bad_word_ids`` come from :meth:`encode_words`, an expanded
+        prompt with ``images`` from :meth:`lay_out_chat`. ``adapter`` names a loaded adapter. Timeouts (seconds after
+        ``arrival``) replace the engine's. Raises RequestError for a request that cannot be served, QueueFullError when
+        the queue is full or the forecast exceeds the timeouts, and EngineDeadError.
         """
         since, (prompt, text) = time.monotonic() if arrival is None else arrival, unnamed(prompt)
         if isinstance(prompt, str):
@@ -408,7 +416,7 @@ class AsyncEngine:
         self._client.add(prepared)
         try:
             state = self._outputs.add(prepared, stream=kind is not OutputKind.FINAL)
-        except Exception:  # out of memory, for example; without this the core would compute tokens that nobody reads
+        except Exception:  # out of memory, for example; without the abort the core would compute unread tokens
             self._client.abort(prepared.sequence_ids)
             raise
         stream = OutputStream(state, kind, self.abort, name)
@@ -429,11 +437,11 @@ class AsyncEngine:
         timeout: float | None = None,
         arrival: float | None = None,
     ) -> list[bytes]:
-        """The vector of each text of one call, as float32 bytes. :attr:`pooling_inputs` makes the texts. Timeouts are
-        as in :meth:`submit`.
+        """The vector of each text of one call, as float32 bytes. :attr:`pooling_inputs` makes the ``texts``. See
+        :meth:`submit` for the timeouts.
 
         Raises QueueFullError when the queue is full, QueueTimeoutError and OverloadedError when a timeout passes,
-        EngineDeadError when there is no engine, and RequestError for a model that generates.
+        EngineDeadError when the engine does not run, and RequestError for a model that generates.
         """
         self._ready()
         if self._client is None or self.pooling_inputs is None:
@@ -448,19 +456,19 @@ class AsyncEngine:
         )
 
     def _timeouts(self, queue: float | None, whole: float | None) -> tuple[float | None, float | None]:
-        """Queue timeout and timeout of a request: its own, otherwise the engine's."""
+        """(queue timeout, timeout) of a request in seconds: the request's own values, otherwise the engine's."""
         return self._queue_timeout if queue is None else queue, self._request_timeout if whole is None else whole
 
     def _is_foreseeable(self, request: PreparedRequest) -> bool:
-        """Whether the forecast covers this request. It does not when a deadline or a priority of its own changes its
-        place in the queue. (The scheduler itself decides whether a deadline can be kept.)"""
+        """Whether the forecast applies to this request. It does not if a deadline, or a priority that differs from its
+        class's, changes its place in the queue. (The scheduler itself decides whether a deadline can be met.)"""
         service, classes = request.service, self.service_classes
         usual = 0 if classes is None else classes[service.service_class].priority
         return request.priority == usual and not service.has_deadline
 
     def abort(self, request_id: str, *, error: ChairliftError | None = None) -> None:
-        """End a request in any state, at once. ``error`` is the reason; None means that its caller ended it. Unknown
-        ids are ignored."""
+        """End a request in any state, at once. ``error`` is the reason; None means that its caller ended the request.
+        Unknown ids are ignored."""
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return
@@ -484,8 +492,9 @@ class AsyncEngine:
         return await self._client.update_weights(str(Path(source).absolute()), version, in_flight)
 
     async def restart_replicas(self, patience: float) -> None:
-        """Restart all replicas, one after another; the others serve meanwhile. Each finishes its requests first, within
-        ``patience`` seconds. Raises ConfigError unless two replicas are alive, EngineDeadError without an engine."""
+        """Restart all replicas, one after another, while the other replicas serve. Each replica first finishes its
+        requests, for at most ``patience`` seconds. Raises ConfigError unless two replicas are alive, EngineDeadError if
+        the engine does not run."""
         self._ready()
         if self._client is not None:
             await self._client.roll(patience)
@@ -493,19 +502,20 @@ class AsyncEngine:
     async def load_adapter(
         self, name: str, path: str | Path, *, root: str | None = None, in_place: bool = False, int_id: int = 0
     ) -> None:
-        """Let requests name an adapter that is in a directory, in ``root`` if there is one, with all links followed.
+        """Load the adapter in the directory ``path``, so that requests may name it. If ``root`` is given, all files
+        must be inside ``root`` after links are followed.
 
-        ``in_place`` replaces the one of that name: its requests go on with what they have. Raises RequestError for a
-        name that is taken, ModelLoadError for an adapter that cannot be read, ConfigError where none are served, and
-        EngineDeadError.
+        ``in_place`` replaces the loaded adapter of the same name; running requests keep the old adapter. Raises
+        RequestError for a name that is in use, ModelLoadError for an adapter that cannot be read, ConfigError if no
+        adapters are served, and EngineDeadError.
         """
         self._ready()
         if not self.config.lora.enable_lora or self._client is None:
             raise ConfigError("adapters are not served; start with enable_lora")
-        asked = LoRARequest(name, int_id or 1, path)
+        request = LoRARequest(name, int_id or 1, path)
         if any(name == loading for loading, _ in self._loads.values()) or (name in self.adapters and not in_place):
             raise RequestError(
-                f"the adapter {asked.lora_name!r} is loaded already, or about to be; give load_inplace to replace it,"
+                f"the adapter {request.lora_name!r} is loaded already, or about to be; give load_inplace to replace it,"
                 " or another name"
             )
         load = self.adapters.next_load(name, str(path), root)
@@ -514,7 +524,7 @@ class AsyncEngine:
         self._client.load_adapter(load)
         try:
             state = await loaded
-        except BaseException:  # nobody waits for it any more, and nobody can name it
+        except BaseException:  # the caller has left, so no request will use the adapter
             self._client.unload_adapter(load.adapter_id)
             raise
         finally:
@@ -526,36 +536,38 @@ class AsyncEngine:
             self._client.unload_adapter(before.load.adapter_id)
 
     def remove_lora(self, int_id: int) -> bool:
-        """:meth:`unload_adapter` by the caller's own number."""
+        """Call :meth:`unload_adapter` for the adapter with this number from its caller."""
         entry = self.adapters.with_int_id(int_id)
         return entry is not None and self.unload_adapter(entry.name)
 
     def unload_adapter(self, name: str) -> bool:
-        """Take an adapter's name away at once; its requests go on, and with the last of them it leaves memory. False
-        where it is not loaded."""
+        """Refuse new requests for an adapter at once. Running requests keep it; it leaves memory after the last of
+        them. Returns False if it is not loaded."""
         entry = self.adapters.remove(name)
         if entry is not None and self._client is not None:
             self._client.unload_adapter(entry.load.adapter_id)
         return entry is not None
 
-    async def adapter_of(self, asked: LoRARequest | None) -> str:
-        """The name of the adapter that a request means, which is loaded if it was not; empty for none. Raises as
-        :meth:`load_adapter`."""
-        if asked is None:
+    async def adapter_of(self, lora_request: LoRARequest | None) -> str:
+        """Name of the adapter of a request, which is loaded first if necessary; empty if ``lora_request`` is None.
+
+        Raises the errors of :meth:`load_adapter`.
+        """
+        if lora_request is None:
             return ""
-        if not isinstance(asked, LoRARequest):
-            raise RequestError(f"lora_request must be a LoRARequest, got {type(asked).__name__}")
-        while self.adapters.find(asked) is None:
-            others = [future for name, future in self._loads.values() if name == asked.lora_name]
+        if not isinstance(lora_request, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest, got {type(lora_request).__name__}")
+        while self.adapters.find(lora_request) is None:
+            others = [future for name, future in self._loads.values() if name == lora_request.lora_name]
             if others:
                 await asyncio.wait(others)
-                await asyncio.sleep(0)  # whoever loads it makes its name known first
+                await asyncio.sleep(0)  # let the task that loaded it register the name
                 continue
-            await self.load_adapter(asked.lora_name, asked.lora_path, int_id=asked.lora_int_id)
-        return asked.lora_name
+            await self.load_adapter(lora_request.lora_name, lora_request.lora_path, int_id=lora_request.lora_int_id)
+        return lora_request.lora_name
 
     async def shutdown(self) -> None:
-        """End the process. Unfinished requests fail."""
+        """End the engine's process. Unfinished requests fail with EngineDeadError."""
         self.state, self.failure = EngineState.STOPPED, self.failure or "it was shut down"
         self.stopped.set()
         if self._keeper is not None:
@@ -575,11 +587,12 @@ class AsyncEngine:
     # -- the engine's process --------------------------------------------------------------------------------------
 
     def delivered(self, request_id: str) -> list[list[int]]:
-        """Tokens of each answer of an unfinished request, as far as they have come; empty for an unknown request."""
+        """Token ids of each answer of an unfinished request, as far as they have arrived; empty for an unknown
+        request."""
         return [] if self._outputs is None else self._outputs.delivered(request_id)
 
     def on_lost(self, request_ids: Sequence[str], why: str) -> None:
-        """End requests that died with one of several engines; the others go on."""
+        """End requests whose replica has died. Requests of other replicas continue."""
         self.stats.num_lost += len(request_ids)
         for request_id in request_ids:
             self._fail(request_id, EngineDeadError(f"the replica died with the request in it: {why}", taken=True))
@@ -594,7 +607,7 @@ class AsyncEngine:
         self._fail(refused.request_id, failed if refused.failed else kind(refused.message))
 
     def on_pooled(self, message: PassBegun | Pooled) -> None:
-        """A pass over texts has begun, or ended."""
+        """Note that a forward pass over texts has begun or ended."""
         if isinstance(message, PassBegun):
             self._pooled.begun(message)
         else:
@@ -604,30 +617,30 @@ class AsyncEngine:
         self.events.tell("steps", lines)
 
     def on_updated(self, info: EngineInfo) -> None:
-        """Note that all later steps come from the new weights."""
+        """Note that the weights were replaced: all later steps use the new weights."""
         if self.info is not None and self._outputs is not None:
             self._outputs.weights_changed(info.weight_version)
             self.info = dataclasses.replace(info, eos_token_ids=self.info.eos_token_ids)
 
     def on_weights(self, sequence_ids: Sequence[str], version: int) -> None:
-        """Note that later tokens of these answers come from weights of this version."""
+        """Note that later tokens of these sequences come from this version of the weights."""
         if self._outputs is not None:
             self._outputs.weights_of(sequence_ids, version)
 
     def on_adapter(self, state: AdapterState) -> None:
-        """An adapter was loaded, or could not be."""
+        """Handle the result of loading an adapter."""
         waiting = self._loads.get(state.adapter_id)
         if waiting is not None:
             if not waiting[1].done():
                 waiting[1].set_result(state)
             return
-        for entry in self.adapters:  # one that a new engine was given
+        for entry in self.adapters:  # no caller waits: a restarted process loads its adapters again
             if state.error and entry.load.adapter_id == state.adapter_id:
                 _log.error("the adapter %r could not be loaded again: %s", entry.name, state.error)
                 self.adapters.remove(entry.name)
 
     def on_step(self, step: Step) -> None:
-        """Deliver the tokens of a step to their streams."""
+        """Deliver the results of a step to the streams of its requests."""
         self.intake.heard(now := time.monotonic(), busy=self.stats.engine.num_running > 0)
         self.stats.step(step.stats)
         outputs = self._outputs
@@ -641,16 +654,16 @@ class AsyncEngine:
                 self.intake.leave(state.request_id, when, started=True)
         if step.forecast is not None:
             self.intake.foreseen(step.forecast)
-        finished, held = core.finished, self.info is not None and self.info.held
+        finished, holds_batch = core.finished, self.info is not None and self.info.held
         if stopped and self._client is not None:
             self._client.stop(stopped)
-            if not held:  # in a static batch, requests that have ended wait until the core ends the batch
+            if not holds_batch:  # in a static batch, requests that have ended wait until the core ends the batch
                 finished = finished + [FinishedSequence(sequence_id, FinishReason.STOP) for sequence_id in stopped]
-        growing = [] if held else outputs.touched(core.sequence_ids)
+        growing = [] if holds_batch else outputs.touched(core.sequence_ids)
         for state in outputs.finish(finished, now):
             if state.finished:
                 self._settle(state.request_id, now)
-            elif not held:
+            elif not holds_batch:
                 growing.append(state)
         for state in growing:
             stream = self._streams.get(state.request_id)
@@ -662,7 +675,7 @@ class AsyncEngine:
             self._settle(state.request_id, now)
 
     def _settle(self, request_id: str, now: float) -> None:
-        """Close a request that has ended well. Its stream still delivers the rest."""
+        """Remove a request whose answers have all ended. Its stream still delivers the remaining output."""
         stream = self._streams.pop(request_id, None)
         self.intake.leave(request_id, now, started=False)
         if stream is not None:
@@ -703,7 +716,7 @@ class AsyncEngine:
         return self
 
     async def _keep_alive(self) -> None:
-        """Start the process, and start it again whenever it dies."""
+        """Start the engine's process, and start a new one whenever it dies."""
         pause = _FIRST_PAUSE
         while True:
             started, loaded = time.monotonic(), False
@@ -741,7 +754,8 @@ class AsyncEngine:
             self.stats.num_restarts += 1
 
     async def _prepare(self, info: EngineInfo) -> None:
-        """Set up this process for a loaded model. An engine that was restarted gets the newest weights again."""
+        """Prepare this process for a loaded model. A restarted engine loads the newest weights and the adapters
+        again."""
         if self.info is not None and self.info.weights and self._client is not None:
             info = await self._client.update_weights(self.info.weights, self.info.weight_version, "continue")
         if self._client is not None:
@@ -750,15 +764,15 @@ class AsyncEngine:
         if self.info is None:
             if not self.config.model.skip_tokenizer_init:
                 self.tokenizer = self._read_tokenizer(self.config, info.model_dir)
-            # The queue for tokenization holds at most as many texts as could be admitted at once.
-            most = self.intake.max_requests + self.config.scheduler.max_num_seqs
+            # The queue for tokenization has room for the maximum number of queued and running requests.
+            max_texts = self.intake.max_requests + self.config.scheduler.max_num_seqs
             chats = info.pooling is None
             if self.tokenizer is not None and self._read_images is not None and info.takes_images:
                 self._images = self._read_images(info.model_dir, self.tokenizer)
-            self._encoder = Encoder(self.tokenizer, info.max_model_len, most, self._chat_template, chats=chats)
+            self._encoder = Encoder(self.tokenizer, info.max_model_len, max_texts, self._chat_template, chats=chats)
             await self._encoder.start()
             if self.tokenizer is not None:
-                self._grammars = GrammarChecker(self.tokenizer, info.vocab_size, most)
+                self._grammars = GrammarChecker(self.tokenizer, info.vocab_size, max_texts)
             problem = info.too_much_reserved(self.service_classes)
             idle = self.config.without_effect() if chats else []
             for each in [*idle, *info.notes, *([problem] if problem and chats else [])]:

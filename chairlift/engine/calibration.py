@@ -1,4 +1,4 @@
-"""Measures how accurate the forecasts of waiting times have been."""
+"""Measures how accurate the forecasts of waiting times were."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from chairlift.metrics.stats import FORECAST_RATIOS, Histogram
 __all__ = ["SHORTEST_WAIT", "Calibration"]
 
 SHORTEST_WAIT: Final = 0.05
-"""Seconds. Shorter forecasts are not judged: one step more or less would decide the result."""
-_LEAST_SAMPLES: Final = 20
-"""With fewer samples there is no answer."""
+"""Forecasts below this many seconds are not judged: their error is about the duration of one step."""
+_MIN_SAMPLES: Final = 20
+"""Minimum number of samples. With fewer samples the methods return None."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sample:
     ratio: float
-    """Actual wait divided by the predicted wait."""
+    """Actual wait divided by predicted wait."""
     error: float
 
 
 class Calibration:
-    """The newest ``capacity`` pairs of predicted and actual wait.
+    """Statistics of the newest ``capacity`` requests with a predicted and an actual wait.
 
-    Requests that left before they started are not counted. ``errors`` receives every absolute error, in seconds.
+    A request that left before it started is not counted. ``errors`` is a histogram that receives every absolute error,
+    in seconds.
     """
 
     def __init__(self, errors: Histogram | None = None, capacity: int = 512) -> None:
@@ -39,15 +40,15 @@ class Calibration:
         return len(self._samples)
 
     def clear(self) -> None:
-        """Forget everything: a new engine makes other forecasts."""
+        """Remove all samples, because a new engine makes different forecasts."""
         self._samples: deque[_Sample] = deque()
         self._ratios: list[float] = []
-        """Ratios in ascending order."""
+        """Actual / predicted wait of each sample, in ascending order."""
         self._within: Counter[float] = Counter()
         self._error = 0.0
 
     def add(self, predicted: float, actual: float) -> None:
-        """Add one request; both waits in seconds. Predictions below :data:`SHORTEST_WAIT` are ignored."""
+        """Add one request. Both waits are in seconds. A predicted wait below :data:`SHORTEST_WAIT` is ignored."""
         if predicted < SHORTEST_WAIT:
             return
         sample = _Sample(actual / predicted, abs(actual - predicted))
@@ -67,17 +68,18 @@ class Calibration:
             self._within[ratio] += times * (sample.ratio <= ratio)
 
     def quantile(self, share: float) -> float | None:
-        """Ratio of actual to predicted wait that this share (0 to 1) of the requests stayed below; None with too few
-        samples."""
+        """Quantile of the ratio actual wait / predicted wait: a fraction ``share`` (0 to 1) of the requests had a lower
+        ratio. None with too few samples."""
         count = len(self._ratios)
-        return None if count < _LEAST_SAMPLES else self._ratios[min(count - 1, int(share * count))]
+        return None if count < _MIN_SAMPLES else self._ratios[min(count - 1, int(share * count))]
 
     def within(self, ratio: float) -> float | None:
-        """Share of the requests that waited at most ``ratio`` (one of FORECAST_RATIOS) times the predicted wait."""
+        """Fraction of the requests whose actual wait was at most ``ratio`` (one of FORECAST_RATIOS) times the predicted
+        wait. None with too few samples."""
         count = len(self._samples)
-        return None if count < _LEAST_SAMPLES else self._within[ratio] / count
+        return None if count < _MIN_SAMPLES else self._within[ratio] / count
 
     def mean_error(self) -> float | None:
-        """Mean absolute error in seconds."""
+        """Mean absolute error in seconds. None with too few samples."""
         count = len(self._samples)
-        return None if count < _LEAST_SAMPLES else max(0.0, self._error) / count
+        return None if count < _MIN_SAMPLES else max(0.0, self._error) / count

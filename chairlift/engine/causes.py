@@ -1,10 +1,11 @@
-"""Time of a sequence by cause. Every second is charged to one cause, and the causes add up to the whole time.
+"""Divides the time of each sequence by cause. Every second is charged to exactly one cause, so the causes add up to the
+whole time.
 
-A sequence is not touched while it decodes or waits. The ledger keeps running totals for all waiting sequences (by what
-blocks the queue) and for all decoding sequences (decode, stretched by prefills, between steps). One step adds a few
-numbers to these totals. A sequence stores the totals at its last change of phase, and the next change charges the
-difference to it. So the sum is exact even when steps overlap, and the cost of a step does not grow with the number of
-rows.
+The ledger keeps running totals: for waiting sequences, seconds by the reason why the first request cannot start; for
+decoding sequences, seconds of decode, of slowdown by prefills (stretched), and between steps (host). Each step adds a
+few numbers to these totals. When a sequence changes its phase, it is charged the difference between the totals now and
+at its previous change. So the sum is exact even when steps overlap, and the cost of a step does not grow with the
+number of rows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from chairlift.scheduler.output import SchedulerOutput
 __all__ = ["CAUSES", "CauseLedger", "DecodeSeconds", "causes_until"]
 
 DecodeSeconds = tuple[float, float, float]
-"""Running totals of decoding sequences, in seconds: decode, stretched, host."""
+"""(decode, stretched, host): running totals of decoding sequences, in seconds."""
 
 _HELD_UP_BY: Final = ("", "slots", "blocks", "tokens", "reservation", "batch", "grammar", "adapter", "image")
 _WAITS: Final = ("waiting_step", *(f"waiting_{what}" for what in _HELD_UP_BY[1:]))
@@ -31,29 +32,29 @@ _RUNS: Final = ("decode", "stretched", "host")
 _COLUMNS: Final = (*_WAITS, *_RUNS)
 _NUM_WAITS: Final = len(_WAITS)
 _DECODE, _STRETCHED, _HOST = range(_NUM_WAITS, len(_COLUMNS))
-_MOST_NAMES: Final = 3
-_MOST_TIMES: Final = 8
+_MAX_NAMES: Final = 3
+_MAX_TIMES: Final = 8
 
 
 class _Phase(enum.Enum):
-    """Phase of a sequence. It decides which cause its time is charged to."""
+    """Phase of a sequence. It decides to which cause its time is charged."""
 
     HANGING = "hanging"
-    """The sequence waits until the first answer of its request has computed the prompt. It is charged the same causes
-    as that answer."""
+    """The sequence waits until the first answer of its request has computed the prompt. It is charged to the same
+    causes as that answer."""
     WAITING = "waiting"
     JOINED = "joined"
-    """The sequence has a row, and its first step has not begun."""
+    """The sequence has a row, but its first step has not begun."""
     CHUNK = "chunk"
-    """The step on the executor computes a part of its prompt."""
+    """The current step computes a part of the sequence's prompt."""
     BETWEEN = "between"
-    """The sequence is in its prefill, but the step on the executor computes no part of it."""
+    """The sequence's prompt is partly computed, but the current step computes no part of it."""
     DECODING = "decoding"
     STALLED = "stalled"
     AWAY = "away"
-    """The sequence was preempted, and has not computed its lost positions again."""
+    """The sequence was preempted, and has not yet computed its lost positions again."""
     HELD = "held"
-    """The sequence has ended, and its static batch has not."""
+    """The sequence has ended, but its static batch has not."""
 
 
 _WHOLE: Final = {_Phase.AWAY: "preempted", _Phase.HELD: "waiting_batch"}
@@ -66,20 +67,21 @@ _BESIDES_HOST: Final = {
 
 @dataclasses.dataclass(slots=True)
 class _Account:
-    """Seconds charged to one sequence, and the totals at its last change of phase."""
+    """Seconds charged to one sequence so far, and the totals at its last change of phase."""
 
     request: Request
     since: float
     seen: list[float]
     phase: _Phase = _Phase.WAITING
     share: float = 0.0
-    """Its share of the tokens of the step on the executor."""
+    """Fraction of the current step's tokens that belong to this sequence."""
     step: int = -1
-    """Step in which it joined or was preempted. Earlier steps do not concern it."""
+    """Index of the step in which the sequence joined or was preempted. Results of earlier steps are ignored."""
     stalled: bool = False
-    """Whether it pauses in the middle of decoding. The step before may still be in flight."""
+    """Whether the sequence pauses during decoding, because it lacks blocks. The previous step may still be in
+    flight."""
     back_at: int = 0
-    """Number of positions that it had computed when it was preempted."""
+    """Number of positions that were computed when the sequence was preempted."""
     seconds: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     preempted_by: list[str] = dataclasses.field(default_factory=list)
     preempted_during: list[tuple[float, float]] = dataclasses.field(default_factory=list)
@@ -88,14 +90,15 @@ class _Account:
 class CauseLedger:
     """Charges time to causes. Its methods must be called for every event, in order of time, with times on one clock.
 
-    ``now`` is the start of the ledger. ``model`` tells how much longer a step takes because of its prefills.
+    ``now`` is the time at which the ledger starts. ``model`` predicts how much longer a step takes because of its
+    prefills.
     """
 
     def __init__(self, model: CostModel, now: float) -> None:
         self.decoding: list[tuple[str, dict[str, float], DecodeSeconds]] = []
-        """Sequences with stop strings that began to decode: (id, seconds charged so far, totals at that time). The
-        finder of stop strings takes entries from here, because it also closes the account of an answer that a stop
-        string ends."""
+        """Sequences with stop strings that began to decode: (id, seconds charged so far, totals at that time). The code
+        that finds stop strings takes these entries, because it completes the account of an answer that a stop string
+        ends."""
         self._model = model
         self._at = now
         self._columns = [0.0] * len(_COLUMNS)
@@ -116,7 +119,7 @@ class CauseLedger:
     # -- what happens --------------------------------------------------------------------------------------------
 
     def added(self, request: Request, now: float) -> None:
-        """The scheduler has accepted the request."""
+        """Note that the scheduler has accepted the request."""
         self._advance(now)
         account = self._accounts[request.request_id] = _Account(request, now, self._columns.copy())
         account.seconds["front_door"] = max(0.0, now - request.arrival_time)
@@ -125,7 +128,7 @@ class CauseLedger:
             self._hanging.setdefault(request.source.request_id, []).append(account)
 
     def scheduled(self, out: SchedulerOutput, now: float) -> None:
-        """Note that a step was scheduled at ``now``. It may have nothing to execute."""
+        """Note that a step was scheduled at ``now``. The step may be empty."""
         waits_for = _HELD_UP_BY.index(out.held_up_by)
         if waits_for != self._waits_for or out.joined or out.preempted_for or out.stalled or self._hanging:
             self._advance(now)
@@ -141,7 +144,7 @@ class CauseLedger:
                     self._move(account, _Phase.HELD)
 
     def began(self, out: SchedulerOutput, now: float) -> None:
-        """The executor begins a step: it was idle, or the step before has landed."""
+        """Note that the executor begins a step: it was idle, or the previous step has ended."""
         self._advance(now)
         self._busy = True
         self._decode_share = 1.0
@@ -159,7 +162,7 @@ class CauseLedger:
                 self._decodes(account)
 
     def landed(self, out: SchedulerOutput, now: float) -> None:
-        """The tokens of a step, or its error, are known."""
+        """Note that the tokens of a step, or its error, are known."""
         self._advance(now)
         self._busy = False
         for name, chunk in zip(out.chunk_ids, out.chunks, strict=True) if out.chunks else ():
@@ -175,8 +178,9 @@ class CauseLedger:
                     self._decodes(account)
 
     def ended(self, request: Request, now: float) -> tuple[dict[str, float], list[str], list[tuple[float, float]]]:
-        """The request has left. Returns three things.
-        - Seconds by cause; their sum is the time since its arrival.
+        """Note that the request has ended. Returns three values:
+
+        - Cause -> seconds. The sum is the time since the request's arrival.
         - Ids of the last requests that preempted it, at most 3, the newest at the end.
         - The last 8 intervals (from, until) in which it was preempted.
         """
@@ -217,11 +221,11 @@ class CauseLedger:
         if elapsed <= 0:
             return
         if phase is _Phase.WAITING or phase is _Phase.DECODING:
-            places = range(_NUM_WAITS) if phase is _Phase.WAITING else range(_NUM_WAITS, len(_COLUMNS))
-            for place in places:
-                spent = self._columns[place] - account.seen[place]
+            columns = range(_NUM_WAITS) if phase is _Phase.WAITING else range(_NUM_WAITS, len(_COLUMNS))
+            for column in columns:
+                spent = self._columns[column] - account.seen[column]
                 if spent:
-                    seconds[_COLUMNS[place]] += spent
+                    seconds[_COLUMNS[column]] += spent
         elif phase is _Phase.CHUNK:
             seconds["prefill"] += elapsed * account.share
             seconds["stretched"] += elapsed - elapsed * account.share
@@ -236,7 +240,7 @@ class CauseLedger:
     def _move(self, account: _Account, phase: _Phase) -> None:
         self._charge(account)
         if phase is _Phase.AWAY and account.phase is not phase:
-            account.preempted_during = [*account.preempted_during[1 - _MOST_TIMES :], (self._at, self._at)]
+            account.preempted_during = [*account.preempted_during[1 - _MAX_TIMES :], (self._at, self._at)]
         elif phase is not _Phase.AWAY:
             self._note_return(account)
         account.phase = phase
@@ -265,7 +269,7 @@ class CauseLedger:
             self._move(account, _Phase.AWAY)
             account.step, account.stalled, account.back_at = out.step, False, account.request.num_ever_computed
             if by:
-                account.preempted_by = [*(name for name in account.preempted_by if name != by), by][-_MOST_NAMES:]
+                account.preempted_by = [*(name for name in account.preempted_by if name != by), by][-_MAX_NAMES:]
         for row in out.joined if out.num_tokens else ():  # otherwise the scheduler put them back
             account = self._accounts[row.request_id]
             account.step = out.step
@@ -273,14 +277,15 @@ class CauseLedger:
                 self._move(account, _Phase.JOINED)
 
     def _share_of_decodes(self, out: SchedulerOutput) -> float:
-        """Share of a step's time that its decode rows would have taken without the prefills."""
+        """Fraction of a step's time that its decode rows would have needed without the prefills."""
         prompts = [chunk for chunk in out.chunks if chunk.why not in ("stalled", "verify")]
         num_decodes = out.num_decodes + len(out.chunks) - len(prompts)
         if not prompts or not num_decodes:
             return 0.0 if prompts else 1.0
-        alone = self._model.step_seconds(StepFeatures(num_decodes, out.context_tokens))
-        together = self._model.step_seconds(StepFeatures.of(num_decodes, out.context_tokens, prompts))
-        return min(1.0, alone / together)
+        adapters = out.adapter_bytes
+        decodes_only = self._model.step_seconds(StepFeatures(num_decodes, out.context_tokens, adapter_bytes=adapters))
+        whole_step = self._model.step_seconds(StepFeatures.of(num_decodes, out.context_tokens, prompts, adapters))
+        return min(1.0, decodes_only / whole_step)
 
     def _inherit(self, account: _Account, source: _Account) -> None:
         self._charge(source)
@@ -290,7 +295,7 @@ class CauseLedger:
         account.since, account.seen = self._at, self._columns.copy()
 
     def _release(self, source_id: str, source: _Account) -> None:
-        """End the wait of the other answers for this one."""
+        """Let the other answers of a request wait for themselves: the first answer has computed their common prompt."""
         for account in self._hanging.pop(source_id):
             self._inherit(account, source)
             account.phase = _Phase.WAITING
@@ -303,8 +308,8 @@ def _source(account: _Account) -> Request:
 
 
 def causes_until(begun: Mapping[str, float], then: DecodeSeconds, now: DecodeSeconds) -> dict[str, float]:
-    """Seconds by cause of a sequence that has decoded without a break since ``then``. The arguments are the two parts
-    of an entry of :attr:`CauseLedger.decoding`, and the totals of ``now``."""
+    """Cause -> seconds, for a sequence that has decoded without a break since the totals were ``then``. ``begun`` and
+    ``then`` come from an entry of :attr:`CauseLedger.decoding`; ``now`` are the current totals."""
     causes = dict(begun)
     for name, before, after in zip(_RUNS, then, now, strict=True):
         causes[name] = causes.get(name, 0.0) + max(0.0, after - before)

@@ -1,4 +1,4 @@
-"""Clocks of the engine. Tests and the simulator put their own in place of the machine's."""
+"""Clocks of the engine. Tests and the simulator use their own clock instead of the machine's."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["Clock", "SystemClock", "VirtualClock"]
 
 
 class Clock(Protocol):
-    """Seconds since an arbitrary start, never going back."""
+    """A clock: seconds since an arbitrary start. The time never decreases."""
 
     def now(self) -> float: ...
 
     def wait_until(self, when: float) -> None:
-        """Return when ``now() >= when``."""
+        """Return as soon as ``now() >= when``."""
         ...
 
 
@@ -25,8 +25,8 @@ class SystemClock:
         return time.monotonic()
 
     def wait_until(self, when: float) -> None:
-        while (left := when - time.monotonic()) > 0:
-            time.sleep(left)
+        while (remaining := when - time.monotonic()) > 0:
+            time.sleep(remaining)
 
 
 class VirtualClock:

@@ -1,7 +1,7 @@
 """Scheduler and executor in one loop, with token ids in and out: the engine without text.
 
 It runs in the caller's process under :class:`~chairlift.engine.engine.Engine`, or in its own process under
-:class:`~chairlift.engine.core_process.CoreProcess`. Its inputs and outputs are plain data in both cases.
+:class:`~chairlift.engine.core_process.CoreProcess`. In both cases its inputs and outputs are plain data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from chairlift.engine.estimates import estimator_from
 from chairlift.engine.events import Events
 from chairlift.engine.expert_load import ExpertLoad
 from chairlift.engine.floor_share import FloorShare
-from chairlift.engine.grammars import Grammars, HeldPlace
+from chairlift.engine.grammars import Grammars, SamplePlace
 from chairlift.engine.images import Images
 from chairlift.engine.info import check_update
 from chairlift.engine.input_processor import PreparedRequest
@@ -56,13 +56,15 @@ __all__ = ["CoreOutputs", "EngineClient", "EngineCore", "FinishedSequence", "Pro
 _log = logging.getLogger(__name__)
 _SHARES_SECONDS = 1.0
 _LOOK_AHEAD = 8
-"""Number of waiting requests that are tried when the first does not fit. Each try looks at the request's blocks."""
+"""Number of further waiting requests to try when the first one does not fit. Each try reads the request's block
+table."""
 _MAX_TIMES_PASSED = 16
-"""A waiting request that was passed this often is not passed again, so that large requests start."""
+"""A waiting request is passed by later requests at most this often, so that large requests also start."""
 _MAX_PREEMPTIONS = 8
-"""A request that was preempted this often resumes only with all blocks it may ever need, so that it ends."""
+"""A request that was preempted this often resumes only when it gets all blocks that it may ever need, so that it surely
+ends."""
 _UNREADY_PAUSE = 0.001
-"""Seconds between two checks for compiled grammars and adapters in memory while the loop is otherwise idle."""
+"""Seconds between two checks for compiled grammars and loaded adapters while the loop has nothing else to do."""
 _FAILED = (FinishReason.ERROR, FinishReason.DEADLINE)
 _TOO_LATE = "the request could not be answered by its deadline"
 _NO_ERRORS: Mapping[str, str] = {}
@@ -70,17 +72,17 @@ _NO_ERRORS: Mapping[str, str] = {}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """Log-probabilities at one position: the token there, then the most likely tokens, best first."""
+    """Log-probabilities at one position: first the token at the position, then the most likely tokens, best first."""
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
-    """Rank of the first entry, the chosen token."""
+    """Rank of the first entry (the token at the position) among all tokens; 1 is the most likely."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FinishedSequence:
-    """A sequence that has left the engine and may be delivered."""
+    """A sequence that has ended; its output may be delivered."""
 
     sequence_id: str
     finish_reason: FinishReason
@@ -88,51 +90,54 @@ class FinishedSequence:
     num_preemptions: int = 0
     error: str | None = None
     causes: dict[str, float] | None = None
-    """Seconds from arrival to end, by cause; None where the core did not end it."""
+    """Cause -> seconds, over the sequence's time from arrival to end; None if the core did not end the sequence."""
     preempted_by: list[str] = dataclasses.field(default_factory=list)
-    """Ids of the sequences that preempted it: at most the last three, the newest at the end."""
+    """Ids of the sequences that preempted this sequence: at most the last three, the newest at the end."""
     preempted_during: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    """Intervals (from, until) in which it was preempted, on the core's clock: at most the last eight."""
+    """Intervals (from, until) in which the sequence was preempted, on the core's clock: at most the last eight."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a sequence whose next token takes several steps: a long prefill, or a recompute after preemption."""
+    """Progress of a sequence whose next token needs several steps: a long prefill, or a recompute after preemption."""
 
     sequence_id: str
     num_output_tokens: int
-    """Output tokens when this record was made. A sequence with more tokens makes the record out of date."""
+    """Number of output tokens when this record was made. The record is outdated when the sequence has more."""
     num_computed: int
-    """Leading positions of prompt and answer whose KV is computed."""
+    """Number of leading positions of prompt and answer whose KV is computed."""
     preempted: bool
     seconds_left: float | None = None
-    """Forecast of the seconds until its next token, if later steps are like this one; None while it pauses."""
+    """Forecast of the seconds until the sequence's next token, if later steps are like this one; None while the
+    sequence pauses."""
 
 
 @dataclasses.dataclass(slots=True)
 class CoreOutputs:
-    """Results of one or more steps. Entries i of ``sequence_ids``, ``token_ids`` and ``logprobs`` belong together."""
+    """Results of one or more steps. Entry i of ``sequence_ids``, ``token_ids`` and ``logprobs`` belong to the same
+    token."""
 
     sequence_ids: list[str] = dataclasses.field(default_factory=list)
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenRecord | None] | None = None
-    """None when no request asked for log-probabilities."""
+    """One record or None per token; the list is None if no request asked for log-probabilities."""
     joined: list[tuple[str, int, float]] = dataclasses.field(default_factory=list)
-    """(sequence, prompt tokens found in the prefix cache, time) of each sequence in its first step."""
+    """(sequence, number of prompt tokens found in the prefix cache, time) of each sequence in its first step."""
     prompt_logprobs: list[tuple[str, int, list[TokenRecord]]] = dataclasses.field(default_factory=list)
-    """(sequence, first position, one record per position). A recompute may repeat earlier records."""
+    """(sequence, first position, one record per position). After a recompute, earlier records may be repeated."""
     finished: list[FinishedSequence] = dataclasses.field(default_factory=list)
     decoding: list[tuple[str, dict[str, float], DecodeSeconds]] = dataclasses.field(default_factory=list)
-    """See :attr:`CauseLedger.decoding`."""
+    """Sequences that began to decode; see :attr:`CauseLedger.decoding`."""
     decode_seconds: DecodeSeconds = (0.0, 0.0, 0.0)
-    """The ledger's totals when the tokens were known."""
+    """Totals of the cause ledger at the time when the tokens were known."""
     progress: list[Progress] = dataclasses.field(default_factory=list)
-    """Only sequences with news other than a token."""
+    """Progress of sequences that got no token, but made progress."""
     predicted: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
-    """(sequence, accepted drafts, rejected drafts) so far, of drafts from its expected text, where they changed."""
+    """(sequence, accepted drafts, rejected drafts): new counts since the start of the sequence, for drafts from its
+    ``prediction``."""
 
     def merge(self, later: CoreOutputs) -> None:
-        """Append later results to these, because these could not be sent yet."""
+        """Append later results to this object, which could not be sent yet."""
         if self.logprobs is not None or later.logprobs is not None:
             mine = self.logprobs or [None] * len(self.token_ids)
             self.logprobs = mine + (later.logprobs or [None] * len(later.token_ids))
@@ -149,17 +154,17 @@ class CoreOutputs:
 
 @dataclasses.dataclass(slots=True)
 class _Flight:
-    """A launched step."""
+    """A step that was launched and has not been collected."""
 
     out: SchedulerOutput
     pending: PendingTokens | Exception
     start: float
-    grammars: Sequence[HeldPlace]
-    """Places at which requests with a grammar sample."""
+    grammars: Sequence[SamplePlace]
+    """Sample positions of requests with a grammar or a thinking budget."""
     known: SampledTokens | None = None
 
     def tokens(self) -> SampledTokens:
-        """Wait for the sampled tokens. Raises the step's error."""
+        """Wait for the sampled tokens. Raises the error of the step, if it failed."""
         if self.known is None:
             if isinstance(self.pending, Exception):
                 raise self.pending
@@ -168,22 +173,22 @@ class _Flight:
 
 
 class EngineClient(Protocol):
-    """Interface between the front (text, checks, HTTP) and a core. The core may run in another process.
+    """Interface of a core for its front end (text, checks, HTTP). The core may run in another process.
 
-    Results of steps do not come through this interface. :meth:`EngineCore.step` returns them in this process; another
-    process sends them as frames.
+    Results of steps do not pass through this interface: :meth:`EngineCore.step` returns them, or another process sends
+    them as frames.
     """
 
     def add(self, request: PreparedRequest) -> None:
-        """Queue a request. A refusal is a RequestError, at once or as the request's only outcome."""
+        """Queue a request. A refused request raises RequestError, or is reported as refused later."""
         ...
 
     def abort(self, sequence_ids: Sequence[str]) -> Any:
-        """End sequences in any state, without an output, because their caller has left. Unknown ids are ignored."""
+        """End sequences in any state without an output, because their caller has left. Unknown ids are ignored."""
         ...
 
     def stop(self, sequence_ids: Sequence[str]) -> Any:
-        """End sequences whose text has ended with a stop string. Unknown ids are ignored."""
+        """End sequences whose text has reached a stop string. Unknown ids are ignored."""
         ...
 
 
@@ -199,9 +204,10 @@ def _kv_cache(executor: Executor, config: SchedulerConfig, cache: CacheConfig, s
 
 
 class EngineCore(EngineClient):
-    """Requests in, tokens out, one step at a time. Not thread-safe: one thread owns it.
+    """Takes requests and returns tokens, one step at a time. Not thread-safe: only one thread may use it.
 
-    With a look-ahead depth of d, up to d steps are scheduled and launched beyond the newest known tokens.
+    With ``num_lookahead_steps`` d, up to d steps are scheduled and launched before the tokens of the previous step are
+    known.
     """
 
     def __init__(
@@ -246,27 +252,28 @@ class EngineCore(EngineClient):
             guide=self.grammars,
             max_loras=self.adapters.max_loras,
         )
+        self.scheduler.batch.adapter_sizes = self.adapters.sizes
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
-        self.step_log = StepLog()
-        self.events = Events("added", "scheduled", "landed", "ended")
-        self.events.subscribe("the step log", self.step_log)
         self.masks_of: Callable[[SchedulerOutput], Masks | None] | None = None
-        """Function that returns the masks of a step, called while the model computes it; None where no request has a
-        mask. It does not know the tokens of steps in flight."""
+        """Returns the masks of a step; called while the model computes the step. None if no request has a mask. The
+        function does not know the tokens of steps in flight."""
         self.floor: FloorShare | None = None
-        """Measures how near steps come to the limits of this machine; None where the limits were not measured."""
+        """Compares step times with the limits of this machine; None if the limits were not measured."""
         self.config, self.executor = config, executor
         self.weight_version = 0
-        asked = config.num_lookahead_steps
-        self.num_lookahead_steps = executor.num_lookahead_steps if asked is None else asked
+        setting = config.num_lookahead_steps
+        self.num_lookahead_steps = executor.num_lookahead_steps if setting is None else setting
         counts = getattr(executor, "expert_counts", None)
         self.expert_load = None if counts is None else ExpertLoad(counts)
-        """Tokens per expert of the last steps; None where nothing counts them."""
+        """Tokens per expert in the last steps; None for a model without expert counts."""
         self._begin_books()
 
     def _begin_books(self) -> None:
-        """Initialise the records of the core's steps."""
+        """Initialise the core's records of its steps."""
+        self.step_log = StepLog()
+        self.events = Events("added", "scheduled", "landed", "ended")
+        self.events.subscribe("the step log", self.step_log)
         self._joined: list[tuple[str, int, float]] = []
         self._progress: list[Progress] = []
         self._flights: deque[_Flight] = deque()
@@ -278,7 +285,7 @@ class EngineCore(EngineClient):
 
     @property
     def num_in_flight(self) -> int:
-        """Steps launched whose tokens have not been taken yet."""
+        """Number of launched steps whose tokens were not collected yet."""
         return len(self._flights)
 
     @property
@@ -287,16 +294,16 @@ class EngineCore(EngineClient):
         return bool(self._flights) or self.scheduler.has_unfinished or self.adapters.is_reading
 
     def add(self, request: PreparedRequest) -> None:
-        """Queue all answers of a request, or none. Raises RequestError, and any error of the scheduler."""
+        """Queue all sequences of a request, or none of them. Raises RequestError, and any error of the scheduler."""
         sequences, now = request.make_sequences(), self.clock.now()
-        asked = request.params.structured_outputs
+        setting = request.params.structured_outputs
         if request.adapter_id:
             self.adapters.add(sequences, request.adapter_id)
         try:
             if request.image_spans:
                 self.images.add(sequences, request.image_tiles)
-            if asked is not None:
-                self.grammars.add(sequences, asked.value)
+            if setting is not None:
+                self.grammars.add(sequences, setting.value)
             elif request.params.thinking is not None:
                 self.grammars.limit(sequences, request.params.thinking)
             for sequence in sequences:
@@ -316,22 +323,22 @@ class EngineCore(EngineClient):
             self.events.tell("added", sequence)
 
     def abort(self, sequence_ids: Sequence[str]) -> list[FinishedSequence]:
-        """End sequences in any state. Returns sequences that leave with them: finished members of a static batch."""
+        """End sequences in any state. Returns the sequences that leave with them: in a static batch, members that have
+        already ended."""
         return self._end(sequence_ids, FinishReason.ABORT)
 
     def stop(self, sequence_ids: Sequence[str]) -> list[FinishedSequence]:
-        """End sequences because of their text. Returns the sequences that leave now; in a static batch these may be
-        none or several."""
+        """End sequences because of their text. Returns the sequences that leave now. In a static batch none or several
+        may leave."""
         return self._end(sequence_ids, FinishReason.STOP)
 
     def fail(self, sequence_id: str, reason: str) -> list[FinishedSequence]:
-        """End a sequence whose output cannot be made or sent, with the ``reason``. Returns the sequences that leave
-        now."""
+        """End a sequence whose output cannot be made or sent; ``reason`` is the error message. Returns the sequences
+        that leave now."""
         return self._end([sequence_id], FinishReason.ERROR, reason)
 
     def step(self) -> CoreOutputs | None:
-        """Schedule and launch a step, then wait for the oldest step in flight. None when no step had to be waited
-        for."""
+        """Schedule and launch a step, then wait for the oldest step in flight. None if no step was waited for."""
         if self.images.is_encoding:
             self.images.work(self._decode_seconds())
         now = self.clock.now()
@@ -354,7 +361,7 @@ class EngineCore(EngineClient):
             ended += self._finished(self.scheduler.dropped, self.clock.now(), _TOO_LATE)
             self.scheduler.dropped = []
         if ended:
-            if outputs is None:  # a dropped request may be part of a step in flight
+            if outputs is None:  # no step has ended, so make an empty result for the ended requests
                 outputs, self._joined = CoreOutputs(joined=self._joined), []
             outputs.finished += ended
         return outputs
@@ -368,8 +375,8 @@ class EngineCore(EngineClient):
         return self.costs.model.step_seconds(StepFeatures(len(running), context))
 
     def _take_ready(self, now: float) -> list[FinishedSequence]:
-        """Add requests to the waiting queue whose grammar is now compiled, whose adapter is now in memory and whose
-        images are now encoded. End requests for which one of these failed."""
+        """Queue the requests whose grammar, adapter and images are ready now. End the requests for which one of these
+        failed. Returns the ended sequences."""
         ended: list[FinishedSequence] = []
         if not (self.scheduler.batch.unready or self.grammars.is_compiling or self.adapters.is_reading):
             return ended
@@ -384,7 +391,7 @@ class EngineCore(EngineClient):
         return ended
 
     def land(self) -> CoreOutputs | None:
-        """Wait for the oldest step in flight, without launching another. None when no step is in flight."""
+        """Wait for the oldest step in flight, without launching another. None if no step is in flight."""
         return self._land() if self._flights else None
 
     def update_weights(
@@ -392,8 +399,8 @@ class EngineCore(EngineClient):
     ) -> None:
         """Replace the model's weights. No step may be in flight.
 
-        With ``in_flight="recompute"`` running requests start again. ``progress`` and the errors are those of
-        :class:`~chairlift.executor.executor.LiveWeights`.
+        With ``in_flight="recompute"`` running requests compute their KV again. See
+        :class:`~chairlift.executor.executor.LiveWeights` for ``progress`` and the errors.
         """
         check_update(version, self.weight_version, in_flight)
         recompute = in_flight == "recompute"
@@ -411,14 +418,14 @@ class EngineCore(EngineClient):
 
     @property
     def recorder(self) -> StepRecorder | None:
-        """The recorder; None unless :meth:`watch` was called."""
+        """The recorder of steps; None unless :meth:`watch` was called."""
         return self.events.subscribers.get("the record of steps")
 
     def watch(self, wanted: bool) -> None:
-        """Start or stop recording every event in :attr:`recorder`. A repeated call changes nothing."""
+        """Start or stop to record all events in :attr:`recorder`. A repeated call changes nothing."""
         recorder = self.recorder
         if wanted and recorder is None:
-            # needs msgspec, which an engine without a server does not need
+            # Imported here because it needs msgspec, which an engine without a server does not need.
             from chairlift.engine.step_recorder import StepRecorder
 
             StepRecorder(self)
@@ -426,7 +433,7 @@ class EngineCore(EngineClient):
             recorder.close()
 
     def next_event(self) -> float | None:
-        """Time at which :meth:`step` has work even if no request comes or leaves; None if there is no such time."""
+        """Time at which :meth:`step` next has work if no request comes or leaves; None if there is no such time."""
         now = self.clock.now()
         when = now if self._flights else self.scheduler.next_event(now)
         if self.images.is_encoding:
@@ -436,7 +443,7 @@ class EngineCore(EngineClient):
         return when
 
     def stats(self) -> EngineStats:
-        """Statistics after the newest step. The shares of requests and tenants are at most a second old."""
+        """Statistics after the newest step. The numbers per class, adapter and tenant are at most one second old."""
         self._note_shares()
         if self.expert_load is not None:
             self.expert_load.read(self.clock.now())
@@ -510,8 +517,8 @@ class EngineCore(EngineClient):
         }
 
     def _note_shares(self) -> None:
-        """Sum up the shares of all running requests and tenants. This is not done in every step, to keep steady
-        decoding cheap."""
+        """Count rows per class, adapters in use, and the difference between tenants. It is not done in every step, so
+        that steady decoding stays cheap."""
         now, running = self.clock.now(), self.scheduler.running
         if running and now < self._shares_noted + _SHARES_SECONDS:
             return
@@ -556,8 +563,8 @@ class EngineCore(EngineClient):
         if not self._flights:
             self.causes.began(out, self.clock.now())
         rows = self.grammars.rows_of(out)
-        # Without steps in flight all tokens are known, so masks can be filled while the model runs. The tokens of steps
-        # in flight are known only when those steps end, and the model does not wait for that.
+        # If no steps are in flight, all tokens are known, and the masks can be filled while the model runs. Otherwise
+        # the newest tokens are known only when the steps in flight end, and the model does not wait for that.
         early = self.grammars.begin(rows, self._drawn) if rows and not self._flights else None
         try:
             try:
@@ -575,20 +582,20 @@ class EngineCore(EngineClient):
         self._flights.append(_Flight(out, pending, now, rows))
 
     def _drawn(self, request: Request) -> list[int] | None:
-        """Tokens that steps in flight have sampled for a request with a grammar, oldest first; None where a step
+        """Tokens that steps in flight have sampled for a request with a grammar, oldest first; None if one of the steps
         failed."""
         drawn: list[int] = []
         for flight in self._flights:
             for place in flight.grammars:
                 if place.row.request is request and request.resumed_at_step <= flight.out.step:
                     try:
-                        drawn += place.right(flight.tokens().token_ids)
-                    except Exception:  # its requests end when the step lands
+                        drawn += place.accepted(flight.tokens().token_ids)
+                    except Exception:  # the step failed; its requests end when the step is collected
                         return None
         return drawn
 
     def _land(self) -> CoreOutputs:
-        """Wait for the oldest step in flight and collect its results."""
+        """Wait for the oldest step in flight and return its results."""
         flight = self._flights.popleft()
         out, start = flight.out, flight.start
         outputs, self._joined = CoreOutputs(joined=self._joined), []
@@ -611,7 +618,7 @@ class EngineCore(EngineClient):
         if self.governor is not None:
             self.governor.window.saw(out, result, end - max(start, self._landed_at), end)
         if result.sampled and self.costs.wants(out):
-            # With look-ahead a step is scheduled early, but begins only when the step before has ended.
+            # With look-ahead, a step is scheduled early, but begins only when the previous step has ended.
             self.costs.observe(record.features, end - max(start, self._landed_at), self.costs.num_copied(out))
         was_busy = out.num_decodes > 0 or len(out.chunks) > len(out.joined)
         if was_busy and not out.swap_out and not out.swap_in:
@@ -629,21 +636,22 @@ class EngineCore(EngineClient):
         return outputs
 
     def _note_chunks(self, out: SchedulerOutput) -> None:
-        """Note the progress of requests whose prefill continues in later steps."""
+        """Record the progress of requests whose prefill continues in later steps."""
         size = sum(chunk.num_tokens for chunk in out.chunks)
         for name, chunk in zip(out.chunk_ids, out.chunks, strict=True):
             request = self.scheduler.running.get(name)
             if chunk.samples or request is None or request.num_computed_tokens < chunk.end:
                 continue
-            left = len(request.token_ids) - chunk.end
-            each = min(left, size)
-            step = StepFeatures(out.num_decodes, out.context_tokens, each, each * (chunk.end + left / 2))
-            seconds = math.ceil(left / each) * self.costs.model.step_seconds(step)
+            remaining = len(request.token_ids) - chunk.end
+            each = min(remaining, size)
+            context = each * (chunk.end + remaining / 2)
+            step = StepFeatures(out.num_decodes, out.context_tokens, each, context, out.adapter_bytes)
+            seconds = math.ceil(remaining / each) * self.costs.model.step_seconds(step)
             known, again = request.num_output_tokens, chunk.why != "prefill"
             self._progress.append(Progress(name, known, chunk.end, again, seconds))
 
     def _landed(self, out: SchedulerOutput) -> float:
-        """Note that a step has landed and the next in flight begins. Returns the time."""
+        """Note that a step has ended and the next step in flight begins. Returns the time now."""
         now = self.clock.now()
         self.causes.landed(out, now)
         if self._flights:
@@ -674,25 +682,25 @@ class EngineCore(EngineClient):
         return result
 
     def _complete(self, flight: _Flight, now: float) -> list[Request]:
-        """End answers after which the grammar allows no token. Returns the requests that leave now."""
-        left: list[Request] = []
+        """End the answers whose grammar allows no further token. Returns the requests that leave now."""
+        leaving: list[Request] = []
         for request in self.grammars.complete(flight.grammars):
-            if request.finish_reason is FinishReason.LENGTH:  # the length limit cut nothing off
+            if request.finish_reason is FinishReason.LENGTH:  # the answer was complete at the length limit
                 request.finish_reason = FinishReason.STOP
             elif request.finish_reason is None:
-                left += self.scheduler.finish(request.request_id, FinishReason.STOP, None, now)
-        return left
+                leaving += self.scheduler.finish(request.request_id, FinishReason.STOP, None, now)
+        return leaving
 
     def _take_prompt_logprobs(
         self, out: SchedulerOutput, tokens: SampledTokens, outputs: CoreOutputs, now: float
     ) -> list[FinishedSequence]:
-        """Add prompt log-probabilities to ``outputs``. A request without valid ones ends here, before it gets its
-        token."""
+        """Add prompt log-probabilities to ``outputs``. A request with invalid ones ends here with an error, before it
+        gets its token."""
         names = {chunk.slot: name for name, chunk in zip(out.chunk_ids, out.chunks, strict=True)}
         ended: list[FinishedSequence] = []
         for report in tokens.prompt_logprobs:
             request = self.scheduler.running.get(names[report.slot])
-            # The id may belong to a new request by now; results of the earlier request are not for it.
+            # The id may already belong to a new request. Results of the earlier request must not go to it.
             if request is None or request.admitted_at_step > out.step:
                 continue
             reason, name = report.error, request.request_id
@@ -709,8 +717,8 @@ class EngineCore(EngineClient):
 
     @staticmethod
     def _token_records(tokens: SampledTokens) -> list[TokenRecord | None] | None:
-        """One record per sampled row; None when no row asked for log-probabilities. A row without a valid record
-        fails."""
+        """One record per sampled row; the result is None if no row asked for log-probabilities. A row with an invalid
+        record gets an error instead of its token."""
         if tokens.logprobs is None:
             return None
         records: list[TokenRecord | None] = [None] * len(tokens.logprobs)
@@ -726,10 +734,10 @@ class EngineCore(EngineClient):
     def _finished(
         self, ended: Sequence[Request], now: float, error: str | None = None, errors: Mapping[str, str] = _NO_ERRORS
     ) -> list[FinishedSequence]:
-        """Make the records of sequences that left at ``now``.
+        """Make the records of sequences that ended at ``now``.
 
-        ``error`` applies to all that failed; members of a static batch that had ended well leave with them, without it.
-        ``errors`` applies to the sequences that it names.
+        ``error`` is the message for all failed sequences. (Members of a static batch that ended well leave together
+        with them, without an error.) ``errors`` maps sequence ids to their own messages, which take precedence.
         """
         for request in ended:
             self.answer_lengths.add(request)

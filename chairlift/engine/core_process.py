@@ -1,8 +1,8 @@
-"""The core in the engine process: commands come from a socket, and one frame per step goes back.
+"""Runs the core in the engine process: commands arrive on a socket, and one frame per step goes back.
 
-One thread does everything. Between two steps it reads commands and sends what the socket accepts. It sleeps in ``poll``
-while there is nothing to compute. It never waits for a reader: results that cannot be sent yet are merged with those of
-the next step.
+The process has one thread. Between two steps it reads commands and sends as many bytes as the socket accepts. It sleeps
+in ``poll`` while there is nothing to compute. It never waits for a slow reader: results that cannot be sent yet are
+merged with the results of the next step.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ _log = logging.getLogger(__name__)
 
 _READ: Final = 1 << 18
 _WATCH_SECONDS: Final = 0.1
-"""Seconds between two reports to viewers. A viewer sees steady motion, without a frame per step."""
-_MOST_MERGED: Final = 1 << 21
-"""Limit of tokens and log-probabilities in merged results. As a frame they take less than half of the longest frame."""
+"""Seconds between two reports of steps to viewers: short enough for a smooth picture, without a frame per step."""
+_MAX_MERGED: Final = 1 << 21
+"""Maximum number of tokens and log-probabilities in merged results. As a frame they need less than half of the maximum
+frame size."""
 
 
 class Connection:
-    """A non-blocking stream of frames. ``closed`` is true after the other side has closed it."""
+    """A non-blocking stream of frames. ``closed`` is true after the other side has closed the connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -66,16 +67,16 @@ class Connection:
 
     @property
     def backlog(self) -> int:
-        """Bytes that are queued and not yet in the socket."""
+        """Number of queued bytes that the socket has not accepted yet."""
         return len(self._unsent)
 
     def send(self, message: Message) -> None:
-        """Queue a frame, and send what can be sent now."""
+        """Queue a frame, and send as many bytes as the socket accepts."""
         self._unsent += encode(message)
         self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes without waiting."""
+        """Send as many queued bytes as the socket accepts without waiting."""
         try:
             while self._unsent and not self.closed:
                 sent = self._sock.send(memoryview(self._unsent)[: 1 << 20])
@@ -86,8 +87,8 @@ class Connection:
             self.closed = True
 
     def receive(self, timeout: float | None) -> list[Message]:
-        """Messages that have arrived. Waits up to ``timeout`` seconds (None: without limit) for a message, or for room
-        to send."""
+        """Messages that have arrived. Waits until a message arrives or the socket accepts more bytes, at most
+        ``timeout`` seconds (None: without limit)."""
         if self.closed:
             return []
         poll = select.poll()
@@ -120,7 +121,7 @@ class FrameLogHandler(logging.Handler):
 
 
 class CoreProcess:
-    """A core behind a connection."""
+    """Runs a core whose requests and results pass through a connection."""
 
     def __init__(
         self,
@@ -138,11 +139,12 @@ class CoreProcess:
         depth = core.num_lookahead_steps
         self._forecaster = Forecaster(core.scheduler, core.costs, core.answer_lengths, priorities, depth)
         self._forecast: Forecast | None = None
-        """The newest forecast, until it is sent."""
+        """The newest forecast that was not sent yet."""
         self._pending: list[CoreOutputs] = []
-        """Results of steps that the socket had no room for, one frame each. Later steps are merged into the last."""
+        """Results of steps that the socket had no room for, one frame each. The results of later steps are merged into
+        the last entry."""
         self._num_values = 0
-        """Number of values in the last of them."""
+        """Number of tokens and log-probabilities in the last entry of ``_pending``."""
         self._watched_at = 0.0
 
     def run(self) -> None:
@@ -154,8 +156,8 @@ class CoreProcess:
                 self._obey(message)
             if core.has_work:
                 outputs = core.step()
-                made = self._forecaster.advance(core.clock.now())
-                self._forecast = made or self._forecast
+                forecast = self._forecaster.advance(core.clock.now())
+                self._forecast = forecast or self._forecast
                 if outputs is not None:
                     self._deliver(outputs)
             for state in self._core.adapters.take_states():
@@ -169,7 +171,7 @@ class CoreProcess:
         if not self._core.has_work:
             return None
         when = self._core.next_event()
-        # The core waits for nothing with a known time (a batch that fills, a block that is freed), so look again soon.
+        # The core waits for an event without a known time (a batch fills up, a block is freed), so look again soon.
         return 0.05 if when is None else max(0.0, when - self._core.clock.now())
 
     def _obey(self, message: Message) -> None:
@@ -199,7 +201,7 @@ class CoreProcess:
             self._connection.frames.num_bad += 1
 
     def _update(self, message: UpdateWeights) -> None:
-        """Replace the weights. Before that, wait for the steps in flight and queue their results, even if the socket is
+        """Replace the weights. First wait for the steps in flight, and queue their results even if the socket is
         full."""
         landed = CoreOutputs()
         while (step := self._core.land()) is not None:
@@ -213,7 +215,7 @@ class CoreProcess:
             self._connection.send(Ready(self._info.updated(message.source, message.version)))
 
     def _show(self) -> None:
-        """Send the recorded steps to viewers, if it is time or if there is nothing else to do."""
+        """Send the recorded steps to viewers if a report is due, or if there is no other work."""
         recorder, now = self._core.recorder, self._core.clock.now()
         if recorder is None or self._connection.backlog:
             return
@@ -228,7 +230,7 @@ class CoreProcess:
 
     def _deliver(self, outputs: CoreOutputs, *, at_once: bool = False) -> None:
         num_values = _num_values(outputs)
-        if self._pending and (not num_values or self._num_values + num_values <= _MOST_MERGED):
+        if self._pending and (not num_values or self._num_values + num_values <= _MAX_MERGED):
             self._pending[-1].merge(outputs)
             self._num_values += num_values
         else:
@@ -239,10 +241,10 @@ class CoreProcess:
             self._forecast = None
 
     def _send_step(self, outputs: CoreOutputs) -> None:
-        """Send the results of steps.
+        """Send the results of steps as one frame.
 
-        If they do not fit in a frame, end the sequence with the most log-probabilities with an error and drop its part,
-        until they fit. Without log-probabilities the error is raised.
+        If they do not fit into a frame, the sequence with the most log-probabilities ends with an error and its results
+        are dropped; this repeats until the rest fits. If there are no log-probabilities, the error is raised.
         """
         while True:
             try:
@@ -261,7 +263,7 @@ class CoreProcess:
 
 
 def _largest(outputs: CoreOutputs) -> str | None:
-    """Name of the sequence with the most log-probabilities; None where no sequence has any."""
+    """Id of the sequence with the most log-probabilities; None if no sequence has any."""
     sizes: Counter[str] = Counter()
     for name, _, entries in outputs.prompt_logprobs:
         sizes[name] += sum(len(record.token_ids) for record in entries)
@@ -271,19 +273,19 @@ def _largest(outputs: CoreOutputs) -> str | None:
 
 
 def _without(outputs: CoreOutputs, name: str) -> CoreOutputs:
-    """The results without the tokens and log-probabilities of one sequence."""
-    kept = [row for row, each in enumerate(outputs.sequence_ids) if each != name]
+    """The results without the tokens and log-probabilities of the sequence ``name``."""
+    rows = [row for row, each in enumerate(outputs.sequence_ids) if each != name]
     return dataclasses.replace(
         outputs,
-        sequence_ids=[outputs.sequence_ids[row] for row in kept],
-        token_ids=[outputs.token_ids[row] for row in kept],
-        logprobs=None if outputs.logprobs is None else [outputs.logprobs[row] for row in kept],
+        sequence_ids=[outputs.sequence_ids[row] for row in rows],
+        token_ids=[outputs.token_ids[row] for row in rows],
+        logprobs=None if outputs.logprobs is None else [outputs.logprobs[row] for row in rows],
         prompt_logprobs=[each for each in outputs.prompt_logprobs if each[0] != name],
     )
 
 
 def _num_values(outputs: CoreOutputs) -> int:
-    """Number of tokens and log-probabilities. Only these grow without limit while results wait to be sent."""
+    """Number of tokens and log-probabilities. Only these can grow without limit while results wait to be sent."""
     records = [record for _, _, entries in outputs.prompt_logprobs for record in entries]
     records += filter(None, outputs.logprobs or ())
     return len(outputs.token_ids) + sum(len(record.token_ids) for record in records)

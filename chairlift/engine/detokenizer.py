@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time. It emits whole characters only, and finds stop strings across token
+"""Converts token ids to text, one token at a time. It emits only whole characters, and finds stop strings across token
 borders."""
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from chairlift.tokenizer import Tokenizer
 __all__ = ["IncrementalDetokenizer", "TokenText", "token_decoder"]
 
 _CONTEXT_TOKENS: Final = 8
-"""Prompt tokens that a windowed decoder reads as context of the first generated token."""
+"""Number of last prompt tokens that a windowed decoder uses as context for the first generated token."""
 _MAX_HELD_TOKENS: Final = 4
-"""A UTF-8 character has at most four bytes, so at most this many tokens wait for one character to end."""
+"""A UTF-8 character has at most four bytes, so at most this many tokens wait until one character is complete."""
 
 
 class TokenText(Protocol):
-    """Turns tokens into text. The returned pieces in order are the whole text."""
+    """Converts tokens to text. The returned pieces, joined in order, are the whole text."""
 
     def feed(self, token_id: int) -> str:
-        """Text that this token completes. It is empty while a character is incomplete."""
+        """Text that this token completes. It is empty while the last character is incomplete."""
 
     def flush(self) -> str:
-        """Text of an incomplete last character."""
+        """Text of a last character that stayed incomplete."""
 
 
 def token_decoder(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> TokenText:
@@ -36,17 +36,18 @@ def token_decoder(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_sp
 
 
 class IncrementalDetokenizer:
-    """The text of one growing answer.
+    """The text of one answer while it is generated.
 
-    Feed tokens with :meth:`update`; read :attr:`text` or :meth:`take_delta`. The prompt gives the left context, so
-    prompt text + answer text is the text of the whole sequence (where the prompt ends inside a character, the answer
-    has that character). Nothing depends on how tokens are grouped into calls. A token costs O(1), whatever the length.
+    Add tokens with :meth:`update`; read :attr:`text` or :meth:`take_delta`. The prompt is the left context, so prompt
+    text + answer text is the text of the whole sequence. (If the prompt ends inside a character, the answer's text has
+    that character.) The result does not depend on how tokens are grouped into calls. Each token costs O(1), whatever
+    the length of the answer.
 
-    Two ways to get there. Where each token stands for fixed bytes (byte-level BPE, byte fallback), an incremental UTF-8
-    decoder is exact for every split of a character and every invalid byte. Other decoders look at neighbouring tokens,
-    so a short window is decoded twice, with and without the new token, and the difference is the new text (the
-    prefix and read offsets of TGI and vLLM). ``DecodeStream`` of the tokenizers library does neither: it never emits a
-    character that stays incomplete at the end, and its window grows for as long as bytes are invalid.
+    There are two decoders. If each token is a fixed sequence of bytes (byte-level BPE, byte fallback), an incremental
+    UTF-8 decoder is exact for every split character and every invalid byte. In other tokenizers the text of a token
+    depends on its neighbours; there a short window is decoded twice, with and without the new token, and the difference
+    is the new text (as in TGI and vLLM). ``DecodeStream`` of the tokenizers library is not used: it never emits a
+    character that stays incomplete at the end, and its window grows while bytes are invalid.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -65,15 +66,16 @@ class IncrementalDetokenizer:
         self._ended = False
 
     def update(self, token_ids: Sequence[int], stop_terminated: bool = False) -> str | None:
-        """Append generated tokens; returns the stop string that the text now contains, or None.
+        """Append generated tokens. Returns the stop string that the text now contains, or None.
 
-        Among several, the one that is complete first in the text wins, then the longest. The text is cut before it, or
-        after it with ``include_stop_str_in_output``, and later tokens are ignored. A match counts only if it ends in
-        text of a token past the first ``min_tokens``. ``stop_terminated`` says that the last token ended the answer
-        (end of sequence or a stop token id); its text is left out unless ``include_stop_str_in_output``.
+        If there are several, the stop string that ends first is taken, and of those that end together the longest. The
+        text is cut before the stop string (after it with ``include_stop_str_in_output``), and later tokens are ignored.
+        A match counts only if its last character belongs to a token after the first ``min_tokens`` tokens.
+        ``stop_terminated`` says that the last token ended the answer (end of sequence or a stop token id); the text of
+        this token is left out unless ``include_stop_str_in_output``.
 
-        A stop string that spells a special token matches that token, also where the text leaves special tokens out;
-        ``include_stop_str_in_output`` then puts the stop string into the text as it was given.
+        A stop string that spells a special token matches that token, even if special tokens are left out of the text.
+        With ``include_stop_str_in_output`` the text then ends with the stop string.
         """
         hidden = len(token_ids) - 1 if stop_terminated and not self._include_stop else len(token_ids)
         for index, token_id in enumerate(token_ids):
@@ -87,9 +89,11 @@ class IncrementalDetokenizer:
         return None
 
     def finish(self) -> str | None:
-        """End the text: a character that stayed incomplete becomes U+FFFD, held-back text is released.
+        """End the text: a character that stayed incomplete becomes U+FFFD, and text that could have become a stop
+        string is released.
 
-        Returns a stop string completed by that last character, else None. Called by ``take_delta(finished=True)``.
+        Returns the stop string that the last character completes, or None. ``take_delta(finished=True)`` calls this
+        method.
         """
         if self._ended:
             return None
@@ -99,7 +103,7 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """Visible text so far: everything but an end that may still become a stop string."""
+        """Visible text so far: all text except an end that may still become a stop string."""
         return self._whole()[: self._visible()]
 
     def take_delta(self, finished: bool) -> str:
@@ -124,7 +128,7 @@ class IncrementalDetokenizer:
             return None
         counts = self._num_tokens > self._min_tokens
         start = self._length - len(piece)
-        # min() returns the first of equal entries, and a match in the text itself comes first
+        # min() returns the first of equal entries; the entry for the visible text is appended first.
         ends: list[tuple[int, int, str, str]] = []
         if piece and (found := self._stop.find(piece, counts)) is not None:
             stop, end = found
@@ -155,7 +159,7 @@ class IncrementalDetokenizer:
 
 
 class _StopMatcher:
-    """Finds stop strings in a stream of text. It stores no text, only how much of each stop string matches so far. A
+    """Finds stop strings in a stream of text. It stores no text, only how much of each stop string matches so far. Each
     character costs O(1) per stop string on average, for stop strings of any length (Knuth, Morris and Pratt, 1977)."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -166,10 +170,11 @@ class _StopMatcher:
         self._tail = ""
         self._borders = [_borders(stop) for stop in stops]
         self._begun = [0] * len(stops)
-        """For each stop string, how many of its first characters the text ends with. Always fewer than all."""
+        """Per stop string: number of its first characters that the text ends with. Always less than its length."""
 
     def find(self, piece: str, counts: bool) -> tuple[str, int] | None:
-        """The first stop string that ends inside ``piece``, and the offset in ``piece`` behind its last character."""
+        """(stop string, offset in ``piece`` after its last character) of the stop string that ends first inside
+        ``piece``; None if none does. ``counts`` says whether a match counts now."""
         if counts:
             text, old = self._tail + piece, len(self._tail)
             ends = [(at + len(stop), -len(stop), stop) for stop in self.stops if (at := self._at(text, stop, old)) >= 0]
@@ -198,7 +203,7 @@ class _StopMatcher:
 
 @functools.lru_cache(maxsize=1024)
 def _borders(stop: str) -> tuple[int, ...]:
-    """For each prefix of ``stop``, the length of its longest proper border: text that both begins and ends it."""
+    """For each prefix of ``stop``: length of the longest shorter text that is both its beginning and its end."""
     borders = [0] * len(stop)
     length = 0
     for index in range(1, len(stop)):
@@ -212,8 +217,8 @@ def _borders(stop: str) -> tuple[int, ...]:
 class _SpelledStops:
     """Finds stop strings that spell a special token.
 
-    It searches a second version of the answer, in which each special token is spelled as in the vocabulary. The visible
-    text may leave these tokens out. Offsets returned are those of the visible text.
+    It searches a second version of the answer's text, in which each special token is spelled as in the vocabulary. The
+    visible text may leave special tokens out. The returned offsets are offsets in the visible text.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
@@ -221,17 +226,19 @@ class _SpelledStops:
         self._matcher = _StopMatcher(stops)
         self._longest = max(map(len, stops))
         self._length = 0
-        """Characters of the second version."""
+        """Number of characters of the second version so far."""
         self._special: list[tuple[int, int, int]] = []
-        """(begin, end, length in the visible text) of special tokens near the end. Begin and end count in the second
-        version."""
+        """(begin, end, length in the visible text) of special tokens near the end. Begin and end are offsets in the
+        second version."""
         self._excess = 0
-        """Characters by which earlier special tokens are longer in the second version than in the visible text."""
+        """Number of characters by which earlier special tokens are longer in the second version than in the visible
+        text."""
         self.safe = 0
-        """Number of characters of the visible text that no stop string can cut off any more."""
+        """Number of leading characters of the visible text that no stop string can cut off any more."""
 
     def find(self, piece: str, token_id: int | None, counts: bool) -> tuple[str, int, int] | None:
-        """The stop string that a token with this ``piece`` of visible text completes; None if it completes none.
+        """Find the stop string that a token completes. ``piece`` is the visible text of the token. None if it completes
+        none.
 
         The result is (stop string, offset of its end in ``piece``, offset of its beginning in the visible text).
         """
@@ -270,7 +277,7 @@ class _SpelledStops:
 
 
 class _ByteText:
-    """Decoder for tokenizers that map each token to fixed bytes."""
+    """Decoder for tokenizers in which each token is a fixed sequence of bytes."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         decoding = tokenizer.byte_decoding
@@ -281,7 +288,7 @@ class _ByteText:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(decoding.errors)
         self._fed = False
         tail = tokenizer.tail_bytes(prompt_token_ids, skip_special_tokens)
-        # The bytes of an incomplete last character of the prompt stay in the decoder.
+        # If the prompt ends with an incomplete character, its bytes stay in the decoder.
         self._utf8.decode(tail)
         self._at_start = decoding.strip_start and not tail
 
@@ -303,14 +310,14 @@ class _ByteText:
 
 
 class _WindowText:
-    """Decoder for tokenizers whose text depends on neighbouring tokens. It decodes a short window with and without the
-    new token."""
+    """Decoder for tokenizers in which the text of a token depends on its neighbours. It decodes a short window with and
+    without the new token."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._decode = tokenizer.decode
         self._skip = skip_special_tokens
-        # Skipped tokens must not fill the window. A decoder that treats the first token of a text differently would do
-        # so with the next token.
+        # Skipped tokens are left out of the window: a decoder may treat the first token of a text differently, and
+        # after skipped tokens it would treat the next token as the first.
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._vocab_size = tokenizer.vocab_size
         self._window: list[int] = []
@@ -320,7 +327,7 @@ class _WindowText:
             if self._counts(token_id):
                 self._window.insert(0, token_id)
         self._read = len(self._window)
-        """Number of tokens of the window whose text was emitted."""
+        """Number of leading tokens of the window whose text was emitted."""
         self._before = self._text_of(self._window)
 
     def feed(self, token_id: int) -> str:
@@ -338,8 +345,8 @@ class _WindowText:
 
     def _advance(self, text: str) -> str:
         piece = text[len(self._before) :]
-        # The tokens just emitted are enough context. The window is never empty: the next token must not look like the
-        # first of a text.
+        # The tokens emitted last are enough context. The window never becomes empty, because the next token must not be
+        # decoded as the first token of a text.
         self._window = self._window[self._read :] or self._window
         self._before = self._text_of(self._window)
         self._read = len(self._window)

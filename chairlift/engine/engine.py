@@ -1,4 +1,4 @@
-"""The engine in the caller's process: requests in, text out, one step at a time."""
+"""The engine in the caller's process: takes requests and returns text, one step at a time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """A core with the input checks before it and the text output behind it. Not thread-safe: one thread owns it."""
+    """A core with checks of the input and conversion of the output to text. Not thread-safe: only one thread may use
+    it."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Engine:
 
     @property
     def limits(self) -> ModelLimits:
-        """Limits of the model."""
+        """Limits of the model that requests must respect."""
         return self._inputs.limits
 
     @property
@@ -97,7 +98,7 @@ class Engine:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps launched whose tokens have not been taken yet."""
+        """Number of launched steps whose tokens were not collected yet."""
         return self.core.num_in_flight
 
     def add_request(
@@ -111,10 +112,10 @@ class Engine:
         tenant: str = "",
         lora_request: LoRARequest | None = None,
     ) -> str:
-        """Queue a request and return its id. Raises RequestError, and changes nothing, when it cannot be served.
+        """Queue a request and return its id. If the request cannot be served, raises RequestError and changes nothing.
 
-        With ``stream``, every step with a new token reports the request; without it, only the last step does. An
-        adapter is read here at its first use; ModelLoadError says what is wrong with it.
+        With ``stream``, :meth:`step` returns an output after every new token; otherwise only at the end. The adapter is
+        read here at its first use; raises ModelLoadError if it cannot be read.
         """
         self._check_alive()
         request_id = uuid.uuid4().hex if request_id is None else request_id
@@ -133,7 +134,7 @@ class Engine:
             self._outputs.add(prepared, stream)
         except RequestError:
             raise
-        except Exception:  # out of memory, for example; this request leaves, and the others go on
+        except Exception:  # out of memory, for example; this request ends, other requests continue
             self._ready += self._finish(self.core.abort(prepared.sequence_ids))
             raise
         except BaseException:  # Ctrl-C: the request is only partly added
@@ -142,21 +143,22 @@ class Engine:
         _log.debug("request %r: %d prompt tokens, seed %d", request_id, len(prepared.prompt_token_ids), prepared.seed)
         return request_id
 
-    def _adapter_of(self, asked: LoRARequest | None) -> int:
-        if asked is None:
+    def _adapter_of(self, lora_request: LoRARequest | None) -> int:
+        if lora_request is None:
             return 0
-        if not isinstance(asked, LoRARequest):
-            raise RequestError(f"lora_request must be a LoRARequest, got {type(asked).__name__}")
-        entry = self._adapters.find(asked)
+        if not isinstance(lora_request, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest, got {type(lora_request).__name__}")
+        entry = self._adapters.find(lora_request)
         if entry is None:
-            load = self._adapters.next_load(asked.lora_name, str(asked.lora_path))
+            load = self._adapters.next_load(lora_request.lora_name, str(lora_request.lora_path))
             self.core.adapters.load_now(load)
-            entry = AdapterEntry(load, asked.lora_int_id)
+            entry = AdapterEntry(load, lora_request.lora_int_id)
             self._adapters.add(entry)
         return entry.load.adapter_id
 
     def remove_lora(self, int_id: int) -> bool:
-        """Forget an adapter by its caller's number: its requests go on, and the number is free. False when unknown."""
+        """Remove an adapter by its caller's number. Its running requests continue, and the number may be used again.
+        Returns False for an unknown number."""
         entry = self._adapters.with_int_id(int_id)
         if entry is None:
             return False
@@ -165,22 +167,22 @@ class Engine:
         return True
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state, at once and without an output. Returns False when it is unknown or was
-        delivered."""
+        """End a request in any state, at once and without an output. Returns False for a request that is unknown or
+        whose last output was returned."""
         undelivered = [output for output in self._ready if output.request_id == request_id]
         self._ready = [output for output in self._ready if output.request_id != request_id]
         if request_id not in self._outputs:
             return bool(undelivered)
         for sequence_id in self._outputs.remove(request_id):
-            # In a static batch, members that only waited for this request leave with it.
+            # In a static batch, members that have ended and waited for this request leave together with it.
             self._ready += self._finish(self.core.abort([sequence_id]))
         return True
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return the requests with news. Sleeps when the next work is due later.
+        """Run one step and return the outputs of requests with new results. Sleeps until the next work is due.
 
-        A faulty request does not raise here. After any other exception (Ctrl-C, a bug) scheduler and executor no longer
-        agree, so all later calls raise EngineDeadError.
+        A request that fails raises nothing here; its output has the error. After any exception (Ctrl-C, a bug) the
+        states of scheduler and executor may differ, so all later calls raise EngineDeadError.
         """
         self._check_alive()
         self._dead = True
@@ -191,7 +193,7 @@ class Engine:
     def update_weights(self, source: WeightSource, version: int, *, in_flight: str = "continue") -> None:
         """Use other weights from the next step on; see :meth:`chairlift.llm.LLM.update_weights`.
 
-        Steps in flight are waited for first. The next :meth:`step` reports their tokens.
+        First waits for the steps in flight; the next :meth:`step` returns their tokens.
         """
         self._check_alive()
         self._dead = True
@@ -199,7 +201,7 @@ class Engine:
             self._ready += self._take(step)
         try:
             self.core.update_weights(source, version, in_flight)
-        except (ConfigError, ModelLoadError):  # nothing was changed
+        except (ConfigError, ModelLoadError):  # the weights are unchanged
             self._dead = False
             raise
         self._outputs.weights_changed(version)
@@ -210,7 +212,7 @@ class Engine:
         self.scheduler.check_invariants()
 
     def shutdown(self) -> None:
-        """End all requests, report no outputs for them, and free the executor."""
+        """End all requests without outputs, and free the executor."""
         for request_id in self._outputs.ids():
             self._outputs.remove(request_id)
         self._ready.clear()
@@ -236,20 +238,20 @@ class Engine:
         for sequence_id in self._outputs.take(step, self.clock.now()):
             finished += self.core.stop([sequence_id])
         outputs = self._finish(finished)
-        if self.scheduler.membership.held:  # a static batch delivers nothing before it ends
+        if self.scheduler.membership.held:  # a static batch delivers no output before it ends
             return outputs
         reported = {output.request_id for output in outputs}
         growing = self._outputs.touched(step.sequence_ids)
-        told = [state for state in growing if state.stream and state.request_id not in reported]
-        return outputs + self._told(told)
+        to_report = [state for state in growing if state.stream and state.request_id not in reported]
+        return outputs + self._outputs_of(to_report)
 
     def _finish(self, finished: list[FinishedSequence]) -> list[RequestOutput]:
         states: list[RequestState] = self._outputs.finish(finished, self.clock.now())
-        held = self.scheduler.membership.held  # a static batch delivers only complete answers
-        return self._told([state for state in states if state.finished or (state.stream and not held)])
+        holds_batch = self.scheduler.membership.held  # a static batch delivers only complete answers
+        return self._outputs_of([state for state in states if state.finished or (state.stream and not holds_batch)])
 
-    def _told(self, states: list[RequestState]) -> list[RequestOutput]:
-        """Outputs of these requests. A request whose output cannot be made ends."""
+    def _outputs_of(self, states: list[RequestState]) -> list[RequestOutput]:
+        """Outputs of these requests. A request whose output cannot be made ends with an error."""
         outputs: list[RequestOutput] = []
         for state in states:
             try:

@@ -1,4 +1,4 @@
-"""Estimates for a request, from measured step times, lengths of ended answers, and cached prefixes."""
+"""Estimates for one request, made from measured step times, lengths of ended answers, and cached prefixes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def estimator_from(costs: Costs, lengths: AnswerLengths, kv: KVCacheManager) -> 
 
     def estimate(request: Request) -> Estimate:
         source, num_shared = request.source, kv.num_shared(request)
-        # Another answer computes the same prompt. Its KV can be shared once it has its first token.
+        # Another answer to the same prompt computes the prompt. Its KV can be shared when its first token is known.
         if source is not None and not source.is_finished and not source.num_output_tokens:
             num_shared = request.num_prompt_tokens - 1
         expected = lengths.expected(request) if lengths.knows(request) else None

@@ -1,8 +1,8 @@
 """Events of an engine, and their subscribers.
 
-The core publishes requests that were ``added`` and have ``ended``, and steps that were ``scheduled`` and have
-``landed``. The engine in the server's process publishes requests that ``began`` and have ``ended``, and ``steps``: the
-lines that the core's recorder made. An event without subscribers costs one call.
+The core publishes ``added`` and ``ended`` for requests, ``scheduled`` and ``landed`` for steps. The engine in the
+server's process publishes ``began`` and ``ended`` for requests, and ``steps``: lines of the core's recorder. An event
+without subscribers costs one call.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ _log = logging.getLogger(__name__)
 
 
 class Events:
-    """Subscribers by name.
+    """Subscribers to the events of an engine, by name.
 
-    A subscriber has one method per event that it wants, with the event's name. It is called on the engine's own thread,
-    so it must be quick. Its exceptions are logged and do not affect the engine; its method ``missed``, if there is one,
-    is called then. ``changed`` is called whenever a subscriber comes or goes.
+    For each event that it wants, a subscriber has a method with the event's name. The method is called in the engine's
+    thread, so it must be fast. If it raises an exception, the exception is logged, the engine continues, and the
+    subscriber's method ``missed`` is called if it has one. ``changed`` is called after a subscriber is added or
+    removed.
     """
 
     def __init__(self, *events: str, changed: Callable[[], object] = lambda: None) -> None:
@@ -30,7 +31,7 @@ class Events:
         self._changed = changed
 
     def subscribe(self, name: str, subscriber: Any) -> None:
-        """Add ``subscriber``. It is called after the earlier ones."""
+        """Add a subscriber. Earlier subscribers are called before it."""
         self.subscribers[name] = subscriber
         self._renew()
 
@@ -40,11 +41,11 @@ class Events:
             self._renew()
 
     def wants(self, event: str) -> bool:
-        """Whether anybody has subscribed to the event."""
+        """Whether the event has a subscriber."""
         return bool(self._calls[event])
 
     def tell(self, event: str, *facts: Any) -> None:
-        """Call the subscribers of an event."""
+        """Call the subscribers of an event with its ``facts``."""
         for name, call in self._calls[event]:
             try:
                 call(*facts)
@@ -56,6 +57,6 @@ class Events:
 
     def _renew(self) -> None:
         for event in self._calls:
-            told = ((name, getattr(each, event, None)) for name, each in self.subscribers.items())
-            self._calls[event] = tuple((name, call) for name, call in told if call is not None)
+            methods = ((name, getattr(each, event, None)) for name, each in self.subscribers.items())
+            self._calls[event] = tuple((name, call) for name, call in methods if call is not None)
         self._changed()

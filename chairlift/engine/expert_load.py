@@ -1,4 +1,4 @@
-"""Load of experts: how many tokens each expert computed lately, and how uneven that is."""
+"""Load of experts: how many tokens each expert computed recently, and how uneven the load is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 __all__ = ["ExpertLoad"]
 
-_LEAST_SECONDS = 1.0
-"""Least seconds between two readings of the counts."""
+_MIN_SECONDS = 1.0
+"""Minimum number of seconds between two readings of the counts."""
 _SECONDS = 10.0
 """Time constant of the moving average, in seconds."""
 
@@ -18,7 +18,8 @@ _SECONDS = 10.0
 class ExpertLoad:
     """Moving average of the tokens per layer and expert.
 
-    ``counts`` [layers, experts] are the tokens so far. The kernels add to them; they are read once per second at most.
+    ``counts`` [layers, experts] are the numbers of tokens so far. The kernels increase them; this class reads them at
+    most once per second.
     """
 
     def __init__(self, counts: npt.NDArray[np.int64]) -> None:
@@ -29,12 +30,13 @@ class ExpertLoad:
         self.number = 0
         """Number of readings so far that found new tokens."""
         self.imbalance: list[float] = []
-        """For each layer of experts, tokens of its busiest expert divided by the mean of its experts, lately: 1.0 when
-        all have as many, the number of experts when one has all. Empty before the first token."""
+        """Per layer of experts: recent tokens of the busiest expert divided by the mean of all experts. 1.0 means that
+        all have the same load; the number of experts means that one has the whole load. Empty before the first
+        token."""
 
     def read(self, now: float) -> None:
-        """Read the counts, unless that was done less than a second ago or nothing was computed since."""
-        if now < self._read_at + _LEAST_SECONDS:
+        """Read the counts, unless less than a second has passed or no token was computed since the last reading."""
+        if now < self._read_at + _MIN_SECONDS:
             return
         counts = self._counts.copy()
         new = counts - self._seen
@@ -47,6 +49,6 @@ class ExpertLoad:
         self.imbalance = [round(float(each), 3) for each in self._recent.max(1) / means]
 
     def loads(self) -> list[list[float]]:
-        """For each layer of experts, the tokens of each expert lately divided by their mean in the layer."""
+        """Per layer of experts: recent tokens of each expert divided by the mean of the layer."""
         means = np.maximum(self._recent.mean(1, keepdims=True), 1e-9)
         return [[float(each) for each in row] for row in (self._recent / means).round(2)]

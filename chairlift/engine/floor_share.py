@@ -1,4 +1,4 @@
-"""Utilisation: the least time that this machine needs for the steps, divided by the time they took."""
+"""Utilisation: the minimum time that this machine would need for the steps, divided by the time they took."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ _SECONDS = 10.0
 
 
 class FloorShare:
-    """Moving average of floor time over step time."""
+    """Moving average of minimum step time divided by actual step time."""
 
     def __init__(self, least_seconds: Callable[[StepFeatures, int], float]) -> None:
-        """``least_seconds(features, sampled rows)`` returns the floor of a step in seconds."""
+        """``least_seconds(features, sampled rows)`` returns the minimum time of a step in seconds."""
         self._least_seconds = least_seconds
         self._floor = self._spent = 0.0
 
     def landed(self, step: StepFeatures, sampled: int, held: int, seconds: float) -> None:
-        """Add a step that took ``seconds``, host time before it included.
+        """Add a step that took ``seconds``, including the host time before it.
 
-        ``held`` rows have ended and wait for their static batch; they are not counted as work.
+        ``held`` is the number of rows that have ended and wait for the end of their static batch. They do not count as
+        work.
         """
         if seconds <= 0:
             return
@@ -32,12 +33,12 @@ class FloorShare:
             useful = max(0, step.num_decodes - held)
             context = step.context_tokens * useful // step.num_decodes
             step, sampled = step._replace(num_decodes=useful, context_tokens=context), max(0, sampled - held)
-        kept = math.exp(-seconds / _SECONDS)
+        decay = math.exp(-seconds / _SECONDS)
         idle = step.num_decodes + step.prefill_tokens == 0
-        self._floor = self._floor * kept + (0.0 if idle else self._least_seconds(step, sampled))
-        self._spent = self._spent * kept + seconds
+        self._floor = self._floor * decay + (0.0 if idle else self._least_seconds(step, sampled))
+        self._spent = self._spent * decay + seconds
 
     @property
     def share(self) -> float | None:
-        """Floor divided by time over the last steps; None before the first step."""
+        """Minimum time divided by actual time, over the recent steps; None before the first step."""
         return self._floor / self._spent if self._spent > 0 else None

@@ -1,4 +1,5 @@
-"""Keeps the forecast of the queue fresh: each engine step simulates a few steps of a copy of the scheduler."""
+"""Keeps the forecast of the queue up to date: after each step of the engine, it simulates a few steps on a copy of the
+scheduler."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ __all__ = ["Forecaster"]
 _log = logging.getLogger(__name__)
 
 _STEPS_PER_STEP: Final = 8
-"""Simulated steps per engine step. They take about half a millisecond."""
+"""Number of simulated steps per engine step. They take about half a millisecond together."""
 _PAUSE: Final = 0.5
 """Seconds between the end of one forecast and the beginning of the next."""
 _PAUSE_OF_THE_FAILED: Final = 60.0
 
 
 class Forecaster:
-    """Updates the forecast in small parts. ``priorities`` are those of a new request, per class of service. The engine
-    runs ``depth`` steps ahead."""
+    """Updates the forecast in small parts. ``priorities`` maps a class of service to the priority of its new requests.
+    The engine schedules ``depth`` steps ahead."""
 
     def __init__(
         self,
@@ -41,12 +42,12 @@ class Forecaster:
         self._depth = depth
         self._ahead: Iterator[Forecast | None] | None = None
         self._queue = False
-        """Whether the queue was non-empty at the last check."""
+        """Whether the queue was not empty at the last check."""
         self._not_before = 0.0
 
     def advance(self, now: float) -> Forecast | None:
-        """Work on the forecast; called after each step. Returns a forecast when one is complete. An empty queue is
-        forecast at once."""
+        """Continue the forecast; call it after each step. Returns a forecast when one is complete. For an empty queue
+        the forecast is complete at once."""
         scheduler = self._scheduler
         if self._ahead is None:
             if not scheduler.waiting and scheduler.batch.open_rows:
@@ -60,10 +61,10 @@ class Forecaster:
             )
         try:
             for _ in range(_STEPS_PER_STEP):
-                made = next(self._ahead)
-                if made is not None:
+                forecast = next(self._ahead)
+                if forecast is not None:
                     self._ahead, self._not_before = None, now + _PAUSE
-                    return made
+                    return forecast
         except Exception:  # a custom policy that cannot be copied must not stop the engine
             name = scheduler.policy.name
             _log.exception("the queue could not be forecast, with policy %r; the next try is in a minute", name)

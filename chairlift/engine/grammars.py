@@ -1,10 +1,10 @@
-"""Grammars of the requests in an engine. They are compiled beside the loop, followed token by token, and turned into
-masks.
+"""Grammars of the requests in an engine. Another thread compiles a grammar; a matcher follows the answer token by
+token, and makes the masks of allowed tokens.
 
-Each grammar is compiled once and cached by its content; its request waits meanwhile. Each answer has its own matcher.
-The matcher follows the tokens that are known, including those that steps in flight have sampled, and goes back when
-such a token is dropped. So preemption needs no saved state. An answer has only drafts that its grammar allows, and each
-draft has the mask of its place.
+Each grammar is compiled once and cached by its content; its request waits until then. Each answer has its own matcher.
+The matcher consumes all known tokens, including tokens that steps in flight have sampled, and goes back when such a
+token is dropped. So preemption needs no saved state. An answer gets only drafts that its grammar allows, and a mask is
+made for the position after each draft.
 """
 
 from __future__ import annotations
@@ -29,41 +29,42 @@ from chairlift.step_batch import SampledTokens
 from chairlift.structured_outputs import CANNOT_BE_FOLLOWED, Grammar
 from chairlift.thinking import ThinkingBudget
 
-__all__ = ["Compile", "GrammarRow", "Grammars", "HeldPlace"]
+__all__ = ["Compile", "GrammarRow", "Grammars", "SamplePlace"]
 
 _log = logging.getLogger(__name__)
 
-_MOST_KEPT: Final = 256
-_MOST_KEPT_CHARS: Final = 16 << 20
+_MAX_CACHED: Final = 256
+_MAX_CACHED_CHARS: Final = 16 << 20
 """Largest total length, in characters, of the sources of cached grammars. Compiled size grows with it."""
 
 Compile = Callable[[Callable[[], Compiled]], "Future[Compiled]"]
-"""Compiles a grammar beside the loop."""
+"""Runs a function that compiles a grammar outside the engine's thread; the future has its result."""
 InFlight = Callable[[Request], list[int] | None]
-"""Tokens that steps in flight have sampled for a request, oldest first; None where one of these steps failed."""
+"""Returns the tokens that steps in flight have sampled for a request, oldest first; None if one of these steps
+failed."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class GrammarRow:
-    """A request with a grammar or a thinking budget, and its matcher."""
+    """A request with a grammar or a thinking budget, with its matcher."""
 
     request: Request
     matcher: Matcher
     fresh: Callable[[], Matcher]
-    """Makes a matcher at the beginning of the answer."""
+    """Makes a new matcher at the beginning of the answer."""
 
 
-class HeldPlace(NamedTuple):
-    """Where a step samples for a request with a grammar."""
+class SamplePlace(NamedTuple):
+    """Sample positions that a step has for one request with a grammar or a thinking budget."""
 
     first: int
-    """The sample position whose token the request takes; with drafts the first of them."""
+    """Sample position whose token the request gets. With drafts: the first of the row's sample positions."""
     row: GrammarRow
     drafts: tuple[int, ...] = ()
-    """Each of them has a sample position behind it."""
+    """Drafts of the row. There is one more sample position after each draft."""
 
-    def right(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Sampled tokens that the request accepts: one, and one per correct draft."""
+    def accepted(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Sampled tokens that the request gets: one, and one more for each correct draft."""
         count = 1
         for place, draft in enumerate(self.drafts):
             if token_ids[self.first + place] != draft:
@@ -84,10 +85,10 @@ class _Job:
 class Grammars:
     """Compiled grammars and the matchers of running answers.
 
-    ``compiler`` is None in an engine without one; requests with a grammar are then refused. ``beside`` runs the
-    compiler (default: on a thread). With ``fill_beside`` masks are filled on another thread while the model runs, if
-    all tokens before are known. ``vocab_size`` is the number of logits; thinking budgets need it. One thread owns the
-    object.
+    Without a ``compiler``, requests with a grammar are refused. ``beside`` runs the compiler (default: in a thread of
+    this object). With ``fill_beside``, another thread fills the masks of a step while the model runs, if all earlier
+    tokens are known. ``vocab_size`` is the number of logits; thinking budgets need it. Only one thread may call the
+    methods.
     """
 
     def __init__(
@@ -107,13 +108,13 @@ class Grammars:
         self._jobs: dict[bytes, _Job] = {}
         self._rows: dict[str, GrammarRow] = {}
         self._decode_rows: tuple[tuple[str, int], ...] = ()
-        self._decoding: list[HeldPlace] = []
+        self._decoding: list[SamplePlace] = []
         self.num_compiled = self.num_hits = self.num_failed = 0
-        """Grammars compiled; requests whose grammar was cached; grammars that failed."""
+        """Counters: grammars compiled; requests whose grammar was cached; grammars that failed."""
         self.compile_seconds = 0.0
-        """Time of all compilations that this object timed: those on its own thread, and those of :meth:`check`."""
+        """Seconds spent in compilations, both in the own thread and in :meth:`check`."""
         self.num_limited = self.num_ended_thinking = 0
-        """Answers with a thinking budget that have left; those whose reasoning the budget ended."""
+        """Counters: answers with a thinking budget that have ended; those whose reasoning was ended by the budget."""
 
     def __len__(self) -> int:
         """Number of answers that have a matcher."""
@@ -126,13 +127,13 @@ class Grammars:
     # -- compiling -----------------------------------------------------------------------------------------------
 
     def check(self, grammar: Grammar) -> None:
-        """Compile the grammar now, unless it is cached. Raises RequestError."""
+        """Compile the grammar in this thread, unless it is cached. Raises RequestError for a bad grammar."""
         if grammar.key not in self._kept:
             compiler = self._compiler_of()
             self._keep(grammar, self._timed(lambda: compiler.compile(grammar)))
 
     def add(self, requests: Sequence[Request], grammar: Grammar) -> None:
-        """Set the grammar of the answers of one request. Answers that must wait for the compiler are marked as not
+        """Set the grammar of all sequences of one request. Sequences that must wait for the compiler are marked as not
         ready."""
         compiler, key = self._compiler_of(), grammar.key
         for request in requests:
@@ -149,14 +150,14 @@ class Grammars:
             request.is_ready = False
 
     def limit(self, requests: Sequence[Request], budget: ThinkingBudget) -> None:
-        """Limit the reasoning of the answers of one request that has no grammar. Raises RequestError."""
+        """Limit the reasoning of all sequences of one request that has no grammar. Raises RequestError."""
         for request in requests:
             request.is_guided = True
             self._follow_new(request, lambda: self._limited(budget, None))
 
     def take_ready(self) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """Requests whose grammar was compiled since the last call, and (request, reason) of those whose grammar failed.
-        Requests that have left are not included."""
+        """(requests whose grammar was compiled since the last call, (request, reason) of requests whose grammar
+        failed). Requests that have ended are not included."""
         ready: list[Request] = []
         failed: list[tuple[Request, str]] = []
         for key in [key for key, job in self._jobs.items() if job.future.done()]:
@@ -179,11 +180,11 @@ class Grammars:
         return ready, failed
 
     def waits(self, request: Request) -> bool:
-        """Whether the grammar of a request is being compiled."""
+        """Whether the request waits until its grammar is compiled."""
         return any(each is request for job in self._jobs.values() for each in job.requests)
 
     def forget(self, request_id: str) -> None:
-        """Drop a request that has left."""
+        """Drop the matcher of a request that has ended."""
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._count_thinking(row)
@@ -226,7 +227,7 @@ class Grammars:
     def _keep(self, grammar: Grammar, compiled: Compiled) -> None:
         self.num_compiled += 1
         self._kept[grammar.key] = compiled, len(grammar.text)
-        while len(self._kept) > _MOST_KEPT or sum(size for _, size in self._kept.values()) > _MOST_KEPT_CHARS:
+        while len(self._kept) > _MAX_CACHED or sum(size for _, size in self._kept.values()) > _MAX_CACHED_CHARS:
             self._kept.popitem(last=False)
 
     def _start(self, requests: Sequence[Request], compiled: Compiled) -> None:
@@ -248,19 +249,19 @@ class Grammars:
 
     # -- drafts --------------------------------------------------------------------------------------------------
 
-    def forced(self, request: Request, most: int) -> Sequence[int]:
-        """Up to ``most`` tokens that a grammar makes follow; see :meth:`Matcher.forced`. No step may be in flight."""
+    def forced(self, request: Request, limit: int) -> Sequence[int]:
+        """Up to ``limit`` tokens that the grammar forces next; see :meth:`Matcher.forced`. No step may be in flight."""
         row = self._rows.get(request.request_id)
         if row is None or not self._follow(row, ()):
             return ()
-        found = row.matcher.forced(most)
+        found = row.matcher.forced(limit)
         if row.matcher.error:
             self._begin_again(row)
         return found
 
     def num_allowed(self, request: Request, drafts: Sequence[int]) -> int:
-        """Leading ``drafts`` behind which the answer goes on: its grammar allows each of them, and none may be its
-        end. No step may be in flight."""
+        """Number of leading ``drafts`` that the grammar allows and that do not end the answer. No step may be in
+        flight."""
         row = self._rows.get(request.request_id)
         if row is None or not self._follow(row, ()):
             return 0
@@ -276,31 +277,31 @@ class Grammars:
 
     @staticmethod
     def _begin_again(row: GrammarRow) -> None:
-        """Replace a matcher that failed after a draft, which may never be sampled. The request gets no further
-        drafts."""
+        """Replace a matcher that failed on a draft. The draft might never be sampled, so the request does not fail; but
+        it gets no more drafts."""
         row.matcher, row.request.may_draft = row.fresh(), False
 
     # -- following -----------------------------------------------------------------------------------------------
 
-    def rows_of(self, out: SchedulerOutput) -> list[HeldPlace]:
-        """The step's sample positions that belong to requests with a grammar."""
+    def rows_of(self, out: SchedulerOutput) -> list[SamplePlace]:
+        """Sample positions of a step that belong to requests with a grammar or a thinking budget."""
         if not self._rows:
             return []
         if out.decode_rows is not self._decode_rows:
             names = (self._rows.get(name) for name, _ in out.decode_rows)
             self._decode_rows = out.decode_rows
-            self._decoding = [HeldPlace(index, row) for index, row in enumerate(names) if row is not None]
+            self._decoding = [SamplePlace(index, row) for index, row in enumerate(names) if row is not None]
         rows, index = list(self._decoding), len(out.decode_rows)
         for name, chunk in zip(out.chunk_ids, out.chunks, strict=True):
             index += chunk.samples
             if chunk.samples and name in self._rows:
-                rows.append(HeldPlace(index - 1 - len(chunk.drafts), self._rows[name], chunk.drafts))
+                rows.append(SamplePlace(index - 1 - len(chunk.drafts), self._rows[name], chunk.drafts))
         return rows
 
-    def begin(self, rows: Sequence[HeldPlace], in_flight: InFlight) -> Future[dict[int, npt.NDArray[np.uint32]]]:
-        """Start to fill the masks of a step. The result maps sample positions to masks. The matchers must not be used
-        until it is ready."""
-        todo: list[HeldPlace] = []
+    def begin(self, rows: Sequence[SamplePlace], in_flight: InFlight) -> Future[dict[int, npt.NDArray[np.uint32]]]:
+        """Start to fill the masks of a step. The future's result maps sample position -> mask. The matchers must not be
+        used until the future is done."""
+        todo: list[SamplePlace] = []
         for place in rows:
             if place.row.request.finish_reason is None:
                 drawn = in_flight(place.row.request)
@@ -312,13 +313,14 @@ class Grammars:
         filled.set_result(_fill(todo))
         return filled
 
-    def landed(self, rows: Sequence[HeldPlace], step: int, tokens: SampledTokens) -> None:
-        """Check the tokens of a step before they are taken. Tokens that their grammar forbids become failed tokens."""
+    def landed(self, rows: Sequence[SamplePlace], step: int, tokens: SampledTokens) -> None:
+        """Check the sampled tokens of a step before the scheduler gets them. A token that its grammar forbids becomes a
+        failed token."""
         for place in rows:
             row, request = place.row, place.row.request
             late = request.finish_reason is not None or request.slot < 0 or request.resumed_at_step > step
-            right = place.right(tokens.token_ids)
-            last = request.num_output_tokens + len(right) - 1  # tokens before the newest that was drawn
+            right = place.accepted(tokens.token_ids)
+            last = request.num_output_tokens + len(right) - 1  # number of output tokens before the newest sampled token
             if late or right[-1] == FAILED_ROW:
                 continue
             if place.drafts and row.matcher.error and row.matcher.num_consumed > last:
@@ -326,13 +328,14 @@ class Grammars:
             if row.matcher.num_consumed <= last:
                 self._follow(row, right)
             matcher = row.matcher
-            if matcher.error and matcher.num_consumed <= last:  # otherwise the error concerns a later token
+            if matcher.error and matcher.num_consumed <= last:  # an error further on belongs to a later token
                 broken = place.first + max(0, matcher.num_consumed - request.num_output_tokens)
                 tokens.token_ids[broken], tokens.errors[broken] = FAILED_ROW, matcher.error
 
-    def complete(self, rows: Sequence[HeldPlace]) -> list[Request]:
-        """Requests of a step whose answer is complete: the grammar allows no further token. Call it after the step's
-        tokens are taken. Matchers whose reasoning has ended are dropped, so their requests may have drafts again."""
+    def complete(self, rows: Sequence[SamplePlace]) -> list[Request]:
+        """Requests of a step whose answer is complete, because the grammar allows no further token. Call this after the
+        scheduler got the step's tokens. It also drops matchers whose reasoning has ended, so that their requests may
+        have drafts again."""
         for _, row, _ in rows:
             matcher = row.matcher
             done = isinstance(matcher, ThinkingMatcher) and matcher.is_over
@@ -350,8 +353,8 @@ class Grammars:
 
     @staticmethod
     def _follow(row: GrammarRow, drawn: Sequence[int]) -> bool:
-        """Advance the matcher to the newest token, the last of ``drawn``. ``drawn`` follows the request's known tokens.
-        False where no token may follow."""
+        """Advance the matcher to the newest token. ``drawn`` are tokens after the request's known tokens. Returns False
+        if no token may follow."""
         request, matcher = row.request, row.matcher
         begin, own = request.num_prompt_tokens, request.num_output_tokens
         known = own + len(drawn)
@@ -366,8 +369,8 @@ class Grammars:
         return not matcher.error and not matcher.stopped
 
 
-def _fill(todo: Sequence[HeldPlace]) -> dict[int, npt.NDArray[np.uint32]]:
-    """The masks of all places. With drafts the matcher goes on along them, and comes back."""
+def _fill(todo: Sequence[SamplePlace]) -> dict[int, npt.NDArray[np.uint32]]:
+    """Sample position -> mask. At drafts, the matcher consumes each draft to make the next mask, and then goes back."""
     masks: dict[int, npt.NDArray[np.uint32]] = {}
     for first, row, drafts in todo:
         matcher, begin = row.matcher, row.matcher.num_consumed

@@ -1,8 +1,9 @@
-"""Images of waiting requests: who waits for which tile, the encoder's turns, and which rows are kept.
+"""Images of requests: which requests wait for which tile, when the encoder computes, and which encoded tiles stay in
+memory.
 
-A request with images is not ready before all its tiles are encoded, and so it joins no queue until then. The encoder
-computes a few pieces between two steps, for a fraction of a step's time, so that running requests go on. Rows of a tile
-stay until its last request has left, also across preemption, and after that while there is room.
+A request with images enters the queue only when all its tiles are encoded. Between two steps the encoder computes for a
+fraction of a step's time, so that running requests are not delayed for long. The encoded rows of a tile stay in memory
+until the last request with the tile has ended, even during preemption, and after that as long as there is room.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ __all__ = ["Images"]
 _log = logging.getLogger(__name__)
 
 _BUSY_FRACTION: Final = 0.4
-"""Time of the encoder between two steps while requests run, as a fraction of a decode step's time."""
+"""Time that the encoder takes between two steps while requests run, as a fraction of a decode step's time."""
 _IDLE_SECONDS: Final = 0.05
-"""Time of the encoder between two looks at new requests while none runs."""
+"""Time of the encoder in one turn while no request runs. A new request waits at most for one turn."""
 _KEPT_BYTES: Final = 256 << 20
-"""Most bytes of rows that no request uses."""
+"""Maximum number of bytes of encoded rows that no request uses."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,10 +39,11 @@ class _Waiting:
 
 
 class Images:
-    """The tiles of all requests in the engine. ``memory`` holds their rows; None for a model that reads texts only.
+    """The image tiles of all requests in the engine. ``memory`` holds the encoded rows of tiles; None for a model that
+    reads only texts.
 
-    ``clock`` measures the encoder's time. ``kept_bytes`` bounds the rows that no request uses. One thread owns the
-    object.
+    ``clock`` measures the encoder's time. ``kept_bytes`` is the maximum number of bytes of rows that no request uses.
+    Only one thread may call the methods.
     """
 
     def __init__(
@@ -51,36 +53,36 @@ class Images:
         self._clock = clock or SystemClock()
         self._kept_bytes = kept_bytes
         self._overrun = 0.0
-        """Seconds by which earlier turns were longer than they should be; later turns are shorter by them."""
+        """Seconds by which earlier turns exceeded their limit. Later turns are shorter by this time."""
         self._users: dict[bytes, int] = {}
         self._unused: OrderedDict[bytes, int] = OrderedDict()
-        """Encoded tiles that no request uses, the longest unused first, and the bytes of their rows."""
+        """Key of an encoded tile that no request uses -> bytes of its rows; least recently used first."""
         self._queue: OrderedDict[bytes, ImageTile] = OrderedDict()
         self._work: tuple[bytes, Iterator[None]] | None = None
-        """The first tile of the queue, once its computation has begun."""
+        """(key, encoding in progress) of the first tile in the queue; None before its encoding has begun."""
         self._waiting: dict[str, _Waiting] = {}
         self._of: dict[str, tuple[bytes, ...]] = {}
         self._ready: list[Request] = []
         self._failed: list[tuple[Request, str]] = []
         self.num_encoded = self.num_hits = 0
-        """Tiles that were encoded; tiles of requests whose rows were there already, or are on their way."""
+        """Counters: tiles that were encoded; tiles of requests that were already encoded or in the queue."""
 
     @property
     def is_encoding(self) -> bool:
-        """Whether the encoder has work, or requests wait to be told of it."""
+        """Whether the encoder has work, or a result waits for :meth:`take_ready`."""
         return bool(self._queue or self._ready or self._failed)
 
     def add(self, requests: Sequence[Request], tiles: Sequence[ImageTile]) -> None:
-        """Note the tiles of the answers of one request. Answers that must wait for the encoder are marked as not ready.
-        Raises RequestError for a model that reads no images."""
-        memory, given = self._memory, {tile.key: tile for tile in tiles}
+        """Note the tiles of all sequences of one request. Sequences that must wait for the encoder are marked as not
+        ready. Raises RequestError for a model that reads no images."""
+        memory, tiles_by_key = self._memory, {tile.key: tile for tile in tiles}
         if memory is None:
             raise RequestError("this engine reads no images; send texts only")
         for request in requests:
             keys = tuple(dict.fromkeys(span.key for span in request.images))
             for key in keys:
-                if key not in given:
-                    raise RequestError("a place for an image names a tile that was not sent")
+                if key not in tiles_by_key:
+                    raise RequestError("an image span names a tile that was not sent")
             self._of[request.request_id] = keys
             for key in keys:
                 self._users[key] = self._users.get(key, 0) + 1
@@ -88,17 +90,18 @@ class Images:
                 if memory.holds(key) or key in self._queue:
                     self.num_hits += 1
                 else:
-                    self._queue[key] = given[key]
+                    self._queue[key] = tiles_by_key[key]
             missing = {key for key in keys if not memory.holds(key)}
             if missing:
                 request.is_ready, request.waits_for = False, "image"
                 self._waiting[request.request_id] = _Waiting(request, missing)
 
     def work(self, step_seconds: float | None) -> None:
-        """Encode for a turn. ``step_seconds`` is the time of a decode step of the running requests; None if none runs.
+        """Encode for one turn. ``step_seconds`` is the time of a decode step of the running requests; None if none
+        runs.
 
-        A turn ends after the piece that exceeds its time. The turns after it make up for the excess, so that running
-        requests are slowed down by the same fraction whatever the size of a piece.
+        A turn ends after the piece that exceeds its limit. Later turns are shorter by the excess, so running requests
+        are slowed down by the same fraction for small and large pieces.
         """
         if step_seconds is None:
             limit, self._overrun = _IDLE_SECONDS, 0.0
@@ -127,18 +130,18 @@ class Images:
                 return
 
     def take_ready(self) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """Requests whose images were all encoded since the last call, and (request, reason) of those with an image that
-        could not be. Requests that have left are not included."""
+        """(requests whose images were all encoded since the last call, (request, reason) of requests with an image that
+        could not be encoded). Requests that have ended are not included."""
         ready, self._ready = [each for each in self._ready if not each.is_finished], []
         failed, self._failed = [each for each in self._failed if not each[0].is_finished], []
         return ready, failed
 
     def waits(self, request: Request) -> bool:
-        """Whether tiles of a request are not encoded."""
+        """Whether the request waits for a tile to be encoded."""
         return request.request_id in self._waiting
 
     def forget(self, request: Request) -> None:
-        """A request has left."""
+        """Note that a request has ended."""
         self._waiting.pop(request.request_id, None)
         for key in self._of.pop(request.request_id, ()):
             self._users[key] -= 1
@@ -164,9 +167,9 @@ class Images:
             raise InvariantError(f"unused tiles have more than {self._kept_bytes} bytes")
 
     def shutdown(self) -> None:
-        """Drop all requests and their work."""
-        for held in (self._waiting, self._of, self._users, self._queue):
-            held.clear()
+        """Drop all requests and their tiles."""
+        for mapping in (self._waiting, self._of, self._users, self._queue):
+            mapping.clear()
         self._work = None
         self._overrun = 0.0
 
@@ -181,7 +184,7 @@ class Images:
             self._memory.drop(self._unused.popitem(last=False)[0])
 
     def _end(self, key: bytes, error: str) -> None:
-        """The computation of a tile has ended, with an ``error`` unless that is empty."""
+        """Note that the encoding of a tile has ended. ``error`` is empty after success."""
         self._work = None
         del self._queue[key]
         self.num_encoded += not error

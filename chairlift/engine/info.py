@@ -1,4 +1,4 @@
-"""Facts about a loaded engine, as plain data for this process and others."""
+"""Facts about a loaded engine, as plain data that other processes can also use."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _IMPLS: Final = {
 
 
 def describe_impl(model_impl: str) -> str:
-    """Origin of the layers' code and its cost, in words."""
+    """Sentence that says whose code runs the layers, and what it costs."""
     return _IMPLS[model_impl]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PairTexts:
-    """Fixed texts around a query and a document, for a decoder that answers whether they belong together."""
+    """Fixed texts around a query and a document, for a decoder that answers whether the document fits the query."""
 
     before: str
-    """Text before the pair; tokenized separately, as is ``behind``."""
+    """Text before the pair. It is tokenized separately, and so is ``behind``."""
     query: str
-    """Text before the query; tokenized together with the query and the document."""
+    """Text before the query. It is tokenized together with the query and the document."""
     document: str
-    """Text before the document."""
+    """Text between the query and the document."""
     behind: str
 
 
@@ -44,107 +44,108 @@ class PoolingInfo:
     """Facts about a model for embeddings, scores or classes."""
 
     task: str
-    """``embed`` or ``classify``."""
+    """Task of the model: ``embed`` or ``classify``."""
     pooling_type: str
-    """``LAST``, ``CLS`` or ``MEAN``."""
+    """Hidden state that becomes the result: ``LAST`` (last token), ``CLS`` (first token) or ``MEAN``."""
     normalize: bool
     """Whether embeddings have length 1."""
     width: int
-    """Numbers in an embedding."""
+    """Number of values in an embedding."""
     dimensions: tuple[int, ...] | None = None
-    """Sizes that an embedding may be cut to. Empty: any up to ``width``. None: it cannot be cut."""
+    """Sizes to which an embedding may be shortened. Empty: any size up to ``width``. None: it cannot be shortened."""
     labels: tuple[str, ...] = ()
-    """Names of the classes; empty for embeddings."""
+    """Names of the classes, in the order of the output; empty for embeddings."""
     prompts: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Prompts to put before a text, by name."""
+    """Name -> prompt that is put before a text."""
     default_prompt: str | None = None
-    """Name of the prompt that is used when a request names none."""
+    """Name of the prompt that is used if a request names none."""
     token_types: bool = False
-    """Whether the second text of a pair has a token type of its own."""
+    """Whether the second text of a pair has a different token type."""
     pair: PairTexts | None = None
-    """Prompt for pairs where a decoder answers yes or no; the last class is yes."""
+    """Fixed texts around a pair, if a decoder answers yes or no about it; the last class is yes. None for other
+    models."""
 
     @property
     def scores(self) -> bool:
-        """Whether pairs of texts can be scored: by their embeddings, by a classifier with one class, or by yes and
-        no."""
+        """Whether the model can score pairs of texts: by embeddings, as a classifier with one class, or by answering
+        yes or no."""
         return len(self.labels) <= 1 or self.pair is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Facts about the engine. Made when the model is loaded, and again when its weights are replaced."""
+    """Facts about the engine. They are collected when the model is loaded, and again when its weights are replaced."""
 
     model: str
-    """Model name as the caller gave it."""
+    """Name of the model as the caller gave it."""
     model_dir: str
-    """Directory of its files; empty for a model without files."""
+    """Directory of the model's files; empty for a model without files."""
     vocab_size: int
-    """Width of the logits: every token id is below it."""
+    """Number of logits. Every token id is below this number."""
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    """End-of-sequence ids in the model's configuration; the tokenizer may know more."""
+    """End-of-sequence ids from the model's configuration. The tokenizer may have more."""
     capacity_tokens: int
-    """Most positions of one request that the KV cache can hold. Positions behind a sliding window take no space."""
+    """Maximum number of positions of one request that the KV cache can hold. Positions that a sliding window has passed
+    take no space."""
     pool_tokens: int
-    """Token positions that the whole KV cache holds; with several pools, those of the smallest."""
+    """Number of token positions that the whole KV cache holds; with several pools, that of the smallest pool."""
     block_size: int
     num_blocks: int
-    """Blocks available to requests, over all cache groups."""
+    """Number of blocks available to requests, summed over all cache groups."""
     max_num_seqs: int
     max_num_batched_tokens: int
     dtype: str
     device: str
     kernels: str
-    """Implementation of the kernels: an instruction-set path of the native kernels, ``triton``, ``torch``, or
-    ``hashlm``."""
+    """Implementation of the kernels: an instruction set of the native kernels, ``triton``, ``torch``, or ``hashlm``."""
     threads: int
     memory_plan: str
-    """Size of the KV cache, in words."""
+    """Text about the size of the KV cache."""
     held: bool
-    """Whether answers are delivered only when their whole batch ends (``batching="static"``)."""
+    """Whether outputs are delivered only when their whole batch ends (``batching="static"``)."""
     deterministic: bool
-    """Whether the bits of an answer are independent of the rest of the batch."""
+    """Whether an answer has the same bits whatever other requests are in the batch."""
     fingerprint: str
-    """``fp_`` and ten hexadecimal digits of model, precision, kernels and version."""
+    """``fp_`` and ten hexadecimal digits, made from model, precision, kernels and version."""
     model_impl: str = "native"
     """Implementation of the layers: ``native`` or ``transformers``."""
     quantization: str | None = None
-    """Formats of the quantised weights, such as ``int4+int8``; None where all weights have the model's dtype."""
+    """Formats of the quantised weights, such as ``int4+int8``; None if all weights have the model's dtype."""
     weight_bytes: int = 0
     """Bytes of all weights in memory."""
     kv_cache_dtype: str | None = None
-    """Dtype of K and V, if it is not ``dtype``."""
+    """Data type of K and V, if it differs from ``dtype``."""
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Default sampling parameters of the model."""
+    """Name -> value of the model's default sampling parameters."""
     notes: tuple[str, ...] = ()
     """Notes on how the model is served here, one per line."""
     block_bytes: int = 0
-    """Bytes of a block, K and V of all layers in its cache group (their mean, where groups differ); 0 if unknown."""
+    """Bytes of a block with K and V of all layers in its cache group (the mean, if groups differ); 0 if unknown."""
     graphs: str = ""
-    """CUDA graphs of decode steps and their memory, in words; empty where there are none."""
+    """Text about the CUDA graphs of decode steps and their memory; empty if there are none."""
 
     speculative_method: str | None = None
-    """Method of the drafts for all requests, such as ngram; None without speculative decoding."""
+    """Method that makes drafts for all requests, such as ngram; None without speculative decoding."""
     num_speculative_tokens: int = 0
-    """Most drafts of a row in one step, where somebody does."""
+    """Maximum number of drafts for a row in one step; 0 without speculative decoding."""
     takes_predictions: bool = False
-    """Whether a text that a request expects (``prediction``) is drafted."""
+    """Whether drafts are made from the text that a request expects (``prediction``)."""
     takes_images: bool = False
     """Whether requests may have images."""
     pooling: PoolingInfo | None = None
-    """None for a model that generates."""
+    """Facts about pooling; None for a model that generates."""
     weights: str = ""
-    """Directory of the newest weights, if they were replaced."""
+    """Directory of the newest weights; empty if the weights were never replaced."""
     weight_version: int = 0
 
     def updated(self, weights: str, version: int) -> EngineInfo:
-        """A copy for new weights, with a new fingerprint."""
+        """A copy with facts about the new weights, and a new fingerprint."""
         digest = hashlib.sha256(f"{self.fingerprint} {version} {weights}".encode()).hexdigest()
         return dataclasses.replace(self, weights=weights, weight_version=version, fingerprint=f"fp_{digest[:10]}")
 
     def too_much_reserved(self, classes: Mapping[str, ServiceClass] | None) -> str:
-        """Reason why the cache cannot hold the blocks that the classes reserve; empty when it can."""
+        """Error text if the KV cache has fewer blocks than the classes of service reserve; empty if it has enough."""
         reserved = {name: each.min_blocks for name, each in (classes or {}).items() if each.min_blocks}
         pool = self.pool_tokens // self.block_size
         if sum(reserved.values()) < pool:
@@ -158,7 +159,7 @@ class EngineInfo:
 
 
 def check_update(version: int, newest: int, in_flight: str) -> None:
-    """Raise ConfigError unless this version may follow ``newest`` and ``in_flight`` is a known mode."""
+    """Raise ConfigError if ``version`` is lower than ``newest``, or if ``in_flight`` is not a known mode."""
     if in_flight not in ("continue", "recompute"):
         raise ConfigError(f"in_flight must be 'continue' or 'recompute', got {in_flight!r}")
     if type(version) is not int or not newest <= version < 2**63:

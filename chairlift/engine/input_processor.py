@@ -1,4 +1,4 @@
-"""Validation of every request, for all front ends."""
+"""Validation of generation requests; every front end uses it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["InputProcessor", "ModelLimits", "PreparedRequest", "Prompt", "images
 
 Prompt = str | list[int] | tuple[int, ...] | Mapping[str, Any]
 """Text, token ids, or a mapping with vLLM's keys ``prompt`` and ``prompt_token_ids``. If a mapping has both, the ids
-are used, and the text is returned as the prompt's text. ``multi_modal_data`` may hold images: ``{"image": [...]}``."""
+are used, and the text only appears in the output. ``multi_modal_data`` may hold images: ``{"image": [...]}``."""
 
 _SALT = re.compile(r"[A-Za-z0-9_-]{0,64}")
 _MAX_ID_LENGTH = 256
@@ -37,62 +37,65 @@ class _CacheRoom(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Limits of the model."""
+    """Limits of the model that requests must respect."""
 
     vocab_size: int
-    """Width of the logits: every token id must be below it."""
+    """Number of logits. Every token id must be below this number."""
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     service_classes: Mapping[str, ServiceClass] | None = None
-    """Promises of each class of service; None where the scheduling policy ignores promises."""
+    """Class of service -> its guarantees; None if the scheduling policy ignores classes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A checked request as plain data, which can be sent to another process."""
+    """A validated request as plain data, which can be sent to another process."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    """The caller's seed, or a random one."""
+    """The caller's seed, or a random seed."""
     max_tokens: int
-    """Most tokens to generate; without a caller's limit, as many as fit. It is 1 where only the prompt is scored: that
-    token is dropped."""
+    """Maximum number of tokens to generate; without the caller's limit, as many as fit. If only the prompt is scored it
+    is 1, and the generated token is dropped."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end an answer, in ascending order: the caller's, and end of sequence unless ``ignore_eos``."""
+    """Tokens that end an answer, ascending: the caller's stop tokens, and the end-of-sequence tokens unless
+    ``ignore_eos``."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     cache_salt: str = ""
     arrival_time: float = 0.0
     priority: int = 0
     service: Service = NO_PROMISE
     adapter_id: int = 0
-    """The number of its adapter; 0: none."""
+    """Number of the request's adapter; 0 for no adapter."""
     answer_token_ids: list[int] = dataclasses.field(default_factory=list)
-    """Tokens of the only answer that another engine has delivered. The answer continues behind them: its next token has
-    the same position, seed and penalties as in an engine that computed all of it."""
+    """Generated tokens that another engine already delivered (only for a request with one answer). The answer continues
+    after these tokens: the next token gets the same position, seed and penalties as if one engine had computed it
+    all."""
     image_spans: tuple[ImageSpan, ...] = ()
-    """Positions of the prompt that are rows of images."""
+    """Positions of the prompt whose inputs are rows of encoded images."""
     image_tiles: tuple[ImageTile, ...] = ()
-    """The tiles that the spans name, each once."""
+    """Image tiles that ``image_spans`` name, each tile once."""
 
     @property
     def sequence_ids(self) -> list[str]:
-        """Ids of the answers, one each."""
+        """Ids of the sequences; there is one sequence per answer."""
         count = self.params.n
         return [self.request_id] if count == 1 else [f"{self.request_id}#{index}" for index in range(count)]
 
     def make_sequences(self) -> list[Request]:
-        """One :class:`~chairlift.request.Request` per answer. All but the first share the prompt of the first."""
+        """One :class:`~chairlift.request.Request` per answer. All but the first share the prompt's KV with the
+        first."""
         sequences: list[Request] = []
         ends_early = bool(self.stop_token_ids or self.params.stop)
         prediction = self.params.prediction or ()
-        expected = () if isinstance(prediction, str) else tuple(prediction)  # prepare() has encoded a text
+        expected = () if isinstance(prediction, str) else tuple(prediction)  # prepare() converted text to token ids
         others = self.params  # only the first answer reports the prompt's log-probabilities
         if self.params.prompt_logprobs is not None:
-            most = 1 if self.params.max_tokens == 0 else self.params.max_tokens
-            others = dataclasses.replace(self.params, prompt_logprobs=None, max_tokens=most)
+            max_tokens = 1 if self.params.max_tokens == 0 else self.params.max_tokens
+            others = dataclasses.replace(self.params, prompt_logprobs=None, max_tokens=max_tokens)
         for index, sequence_id in enumerate(self.sequence_ids):
             row = SamplingRow(
                 params=self.params if index == 0 else others,
@@ -117,7 +120,7 @@ class PreparedRequest:
                     params=self.params,
                     sampling=row,
                     source=sequences[0] if sequences else None,
-                    # Positions read from the prefix cache have no logits, so they cannot be shared here.
+                    # Positions read from the prefix cache have no logits, which prompt log-probabilities need.
                     may_share=not (self.params.prompt_logprobs is not None and index == 0),
                     prediction=expected,
                     images=self.image_spans,
@@ -128,10 +131,10 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """Turns a prompt and its settings into a request, or raises RequestError with the reason.
+    """Converts a prompt and its parameters to a :class:`PreparedRequest`, or raises RequestError with the reason.
 
-    ``cache`` returns the number of positions in the whole KV cache. ``seed`` makes the random seeds reproducible.
-    ``images`` reads images; None for a model that reads texts only.
+    ``cache`` gives the number of positions in the whole KV cache. ``seed`` makes the random seeds reproducible.
+    ``images`` reads images; None for a model that reads only texts.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._cache = cache
         self._images = images
-        # Not for secrets: the seeds only have to be unrelated.
+        # The seeds need not be secret, only unrelated.
         self._random = random.Random(seed)
 
     def prepare(
@@ -162,21 +165,22 @@ class InputProcessor:
         adapter_id: int = 0,
         images: PlacedImages | None = None,
     ) -> PreparedRequest:
-        """Check everything, and tokenize.
+        """Check the request, and tokenize its texts. Raises RequestError.
 
-        ``tenant`` is charged for the request. ``text`` is the source of ``prompt`` if it was tokenized before, and
-        ``bad_word_ids`` are the token ids of ``bad_words`` likewise. ``adapter_id`` is the number of an adapter that
-        the core knows. ``images`` belong to a prompt that was expanded before; those of a mapping are placed here.
+        ``tenant`` is charged for the tokens. If the caller has tokenized before, ``text`` is the text of ``prompt``,
+        and ``bad_word_ids`` are the token ids of ``bad_words``. ``adapter_id`` is the number of an adapter that the
+        core knows. ``images`` are the images of a prompt in which they already have their positions; images in a
+        mapping get their positions here.
         """
         _check_caller(request_id, params, cache_salt, tenant)
         if params.logit_bias is not None:
             params = dataclasses.replace(params)  # a private copy of the mapping, which no caller can change
         if params.prediction is not None:
             params = dataclasses.replace(params, prediction=self._prediction(params.prediction))
-        given, prompt = images_of(prompt)
+        given_images, prompt = images_of(prompt)
         prompt, own_text = unnamed(prompt)
-        if given:
-            prompt, images = place_images(self._images, self._ids_of(prompt), given)
+        if given_images:
+            prompt, images = place_images(self._images, self._ids_of(prompt), given_images)
         token_ids = self._token_ids(prompt, int(params.max_tokens != 0))
         self._check_params(params)
         max_tokens = self._max_tokens(len(token_ids), params)
@@ -203,7 +207,7 @@ class InputProcessor:
             self._bad_word_ids(params) if bad_word_ids is None else bad_word_ids,
             cache_salt,
             arrival_time,
-            *self._promise(params, arrival_time, tenant),
+            *self._service(params, arrival_time, tenant),
             adapter_id,
             image_spans=() if images is None else images.spans,
             image_tiles=() if images is None else images.tiles,
@@ -233,13 +237,13 @@ class InputProcessor:
             )
         return token_ids
 
-    def _prediction(self, given: str | Sequence[int]) -> list[int]:
-        if not isinstance(given, str):
-            token_ids = list(given)
+    def _prediction(self, prediction: str | Sequence[int]) -> list[int]:
+        if not isinstance(prediction, str):
+            token_ids = list(prediction)
         elif self._tokenizer is None:
             raise RequestError("prediction is text, but the tokenizer was not loaded; send token ids")
         else:
-            token_ids = self._tokenizer.encode(given, False)
+            token_ids = self._tokenizer.encode(prediction, False)
         self._check_ids("prediction", token_ids)
         if len(token_ids) > self.limits.max_model_len:
             raise PromptTooLongError(
@@ -272,8 +276,8 @@ class InputProcessor:
         if self._tokenizer is None and params.structured_outputs is not None:
             raise RequestError("structured_outputs needs the tokenizer, which was not loaded; leave it out")
 
-    def _promise(self, params: SamplingParams, arrival: float, tenant: str) -> tuple[int, Service]:
-        """Priority and promise of a request: its own values, otherwise those of its class."""
+    def _service(self, params: SamplingParams, arrival: float, tenant: str) -> tuple[int, Service]:
+        """(priority, class with deadlines) of a request. Its own values take precedence over those of its class."""
         tier = DEFAULT_CLASS if params.service_tier in (None, "auto") else str(params.service_tier)
         classes = self.limits.service_classes
         if classes is None:
@@ -301,8 +305,9 @@ class InputProcessor:
         )
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        # The last sampled token is never an input, so the cache holds one position less than the sequence.
-        # A request for 0 tokens generates one and drops it. It may lie one past the model's last position.
+        # The last sampled token is never an input, so the cache holds one position less than the sequence. A request
+        # with max_tokens 0 generates one token, which is dropped; this token may be one position after the model's
+        # last.
         scored = params.max_tokens == 0
         length = self.limits.max_model_len + scored
         room = min(length, self._cache.capacity_tokens + 1) - num_prompt_tokens
@@ -316,9 +321,9 @@ class InputProcessor:
         if scored:
             return 1
         if params.max_tokens > room:
-            held, limit = self._cache.capacity_tokens, self.limits.max_model_len
-            # with sliding windows the cache holds any number of positions
-            cache = f", the KV cache {held}" if held < limit else ""
+            capacity, limit = self._cache.capacity_tokens, self.limits.max_model_len
+            # With sliding windows the cache holds any number of positions.
+            cache = f", the KV cache {capacity}" if capacity < limit else ""
             raise PromptTooLongError(
                 f"the prompt has {num_prompt_tokens} tokens and max_tokens is {params.max_tokens}, together"
                 f" {num_prompt_tokens + params.max_tokens}, but there is room for {num_prompt_tokens + room} (the model"
@@ -327,8 +332,7 @@ class InputProcessor:
         return params.max_tokens
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token ids of ``bad_words``, in every spelling that the tokenizer may use:
-        :mod:`~chairlift.tokenizer.bad_words`."""
+        """Token ids of ``bad_words``, for every way to spell them that :mod:`~chairlift.tokenizer.bad_words` finds."""
         tokenizer = self._tokenizer
         if tokenizer is None or not params.bad_words:
             return ()
@@ -347,7 +351,7 @@ def _check_caller(request_id: str, params: SamplingParams, cache_salt: str, tena
 
 
 def images_of(prompt: Any) -> tuple[list[Any], Any]:
-    """Images of a prompt that is a mapping with vLLM's ``multi_modal_data``, and the prompt without that key."""
+    """(images in the ``multi_modal_data`` of a prompt in vLLM's form, the prompt without that key)."""
     if not isinstance(prompt, Mapping) or "multi_modal_data" not in prompt:
         return [], prompt
     data = prompt["multi_modal_data"]
@@ -359,17 +363,17 @@ def images_of(prompt: Any) -> tuple[list[Any], Any]:
 
 
 def unnamed(prompt: Any) -> tuple[Any, str | None]:
-    """Text or token ids of a prompt, taken out of its mapping if it has one, and its text if known."""
+    """(text or token ids of the prompt, its text or None). A prompt in vLLM's form is a mapping."""
     if isinstance(prompt, Mapping):
         names, text = set(prompt), prompt.get("prompt")
         if "prompt_token_ids" in names <= {"prompt_token_ids", "prompt"} and isinstance(text, str | None):
-            # No tokenizer reads this text, so it may hold half of a surrogate pair, which cannot be sent to another
-            # process.
+            # No tokenizer checks this text. It may hold half of a surrogate pair, which cannot be sent to another
+            # process, so that half is replaced.
             return prompt["prompt_token_ids"], text and text.encode(errors="replace").decode()
         if names != {"prompt"}:
             raise RequestError(
-                "a prompt given as a mapping must have 'prompt' (text beside the other) and/or 'prompt_token_ids' and "
-                f"no more, got {', '.join(map(repr, prompt)) or 'nothing'}"
+                "a prompt given as a mapping must have 'prompt', 'prompt_token_ids' or both, and no other key; "
+                f"got {', '.join(map(repr, prompt)) or 'nothing'}"
             )
         prompt = text
     return prompt, prompt if isinstance(prompt, str) else None

@@ -1,5 +1,5 @@
-"""Admission to the queue in front of the engine: how much may wait, how long, and when a refused client should
-retry."""
+"""Limits the queue in front of the engine: how many requests may wait and for how long, and when a refused client
+should retry."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ from chairlift.service_class import DEFAULT_CLASS, ServiceClass
 __all__ = ["Intake", "Place"]
 
 _WINDOW: Final = 30.0
-"""Seconds over which rates are measured."""
-_LEAST, _MOST = 1.0, 60.0
+"""Seconds over which arrival and start rates are measured."""
+_MIN_RETRY: Final = 1.0
+_MAX_RETRY: Final = 60.0
 _OUTDATED: Final = 5.0
-"""Seconds without a message from the engine after which its forecast is outdated, unless its steps take longer than
-that."""
+"""After this many seconds without a message from the engine, the forecast is outdated, unless the engine's steps take
+longer."""
 _LAST_SHARE: Final = 0.5
-"""Share of the queue that the class with the lowest rank may fill."""
-_MOST_TAKEN: Final = 0.8
-"""Largest share of the starts that future requests are assumed to take. So a wait grows at most five times."""
+"""Fraction of the queue that the class with the lowest rank may fill."""
+_MAX_FUTURE_SHARE: Final = 0.8
+"""Maximum fraction of the starts that is assumed to go to future, more urgent requests. So a forecast wait grows at
+most five times."""
 _WRONG_REFUSALS: Final = 0.1
-"""Target share of refused requests that would have started in time after all."""
+"""Target fraction of refused requests that would have started in time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Place of a request in the queue. Times in seconds."""
+    """Position of one request in the queue, with its times in seconds."""
 
     request_id: str
     position: int
-    """1 for the next request to start."""
+    """Position in the queue; 1 starts next."""
     waited: float
     expected_start: float | None
-    """Seconds from now; None while there is no forecast."""
+    """Seconds from now until the request's expected start; None if there is no forecast."""
 
 
 _Lane = tuple[str, str]
-"""Class of service and tenant of a request."""
+"""(class of service, tenant) of a request."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class _Waiting:
 
 
 class _Crowd:
-    """Number of requests per priority level and per lane."""
+    """Counts requests by priority level and by lane."""
 
     def __init__(self) -> None:
         self.levels: Counter[int] = Counter()
@@ -71,20 +73,21 @@ class _Crowd:
             del self.lanes[each.lane]
 
     def before(self, level: int) -> int:
-        """Number of requests at this level and at all more urgent levels."""
+        """Number of requests at this level and at more urgent levels."""
         return sum(count for each, count in self.levels.items() if each <= level)
 
 
 class Intake:
-    """The bounded queue of requests that have not been in a step. Bounds on the queue bound the waiting times.
+    """The queue of requests that have not been in a step. Its size is limited, which also limits the waiting times.
 
-    A request that finds no room is refused at once, with a time to retry; this is better than a long wait for everybody
-    (load shedding). Times are seconds on the engine's clock (on any clock, where there are no forecasts). The time to
-    retry comes from the forecast, or without one from the rate at which the queue drains.
+    A request that finds the queue full is refused at once, with a time to retry; this is better than a long wait for
+    all requests (load shedding). The time to retry comes from the forecast; without a forecast, from the rate at which
+    requests start. Times are seconds on the engine's clock; without forecasts any clock may be used.
 
-    Classes of service have different bounds, so that patient classes do not fill the queue for urgent ones. The class
-    with the lowest priority number may fill the whole queue. The class with the highest number enters only while less
-    than half is full. The others are spread evenly between. Without ``classes`` every request may fill it.
+    Classes of service have different limits, so that less urgent classes leave room for urgent classes. The class with
+    the lowest priority number may fill the whole queue. The class with the highest number is refused when half of the
+    queue is full. The limits of the other classes lie evenly between. Without ``classes``, every request may fill the
+    whole queue.
     """
 
     def __init__(
@@ -96,9 +99,9 @@ class Intake:
     ) -> None:
         self.calibration = Calibration() if calibration is None else calibration
         self.forecast: Forecast | None = None
-        """The engine's newest forecast."""
+        """The newest forecast that the engine sent; None before the first."""
         self.heard_at = math.inf
-        """Time of the engine's last message. While the engine stands still, forecast starts are not kept."""
+        """Time of the engine's last message. When the engine stops, the forecast is no longer valid."""
         self._longest_step = 0.0
         self.max_requests = max(1, max_requests)
         self.max_tokens = max_tokens
@@ -108,31 +111,33 @@ class Intake:
         self._last_level = max(1, len(levels) - 1)
         self._reserving = {name for name, each in (classes or {}).items() if each.min_seqs}
         self._calibrations = {level: Calibration() for level in {0, *self._levels.values()}}
-        """Accuracy of the forecasts per level: accuracy for urgent requests says nothing about that for late ones."""
+        """Priority level -> accuracy of its forecasts. The levels are separate, because accuracy for urgent requests
+        says nothing about less urgent ones."""
         self._waiting: dict[str, _Waiting] = {}
         self._crowd = _Crowd()
         self._starts: dict[str, float] = {}
-        """Forecast start of each request, by id."""
+        """Request id -> forecast start."""
         self._unforeseen = _Crowd()
-        """Waiting requests that came after the forecast was made."""
+        """Counts of waiting requests that came after the forecast was made."""
         self._lane_ends: dict[_Lane, tuple[float, float]] = {}
-        """For each lane, from the forecast: start of the last request, and seconds between two starts."""
+        """Lane -> (forecast start of its last request, seconds between two starts of the lane)."""
         self._started: deque[float] = deque()
         self._line_since = 0.0
-        """Time at which the queue became non-empty. Earlier starts show the demand, not the capacity."""
+        """Time at which the queue last became non-empty. Starts before that time show how many requests came, not how
+        fast the engine is."""
         self._came: deque[tuple[float, int]] = deque()
-        """(time, level) of each arrival in the last half minute."""
+        """(time, level) of each arrival in the last 30 seconds."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def oldest_wait(self, now: float) -> float:
-        """Seconds that the oldest request has waited; 0 when the queue is empty."""
+        """Seconds that the oldest request has waited; 0 if the queue is empty."""
         first = next(iter(self._waiting.values()), None)
         return 0.0 if first is None else now - first.since
 
     def share(self, service_class: str = DEFAULT_CLASS) -> float:
-        """Share of the queue, 0.5 to 1, above which a class is refused."""
+        """Fraction of the queue, 0.5 to 1, at which requests of this class are refused."""
         return 1 - (1 - _LAST_SHARE) * self._levels.get(service_class, 0) / self._last_level
 
     def check(
@@ -143,7 +148,8 @@ class Intake:
         service_class: str = DEFAULT_CLASS,
         tenant: str = "",
     ) -> None:
-        """Raise QueueFullError when the queue has no room for so much more. An empty queue accepts any call."""
+        """Raise QueueFullError if the queue has no room for this many more requests and tokens. An empty queue accepts
+        any call."""
         share = self.share(service_class)
         who = "may" if share == 1 else f"may before one of class {service_class} is taken"
         most_requests, most_tokens = max(1, int(self.max_requests * share)), int(self.max_tokens * share)
@@ -169,10 +175,11 @@ class Intake:
         service_class: str = DEFAULT_CLASS,
         spent: float = 0.0,
     ) -> None:
-        """Raise QueueFullError when the forecast says that a request would time out.
+        """Raise QueueFullError if the forecast says that a request would time out in the queue.
 
-        ``allowed`` maps settings to the seconds that it may wait; ``spent`` of them have passed. A request is refused
-        only if 9 of 10 forecasts for its level were accurate enough, and never with too few samples.
+        ``allowed`` maps setting -> seconds that the request may wait; ``spent`` seconds have passed already. First the
+        forecast is reduced to the wait that 9 of 10 earlier requests at its level exceeded, in proportion to their
+        forecasts. With too few samples no request is refused.
         """
         shortest = self._calibrations[self._levels.get(service_class, 0)].quantile(_WRONG_REFUSALS)
         if predicted is None or shortest is None or predicted < SHORTEST_WAIT:
@@ -196,8 +203,8 @@ class Intake:
         predicted: float | None = None,
         tenant: str | None = "",
     ) -> None:
-        """Add a request. ``predicted`` is its expected wait from ``now``, if the forecast is to be judged later. A
-        ``tenant`` of None marks a request with a priority of its own, which is in no lane."""
+        """Add a request. ``predicted`` is its expected wait from ``now`` on, if the forecast shall be judged later.
+        ``tenant`` is None for a request whose priority differs from its class's; such a request belongs to no lane."""
         lane = None if tenant is None else (service_class, tenant)
         self._line_since = self._line_since if self._waiting else now
         waiting = _Waiting(num_tokens, service_class, self._levels.get(service_class, 0), lane, now, predicted, now)
@@ -208,7 +215,8 @@ class Intake:
         self.num_tokens += num_tokens
 
     def leave(self, request_id: str, now: float, *, started: bool) -> None:
-        """Remove a request: it was in its first step at ``now``, or it left without one. Unknown ids are ignored."""
+        """Remove a request: with ``started`` its first step began at ``now``, otherwise it left before. Unknown ids are
+        ignored."""
         found = self._waiting.pop(request_id, None)
         if found is None:
             return
@@ -224,7 +232,7 @@ class Intake:
                     each.add(found.predicted, now - found.predicted_at)
 
     def clear(self) -> None:
-        """Remove all requests: the engine has died."""
+        """Remove all requests and forecasts, because the engine has died."""
         self._waiting.clear()
         self._crowd, self._unforeseen = _Crowd(), _Crowd()
         self._starts.clear()
@@ -238,13 +246,14 @@ class Intake:
     # -- the forecast ----------------------------------------------------------------------------------------------
 
     def foreseen(self, forecast: Forecast) -> None:
-        """Take the engine's newest forecast, and lengthen its waits by the requests that will still arrive.
+        """Store the engine's newest forecast. Its waits are lengthened for the more urgent requests that will still
+        arrive.
 
-        A request that came before there was a forecast is judged by the first one.
+        If a request came before there was a forecast, the first forecast later counts as its prediction.
         """
-        made, longer = forecast.made_at, self._stretches(forecast)
+        made_at, longer = forecast.made_at, self._stretches(forecast)
         newcomers, strangers = (
-            {name: made + (start - made) * longer.get(name, 1.0) for name, start in starts.items()}
+            {name: made_at + (start - made_at) * longer.get(name, 1.0) for name, start in starts.items()}
             for starts in (forecast.newcomers, forecast.strangers)
         )
         self.forecast = dataclasses.replace(forecast, newcomers=newcomers, strangers=strangers)
@@ -254,30 +263,30 @@ class Intake:
             each = self._waiting.get(name)
             if each is None or name in self._starts:
                 continue
-            self._starts[name] = made + (start - made) * longer.get(each.service_class, 1.0)
+            self._starts[name] = made_at + (start - made_at) * longer.get(each.service_class, 1.0)
             if each.predicted is None and each.lane is not None:
-                wait = max(0.0, self._starts[name] - made)
-                self._waiting[name] = dataclasses.replace(each, predicted=wait, predicted_at=made)
+                wait = max(0.0, self._starts[name] - made_at)
+                self._waiting[name] = dataclasses.replace(each, predicted=wait, predicted_at=made_at)
         lanes: dict[_Lane, list[float]] = {}
         for name, each in self._waiting.items():
             if name not in self._starts:
                 self._unforeseen.add(each)
             elif each.lane is not None and self._levels:  # without classes the engine has no lanes
                 lanes.setdefault(each.lane, []).append(self._starts[name])
-        # The forecast adds one new request for the tenant with the most requests. Other tenants have waiting requests
-        # only.
+        # The forecast adds one new request for the tenant with the most requests. For other tenants it covers only the
+        # requests that wait.
         self._lane_ends = {
-            lane: (max(all_), max(0.0, max(all_) - made) / len(all_))
+            lane: (max(all_), max(0.0, max(all_) - made_at) / len(all_))
             for lane, all_ in lanes.items()
             if lane[1] != forecast.tenant
         }
 
     def _stretches(self, forecast: Forecast) -> dict[str, float]:
-        """Factor per class by which waits grow, because more urgent requests will arrive meanwhile.
+        """Class -> factor by which its waits grow, because more urgent requests will arrive meanwhile.
 
-        Future requests take the share of the starts that they had in the last half minute (Cobham, 1954). Requests that
-        are waiting now are in the forecast already, so that a burst is not taken for a rate. Classes with reserved rows
-        wait for nobody.
+        More urgent requests are assumed to take the same fraction of the starts as in the last 30 seconds (Cobham,
+        1954). Requests that wait now are not counted, because the forecast already includes them; so a single burst is
+        not taken for a steady rate. Classes with reserved rows do not wait for other classes: their factor is 1.
         """
         self._forget(forecast.made_at)
         came = Counter(level for _, level in self._came)
@@ -286,30 +295,32 @@ class Intake:
         longer = {}
         for name, level in (self._levels or {DEFAULT_CLASS: 0}).items():
             share = pace * sum(max(0, count) for other, count in came.items() if other < level)
-            longer[name] = 1.0 if name in self._reserving else 1 / (1 - min(share, _MOST_TAKEN))
+            longer[name] = 1.0 if name in self._reserving else 1 / (1 - min(share, _MAX_FUTURE_SHARE))
         return longer
 
     def expected_wait(
         self, service_class: str, now: float, free_rows: int = 0, tenant: str | None = ""
     ) -> float | None:
-        """Forecast of the seconds that a new request of this class and tenant would wait; None without a forecast.
+        """Forecast of the seconds that a new request of this class and tenant would wait; None if there is no forecast.
 
-        ``free_rows`` is the number of further requests that may run. A ``tenant`` of None has no waiting requests.
+        ``free_rows`` is the number of additional requests that may run. ``tenant`` None means a tenant without waiting
+        requests.
         """
         lane = None if tenant is None else (service_class, tenant)
         return self._wait(service_class, lane, now, self._unforeseen, free_rows)
 
     def heard(self, now: float, busy: bool) -> None:
-        """Note a message about a step. ``busy`` says that the engine had work since the message before."""
+        """Note a message about a step. ``busy`` says that the engine had work since the previous message."""
         self._longest_step = max(now - self.heard_at if busy else 0.0, 0.9 * self._longest_step)
         self.heard_at = now
 
     def is_outdated(self, now: float) -> bool:
-        """Whether the engine is stalled, or was until now. The forecast is not valid then."""
+        """Whether the engine has sent no message for so long that its forecast is no longer valid."""
         return now - self.heard_at > max(_OUTDATED, 3 * self._longest_step)
 
     def _wait(self, service_class: str, lane: _Lane | None, now: float, since: _Crowd, free_rows: int) -> float | None:
-        """Seconds that a request waits behind the requests that came ``since`` the forecast was made."""
+        """Seconds that a request waits. ``since`` counts the requests before it that came after the forecast was
+        made."""
         forecast = self.forecast
         if forecast is None or self.is_outdated(now):
             return None
@@ -323,7 +334,7 @@ class Intake:
         return forecast.wait_of(service_class, now, ahead, stranger=stranger)
 
     def line(self, now: float, free_rows: int = 0) -> list[Place]:
-        """All waiting requests in the order of their expected start; without a forecast, in order of arrival."""
+        """All waiting requests in the order of their expected start. Without a forecast: in order of arrival."""
         found: list[tuple[float, str, _Waiting]] = []
         since = _Crowd()
         for name, each in self._waiting.items():
@@ -343,11 +354,12 @@ class Intake:
         return request_id in self._waiting
 
     def retry_after(self, now: float, service_class: str | None = None, tenant: str = "") -> float:
-        """Whole seconds, 1 to 60, after which a refused client should retry: until the requests that wait now have
-        started.
+        """Whole seconds, from 1 to 60, after which a refused client should retry: the time until the requests that wait
+        now have started.
 
-        With a class and tenant, only requests ahead of them count. It comes from the forecast, otherwise from the rate
-        of the last half minute, or from that of the present queue if that is faster.
+        With a class and tenant, only the requests before them count. The time comes from the forecast. Without a
+        forecast it comes from the rate of starts: in the last 30 seconds, or since the queue became non-empty,
+        whichever is faster.
         """
         wait = self._last_start(now) if service_class is None else self.expected_wait(service_class, now, 0, tenant)
         if wait is not None:
@@ -357,7 +369,7 @@ class Intake:
         if service_class in self._levels:
             ahead = self._crowd.before(self._levels[service_class])
         if not ahead:
-            return _LEAST
+            return _MIN_RETRY
         if not self._started:
             return _WINDOW
         in_line = [start for start in self._started if start >= self._line_since] or self._started
@@ -378,4 +390,4 @@ class Intake:
 
 
 def _whole(seconds: float) -> float:
-    return min(_MOST, max(_LEAST, float(math.ceil(seconds))))
+    return min(_MAX_RETRY, max(_MIN_RETRY, float(math.ceil(seconds))))

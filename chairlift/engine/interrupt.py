@@ -1,4 +1,4 @@
-"""Delays Ctrl-C to the end of a step. An engine that is interrupted inside a step cannot continue."""
+"""Delays Ctrl-C until the end of a step, because an engine that is interrupted inside a step cannot continue."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["held_interrupt"]
 
 @contextlib.contextmanager
 def held_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C was pressed inside the block. A second press interrupts at once.
+    """Yield a function that returns whether Ctrl-C was pressed inside the block. A second Ctrl-C interrupts at once.
 
-    Nothing changes outside the main thread, or where the program handles SIGINT itself; the function then returns
-    False.
+    Outside the main thread, or if the program handles SIGINT itself, Ctrl-C is not delayed, and the function always
+    returns False.
     """
     pressed = False
 

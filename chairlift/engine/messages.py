@@ -1,7 +1,7 @@
-"""Messages between the server's process and the engine's: typed frames that contain data only, never code.
+"""Messages between the server's process and the engine's process: typed frames that contain only data, never code.
 
-A frame is four bytes of length (big endian) and a msgpack map, whose ``type`` names the message. Decoding checks every
-type. A frame that does not decode is dropped and counted by its receiver; it does not stop the process.
+A frame is a length of four bytes (big endian) and a msgpack map. The map's ``type`` names the message. Decoding checks
+every type. A frame that does not decode is dropped and counted by its receiver; it does not stop the process.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ __all__ = [
 ]
 
 MAX_FRAME: Final = 256 * 1024 * 1024
-"""Longest frame, in bytes. The longest real frame has the log-probabilities of a long prompt."""
+"""Maximum length of a frame, in bytes. The longest real frame has the log-probabilities of a long prompt."""
 _LENGTH: Final = 4
 
 
 class Start(msgspec.Struct, tag="start", forbid_unknown_fields=True):
-    """First message to the engine: the model to load. ``settings`` are keywords of EngineConfig."""
+    """First message to the engine: its settings, including the model. ``settings`` are keyword arguments of
+    EngineConfig."""
 
     settings: dict[str, Any]
     log_level: int
@@ -68,14 +69,15 @@ class Loading(msgspec.Struct, tag="loading", forbid_unknown_fields=True):
 
 
 class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True):
-    """The model is loaded. Sent again when its weights were replaced; later steps come from the new weights."""
+    """The model is loaded. The message is sent again after the weights were replaced; later steps then use the new
+    weights."""
 
     info: EngineInfo
 
 
 class NotLoaded(msgspec.Struct, tag="not_loaded", forbid_unknown_fields=True):
-    """The settings, the model or the new weights cannot be used. ``kind`` is the name of the exception. New weights
-    that fail change nothing."""
+    """The settings, the model or the new weights cannot be used. ``kind`` is the name of the exception. If new weights
+    fail, the old weights stay in use."""
 
     kind: str
     message: str
@@ -90,7 +92,7 @@ class Log(msgspec.Struct, tag="log", forbid_unknown_fields=True):
 
 
 class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
-    """A checked request. ``params`` has only the sampling parameters that differ from their default."""
+    """A validated request. ``params`` has only the sampling parameters that differ from their default."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -116,7 +118,8 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
         return cls(params=params, **{name: getattr(request, name) for name in _AS_PREPARED})
 
     def request(self) -> PreparedRequest:
-        """The request. Raises RequestError for sampling parameters that the input checks would have refused."""
+        """The request as the input checks made it. Raises RequestError for sampling parameters that these checks would
+        have refused."""
         same = {name: getattr(self, name) for name in _AS_PREPARED}
         return PreparedRequest(prompt=None, params=SamplingParams.from_dict(self.params), **same)
 
@@ -125,14 +128,14 @@ _AS_PREPARED: Final = tuple(name for name in Add.__struct_fields__ if name != "p
 
 
 class Leave(msgspec.Struct, tag="leave", forbid_unknown_fields=True):
-    """Sequences to end: their text has ended (``stopped``), or their caller has left."""
+    """Ids of sequences to end, because their text has ended (``stopped``) or because their caller has left."""
 
     sequence_ids: list[str]
     stopped: bool
 
 
 class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):
-    """The core refused a request, or ``failed`` to add it through no fault of the request."""
+    """The core refused a request. With ``failed``, the cause is an error of the engine, not of the request."""
 
     request_id: str
     too_long: bool
@@ -141,16 +144,16 @@ class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):
 
 
 class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True):
-    """Results of the newest steps."""
+    """Results of one or more steps."""
 
     outputs: CoreOutputs
     stats: EngineStats
     forecast: Forecast | None = None
-    """A new forecast, if there is one."""
+    """A new forecast, if one was made since the last message."""
 
 
 class Pool(msgspec.Struct, tag="pool", forbid_unknown_fields=True):
-    """A checked text for a model of embeddings, scores or classes."""
+    """A validated text for a model of embeddings, scores or classes."""
 
     request_id: str
     token_ids: list[int]
@@ -158,20 +161,20 @@ class Pool(msgspec.Struct, tag="pool", forbid_unknown_fields=True):
 
 
 class PassBegun(msgspec.Struct, tag="pass_begun", forbid_unknown_fields=True):
-    """Texts that are being computed now."""
+    """Ids of the texts in the forward pass that begins now."""
 
     request_ids: list[str]
 
 
 class Pooled(msgspec.Struct, tag="pooled", forbid_unknown_fields=True):
-    """Results of a pass."""
+    """Results of one forward pass."""
 
     vectors: list[PooledVector]
     stats: EngineStats
 
 
 class Watch(msgspec.Struct, tag="watch", forbid_unknown_fields=True):
-    """Start (``wanted``) or stop reporting every step."""
+    """Start (``wanted`` is true) or stop to report every step."""
 
     wanted: bool
 
@@ -183,7 +186,7 @@ class Watched(msgspec.Struct, tag="watched", forbid_unknown_fields=True):
 
 
 class UpdateWeights(msgspec.Struct, tag="update_weights", forbid_unknown_fields=True):
-    """Load the weights of a directory and use them from the next step on. The answer is Ready or NotLoaded."""
+    """Load the weights of a directory and use them from the next step on. The reply is Ready or NotLoaded."""
 
     source: str
     version: int
@@ -191,19 +194,19 @@ class UpdateWeights(msgspec.Struct, tag="update_weights", forbid_unknown_fields=
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", forbid_unknown_fields=True):
-    """Know an adapter from now on. Answered by AdapterLoaded."""
+    """Load an adapter. The reply is AdapterLoaded."""
 
     load: AdapterLoad
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter", forbid_unknown_fields=True):
-    """Forget an adapter behind its last request. Not answered."""
+    """Remove an adapter after its last request. There is no reply."""
 
     adapter_id: int
 
 
 class AdapterLoaded(msgspec.Struct, tag="adapter_loaded", forbid_unknown_fields=True):
-    """How a load ended."""
+    """Result of a LoadAdapter message."""
 
     state: AdapterState
 
@@ -246,11 +249,12 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class FrameError(ValueError):
-    """Bytes that are not a valid message."""
+    """Raised for bytes that are not a valid message."""
 
 
 def encode(message: Message) -> bytes:
-    """A whole frame. Raises RequestError for a message that is too long, or whose text has half of a surrogate pair."""
+    """The message as a frame. Raises RequestError for a message that is too long, or whose text has half of a surrogate
+    pair."""
     try:
         body = _encoder.encode(message)
     except UnicodeEncodeError as error:  # usually from a file's name
@@ -261,7 +265,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes | bytearray | memoryview) -> Message:
-    """A frame's body. Raises FrameError."""
+    """The message in a frame's body. Raises FrameError."""
     try:
         return _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, TypeError) as error:
@@ -269,7 +273,7 @@ def decode(body: bytes | bytearray | memoryview) -> Message:
 
 
 class FrameReader:
-    """Splits a stream of bytes into messages. ``num_bad`` counts invalid frames."""
+    """Splits a stream of bytes into messages. ``num_bad`` is the number of invalid frames so far."""
 
     def __init__(self, max_frame: int = MAX_FRAME) -> None:
         self.num_bad = 0
@@ -277,7 +281,8 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Messages that are complete now. Raises FrameError, permanently, when a length exceeds MAX_FRAME."""
+        """Yield the messages that are complete now. If a frame's length exceeds MAX_FRAME, this call and all later
+        calls raise FrameError."""
         buffer = self._buffer
         buffer += data
         start = 0

@@ -1,4 +1,4 @@
-"""From tokens to outputs: makes text, collects the answers of each request, and finds stop strings."""
+"""Converts tokens to outputs: makes text, collects the answers of each request, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -24,43 +24,44 @@ _log = logging.getLogger(__name__)
 
 
 class _Answer:
-    """State of one sequence between the core and the caller."""
+    """State of one sequence: its results between the core and the caller."""
 
     def __init__(self, index: int, sequence_id: str, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         self.index = index
         self.sequence_id = sequence_id
         self.params = prepared.params
         self.only_scores = prepared.params.max_tokens == 0
-        """Whether the caller wants scores of the prompt only. The one generated token is dropped."""
+        """Whether the caller wants only log-probabilities of the prompt. The one generated token is dropped."""
         self.detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and not self.only_scores:
             self.detokenizer = IncrementalDetokenizer(tokenizer, prepared.prompt_token_ids, prepared.params)
         self.token_ids: list[int] = []
         self.num_read = 0
-        """Generated tokens the detokenizer has seen."""
+        """Number of generated tokens that the detokenizer has read."""
         self.num_tokens: int | None = None
-        """Number of generated tokens that count, if a stop string has ended the answer."""
+        """Number of generated tokens that belong to the answer, if a stop string has ended it; otherwise None."""
         self.stop_string: str | None = None
         self.logprobs = None if self.params.logprobs is None else _flat(tokenizer)
-        """Log-probabilities of generated tokens that are not delivered yet."""
+        """Log-probabilities of generated tokens that were not delivered yet."""
         self.cumulative = 0.0
         self.last_token_time: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.decodes_since: tuple[dict[str, float], DecodeSeconds] | None = None
-        """Seconds charged to it when it began to decode, and the totals then; only if it has stop strings."""
+        """(seconds charged until it began to decode, totals of the cause ledger at that time), only for a request with
+        stop strings."""
         self._taken = 0
-        """Number of tokens delivered as deltas."""
-        self._told_end = False
+        """Number of tokens that were delivered as deltas."""
+        self._end_delivered = False
         self.progress: tuple[Progress, float] | None = None
-        """The newest progress report and its time."""
+        """(newest progress report, its time)."""
         self.weight_versions = [(0, 0)]
-        """See :attr:`CompletionOutput.weight_versions`."""
+        """(index of the first token, version of the weights), as in :attr:`CompletionOutput.weight_versions`."""
         self.predicted = (0, 0)
-        """Numbers of accepted and rejected drafts from the request's ``prediction``."""
+        """(accepted, rejected) number of drafts from the request's ``prediction``."""
 
     def read(self, stop_terminated: bool = False) -> str | None:
-        """Update the text. Returns the stop string that ended it, or None."""
+        """Let the detokenizer read the new tokens. Returns the stop string that ends the answer, or None."""
         if self.detokenizer is None or self.num_tokens is not None:
             return None
         fresh = self.token_ids[self.num_read :]
@@ -68,7 +69,8 @@ class _Answer:
         return self._ended_by(self.detokenizer.update(fresh, stop_terminated))
 
     def close(self, ended: FinishedSequence, eos: frozenset[int]) -> None:
-        """Read all tokens and set the finish reason, which is a stop string if one was found."""
+        """Read all tokens and set the finish reason. A stop string found in the last tokens takes precedence over
+        ``ended``."""
         if self.only_scores:
             good = ended.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
             self.finish_reason = FinishReason.LENGTH if good else ended.finish_reason
@@ -88,8 +90,8 @@ class _Answer:
         self.weight_versions = [run for run in self.weight_versions if run[0] < max(1, len(self.token_ids))]
 
     def fail(self) -> None:
-        """End the answer with an error and without text. An answer that has ended is not changed."""
-        if self._told_end:
+        """End the answer with an error and without text. An answer whose end was delivered is not changed."""
+        if self._end_delivered:
             return
         self.detokenizer, self.finish_reason, self.stop_reason = None, FinishReason.ERROR, None
         if self.logprobs is not None:  # an error may have come between the two appends
@@ -98,7 +100,7 @@ class _Answer:
             self.logprobs.truncate(whole)
 
     def weights_changed(self, version: int) -> None:
-        """Note that later tokens come from other weights."""
+        """Note that later tokens come from weights of another version."""
         if self.weight_versions[-1][1] == version:
             return
         if self.weight_versions[-1][0] == len(self.token_ids):
@@ -126,8 +128,8 @@ class _Answer:
         )
 
     def delta(self) -> CompletionOutput | None:
-        """The part of the answer since the last call; None when there is nothing new."""
-        if self._told_end:
+        """The part of the answer since the last call; None if there is nothing new."""
+        if self._end_delivered:
             return None
         if self.finish_reason is None:
             self.read()
@@ -141,7 +143,7 @@ class _Answer:
         logprobs = self.logprobs
         if logprobs is not None:
             self.logprobs, logprobs = logprobs[len(token_ids) :], logprobs[: len(token_ids)]
-        self._told_end = ended
+        self._end_delivered = ended
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -157,7 +159,8 @@ class _Answer:
 
 
 class RequestPhase(enum.StrEnum):
-    """State of a request. WAITING: it was in no step yet. PREEMPTED: it has not yet recomputed the KV that it lost."""
+    """Phase of a request. WAITING: it has not been in a step. PREEMPTED: it has not yet recomputed the KV that it
+    lost."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -167,17 +170,17 @@ class RequestPhase(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """Progress of a request. With several answers, that of the first unfinished one."""
+    """Progress of a request. With several answers: progress of the first unfinished answer."""
 
     phase: RequestPhase
     num_computed: int
-    """Leading positions of prompt and answer whose KV is in the cache."""
+    """Number of leading positions of prompt and answer whose KV is in the cache."""
     next_token_at: float | None = None
-    """Expected time of its next token on the engine's clock; only during a prefill of several steps."""
+    """Expected time of the next token on the engine's clock; set only during a prefill of several steps."""
 
 
 class RequestState:
-    """State of one request between the core and the caller: all answers to one prompt."""
+    """State of one request between the core and the caller. It has all answers to one prompt."""
 
     def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer | None, stream: bool) -> None:
         self.prepared = prepared
@@ -202,25 +205,25 @@ class RequestState:
 
     @property
     def failure(self) -> FinishReason | None:
-        """Finish reason of an answer that failed for a reason that is not the caller's; the other answers are useless
-        then."""
+        """Finish reason (ERROR or DEADLINE) of an answer that failed, unless the caller caused the failure; otherwise
+        None. The other answers are useless then."""
         reasons = [answer.finish_reason for answer in self.answers]
         failed = [reason for reason in (FinishReason.ERROR, FinishReason.DEADLINE) if reason in reasons]
         return failed[0] if failed and not is_of_the_caller(self.error) else None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated so far, over all answers."""
+        """Number of tokens generated so far, summed over all answers."""
         return sum(len(answer.token_ids) for answer in self.answers)
 
     def fail(self, error: Exception) -> None:
-        """End all unfinished answers with this error, because the output cannot be made."""
+        """End all unfinished answers with this error, because the request's output cannot be made."""
         self.error = output_reason(error)
         for answer in self.answers:
             answer.fail()
 
     def progress(self) -> RequestProgress:
-        """Progress of the request now."""
+        """Progress of the request at this time."""
         if self.metrics.first_scheduled_time is None:
             return RequestProgress(RequestPhase.WAITING, 0)
         answer = next((each for each in self.answers if each.finish_reason is None), self.answers[-1])
@@ -234,14 +237,14 @@ class RequestState:
         return RequestProgress(phase, done)
 
     def output(self) -> RequestOutput:
-        """The state of the request, with all text so far."""
+        """Output with all text so far."""
         for answer in self.answers:
             if answer.finish_reason is None:
                 answer.read()
         return self._output([answer.output() for answer in self.answers])
 
     def delta(self) -> RequestOutput | None:
-        """New parts of the answers; None when there are none."""
+        """Output with the new parts of the answers; None if there are none."""
         news = [delta for answer in self.answers if (delta := answer.delta()) is not None]
         return self._output(news) if news else None
 
@@ -259,7 +262,7 @@ class RequestState:
         )
 
     def record(self, now: float, *, aborted: bool = False) -> FinishedRequest:
-        """Record of the request for the statistics."""
+        """Record of the ended request for the statistics."""
         metrics = self.metrics
         aborted = aborted or is_of_the_caller(self.error)  # an error of the caller's, not of the server
         first, token = metrics.first_scheduled_time, metrics.first_token_time
@@ -279,10 +282,10 @@ class RequestState:
             decode_seconds=None if token is None else now - token,
             service_class=self.prepared.service.service_class,
         )
-        return self._against_promise(record, now)
+        return self._with_missed_deadlines(record, now)
 
-    def _against_promise(self, record: FinishedRequest, now: float) -> FinishedRequest:
-        """The record with the promises of its class and those that were missed."""
+    def _with_missed_deadlines(self, record: FinishedRequest, now: float) -> FinishedRequest:
+        """The record, with the deadlines that the request had and those that it missed."""
         service, token = self.prepared.service, self.metrics.first_token_time
         per_token = record.seconds_per_token
         dropped = record.reason == FinishReason.DEADLINE
@@ -296,13 +299,13 @@ class RequestState:
         missed = tuple(kind for kind in kinds if misses[kind])
         if dropped and not missed:  # one of several answers began late
             missed = ("ttft",)
-        return dataclasses.replace(record, promised=bool(kinds), misses=missed)
+        return dataclasses.replace(record, has_deadline=bool(kinds), misses=missed)
 
 
 class OutputProcessor:
-    """Holds every request by its caller's id, and every sequence by its own.
+    """Makes the outputs of all unfinished requests from the results of the core's steps.
 
-    ``stats`` is told of tokens and ends, if given.
+    ``stats``, if given, counts tokens and ended requests.
     """
 
     def __init__(
@@ -325,16 +328,17 @@ class OutputProcessor:
         return len(self._states)
 
     def delivered(self, request_id: str) -> list[list[int]]:
-        """Tokens of each answer of an unfinished request, as far as they have come; empty for an unknown request."""
+        """Token ids of each answer of an unfinished request, as far as they have arrived; empty for an unknown
+        request."""
         state = self._states.get(request_id)
         return [] if state is None else [list(answer.token_ids) for answer in state.answers]
 
     def ids(self) -> list[str]:
-        """Requests that have not ended."""
+        """Ids of the requests that have not ended."""
         return list(self._states)
 
     def state_of(self, sequence_id: str) -> RequestState | None:
-        """The request of an unfinished answer; None if the answer has ended."""
+        """The request of an unfinished sequence; None if the sequence has ended."""
         found = self._answers.get(sequence_id)
         return None if found is None else found[0]
 
@@ -347,20 +351,21 @@ class OutputProcessor:
         return state
 
     def weights_changed(self, version: int) -> None:
-        """Note that later tokens come from weights of this version."""
+        """Note that later tokens come from this version of the weights."""
         self.weight_version = version
         for _, answer in self._answers.values():
             answer.weights_changed(version)
 
     def weights_of(self, sequence_ids: Iterable[str], version: int) -> None:
-        """Note that later tokens of these answers come from weights of this version. Ended ones are ignored."""
+        """Note that later tokens of these sequences come from this version of the weights. Ended sequences are
+        ignored."""
         for name in sequence_ids:
             if name in self._answers:
                 self._answers[name][1].weights_changed(version)
 
     def remove(self, request_id: str, now: float | None = None, *, died: bool = False) -> list[str]:
-        """Remove a request, and return its unfinished sequences. With ``now`` it is counted as aborted, or as failed if
-        the engine ``died``."""
+        """Remove a request, and return the ids of its unfinished sequences. With ``now``, the statistics count it as
+        aborted, or as failed if the engine ``died``."""
         state = self._states.pop(request_id)
         if self._stats is not None and now is not None:
             record = state.record(now, aborted=True)
@@ -368,7 +373,8 @@ class OutputProcessor:
         return [each.sequence_id for each in state.answers if self._answers.pop(each.sequence_id, None) is not None]
 
     def break_off(self, state: RequestState, error: Exception, now: float) -> None:
-        """End a request whose output cannot be made. Other requests go on; :meth:`take_broken` reports it."""
+        """End a request whose output cannot be made. Other requests continue; :meth:`take_broken` returns this
+        request."""
         _log.error("request %s ends with an error: its output could not be made", state.request_id, exc_info=error)
         state.fail(error)
         sequences = [each for each in state.answers if self._answers.pop(each.sequence_id, None) is not None]
@@ -377,12 +383,13 @@ class OutputProcessor:
         self._broken.append((state, [answer.sequence_id for answer in sequences]))
 
     def take_broken(self) -> list[tuple[RequestState, list[str]]]:
-        """Requests ended by :meth:`break_off` since the last call, with the sequences that the core has to abort."""
+        """Requests ended by :meth:`break_off` since the last call, with the ids of the sequences that the core must
+        abort."""
         broken, self._broken = self._broken, []
         return broken
 
     def take(self, step: CoreOutputs, now: float) -> list[str]:
-        """Take the results of a step. Returns the ids of sequences that a stop string has ended."""
+        """Process the results of a step. Returns the ids of sequences that a stop string has ended."""
         for sequence_id, num_cached, when in step.joined:
             found = self._answers.get(sequence_id)
             if found is not None and found[0].metrics.first_scheduled_time is None:
@@ -428,7 +435,7 @@ class OutputProcessor:
                 if record is not None and answer.logprobs is not None:
                     answer.logprobs.append(record.token_ids, record.logprobs, record.rank)
                     answer.cumulative += record.logprobs[0]
-                # The text of a token that ended the answer may be left out, so it is not searched.
+                # The text of a token that ended the answer may be left out of the output, so it is not searched.
                 if answer.params.stop and token not in state.prepared.stop_token_ids and answer.read() is not None:
                     stopped.append(sequence_id)
             except Exception as error:  # out of memory or a bug; the other rows go on
@@ -436,7 +443,7 @@ class OutputProcessor:
         return [each for each in stopped if each in self._answers]
 
     def touched(self, sequence_ids: Sequence[str]) -> list[RequestState]:
-        """Unfinished requests of these sequences, each once."""
+        """Unfinished requests of these sequences, each request once."""
         states: dict[str, RequestState] = {}
         for sequence_id in sequence_ids:
             found = self._answers.get(sequence_id)
@@ -445,7 +452,7 @@ class OutputProcessor:
         return list(states.values())
 
     def finish(self, finished: Sequence[FinishedSequence], now: float) -> list[RequestState]:
-        """Close sequences that have ended. Returns their requests, each once."""
+        """Close sequences that have ended. Returns their requests, each request once."""
         states: dict[str, RequestState] = {}
         for ended in finished:
             if self._stats is not None and ended.causes is not None:  # also for requests whose caller has left
@@ -460,12 +467,12 @@ class OutputProcessor:
                 self.break_off(state, error, now)
                 continue
             states[state.request_id] = state
-        there = [state for state in states.values() if state.request_id in self._states]
-        for state in there:
+        present = [state for state in states.values() if state.request_id in self._states]
+        for state in present:
             if state.finished:
                 del self._states[state.request_id]
                 self._count_end(state, now)
-        return there
+        return present
 
     def _close(self, state: RequestState, answer: _Answer, ended: FinishedSequence) -> None:
         causes = ended.causes
@@ -479,7 +486,7 @@ class OutputProcessor:
         state.metrics.num_preemptions += ended.num_preemptions
 
     def _count_end(self, state: RequestState, now: float) -> None:
-        """Count a request that has left. An error here does not prevent its delivery."""
+        """Record the end of a request. An error here is only logged, so that its output is still delivered."""
         try:
             self._note_end(state.metrics, now)
             if self._stats is not None:

@@ -1,4 +1,4 @@
-"""Outputs of one request for its reader, which may be slow or leave early."""
+"""Delivers the outputs of one request to its reader, which may be slow or leave early."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _log = logging.getLogger(__name__)
 
 
 class OutputStream:
-    """Outputs of one request, as an async iterator. A reader that stops early must call :meth:`abort`."""
+    """Outputs of one request, as an async iterator. A reader that stops before the end must call :meth:`abort`."""
 
     def __init__(self, state: RequestState, kind: OutputKind, abort: Callable[[str], None], name: str = "") -> None:
         self.request_id = state.request_id
         self.name = name
-        """The caller's name for the request; several requests may have the same."""
+        """The caller's name for the request. Several requests may have the same name."""
         self.tenant = state.prepared.service.tenant
         self.prompt_token_ids = state.prepared.prompt_token_ids
         self.service_class = state.prepared.service.service_class
@@ -32,7 +32,7 @@ class OutputStream:
         self._error: ChairliftError | None = None
         self._over = False
         self._seen = 0
-        """Number of tokens at the last output."""
+        """Number of generated tokens at the last output."""
         self._timers: list[asyncio.TimerHandle] = []
 
     def __aiter__(self) -> OutputStream:
@@ -68,7 +68,7 @@ class OutputStream:
         return self.state.output() if self._kind is OutputKind.CUMULATIVE and self._seen > seen else None
 
     def abort(self) -> None:
-        """End the request, whatever its state. Nothing happens when it has ended."""
+        """End the request in any state. Does nothing if it has ended."""
         self._over = True
         self._news.set()
         self._abort(self.request_id)
@@ -77,11 +77,11 @@ class OutputStream:
         self.abort()
 
     def wake(self) -> None:
-        """Wake the reader: there may be a new output."""
+        """Wake the reader, because there may be a new output."""
         self._news.set()
 
     def fail(self, error: ChairliftError) -> None:
-        """End the stream with an error."""
+        """End the stream: the reader gets this error."""
         if self._error is None and not self.state.finished:
             self._error = error
         self._news.set()
@@ -90,7 +90,7 @@ class OutputStream:
         self._timers.append(asyncio.get_running_loop().call_later(seconds, call, self.request_id))
 
     def settle(self) -> None:
-        """Stop the timers: the request has left the engine."""
+        """Stop the timers, because the request has left the engine."""
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()

@@ -1,4 +1,4 @@
-"""Texts that wait for their vectors, in the process of the event loop."""
+"""Calls that wait for vectors of their texts, in the process of the event loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Client(Protocol):
 
 
 @dataclasses.dataclass(slots=True)
-class _Asked:
+class _WaitingText:
     vector: asyncio.Future[bytes]
     num_tokens: int
     since: float
@@ -32,30 +32,31 @@ class _Asked:
 
 
 class PooledRequests:
-    """Calls that wait for vectors. Each text is a separate request in the queue; a call waits for all of its texts."""
+    """Calls that wait for vectors. Each text is a separate request in the queue; a call waits for the vectors of all
+    its texts."""
 
     def __init__(self, intake: Intake, stats: RequestStats) -> None:
         self._intake, self._stats = intake, stats
-        self._asked: dict[str, _Asked] = {}
+        self._texts: dict[str, _WaitingText] = {}
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._texts)
 
     async def ask(
         self, texts: Sequence[PooledText], client: _Client, *, since: float, patience: float | None, limit: float | None
     ) -> list[bytes]:
-        """The vectors of the texts of one call, in order.
+        """Send the texts of one call to the engine, and return their vectors in order.
 
-        The last text must have started ``patience`` seconds after ``since``, and all must have ended ``limit`` seconds
-        after it. Raises QueueTimeoutError and OverloadedError when they have not, and errors from :meth:`fail` and the
-        engine. In every case the engine keeps none of the texts.
+        Raises QueueTimeoutError if a text has not started ``patience`` seconds after ``since``, and OverloadedError if
+        a text has not ended ``limit`` seconds after ``since``. Also raises errors from :meth:`fail_all` and the engine.
+        After any error, the engine computes no further text of the call.
         """
         loop, now = asyncio.get_running_loop(), time.monotonic()
         for text in texts:
             client.pool(text)
-            self._asked[text.request_id] = _Asked(loop.create_future(), len(text.token_ids), since)
+            self._texts[text.request_id] = _WaitingText(loop.create_future(), len(text.token_ids), since)
             self._intake.enter(text.request_id, len(text.token_ids), now=now)
-        waiting = [self._asked[text.request_id].vector for text in texts]
+        waiting = [self._texts[text.request_id].vector for text in texts]
         ids = [text.request_id for text in texts]
         timers = [] if patience is None else [loop.call_later(since + patience - now, self._queued_too_long, ids)]
         try:
@@ -70,41 +71,45 @@ class PooledRequests:
             self._drop(ids, client)
 
     def begun(self, message: PassBegun) -> None:
-        """A pass with these texts has begun."""
+        """Note that a forward pass with these texts has begun."""
         now = time.monotonic()
         self._stats.engine.num_running = len(message.request_ids)
         for request_id in message.request_ids:
             self._intake.leave(request_id, now, started=True)
-            if (asked := self._asked.get(request_id)) is not None:
-                asked.started = now
+            if (waiting_text := self._texts.get(request_id)) is not None:
+                waiting_text.started = now
 
     def pooled(self, message: Pooled) -> None:
-        """A pass has ended."""
+        """Deliver the results of a forward pass."""
         now = time.monotonic()
         self._intake.heard(now, busy=True)
         self._stats.step(message.stats)
         for vector in message.vectors:
-            asked = self._asked.pop(vector.request_id, None)
-            if asked is None:
+            waiting_text = self._texts.pop(vector.request_id, None)
+            if waiting_text is None:
                 continue
-            self._ended(asked, "error" if vector.error else "stop", now)
-            self._stats.prompt_computed(asked.num_tokens, 0)
-            if asked.vector.done():
+            self._ended(waiting_text, "error" if vector.error else "stop", now)
+            self._stats.prompt_computed(waiting_text.num_tokens, 0)
+            if waiting_text.vector.done():
                 continue
             if vector.error:
                 retry = self._intake.retry_after(now)
-                asked.vector.set_exception(OverloadedError(f"the text has no result: {vector.error}", retry))
+                waiting_text.vector.set_exception(OverloadedError(f"the text has no result: {vector.error}", retry))
             else:
-                asked.vector.set_result(vector.values)
+                waiting_text.vector.set_result(vector.values)
 
     def fail_all(self, error: ChairliftError) -> None:
-        """End all calls: the engine has died."""
-        for asked in list(self._asked.values()):
-            if not asked.vector.done():
-                asked.vector.set_exception(error)
+        """End all calls with this error, because the engine has died."""
+        for waiting_text in list(self._texts.values()):
+            if not waiting_text.vector.done():
+                waiting_text.vector.set_exception(error)
 
     def _queued_too_long(self, ids: Sequence[str]) -> None:
-        late = [asked for each in ids if (asked := self._asked.get(each)) is not None and asked.started is None]
+        late = [
+            waiting_text
+            for each in ids
+            if (waiting_text := self._texts.get(each)) is not None and waiting_text.started is None
+        ]
         if late and not late[0].vector.done():
             self._stats.rejected["queue_timeout"] += 1
             retry = self._intake.retry_after(time.monotonic())
@@ -112,29 +117,29 @@ class PooledRequests:
             late[0].vector.set_exception(error)
 
     def _drop(self, ids: Sequence[str], client: _Client) -> None:
-        left = [each for each in ids if each in self._asked]
+        remaining = [each for each in ids if each in self._texts]
         now = time.monotonic()
-        for each in left:
-            asked = self._asked.pop(each)
-            asked.vector.cancel()
+        for each in remaining:
+            waiting_text = self._texts.pop(each)
+            waiting_text.vector.cancel()
             self._intake.leave(each, now, started=False)
-            self._ended(asked, "abort", now)
-        if left:
-            client.abort(left)
+            self._ended(waiting_text, "abort", now)
+        if remaining:
+            client.abort(remaining)
 
-    def _ended(self, asked: _Asked, reason: str, now: float) -> None:
-        started = asked.started
+    def _ended(self, waiting_text: _WaitingText, reason: str, now: float) -> None:
+        started = waiting_text.started
         self._stats.request_finished(
             FinishedRequest(
                 reason=reason,
-                prompt_tokens=asked.num_tokens,
+                prompt_tokens=waiting_text.num_tokens,
                 cached_tokens=0,
                 generation_tokens=0,
                 n=1,
                 max_tokens=None,
                 num_preemptions=0,
-                e2e_seconds=now - asked.since,
-                queue_seconds=None if started is None else started - asked.since,
+                e2e_seconds=now - waiting_text.since,
+                queue_seconds=None if started is None else started - waiting_text.since,
                 prefill_seconds=None if started is None else now - started,
                 decode_seconds=None,
             )

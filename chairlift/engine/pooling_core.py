@@ -1,7 +1,7 @@
 """Schedules passes of a model for embeddings, scores or classes, in order of arrival.
 
-A pass computes whole texts side by side, as many as the token budget holds. Texts that arrive meanwhile join the next
-pass. Texts are not sorted by length, so that no text waits for others of its size.
+A forward pass computes several whole texts, as many as fit into the token budget. Texts that arrive meanwhile are in a
+later pass. Texts are not sorted by length, so that no text has to wait for texts of a similar length.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ class _Executor(Protocol):
     def run(
         self, token_ids: Sequence[Sequence[int]], token_types: Sequence[Sequence[int] | None]
     ) -> Sequence[Any | None]:
-        """One float32 vector per text; None where a vector has values that are not finite."""
+        """One float32 vector per text; None for a text whose vector has values that are not finite."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledText:
-    """A checked text."""
+    """A validated text."""
 
     request_id: str
     token_ids: list[int]
     token_types: list[int] | None = None
-    """Type id of each token; None: all are 0."""
+    """Token type of each token; None: type 0 for all tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledVector:
-    """Result of one text."""
+    """Result for one text."""
 
     request_id: str
     values: bytes
-    """float32 numbers, little endian; empty after an error."""
+    """Values of the vector as float32, little endian; empty after an error."""
     error: str = ""
 
 
 class PoolingCore:
-    """Waiting texts, and the pass that is computed now."""
+    """Texts that wait, and the texts of the current forward pass."""
 
     def __init__(self, executor: _Executor, *, max_tokens: int, max_seqs: int) -> None:
         self.executor = executor
@@ -60,28 +60,29 @@ class PoolingCore:
         self._waiting[text.request_id] = text
 
     def abort(self, request_id: str) -> None:
-        """Forget a waiting text. A text that is being computed, or is unknown, is ignored."""
+        """Remove a waiting text. A text that is being computed, or an unknown id, is ignored."""
         self._waiting.pop(request_id, None)
 
     def next_pass(self) -> list[PooledText]:
-        """Take the texts of the next pass: the first in the queue, and those behind it that fit in the budget.
+        """Remove the texts of the next pass from the queue: the first text, and the texts after it as long as they fit
+        into the budget.
 
-        A text that is longer than the budget has a pass of its own.
+        A text that is longer than the budget is computed alone.
         """
-        taken: list[PooledText] = []
+        texts: list[PooledText] = []
         room = self.max_tokens
         for text in self._waiting.values():
-            if taken and (len(text.token_ids) > room or len(taken) == self.max_seqs):
+            if texts and (len(text.token_ids) > room or len(texts) == self.max_seqs):
                 break
-            taken.append(text)
+            texts.append(text)
             room -= len(text.token_ids)
-        for text in taken:
+        for text in texts:
             del self._waiting[text.request_id]
-        self._num_running, self._step_tokens = len(taken), sum(len(text.token_ids) for text in taken)
-        return taken
+        self._num_running, self._step_tokens = len(texts), sum(len(text.token_ids) for text in texts)
+        return texts
 
     def run(self, texts: Sequence[PooledText]) -> list[PooledVector]:
-        """Compute the texts from :meth:`next_pass`. An error of the pass is reported for each of its texts."""
+        """Compute the texts from :meth:`next_pass`. If the pass fails, each of its texts gets the error."""
         try:
             vectors = self.executor.run([text.token_ids for text in texts], [text.token_types for text in texts])
         except (MemoryError, RuntimeError) as error:  # usually out of memory; the next pass may be smaller

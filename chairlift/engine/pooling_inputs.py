@@ -20,7 +20,7 @@ __all__ = ["PoolingInputs", "cosine", "floats"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolingInputs:
-    """Turns texts and token ids into :class:`PooledText`, or raises RequestError with the reason."""
+    """Converts texts and token ids to :class:`PooledText`, or raises RequestError with the reason."""
 
     info: EngineInfo
     tokenizer: Tokenizer | None
@@ -33,7 +33,7 @@ class PoolingInputs:
         return self.info.pooling
 
     def check_task(self, task: str) -> None:
-        """Raise RequestError unless the model supports ``embed``, ``classify`` or ``score``, whichever is given."""
+        """Raise RequestError unless the model supports this task: ``embed``, ``classify`` or ``score``."""
         pooling = self.pooling
         if task == "score":
             if not pooling.scores:
@@ -46,7 +46,8 @@ class PoolingInputs:
             raise RequestError(f"the model {does}; it cannot {task} them, ask for {pooling.task} or use another model")
 
     def prefix(self, prompt_name: str | None) -> str:
-        """The prompt to put before a text: the named one, or the model's default. Raises RequestError."""
+        """The prompt to put before a text: the named prompt, or the model's default. Raises RequestError for an unknown
+        name."""
         prompts = self.pooling.prompts
         name = self.pooling.default_prompt if prompt_name is None else prompt_name
         if name is None:
@@ -57,58 +58,63 @@ class PoolingInputs:
         return prompts[name]
 
     def encode(self, prompt: Any, prefix: str = "") -> tuple[list[int], tuple[int, int]]:
-        """Token ids, and the numbers of special tokens that the tokenizer added before and behind them."""
+        """(token ids, (number of special tokens that the tokenizer added before them, number added after them))."""
         prompt, _ = unnamed(prompt)
         if isinstance(prompt, (list, tuple)):
             return list(prompt), (0, 0)
         if not isinstance(prompt, str):
-            raise RequestError(f"a text must be text or a list of token ids, got {type(prompt).__name__}")
+            raise RequestError(f"an input must be text or a list of token ids, got {type(prompt).__name__}")
         if self.tokenizer is None:
-            raise RequestError("the text is text, but the tokenizer was not loaded; send token ids")
+            raise RequestError("the input is text, but the tokenizer was not loaded; send token ids")
         return self.tokenizer.encode(prefix + prompt), self.tokenizer.num_added
 
     def text(
         self, request_id: str, ids: Sequence[int], truncate: int | None = None, added: tuple[int, int] = (0, 0)
     ) -> PooledText:
-        """Check token ids, and truncate them if the caller allows. The beginning and the ``added`` special tokens are
-        kept."""
+        """Check token ids, and truncate them if ``truncate`` allows it. Truncation keeps the beginning and the
+        ``added`` special tokens."""
         limit = self._limit(truncate)
         if limit is not None and len(ids) > limit:
-            behind = min(added[1], limit)
-            ids = [*ids[: limit - behind], *ids[len(ids) - behind :]]
+            num_after = min(added[1], limit)
+            ids = [*ids[: limit - num_after], *ids[len(ids) - num_after :]]
         return PooledText(request_id, self._checked(list(ids)))
 
     def pair(self, request_id: str, first: Any, second: Any, truncate: int | None = None) -> PooledText:
-        """Two texts as one input of a cross encoder. Truncation shortens the second text."""
+        """Two texts as one input of a cross encoder or reranker. Truncation shortens the second text."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise RequestError("pairs of texts need the tokenizer, which was not loaded (skip_tokenizer_init)")
         if self.pooling.pair is None:
             ids, types, second_at = tokenizer.encode_pair(first, second)
         else:
-            ids, second_at = _asked(tokenizer, self.pooling.pair, first, second)
+            ids, second_at = _pair_ids(tokenizer, self.pooling.pair, first, second)
             types = [0] * len(ids)
         limit = self._limit(truncate)
         if limit is not None and len(ids) > limit:
             surplus = len(ids) - limit
             if surplus > len(second_at):
                 raise PromptTooLongError(
-                    f"the query has {len(ids) - len(second_at)} tokens with the special ones, but {limit} are to be"
-                    " kept; shorten it, for only documents are cut"
+                    f"the query has {len(ids) - len(second_at)} tokens with the special ones, but"
+                    f" truncate_prompt_tokens keeps {limit}; shorten the query, because only documents are cut"
                 )
             dropped = set(second_at[len(second_at) - surplus :])
             ids, types = ([each for at, each in enumerate(all_) if at not in dropped] for all_ in (ids, types))
         return PooledText(request_id, self._checked(ids), types if self.pooling.token_types and any(types) else None)
 
     def _limit(self, truncate: int | None) -> int | None:
-        most = self.info.max_model_len
+        max_model_len = self.info.max_model_len
         if truncate is None:
             return None
-        if isinstance(truncate, bool) or not isinstance(truncate, int) or not (truncate == -1 or 1 <= truncate <= most):
+        if (
+            isinstance(truncate, bool)
+            or not isinstance(truncate, int)
+            or not (truncate == -1 or 1 <= truncate <= max_model_len)
+        ):
             raise RequestError(
-                f"truncate_prompt_tokens must be -1 (what the model takes) or from 1 to {most}, got {truncate!r:.40}"
+                f"truncate_prompt_tokens must be -1 (what the model takes) or from 1 to {max_model_len},"
+                f" got {truncate!r:.40}"
             )
-        return most if truncate == -1 else truncate
+        return max_model_len if truncate == -1 else truncate
 
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:
@@ -127,7 +133,7 @@ class PoolingInputs:
         return ids
 
     def check_dimensions(self, dimensions: int | None) -> None:
-        """Raise RequestError for a size to which embeddings cannot be cut."""
+        """Raise RequestError if embeddings cannot be shortened to this size."""
         pooling = self.pooling
         if dimensions is None or dimensions == pooling.width:
             return
@@ -142,40 +148,42 @@ class PoolingInputs:
             raise RequestError(f"dimensions must be {allowed}, got {dimensions!r:.40}")
 
     def cut(self, values: bytes, dimensions: int | None) -> bytes:
-        """The first ``dimensions`` numbers of an embedding, normalised again if the whole embedding is."""
+        """The first ``dimensions`` values of an embedding, normalised to length 1 again if the whole embedding is
+        normalised."""
         if dimensions is None or dimensions * 4 == len(values):
             return values
-        kept = floats(values[: 4 * dimensions])
+        numbers = floats(values[: 4 * dimensions])
         if self.pooling.normalize:
-            length = max(math.sqrt(sum(x * x for x in kept)), 1e-12)
-            kept = [x / length for x in kept]
-        return struct.pack(f"<{len(kept)}f", *kept)
+            length = max(math.sqrt(sum(x * x for x in numbers)), 1e-12)
+            numbers = [x / length for x in numbers]
+        return struct.pack(f"<{len(numbers)}f", *numbers)
 
 
-def _asked(tokenizer: Tokenizer, texts: PairTexts, query: Any, document: Any) -> tuple[list[int], list[int]]:
-    """Token ids of the question whether two texts belong together, and the indices of tokens of the document only."""
+def _pair_ids(tokenizer: Tokenizer, texts: PairTexts, query: Any, document: Any) -> tuple[list[int], list[int]]:
+    """(token ids of the whole prompt for a query and a document, indices of the tokens that belong only to the
+    document)."""
     for text in (query, document):
         if not isinstance(text, str):
             raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
     head = f"{texts.query}{query}{texts.document}"
-    before, asked, behind, known = (
+    before, pair, behind, known = (
         tokenizer.encode(text, add_special_tokens=False) for text in (texts.before, head + document, texts.behind, head)
     )
-    shared = next((at for at, pair in enumerate(zip(asked, known, strict=False)) if pair[0] != pair[1]), len(known))
-    # A token that begins before the document and ends inside it is kept.
-    first = len(before) + min(shared + (shared < len(known)), len(asked))
-    return [*before, *asked, *behind], [*range(first, len(before) + len(asked))]
+    shared = next((at for at, ids in enumerate(zip(pair, known, strict=False)) if ids[0] != ids[1]), len(known))
+    # A token that begins before the document and ends inside it is not a token of the document.
+    first = len(before) + min(shared + (shared < len(known)), len(pair))
+    return [*before, *pair, *behind], [*range(first, len(before) + len(pair))]
 
 
 def floats(values: bytes) -> list[float]:
-    """Numbers of a vector from its bytes: float32, little endian."""
+    """Values of a vector from its bytes (float32, little endian)."""
     if struct.pack("=h", 1) == struct.pack("<h", 1):
         return array("f", values).tolist()
     return list(struct.unpack(f"<{len(values) // 4}f", values))
 
 
 def cosine(first: bytes, second: bytes) -> float:
-    """Cosine of the angle between two vectors of floats."""
+    """Cosine of the angle between two vectors, given as float32 bytes."""
     a, b = floats(first), floats(second)
     lengths = math.sqrt(sum(x * x for x in a) * sum(x * x for x in b))
     return sum(x * y for x, y in zip(a, b, strict=True)) / max(lengths, 1e-12)

@@ -1,4 +1,5 @@
-"""The engine process for embeddings, scores and classes: texts come in, vectors go out, pass by pass."""
+"""The main loop of the engine process for embeddings, scores and classes: texts arrive, and vectors go back after each
+forward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ __all__ = ["PoolingProcess"]
 
 
 class PoolingProcess:
-    """A core behind a connection. Texts that arrive during a pass join the next one."""
+    """Runs a pooling core whose texts and results pass through a connection. Texts that arrive during a forward pass
+    are computed in a later pass."""
 
     def __init__(self, connection: Connection, core: PoolingCore, info: EngineInfo) -> None:
         self._connection, self._core, self._info = connection, core, info

@@ -1,4 +1,5 @@
-"""The server's side of the process border: starts an engine process, exchanges messages, and notices its death."""
+"""The server's side of the connection to an engine process: starts the process, exchanges messages, and notices its
+death."""
 
 from __future__ import annotations
 
@@ -54,11 +55,11 @@ _ROOT: Final = str(Path(__file__).parents[2])
 
 
 class EngineEvents(Protocol):
-    """Receiver of messages from the engine's process. Its methods are called on the event loop."""
+    """Receiver of the messages from the engine's process. Its methods are called in the event loop."""
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
 
     def on_progress(self, label: str, share: float) -> None: ...
 
@@ -76,7 +77,7 @@ class EngineEvents(Protocol):
 
 
 class RemoteCore(EngineClient, Protocol):
-    """A core outside this process, or several of them that act as one. Its events go to an :class:`EngineEvents`."""
+    """A core in another process, or several such cores that act as one. Its messages go to an :class:`EngineEvents`."""
 
     @property
     def pid(self) -> int | None: ...
@@ -108,28 +109,29 @@ class RemoteCore(EngineClient, Protocol):
 
 
 class Place(Protocol):
-    """Where one engine process runs, and how it is started and ended there."""
+    """A place where one engine process runs, such as this machine. It starts and ends the process."""
 
     @property
     def pid(self) -> int | None:
-        """The process; None if it does not run, or runs on another machine."""
+        """Process id; None if the process does not run, or runs on another machine."""
 
     async def launch(self) -> tuple[socket.socket, dict[str, Any]]:
-        """Start the process. Returns this side of the connection, and settings that this place adds. Raises ConfigError
-        or EngineDeadError."""
+        """Start the process. Returns (this side's socket of the connection, settings that this place adds). Raises
+        ConfigError or EngineDeadError."""
 
     async def wait(self) -> str:
-        """Wait until the process has ended. Returns how it ended, in words. Several callers may wait."""
+        """Wait until the process has ended. Returns a text that says how it ended. Several callers may wait."""
 
     def kill(self) -> None:
-        """End the process at once. A process that does not run is ignored. :meth:`wait` returns soon."""
+        """End the process at once. Does nothing if it does not run. :meth:`wait` then returns soon."""
 
 
 class ThisMachine(Place):
-    """A child process of this one. With ``processors`` it runs on these only; otherwise on those of this process.
+    """Runs the engine as a child process of this process. ``processors`` are the processors that it may use; empty: the
+    same as this process.
 
-    The two processes use a pair of sockets. One end is the process's standard input, so no other process can open it,
-    and a full or read-only disk does no harm.
+    The two processes communicate through a pair of sockets. One end is the child's standard input: no other process can
+    open it, and it needs no file on disk.
     """
 
     def __init__(self, processors: Sequence[int] = ()) -> None:
@@ -146,7 +148,7 @@ class ThisMachine(Place):
             self._process = await asyncio.create_subprocess_exec(
                 *engine_command(self._processors),
                 stdin=theirs.fileno(),
-                # Ctrl-C signals the whole group of the terminal; the engine obeys only the server
+                # Ctrl-C signals all processes in the terminal's group, but only the server may end the engine.
                 start_new_session=True,
             )
         except BaseException:
@@ -165,20 +167,21 @@ class ThisMachine(Place):
 
 
 class ProcessClient(RemoteCore):
-    """One engine process at a ``place``, from start to end; an :class:`~chairlift.engine.core.EngineClient`."""
+    """One engine process at a ``place``, from its start to its end. It implements
+    :class:`~chairlift.engine.core.EngineClient`."""
 
     silent_since: float | None = None
 
     def __init__(self, settings: Mapping[str, Any], events: EngineEvents, place: Place | None = None) -> None:
         self.silent_since: float | None = None
-        """Since when the engine has sent nothing, although it owes an answer; None while it owes none. Callers that
-        stop waiting do not change it."""
+        """Time of the engine's last message (or of the first unanswered request) while a reply is expected; otherwise
+        None. It does not change when a caller stops waiting."""
         self._settings = dict(settings)
         self._events = events
         self._place: Place = ThisMachine() if place is None else place
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
-        self._updates: deque[asyncio.Future[EngineInfo]] = deque()  # in the order of the answers
+        self._updates: deque[asyncio.Future[EngineInfo]] = deque()  # in the order of the replies
         self._lost = asyncio.Event()
 
     @property
@@ -186,13 +189,14 @@ class ProcessClient(RemoteCore):
         return self._place.pid
 
     def shown(self) -> list[ReplicaStats]:
-        """State of the replicas: none, because this is one engine."""
+        """State of the replicas: empty, because this is a single engine."""
         return []
 
     async def start(self) -> EngineInfo:
         """Start the process and load the model.
 
-        Raises ConfigError or ModelLoadError when it cannot be loaded, EngineDeadError when the process dies over it.
+        Raises ConfigError or ModelLoadError if the model cannot be loaded, and EngineDeadError if the process dies
+        meanwhile.
         """
         sock, more = await self._place.launch()
         loop = asyncio.get_running_loop()
@@ -208,7 +212,7 @@ class ProcessClient(RemoteCore):
         self._ask(Add.of(request))
 
     def pool(self, text: PooledText) -> None:
-        """Send a text to a model of embeddings, scores or classes."""
+        """Send a text to a model of embeddings, scores or classes. The result goes to ``on_pooled``."""
         self._ask(Pool(text.request_id, text.token_ids, text.token_types))
 
     def abort(self, sequence_ids: Sequence[str]) -> None:
@@ -218,39 +222,40 @@ class ProcessClient(RemoteCore):
         self._send(Leave(list(sequence_ids), stopped=True))
 
     def watch(self, wanted: bool) -> None:
-        """Start or stop reports of every step, as lines of JSON (``on_watched``)."""
+        """Start or stop reports of every step. The reports are lines of JSON for ``on_watched``."""
         self._send(Watch(wanted))
 
     def load_adapter(self, load: AdapterLoad) -> None:
-        """Have an adapter read; ``on_adapter`` is told how that ended."""
+        """Load an adapter. The result goes to ``on_adapter``."""
         self._send(LoadAdapter(load))
 
     def unload_adapter(self, adapter_id: int) -> None:
-        """Have an adapter forgotten behind its last request."""
+        """Remove an adapter after its last request."""
         self._send(UnloadAdapter(adapter_id))
 
     async def update_weights(self, source: str, version: int, in_flight: str) -> EngineInfo:
-        """Replace the weights. Raises EngineDeadError, or ConfigError or ModelLoadError if nothing has changed.
+        """Replace the weights. Raises ConfigError or ModelLoadError if the new weights were refused and the old ones
+        stay in use, and EngineDeadError.
 
-        ``on_updated`` is called between the last step of the old weights and the first of the new, even if the caller
-        no longer waits.
+        ``on_updated`` is called after the last step with the old weights and before the first step with the new
+        weights, even if the caller no longer waits.
         """
         updated: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._ask(UpdateWeights(source, version, in_flight))
-        self._updates.append(updated)  # only after sending: a message that cannot be sent gets no answer
+        self._updates.append(updated)  # only after sending, because a message that cannot be sent gets no reply
         info: EngineInfo = await self._outcome(updated)
         return info
 
     def kill(self) -> None:
-        """Kill the process. :meth:`died` then tells of its death."""
+        """Kill the process. :meth:`died` then returns."""
         self._place.kill()
 
     async def roll(self, patience: float) -> None:
-        """Refuse a rolling restart: there is one process."""
+        """Raise ConfigError: a rolling restart needs several processes, and this engine has one."""
         raise ConfigError("a rolling restart needs two replicas that are alive; restart the server instead")
 
     async def died(self) -> str:
-        """Wait for the end of the process. Returns how it ended, in words."""
+        """Wait for the end of the process. Returns a text that says how it ended."""
         if self._transport is None:
             return "the engine was not started"
         lost, ended = asyncio.ensure_future(self._lost.wait()), asyncio.ensure_future(self._place.wait())
@@ -267,7 +272,7 @@ class ProcessClient(RemoteCore):
         return await self._place.wait()
 
     async def close(self) -> None:
-        """End the process by closing the connection. A process that does not react is killed."""
+        """End the process by closing the connection. If the process does not end, it is killed."""
         if self._transport is not None:
             self._transport.close()
             if self._ready.done() and not self._ready.cancelled():
@@ -277,7 +282,7 @@ class ProcessClient(RemoteCore):
         await self._place.wait()
 
     async def _outcome(self, future: asyncio.Future[Any]) -> Any:
-        """Result of the future, unless the process ends first."""
+        """Result of the future. Raises EngineDeadError if the process ends first."""
         if self._transport is None:
             raise EngineDeadError("the engine was not started")
         ended = asyncio.ensure_future(self._place.wait())
@@ -295,7 +300,7 @@ class ProcessClient(RemoteCore):
                 future.cancel()
 
     def _ask(self, message: Message) -> None:
-        """Send a message that will be answered."""
+        """Send a message to which the engine will reply."""
         self._send(message)
         self.silent_since = self.silent_since or time.monotonic()
 
@@ -308,7 +313,7 @@ class ProcessClient(RemoteCore):
         self._lost.set()
 
     def take(self, message: Message) -> None:
-        """Handle one message of the engine."""
+        """Handle one message from the engine."""
         self._hand_on(message)
         self.silent_since = time.monotonic() if self._events.num_requests or self._updates else None
 
@@ -342,7 +347,7 @@ class ProcessClient(RemoteCore):
 
 
 class _Stream(asyncio.Protocol):
-    """The connection as an asyncio protocol."""
+    """The connection to the engine process, as an asyncio protocol."""
 
     def __init__(self, client: ProcessClient) -> None:
         self._client = client
@@ -364,8 +369,8 @@ class _Stream(asyncio.Protocol):
         self._client.lost()
 
 
-# The processors are set first, because libraries count them when they are imported. The package's folder is last in the
-# path, so that no file in it or in the working directory replaces a library.
+# The processors are set before all imports, because libraries count the processors when they are imported. The
+# package's folder comes last in the path, so that no file in it or in the working directory can replace a library.
 _BOOT: Final = """import os, sys
 if sys.argv[3]:
     os.sched_setaffinity(0, map(int, sys.argv[3].split(",")))
@@ -375,8 +380,8 @@ main()"""
 
 
 def engine_command(processors: Sequence[int] = ()) -> list[str]:
-    """Command of an engine process, whose standard input must be its socket. It dies with the process that calls this.
-    With ``processors`` it runs on these only."""
+    """Command that starts an engine process. Its standard input must be its socket. The process dies together with this
+    process. It may use only ``processors``, if any are given."""
     return [sys.executable, "-P", "-c", _BOOT, _ROOT, str(os.getpid()), ",".join(map(str, processors))]
 
 

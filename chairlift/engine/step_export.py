@@ -1,8 +1,8 @@
 """Converts a recording of steps to Chrome's trace events, to arrivals for a replay, or to step times for a cost model.
 
-A recording has the lines that a :class:`~chairlift.engine.step_recorder.StepRecorder` wrote. Trace events use the JSON
-object format of Perfetto and chrome://tracing: one process for the steps, one with a thread per row, and one for the
-queue.
+A recording consists of the lines that a :class:`~chairlift.engine.step_recorder.StepRecorder` wrote. Trace events use
+the JSON object format of Perfetto and chrome://tracing. They show three "processes": the steps, the rows of the batch
+(one "thread" per row), and the queue.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from chairlift.scheduler.output import Chunk
 
 __all__ = ["RecordedRequest", "Recording", "read_recording", "to_perfetto"]
 
-_ENGINE, _ROWS, _DOOR = 1, 2, 3
+_ENGINE, _ROWS, _QUEUE = 1, 2, 3
 _SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "block_bytes")
-_MOST = 1 << 32
-_MOST_NAMED = 4096
+_MAX_SIZE = 1 << 32
+_MAX_NAMED_ROWS = 4096
 _Event = dict[str, Any]
 
 
@@ -33,35 +33,35 @@ class RecordedRequest:
     request_id: str
     arrival: float = 0.0
     prompt_tokens: int = 0
-    """0 where it came before the recording began, and only its rows are known."""
+    """Number of prompt tokens; 0 if the request came before the recording began and only its rows are known."""
     service_class: str = "default"
     cached_tokens: int = 0
     output_tokens: int = 0
-    """Number at its end, or at the end of the recording."""
+    """Number of generated tokens at the request's end, or at the end of the recording."""
     started: float | None = None
     first: float | None = None
-    """Time of its first token; None if that is not in the recording."""
+    """Time of the request's first token; None if the token is not in the recording."""
     ended: float | None = None
     reason: str = ""
 
 
 @dataclasses.dataclass(slots=True)
 class Recording:
-    """A recording, read."""
+    """The contents of a recording."""
 
     about: dict[str, Any]
-    """Facts of the first line: sizes and settings."""
+    """Sizes and settings of the engine, from the first line."""
     lines: list[dict[str, Any]]
     requests: dict[int, RecordedRequest]
-    """Requests by their number in the lines."""
+    """Number of a request in the lines -> the request."""
     steps: list[tuple[StepFeatures, float]]
-    """(features, seconds) of each step, from which a cost model learns."""
+    """(features, seconds) of each step, for fitting a cost model."""
     end: float
-    """End of the last step or event, in seconds."""
+    """Time of the end of the last step or event, in seconds."""
 
     @property
     def arrivals(self) -> list[RecordedRequest]:
-        """Requests with a known arrival, known lengths and an answer, in order of arrival."""
+        """Requests whose arrival, prompt length and number of output tokens are known, in order of arrival."""
         known = [each for each in self.requests.values() if each.prompt_tokens and each.output_tokens]
         return sorted(known, key=lambda each: each.arrival)
 
@@ -79,7 +79,9 @@ def read_recording(data: bytes) -> Recording:
         raise ConfigError(f"the recording is in the format {about.get('format')!r:.40}; this version reads {FORMAT}")
     pools = about.get("pools")
     sizes = [about.get(name) for name in _SIZES] + (pools if isinstance(pools, list) and pools else [None])
-    if not all(type(size) is int and 0 < size < _MOST for size in sizes) or not isinstance(about.get("settings"), dict):
+    if not all(type(size) is int and 0 < size < _MAX_SIZE for size in sizes) or not isinstance(
+        about.get("settings"), dict
+    ):
         raise ConfigError(f"the recording's first line must have settings and {', '.join(_SIZES)} and pools above 0")
     reader = _Reader()
     for number, line in enumerate(lines, 1):
@@ -105,7 +107,7 @@ def _parsed(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 class _Reader:
-    """Reads the lines once. ``rows`` maps rows to the requests that decode there."""
+    """Reads the lines of a recording one by one. ``rows`` maps slot -> number of the request that decodes there."""
 
     def __init__(self) -> None:
         self.requests: dict[int, RecordedRequest] = {}
@@ -127,7 +129,7 @@ class _Reader:
         for slot in line.get("off", ()):
             self.rows.pop(slot, None)
         start, end = line["t"]
-        # While rows decode there is always work, so the host time between two steps belongs to the second step.
+        # While rows decode there is always work, so the host time between two steps counts as part of the second step.
         begin = self._step_end if self.rows and self._step_end else max(start, self._step_end)
         self.rows.update(dict(line.get("on", ())))
         chunks = [
@@ -135,9 +137,11 @@ class _Reader:
             for _, slot, at, count, samples, why in line.get("chunks", ())
         ]
         count, context = 0 if line.get("rest") else len(self.rows), line.get("ctx", 0)
-        if type(context) is not int or context < 0:
-            raise ValueError(context)
-        features = StepFeatures.of(count, context, chunks)
+        adapters = line.get("adapters", 0)
+        for number in (context, adapters):
+            if type(number) is not int or number < 0:
+                raise ValueError(number)
+        features = StepFeatures.of(count, context, chunks, adapters)
         self.steps.append((features, float(end - begin)))
         self._step_end, self.end = end, max(self.end, end)
         for number in () if line.get("rest") else self.rows.values():
@@ -146,7 +150,7 @@ class _Reader:
             self._gave(number, samples)
 
     def _gave(self, number: int, tokens: int) -> None:
-        """Count tokens of the step that ended last."""
+        """Add output tokens to a request. They come from the newest step."""
         request = self._request(number)
         if tokens and not request.output_tokens:
             request.first = self._step_end
@@ -181,7 +185,7 @@ class _Reader:
 
 
 def to_perfetto(data: bytes) -> bytes:
-    """A recording as trace events. Raises ConfigError for data that is no recording."""
+    """The recording as trace events in JSON. Raises ConfigError for data that is not a recording."""
     recording = read_recording(data)
     writer = _Writer(recording)
     for line in recording.lines:
@@ -192,7 +196,8 @@ def to_perfetto(data: bytes) -> bytes:
 
 
 class _Writer:
-    """Turns lines into events. A row that decodes is one event from the first such step to the last."""
+    """Converts the lines of a recording to trace events. A row that decodes in consecutive steps becomes a single
+    event."""
 
     def __init__(self, recording: Recording) -> None:
         self._requests = recording.requests
@@ -200,15 +205,15 @@ class _Writer:
         known = [each.arrival for each in recording.requests.values() if each.prompt_tokens]
         self._zero = min([*times[:1], *known], default=0.0)
         self._rows: dict[int, tuple[int, float]] = {}
-        """Slot -> (request that decodes there, since when)."""
+        """Slot -> (number of the request that decodes there, start time)."""
         self._resting: dict[int, int] = {}
         self._end = self._zero
         self._begun = False
         self.events: list[_Event] = []
-        for process, name in ((_ENGINE, "engine"), (_ROWS, "rows of the batch"), (_DOOR, "the door")):
+        for process, name in ((_ENGINE, "engine"), (_ROWS, "rows of the batch"), (_QUEUE, "queue")):
             self._add("M", process, 0, name="process_name", args={"name": name})
         self._add("M", _ENGINE, 1, name="thread_name", args={"name": "steps"})
-        for slot in range(min(_MOST_NAMED, recording.about["max_num_seqs"])):
+        for slot in range(min(_MAX_NAMED_ROWS, recording.about["max_num_seqs"])):
             self._add("M", _ROWS, slot + 1, name="thread_name", args={"name": f"row {slot}"})
 
     def _add(self, kind: str, process: int, thread: int, at: float | None = None, **fields: Any) -> None:
@@ -243,7 +248,7 @@ class _Writer:
             self._span(_ROWS, slot + 1, begin, end, why, request=self._name(number), first=start, tokens=count)
         if "state" in line:
             waiting, _, free, used, cached = line["state"]
-            self._add("C", _DOOR, 0, begin, name="waiting", args={"requests": waiting})
+            self._add("C", _QUEUE, 0, begin, name="waiting", args={"requests": waiting})
             self._add("C", _ENGINE, 0, begin, name="KV blocks", args={"used": used, "cached": cached, "free": free})
 
     def _move_rows(self, line: dict[str, Any], begin: float) -> None:
@@ -262,14 +267,14 @@ class _Writer:
 
     def _stop(self, slot: int, begin: float | None = None) -> None:
         number, since = self._rows.pop(slot, (0, None))
-        if since is not None and since != begin:  # otherwise the row only paused, and does not come back
+        if since is not None and since != begin:  # a row without decode steps in between has no event
             self._span(_ROWS, slot + 1, since, self._end, "decode", request=self._name(number))
 
     def _happened(self, what: str, number: int, *fields: Any) -> None:
         name = self._name(number)
         if what == "add":
             args = {"request": name, "prompt_tokens": fields[2]}
-            self._add("i", _DOOR, 0, fields[0], name="arrival", s="p", args=args)
+            self._add("i", _QUEUE, 0, fields[0], name="arrival", s="p", args=args)
         elif what in ("join", "preempt", "end", "hold"):
             more: dict[str, Any] = {}
             if what == "join":
@@ -278,13 +283,13 @@ class _Writer:
                 more = {"how": fields[1], "for": self._name(fields[2])}
             elif what == "end":
                 more = {"reason": fields[1], "causes": fields[4]}
-            self._add("i", _DOOR, 0, fields[0], name=what, s="p", args={"request": name, **more})
+            self._add("i", _QUEUE, 0, fields[0], name=what, s="p", args={"request": name, **more})
 
     def _name(self, number: int) -> str:
         found = self._requests.get(number)
         return "" if found is None else found.request_id
 
     def close(self) -> None:
-        """End of the recording: rows that still decode end with their last step."""
+        """End the events of all rows that still decode; they end with their last step."""
         for slot in list(self._rows):
             self._stop(slot)

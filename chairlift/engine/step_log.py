@@ -1,4 +1,4 @@
-"""One record per step, the source of all charts and of explanations of slow requests."""
+"""One record per step. All charts, and the explanations of slow requests, are made from these records."""
 
 from __future__ import annotations
 
@@ -23,37 +23,39 @@ class RowRecord:
     slot: int
     num_tokens: int
     why: str
-    """``decode``, or the reason of the chunk."""
+    """``decode``, or the reason for the prompt chunk."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step. Decode rows share one tuple, so that a steady step adds no object per row."""
+    """One step. All decode rows share one tuple, so that a steady step adds no object per row."""
 
     step: int
     start: float
     """Time at which the step was scheduled, in seconds on the engine's clock."""
     end: float
-    """Time at which its tokens were known."""
+    """Time at which the step's tokens were known."""
     decodes: tuple[tuple[str, int], ...]
-    """(request id, slot) of rows that computed one token."""
+    """(request id, slot) of each row that computed one token."""
     chunks: tuple[tuple[str, Chunk], ...]
     num_tokens: int
     context_tokens: int
-    """Sum of the positions that the decode rows attended to."""
+    """Sum of the sequence positions that the decode rows attended to."""
     num_waiting: int
     held_up_by: str
-    """What the first request in the queue lacks; empty when no request waits."""
+    """Resource that the first waiting request lacks, such as blocks; empty if no request waits."""
     num_held: int
     finished: tuple[str, ...]
     preempted: tuple[str, ...]
     blocks: BlockCounts
     unused_slots: int
-    """Allocated KV positions without content (internal fragmentation)."""
+    """Number of KV positions in allocated blocks that hold nothing (internal fragmentation)."""
     padding_avoided: int
-    """Additional tokens that an engine with padding would have computed."""
+    """Number of additional tokens that an engine with padding would have computed."""
     accepted: dict[str, int]
-    """Request id -> tokens from a row with drafts: the accepted ones and one more."""
+    """Request id -> number of tokens from a row with drafts: accepted drafts plus one."""
+    adapter_bytes: int = 0
+    """Bytes of the adapters of all rows, each adapter counted once."""
 
     @classmethod
     def of(cls, out: SchedulerOutput, result: StepResult, start: float, end: float) -> StepRecord:
@@ -75,6 +77,7 @@ class StepRecord:
             unused_slots=out.unused_slots,
             padding_avoided=out.padding_avoided,
             accepted=_accepted(out, result),
+            adapter_bytes=out.adapter_bytes,
         )
 
     @property
@@ -86,11 +89,13 @@ class StepRecord:
 
     @property
     def features(self) -> StepFeatures:
-        """Inputs of the cost model."""
-        return StepFeatures.of(len(self.decodes), self.context_tokens, [chunk for _, chunk in self.chunks])
+        """Features of the step for the cost model."""
+        chunks = [chunk for _, chunk in self.chunks]
+        return StepFeatures.of(len(self.decodes), self.context_tokens, chunks, self.adapter_bytes)
 
     def to_json(self) -> str:
-        """One line of a step log file. Decode rows are counted, not listed, so that its length is bounded."""
+        """One line of a step log file. It has the number of decode rows, not their list, so that its length is
+        limited."""
         fields: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["decodes"]
         fields["chunks"] = [(name, chunk.start, chunk.num_tokens, chunk.why) for name, chunk in self.chunks]
@@ -99,24 +104,24 @@ class StepRecord:
 
 
 def _accepted(out: SchedulerOutput, result: StepResult) -> dict[str, int]:
-    """Value of :attr:`StepRecord.accepted`."""
+    """Request id -> number of tokens, as in :attr:`StepRecord.accepted`."""
     found: dict[str, int] = {}
-    place = len(result.sampled)
+    position = len(result.sampled)
     for name, chunk in zip(reversed(out.chunk_ids), reversed(out.chunks), strict=True):
         if not chunk.drafts:  # chunks with drafts come last
             break
-        place -= chunk.samples
-        found[name] = sum(request is not None for request in result.sampled[place : place + chunk.samples])
-    return found if place >= 0 else {}
+        position -= chunk.samples
+        found[name] = sum(request is not None for request in result.sampled[position : position + chunk.samples])
+    return found if position >= 0 else {}
 
 
 class StepLog:
-    """The last ``capacity`` steps."""
+    """Records of the last ``capacity`` steps."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self._records: deque[StepRecord] = deque(maxlen=capacity)
         self.landed: Callable[[StepRecord], None] = self._records.append
-        """Adds a record."""
+        """Adds a record; called when a step has ended."""
 
     def __len__(self) -> int:
         return len(self._records)

@@ -1,7 +1,7 @@
 """Records the events of a core as lines of JSON: steps, arrivals, joins, preemptions, ends, and owners of blocks.
 
-Lines hold differences only, so that a steady step is one short line for any number of rows. Snapshots in between are
-places where a reader can begin. The live view, recordings on file and simulated runs all use these lines;
+Each line has only the changes since the previous line, so a steady step is one short line for any number of rows. Some
+lines are snapshots, where a reader can begin. The live view, recordings on file and simulated runs all use these lines;
 docs/live-view.md describes them. They contain the length of a prompt, never its text.
 """
 
@@ -36,10 +36,10 @@ _Change = list[Any]
 
 
 class StepRecorder:
-    """Subscriber to the events of its core. :meth:`take` returns the new lines.
+    """Subscribes to the events of its core. :meth:`take` returns the new lines.
 
-    The lines begin with the steps in the core's log, of which only rows are known, and a snapshot. Lines that are not
-    taken use at most ``most_bytes``.
+    The first lines are the steps in the core's log (with rows only), then a snapshot. Lines that wait to be taken use
+    at most ``most_bytes`` bytes.
     """
 
     def __init__(self, core: EngineCore, *, most_bytes: int = 8 << 20) -> None:
@@ -49,22 +49,23 @@ class StepRecorder:
         self._num_bytes = self._since_key = self._key_size = 0
         self._key_at = core.clock.now()
         self._numbers: dict[str, int] = {}
-        """Number of each request id. Numbers are not reused."""
+        """Request id -> its number in the lines. Numbers are not reused."""
         self._count = 0
         self._ended: deque[str] = deque()
         self._started: dict[str, float] = {}
-        """Time at which each unfinished request first joined."""
+        """Request id -> time at which the request first joined, for unfinished requests."""
         self._changes: list[_Change] = []
-        """Changes since the last line, or since the last step was scheduled."""
+        """Changes since the last line was written, or since the last step was scheduled."""
         self._flights: dict[int, list[_Change]] = {}
-        """Changes recorded before each step in flight, oldest step first."""
+        """Step in flight -> changes recorded before it; oldest step first."""
         self._decodes: tuple[tuple[str, int], ...] = ()
         self._status: tuple[Any, ...] = ()
         self._load = 0
-        """Number of the newest reading of the experts' load in the lines."""
+        """Number of the newest reading of the experts' load that was written."""
         self._held: set[str] = set()
         self._leaving: dict[str, int] = {}
-        """Requests that ended under steps in flight, with the newest of these steps. Later lines still mention them."""
+        """Request that ended while steps were in flight -> the newest of these steps. Later lines still mention such a
+        request."""
         self._run = f"{time.time():.3f}"
         core.kv.tables.journal = []
         self._tell_past()
@@ -73,7 +74,7 @@ class StepRecorder:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the lines that are not taken."""
+        """Number of bytes of the lines that wait to be taken."""
         return self._num_bytes
 
     def close(self) -> None:
@@ -87,7 +88,7 @@ class StepRecorder:
         self.close()
 
     def take(self) -> bytes:
-        """Lines since the last call. A snapshot, if there is one, comes first, and a reader may begin there."""
+        """Lines since the last call. If there is a snapshot, it comes first, and a new reader may begin there."""
         self._end_idle()
         lines, self._lines, self._num_bytes = self._lines, [], 0
         now = self._core.clock.now()
@@ -99,14 +100,15 @@ class StepRecorder:
     # -- what happens ------------------------------------------------------------------------------------------------
 
     def added(self, request: Request) -> None:
-        """The scheduler has accepted the request."""
+        """Record that the scheduler has accepted the request."""
         name, prompt = request.request_id, request.num_prompt_tokens
-        most, service_class = request.max_total_tokens - prompt, request.service.service_class
+        max_tokens = request.max_total_tokens - prompt
+        service_class = request.service.service_class
         arrived = round(request.arrival_time, 6)
-        self._changes.append(["add", self._number(name), arrived, name, prompt, most, service_class])
+        self._changes.append(["add", self._number(name), arrived, name, prompt, max_tokens, service_class])
 
     def scheduled(self, out: SchedulerOutput, now: float) -> None:
-        """A step was scheduled, whether or not it has anything to execute."""
+        """Record that a step was scheduled. The step may be empty."""
         requests, now = self._core.scheduler.requests, round(now, 6)
         joins = {row.request_id for row in out.joined}
         for name, by in out.preempted_for.items():
@@ -131,7 +133,7 @@ class StepRecorder:
             self._flights[out.step], self._changes = self._changes, []
 
     def ended(self, request: Request, now: float, causes: dict[str, float], preempted_by: list[str]) -> None:
-        """The request has left."""
+        """Record that the request has ended."""
         self._drain()
         name = request.request_id
         self._changes.append(
@@ -152,11 +154,11 @@ class StepRecorder:
                 self._numbers.pop(old, None)
 
     def landed(self, record: StepRecord) -> None:
-        """The step's tokens, or its error, are known."""
+        """Record that the step's tokens, or its error, are known."""
         self._write(self._step_line(record, self._flights.pop(record.step, [])))
         if self._leaving:
             self._leaving = {name: step for name, step in self._leaving.items() if step >= record.step}
-        # the lines are not taken, so the next reader begins with a snapshot
+        # Nobody takes the lines, so drop them; the next reader begins with the new snapshot.
         if self._num_bytes > self._most_bytes + self._key_size:
             self._lines, self._num_bytes = [], 0
             self._write_key()
@@ -171,7 +173,7 @@ class StepRecorder:
         return number
 
     def _drain(self) -> None:
-        """Move the changes of block tables from the cache's journal to the lines."""
+        """Record the changes of block tables from the cache's journal."""
         kv = self._core.kv
         if not kv.tables.journal:
             return
@@ -189,7 +191,7 @@ class StepRecorder:
             line["do"] = changes
         decodes = record.decodes
         if not decodes and self._decodes:
-            line["rest"] = True  # the decode rows stay, and none of them is in this step
+            line["rest"] = True  # the decode rows keep their slots, but are not in this step
         elif decodes is not self._decodes:
             before, now = set(self._decodes), set(decodes)
             line["off"] = [slot for name, slot in self._decodes if (name, slot) not in now]
@@ -197,6 +199,8 @@ class StepRecorder:
             self._decodes = decodes
         if decodes:
             line["ctx"] = record.context_tokens
+        if record.adapter_bytes:
+            line["adapters"] = record.adapter_bytes
         if record.chunks:
             line["chunks"] = [
                 (*self._place(name, chunk), record.accepted.get(name, min(1, chunk.samples)), chunk.why)
@@ -221,7 +225,7 @@ class StepRecorder:
         self._since_key += len(data) + 1
 
     def _end_idle(self) -> None:
-        """Write the changes since the last step as a line of their own, if no step is in flight to carry them."""
+        """If no step is in flight, write the changes since the last step as a separate line."""
         self._drain()
         if self._changes and not self._core.num_in_flight:
             changes, self._changes = self._changes, []
@@ -240,9 +244,9 @@ class StepRecorder:
             changes = [["seen", self._number(name), name] for name in names if name not in self._numbers]
             changes += [["preempt", self._number(name), round(record.start, 6), "", -1] for name in record.preempted]
             self._write(self._step_line(record, changes))
-            gone = [["end", self._number(name), round(record.end, 6), "", 0, 0, {}, []] for name in record.finished]
-            if gone:
-                self._write({"at": round(record.end, 6), "do": gone})
+            ended = [["end", self._number(name), round(record.end, 6), "", 0, 0, {}, []] for name in record.finished]
+            if ended:
+                self._write({"at": round(record.end, 6), "do": ended})
 
     def _about(self) -> dict[str, Any]:
         core, scheduler = self._core, self._core.scheduler
@@ -260,8 +264,8 @@ class StepRecorder:
         }
 
     def _write_key(self) -> None:
-        """Write a snapshot. Steps in flight come after it although they were scheduled before; their changes are
-        idempotent."""
+        """Write a snapshot. Steps in flight were scheduled before it, but their lines come after it; applying their
+        changes twice does no harm."""
         core, requests = self._core, self._core.scheduler.requests
         self._drain()
         if self._changes and not core.num_in_flight:
@@ -279,8 +283,8 @@ class StepRecorder:
         }
         size, self._key_at = self._num_bytes, core.clock.now()
         self._write({"key": key})
-        if left := [["seen", self._number(name), name] for name in self._leaving]:
-            self._write({"at": round(self._key_at, 6), "do": left})
+        if seen := [["seen", self._number(name), name] for name in self._leaving]:
+            self._write({"at": round(self._key_at, 6), "do": seen})
         self._key_size, self._since_key = max(0, self._num_bytes - size), 0
 
     def _described(self, request: Request) -> _Change:
@@ -296,10 +300,10 @@ class StepRecorder:
 
 
 def _settings(config: SchedulerConfig) -> dict[str, Any]:
-    """Settings that differ from their default and have a plain value."""
-    given, usual = dataclasses.asdict(config), dataclasses.asdict(SchedulerConfig())
+    """Name -> value of the settings that differ from their default and have a plain value."""
+    values, usual = dataclasses.asdict(config), dataclasses.asdict(SchedulerConfig())
     return {
         name: value
-        for name, value in given.items()
+        for name, value in values.items()
         if value != usual[name] and isinstance(value, (str, int, float, bool))
     }

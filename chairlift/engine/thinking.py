@@ -1,6 +1,7 @@
-"""Follows the reasoning of an answer that has a thinking budget, and forces its end when the budget is used up.
+"""Follows the reasoning of an answer with a thinking budget, and forces the reasoning to end when the budget is used
+up.
 
-It is a :class:`~chairlift.grammar.compiler.Matcher` like those of grammars, so
+It implements the same :class:`~chairlift.grammar.compiler.Matcher` interface as a grammar, so
 :class:`~chairlift.engine.grammars.Grammars` handles rows, look-ahead, preemption and dropped tokens. Its state depends
 only on the answer's tokens. llama.cpp (``reasoning-budget``) and vLLM (``thinking_token_budget``) have the same states.
 """
@@ -19,22 +20,22 @@ from chairlift.thinking import ThinkingBudget
 __all__ = ["ThinkingMatcher"]
 
 _LATEST: Final = 4
-"""Reasoning must begin within this many tokens of an answer, which leaves room for white space. Later text is
-content."""
+"""Reasoning must begin within this many tokens of an answer, which leaves room for white space. Text that begins later
+is not reasoning."""
 _BEFORE: Final = 0
 _INSIDE: Final = 1
 _AFTER: Final = 2
 _OVER: Final = 3
 _State = tuple[int, int]
-"""(phase, count). What is counted depends on the phase: tokens of ``begin`` that were seen, tokens of the reasoning, or
-tokens of ``after`` that were forced."""
+"""(phase, count). The count depends on the phase: tokens of ``begin`` seen, tokens of reasoning, or tokens of ``after``
+that were forced."""
 
 
 class ThinkingMatcher:
     """Matcher of one answer, for a model with ``vocab_size`` logits.
 
-    ``grammar`` is the answer's grammar, if any. Where the grammar does not allow the end of the reasoning (in the
-    middle of a character, for example), the end waits.
+    ``grammar`` is the matcher of the answer's grammar, if it has one. If the grammar does not allow the end of the
+    reasoning now (for example inside a character), the end is forced later.
     """
 
     def __init__(self, budget: ThinkingBudget, vocab_size: int, grammar: Matcher | None = None) -> None:
@@ -44,7 +45,7 @@ class ThinkingMatcher:
         self._grammar = grammar
         self._bits = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
         self._states: list[_State] = [(_BEFORE, 0) if budget.begin else (_INSIDE, 0)]
-        """State after each number of tokens, up to the end of the reasoning."""
+        """State after 0, 1, 2, ... tokens, until the reasoning has ended."""
 
     @property
     def stopped(self) -> bool:
@@ -52,12 +53,12 @@ class ThinkingMatcher:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing left to follow: the reasoning has ended, and there is no grammar."""
+        """Whether the matcher has nothing more to do: the reasoning has ended, and there is no grammar."""
         return self._grammar is None and self._states[-1][0] == _OVER
 
     @property
     def was_ended(self) -> bool:
-        """Whether the reasoning used up the budget, so its end was forced."""
+        """Whether the budget was used up, so that the end of the reasoning was forced."""
         return any(phase == _INSIDE and count >= self._budget.max_tokens for phase, count in self._states)
 
     def consume(self, token_id: int) -> bool:
@@ -80,24 +81,24 @@ class ThinkingMatcher:
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         count = len(token_ids) if self._grammar is None else self._grammar.num_allowed(token_ids)
-        begin, kept = self.num_consumed, 0
+        begin, allowed = self.num_consumed, 0
         for token_id in token_ids[:count]:
-            forced = self._forced(self._states[-1])  # a grammar may make it wait; then there are fewer drafts
+            forced = self._forced(self._states[-1])  # if a grammar delays it, there are fewer drafts
             if forced not in (None, token_id) or not self.consume(token_id):
                 break
-            kept += 1
+            allowed += 1
         self.rewind(begin)
-        return kept
+        return allowed
 
-    def forced(self, most: int) -> Sequence[int]:
+    def forced(self, limit: int) -> Sequence[int]:
         state, found = self._states[-1], list[int]()
-        while len(found) < most and (token_id := self._forced(state)) is not None:
+        while len(found) < limit and (token_id := self._forced(state)) is not None:
             found.append(token_id)
             state = self._next(state, token_id)
-        return found if found or self._grammar is None else self._grammar.forced(most)
+        return found if found or self._grammar is None else self._grammar.forced(limit)
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
-        """Tokens that may come next; None where all may, and after an :attr:`error`."""
+        """Mask of the tokens that may come next; None if all may, and after an :attr:`error`."""
         own, forced = None, self._forced(self._states[-1])
         if self._grammar is not None:
             own = self._grammar.mask()
@@ -111,7 +112,7 @@ class ThinkingMatcher:
         return self._bits
 
     def _forced(self, state: _State) -> int | None:
-        """Token that must come next; None while the model chooses."""
+        """Token that must come next; None if the model may choose."""
         phase, count = state
         if phase == _INSIDE and count >= self._budget.max_tokens:
             return self._budget.end

@@ -1,1 +1,1 @@
-"""The executor: turns a scheduled step into tokens."""
+"""The executor: runs the scheduled steps on the model, and returns their tokens."""

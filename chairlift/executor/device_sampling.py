@@ -1,4 +1,4 @@
-"""Sampling parameters of each slot as flat arrays, for the kernels that sample on the device."""
+"""Sampling parameters of all slots as flat arrays, for the kernels that sample on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SlotSettings", "failures"]
 
 
 class SlotSettings:
-    """Sampling parameters by slot. A slot is updated only when another row is in it."""
+    """Sampling parameters per slot. The entries of a slot change only when a different request gets the slot."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -29,10 +29,10 @@ class SlotSettings:
         self.on_device = np.ones(num_slots, dtype=np.bool_)
         """[S] whether the kernels support all parameters of the row: no penalties, no bias, no log-probabilities."""
         self.truncates = np.zeros(num_slots, dtype=np.bool_)
-        """[S] whether the kernels sample it with min-p, top-k or top-p."""
+        """[S] whether the kernels use min-p, top-k or top-p for the row."""
 
     def update(self, slots: Sequence[int], rows: Sequence[SamplingRow]) -> list[int]:
-        """Set the rows in ``slots``. Returns the slots whose row has changed."""
+        """Set the rows of ``slots``. Returns the slots whose row has changed."""
         changed = [slot for slot, row in zip(slots, rows, strict=True) if self._rows[slot] is not row]
         for slot, row in zip(slots, rows, strict=True) if changed else ():
             if self._rows[slot] is not row:
@@ -41,18 +41,19 @@ class SlotSettings:
         return changed
 
     def arrays(self, slots: npt.NDArray[np.int32]) -> list[npt.NDArray[Any]]:
-        """Entries of ``slots`` [R], in the order of :class:`~chairlift.kernels.triton.sampling.SamplingSettings`."""
+        """Parameters of ``slots`` [R]: one array per field of
+        :class:`~chairlift.kernels.triton.sampling.SamplingSettings`, in order."""
         fields = (self._seeds, self._temperature, self._log_min_p, self._top_k, self._top_p)
         return [field[slots] for field in fields]
 
     def _set(self, slot: int, row: SamplingRow) -> None:
         params = row.params
         self.on_device[slot] = not row.reshapes and params.logprobs is None
-        # a row that the host samples gets the cheapest parameters here
+        # A row that the host samples gets the cheapest parameters on the device; its device token is not used.
         greedy = params.greedy or not self.on_device[slot]
         self._seeds[slot] = np.uint64(row.seed).astype(np.int64)
         self._temperature[slot] = 0.0 if greedy else params.temperature
-        # The logarithm of the float32 number, as on the CPU.
+        # The logarithm is taken of the float32 value, as on the CPU, so that both give the same bits.
         self._log_min_p[slot] = np.log(np.float32(params.min_p)) if params.min_p > 0.0 else -np.inf
         self._top_k[slot] = params.top_k if 0 < params.top_k < self._vocab_size else 0
         self._top_p[slot] = params.top_p
@@ -61,8 +62,8 @@ class SlotSettings:
 
 
 def failures(drawn: npt.NDArray[np.int32]) -> dict[int, str]:
-    """Row -> reason why it has no token. ``drawn`` is int32 [R, 3]: the token, and the bits of the two highest
-    logits."""
+    """Row -> reason why it has no token. ``drawn`` is int32 [R, 3]: the token, and the bits of the highest raw logit
+    and of the highest logit after all transforms."""
     errors: dict[int, str] = {}
     for row in np.flatnonzero(drawn[:, 0] < 0).tolist():
         raw, shaped = drawn[row, 1:].copy().view(np.float32).tolist()

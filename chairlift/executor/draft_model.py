@@ -1,8 +1,10 @@
-"""A small model that drafts. Its layers follow the model's in the same blocks, under the same block tables.
+"""A small model that makes drafts. Its layers are stored after the served model's layers, in the same blocks and with
+the same block tables.
 
-It computes prompts together with the model, so shared, copied and swapped blocks contain its KV as well. Its tokens are
-sampled with the request's own parameters and noise, like the model's. So where both models have similar probabilities
-they draw the same token, at any temperature. Speculative decoding with draft models: Leviathan et al., 2023.
+It computes prompts in the same steps as the served model, so shared, copied and swapped blocks contain its KV too. Its
+tokens are sampled with the request's own parameters and noise, as in the served model. So if both models have similar
+probabilities, they draw the same token at any temperature. Speculative decoding with draft models: Leviathan et al.,
+2023.
 """
 
 from __future__ import annotations
@@ -21,32 +23,32 @@ from chairlift.step_batch import StepBatch
 
 __all__ = ["DraftModel"]
 
-_MOST_CATCH_UP: Final = 256
-"""Tokens that one call computes of rows whose drafts paid again after a while, so that they do not hold up a step."""
+_MAX_CATCH_UP: Final = 256
+"""Maximum number of tokens per call that rows with outdated KV may compute, so that they do not delay a step."""
 _MEMORY: Final = 0.1
-"""Weight of the newest pass in what a pass takes."""
+"""Weight of the newest measurement in the mean duration of a forward pass."""
 
 
 class _Part(NamedTuple):
-    """Tokens of one row in a pass."""
+    """Tokens of one row in a forward pass: positions ``start`` to ``end``."""
 
     row: int
-    """Its index among the requested rows."""
+    """Index of the row among the rows passed to :meth:`DraftModel.propose`."""
     request: Request
     start: int
     end: int
 
 
 class DraftModel:
-    """Drafts of requests that decode. See :class:`~chairlift.spec_decode.adaptive.Proposer`.
+    """Makes drafts for decoding requests. See :class:`~chairlift.spec_decode.adaptive.Proposer`.
 
     Args:
-        runner: The small model, whose layers are part of the model's cache.
-        num_slots: Rows of the engine.
-        max_model_len: Longest sequence of the engine.
-        max_positions: Longest sequence of the small model.
+        runner: Runs the small model, whose layers are part of the served model's cache.
+        num_slots: Number of rows of the engine.
+        max_model_len: Maximum sequence length of the engine, in tokens.
+        max_positions: Maximum sequence length of the small model, in tokens.
         block_size: Tokens per block.
-        max_tokens: Most tokens of a pass.
+        max_tokens: Maximum number of tokens in a forward pass.
     """
 
     def __init__(
@@ -62,21 +64,23 @@ class DraftModel:
         self._runner, self._block_size = runner, block_size
         self._most_positions, self._max_tokens = min(max_positions, max_model_len), max_tokens
         self._tokens = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
-        """Per slot the tokens of its sequence, followed by its drafts."""
+        """Per slot: the tokens of its sequence, followed by its drafts."""
         self._counts = [0] * num_slots
-        """Leading positions of each slot whose KV the small model has computed, of the tokens in ``_tokens``."""
+        """Per slot: number of leading positions whose KV the small model has computed for the tokens in ``_tokens``."""
         self._sure = [0] * num_slots
-        """Leading tokens of each slot that are the request's."""
+        """Per slot: number of leading tokens in ``_tokens`` that are known tokens of the request, not drafts."""
         self._owners: list[str | None] = [None] * num_slots
         self._preempted: dict[str, int] = {}
-        """Request without a row -> leading positions whose KV the small model had when it left."""
+        """Id of a request without a row -> number of leading positions whose KV the small model had when it left its
+        row."""
         self._seconds: dict[int, float] = {}
-        """Bit length of a number of rows -> seconds of a pass."""
+        """Bit length of a number of rows -> mean seconds of a forward pass with so many rows."""
 
     # -- beside the model ----------------------------------------------------------------------------------------
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
-        """Compute the prompt chunks of a step, after the model has copied and brought back its blocks."""
+        """Compute the prompt chunks of a step. Must be called after the served model has copied and loaded its
+        blocks."""
         for slot in out.left:
             self._leave(slot)
         for row in out.joined:
@@ -84,67 +88,67 @@ class DraftModel:
             self._tokens[row.slot, :count] = row.token_ids
             self._leave(row.slot)
             self._owners[row.slot], self._sure[row.slot] = row.request_id, count
-            behind = self._preempted.pop(row.request_id, row.num_computed_tokens)
-            self._counts[row.slot] = min(behind, row.num_computed_tokens)
-        kept: list[np.ndarray] = []
+            computed = self._preempted.pop(row.request_id, row.num_computed_tokens)
+            self._counts[row.slot] = min(computed, row.num_computed_tokens)
+        prompt_tokens: list[np.ndarray] = []
         first = len(batch.slots) - len(out.chunks)
         for row_index, chunk in enumerate(out.chunks, first):
             if not chunk.drafts and chunk.start <= self._counts[chunk.slot]:
                 begin, end = batch.cu_seqlens[row_index : row_index + 2]
-                kept.append(np.arange(begin, end))
+                prompt_tokens.append(np.arange(begin, end))
                 self._tokens[chunk.slot, chunk.start : chunk.end] = batch.token_ids[begin:end]
                 self._counts[chunk.slot] = chunk.end
-        if kept:
-            self._runner.forward(batch.only(np.concatenate(kept)))
+        if prompt_tokens:
+            self._runner.forward(batch.only(np.concatenate(prompt_tokens)))
 
     def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
-        """Do nothing: it has its own hidden states."""
+        """Do nothing: the small model does not use the served model's hidden states."""
 
     # -- drafts --------------------------------------------------------------------------------------------------
 
     def seconds(self, num_rows: int) -> float:
-        """Seconds that one draft for each of ``num_rows`` rows takes; 0 until any was made."""
+        """Seconds that one draft for each of ``num_rows`` rows takes; 0 before the first drafts."""
         size = num_rows.bit_length()
         known = min(self._seconds, key=lambda each: abs(each - size), default=None)
         return 0.0 if known is None else self._seconds[known]
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
-        """For each row up to the given number of drafts, within the blocks of the request."""
+        """Drafts for each row: at most the given number, and only as many as fit into the request's blocks."""
         drafts: list[list[int]] = [[] for _ in rows]
-        most, parts, room = [0] * len(rows), list[_Part](), min(self._max_tokens, len(rows) + _MOST_CATCH_UP)
-        for index, (request, wanted) in enumerate(rows):
+        limits, parts, room = [0] * len(rows), list[_Part](), min(self._max_tokens, len(rows) + _MAX_CATCH_UP)
+        for index, (request, requested) in enumerate(rows):
             known = len(request.token_ids)
             positions = min(len(table) for table in request.block_ids) * self._block_size
-            most[index] = min(wanted, min(positions, self._most_positions) - known + 1)
+            limits[index] = min(requested, min(positions, self._most_positions) - known + 1)
             start = self._begin(request)
             end = min(known, start + room)
-            if most[index] > 0 and start < end:
+            if limits[index] > 0 and start < end:
                 parts.append(_Part(index, request, start, end))
                 room -= end - start
         begin = time.perf_counter()
-        for number in range(max(most, default=0)):
+        for number in range(max(limits, default=0)):
             if not parts:
                 break
             drawn = self._pass(parts)
-            parts = self._extend(parts, drawn, drafts, most)
+            parts = self._extend(parts, drawn, drafts, limits)
             self._note(len(rows), time.perf_counter() - begin if number else 0.0)
             begin = time.perf_counter()
         return drafts
 
     def forget(self, request: Request) -> None:
-        """The request has left for good."""
+        """Forget a request that has ended."""
         self._preempted.pop(request.request_id, None)
         if request.request_id in self._owners:
             self._owners[self._owners.index(request.request_id)] = None
 
     def _leave(self, slot: int) -> None:
-        """A request gives up its row, and may come back with the KV that it had."""
+        """Note that the request in ``slot`` leaves its row. Its KV may still be used if it returns."""
         owner = self._owners[slot]
         if owner is not None:
             self._preempted[owner], self._owners[slot] = self._counts[slot], None
 
     def _begin(self, request: Request) -> int:
-        """Take in the request's tokens. Returns the first position that the small model has to compute."""
+        """Read the request's new tokens. Returns the first position that the small model must compute."""
         slot, known = request.slot, len(request.token_ids)
         if self._owners[slot] != request.request_id:
             self._owners[slot], self._sure[slot], self._counts[slot] = request.request_id, 0, 0
@@ -158,7 +162,8 @@ class DraftModel:
         return self._counts[slot]
 
     def _pass(self, parts: Sequence[_Part]) -> dict[int, int]:
-        """Compute these tokens. Returns the token sampled after each complete row, by index of the row."""
+        """Compute these tokens. Returns index of a row -> token sampled after it, for rows whose known tokens are all
+        computed."""
         slots = np.array([part.request.slot for part in parts], dtype=np.int32)
         ends = np.array([part.end for part in parts], dtype=np.int32)
         lengths = np.array([part.end - part.start for part in parts], dtype=np.int32)
@@ -188,7 +193,7 @@ class DraftModel:
         return {parts[i].row: token for i, token in zip(complete, tokens, strict=True)}
 
     def _tables(self, parts: Sequence[_Part], ends: np.ndarray) -> np.ndarray:
-        """int32 [G, N, M]."""
+        """Block tables of the rows, int32 [G, N, M]."""
         width = -(-int(ends.max()) // self._block_size)
         tables = np.zeros((len(parts[0].request.block_ids), len(parts), width), dtype=np.int32)
         for row, part in enumerate(parts):
@@ -198,22 +203,23 @@ class DraftModel:
         return tables
 
     def _extend(
-        self, parts: Sequence[_Part], drawn: dict[int, int], drafts: list[list[int]], most: Sequence[int]
+        self, parts: Sequence[_Part], drawn: dict[int, int], drafts: list[list[int]], limits: Sequence[int]
     ) -> list[_Part]:
-        """Append the sampled tokens to the drafts. Returns the next pass: one token of each row that may have more."""
-        coming: list[_Part] = []
+        """Append the sampled tokens to the drafts. Returns the parts of the next pass: one token of each row that may
+        get more drafts."""
+        next_parts: list[_Part] = []
         for index, request, _, end in parts:
             token = drawn.get(index, -1)
             if token < 0:
                 continue
             drafts[index].append(token)
-            if len(drafts[index]) < most[index]:
+            if len(drafts[index]) < limits[index]:
                 self._tokens[request.slot, end] = token
-                coming.append(_Part(index, request, end, end + 1))
-        return coming
+                next_parts.append(_Part(index, request, end, end + 1))
+        return next_parts
 
     def _note(self, num_rows: int, seconds: float) -> None:
-        """Learn what a pass takes. The first one of a call, which catches up, is left out."""
+        """Learn how long a pass takes. The first pass of a call is left out, because it also computes outdated KV."""
         if seconds:
             size = num_rows.bit_length()
             self._seconds[size] = seconds + (self._seconds.get(size, seconds) - seconds) * (1 - _MEMORY)

@@ -1,4 +1,4 @@
-"""Interface between the engine's loop and an executor, which may be real or simulated, local or remote."""
+"""Interface between the engine and an executor. The executor may be real or simulated, in this process or elsewhere."""
 
 from __future__ import annotations
 
@@ -14,41 +14,44 @@ from chairlift.vision.spans import ImageTile
 __all__ = ["AdapterMemory", "Executor", "ImageMemory", "LiveWeights", "OnProgress", "PendingTokens", "WeightSource"]
 
 WeightSource = str | Path | Mapping[str, Any]
-"""A directory with safetensors, or tensors by name; the names are those of a Hugging Face checkpoint."""
+"""A directory with safetensors, or a mapping from the weight names of a Hugging Face checkpoint to tensors."""
 OnProgress = Callable[[str, float], None]
-"""Called with a label and the share done (0 to 1)."""
+"""Function that is called with (label, fraction done from 0 to 1)."""
 
 
 class PendingTokens(Protocol):
-    """Tokens that are being computed."""
+    """Tokens of a step that may still be computing."""
 
     def result(self) -> SampledTokens:
-        """Wait for the tokens. Raises the step's error. Call it once per step, in the order of the steps."""
+        """Wait for the tokens. Raises the error of the step, if it failed. Call it once per step, in the order of the
+        steps."""
         ...
 
 
 class Executor(Protocol):
-    """Runs steps in the order in which they are given. Each uses the state that the step before leaves, or would have
-    left without its failure: with look-ahead a step is scheduled before the failure is known."""
+    """Runs steps in the given order. Each step uses the state that the previous step left. If the previous step failed,
+    it uses the state as if that step had run, because with look-ahead a step is scheduled before the failure is
+    known."""
 
     cache_groups: list[CacheGroup]
-    """Groups of the KV cache."""
+    """Cache groups of the KV cache."""
     block_size: int
-    """Tokens per block."""
+    """Number of tokens per block."""
     block_bytes: list[int]
-    """Per cache group, bytes of one block in all its layers; this is what a copy to host memory moves."""
+    """Per cache group: bytes of one block over all its layers. A copy of the block to host memory copies this number of
+    bytes."""
     num_lookahead_steps: int
-    """Preferred number of steps to schedule beyond the newest known tokens, if there is no setting."""
+    """Number of steps to schedule ahead, unless a setting gives another number."""
 
     def execute(self, out: SchedulerOutput) -> Any:
         """Start the forward pass of a step. Returns a handle for :meth:`sample`."""
         ...
 
     def sample(self, handle: Any, masks: Masks | None = None) -> PendingTokens:
-        """Start sampling. ``masks`` are the allowed token ids by sample position (None: no masks).
+        """Start to sample the step's tokens. ``masks`` maps sample position -> allowed token ids (None: no masks).
 
-        :class:`SchedulerOutput` defines the numbers of sample positions. Positions without a mask are sampled as
-        without masks.
+        :class:`SchedulerOutput` defines the order of the sample positions. At positions without a mask all ids are
+        allowed.
         """
         ...
 
@@ -58,24 +61,26 @@ class Executor(Protocol):
 
 
 class AdapterMemory(Protocol):
-    """Low-rank adapters beside the model: the attribute ``adapters`` of executors and model runners that serve some."""
+    """Low-rank adapters of the model. It is the attribute ``adapters`` of executors and model runners that serve
+    adapters."""
 
     def read(self, path: Path, root: Path | None) -> Any:
-        """The adapter in a directory, ready for :meth:`put`, with a ``digest`` of all that was read. Any thread may
-        call it. With a ``root`` its files must lie there. Raises ModelLoadError."""
+        """Read the adapter in a directory. Returns it in the form for :meth:`put`, with a ``digest`` of all files read,
+        and ``nbytes``, its size in memory. Any thread may call this method. With ``root``, all files must be inside it.
+        Raises ModelLoadError."""
         ...
 
     def put(self, adapter_id: int, adapter: Any) -> None:
-        """Let steps name it by a number above 0, between two of them."""
+        """Store an adapter under a number above 0, so that later steps may use it. Call it between two steps."""
         ...
 
     def drop(self, adapter_id: int) -> None:
-        """No later step names it."""
+        """Remove an adapter. No later step may use it."""
         ...
 
 
 class ImageMemory(Protocol):
-    """Encoded images beside the model: the attribute ``images`` of executors and model runners that read some."""
+    """Encoded images for the model. It is the attribute ``images`` of executors and model runners that read images."""
 
     def encode(self, tile: ImageTile) -> Iterator[None]:
         """Compute the rows of a tile, and yield after each piece. Steps may run between two pieces. The memory holds
@@ -83,25 +88,27 @@ class ImageMemory(Protocol):
         ...
 
     def holds(self, key: bytes) -> bool:
-        """Whether steps may name the rows of a tile."""
+        """Whether the rows of this tile are stored, so that steps may use them."""
         ...
 
     def size(self, key: bytes) -> int:
-        """Bytes of the rows of a tile that is held."""
+        """Number of bytes of a stored tile's rows."""
         ...
 
     def drop(self, key: bytes) -> None:
-        """No later step names the rows of this tile."""
+        """Remove the rows of a tile. No later step may use them."""
         ...
 
 
 @runtime_checkable
 class LiveWeights(Protocol):
-    """Optional interface of executors and model runners: replacing the weights of the network between two steps."""
+    """Optional interface of executors and model runners that can replace the weights of the network between two
+    steps."""
 
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
-        """Replace all weights. ``progress`` is called with the share done.
+        """Replace all weights. ``progress`` is called with (label, fraction done).
 
-        After ConfigError and ModelLoadError nothing was changed. After any other error the model must not be used.
+        If it raises ConfigError or ModelLoadError, the old weights stay in use. After any other error the model must
+        not be used.
         """
         ...

@@ -1,4 +1,4 @@
-"""Host memory for the KV of preempted requests, and copies of blocks. Needs no torch."""
+"""Host memory for the KV of preempted requests, and copies of blocks from and to it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 def host_memory(nbytes: int, directory: str | None = None) -> npt.NDArray[np.uint8]:
-    """uint8 [nbytes], zero. The system allocates pages when they are first used.
+    """uint8 [nbytes], filled with zeros. The operating system allocates a page when it is first used.
 
-    With a ``directory`` it is an unnamed file there, which is deleted with the process. Its space is reserved now,
-    because a write to mapped memory cannot report a full disk. Raises ConfigError when that fails.
+    With a ``directory``, the memory is an unnamed file there, which disappears when the process ends. Its disk space is
+    reserved now, because later writes to mapped memory cannot report a full disk. Raises ConfigError if there is not
+    enough space.
     """
     if directory is None or nbytes == 0:
         try:
@@ -42,19 +43,20 @@ def host_memory(nbytes: int, directory: str | None = None) -> npt.NDArray[np.uin
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostMoves:
-    """Blocks of one cache group and their host blocks, in the order of the host blocks."""
+    """Blocks of one cache group, and the host block of each, in ascending order of host blocks."""
 
     group: int
     hosts: npt.NDArray[np.int64]
     blocks: npt.NDArray[np.int64]
 
-    def parts(self, most: int) -> list[HostMoves]:
-        """The same moves in parts of at most ``most``."""
-        starts = range(0, len(self.hosts), most)
-        return [HostMoves(self.group, self.hosts[i : i + most], self.blocks[i : i + most]) for i in starts]
+    def parts(self, limit: int) -> list[HostMoves]:
+        """The same moves in parts of at most ``limit`` blocks."""
+        starts = range(0, len(self.hosts), limit)
+        return [HostMoves(self.group, self.hosts[i : i + limit], self.blocks[i : i + limit]) for i in starts]
 
     def runs(self) -> list[tuple[slice, slice]]:
-        """(entries of ``blocks``, host blocks) in the fewest parts whose host blocks are contiguous."""
+        """(entries of ``blocks``, host blocks), in as few parts as possible such that the host blocks of a part are
+        contiguous."""
         cuts = [0, *(np.flatnonzero(np.diff(self.hosts) != 1) + 1).tolist(), len(self.hosts)]
         return [
             (slice(begin, end), slice(int(self.hosts[begin]), int(self.hosts[begin]) + end - begin))
@@ -63,7 +65,7 @@ class HostMoves:
 
 
 def host_moves(triples: Iterable[tuple[int, int, int]]) -> list[HostMoves]:
-    """Groups (group, host block, block) triples, in any order, by cache group."""
+    """Sort (group, host block, block) triples into one object per cache group."""
     ordered = sorted(triples)
     return [
         HostMoves(group, *np.array([entry[1:] for entry in entries], dtype=np.int64).T)
@@ -72,8 +74,8 @@ def host_moves(triples: Iterable[tuple[int, int, int]]) -> list[HostMoves]:
 
 
 class HostBlocks:
-    """Copies between KV in memory and its host blocks. Per group, ``caches`` are arrays [number of blocks, bytes of a
-    block], and ``hosts`` has the bytes of all of them side by side."""
+    """Copies blocks between the KV cache and host memory. Per group, ``caches`` are arrays [number of blocks, bytes of
+    a block], and ``hosts`` is one array whose rows have the bytes of all of them one after another."""
 
     def __init__(self, caches: Sequence[Sequence[_Bytes]], hosts: Sequence[_Bytes]) -> None:
         self._pairs = [
@@ -82,13 +84,13 @@ class HostBlocks:
         ]
 
     def swap_out(self, saved: Iterable[tuple[int, int, int]]) -> None:
-        """Save blocks in host memory: (group, block, host block)."""
+        """Save blocks in host memory. ``saved`` has (group, block, host block)."""
         for moves in host_moves((group, host, block) for group, block, host in saved):
             for cache, host in self._pairs[moves.group]:
                 host[moves.hosts] = cache[moves.blocks]
 
-    def swap_in(self, wanted: Iterable[tuple[int, int, int]]) -> None:
-        """Copy saved blocks back: (group, host block, block)."""
-        for moves in host_moves(wanted):
+    def swap_in(self, loaded: Iterable[tuple[int, int, int]]) -> None:
+        """Copy saved blocks back to the cache. ``loaded`` has (group, host block, block)."""
+        for moves in host_moves(loaded):
             for cache, host in self._pairs[moves.group]:
                 cache[moves.blocks] = host[moves.hosts]

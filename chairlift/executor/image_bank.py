@@ -1,4 +1,4 @@
-"""Rows of encoded images in the memory of an executor, and the encoder that computes them."""
+"""The rows of encoded image tiles in the executor's memory, and the encoder that computes them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ __all__ = ["ImageBank"]
 
 
 class ImageBank:
-    """Rows of tiles by key, as bytes in the model's dtype; see :class:`~chairlift.executor.executor.ImageMemory`."""
+    """Rows of image tiles by key, as bytes in the model's dtype; see
+    :class:`~chairlift.executor.executor.ImageMemory`."""
 
     def __init__(self, tower: Tower) -> None:
         self._tower = tower
         self.rows: dict[bytes, npt.NDArray[np.uint8]] = {}
-        """Key -> uint8 [rows, bytes of a row]. Behind the embedding a row may have what is added after layers."""
+        """Key of a tile -> uint8 [rows, bytes of a row]. A row has the embedding and, in some models, vectors that are
+        added after later layers."""
 
     def encode(self, tile: ImageTile) -> Iterator[None]:
         for found in self._tower.encode(tile):

@@ -1,4 +1,5 @@
-"""A permanent row per running request, updated by differences and read as flat arrays (vLLM V1's persistent batch)."""
+"""One permanent row per running request. Steps change it by differences and read it as flat arrays (vLLM V1's
+persistent batch)."""
 
 from __future__ import annotations
 
@@ -20,23 +21,23 @@ _Int32 = npt.NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Awaited:
-    """Places for the tokens of a step that are still being computed."""
+    """Positions in the InputBatch whose tokens are still being computed by a step."""
 
     ticket: int
-    """Placeholder for these tokens; below 0."""
+    """Placeholder (a number below 0) that is stored until the token arrives."""
     slots: _Int32
     ends: _Int32
-    """Their places in the sequences of ``slots``, one per sample position."""
+    """Position of each token in the sequence of its slot, one per sample position."""
     verifies: list[tuple[int, int, Chunk]] = dataclasses.field(default_factory=list)
-    """See :attr:`StepBatch.verifies`."""
+    """Rows with drafts, as in :attr:`StepBatch.verifies`."""
 
 
 class InputBatch:
-    """State of each running request in numpy: tokens, progress, block tables, sampling parameters.
+    """State of each running request in numpy arrays: tokens, progress, block tables, sampling parameters.
 
-    ``apply`` takes one step's differences and returns that step's arrays. ``store`` takes the sampled tokens. Steps
-    must be applied in order. If a step is applied before the tokens of the one before are stored, call ``expect``
-    first: placeholders, which are no token ids, take their places until they arrive.
+    ``apply`` applies the differences of one step and returns the step's arrays. ``store`` stores the sampled tokens.
+    Steps must be applied in order. If a step is applied before the tokens of the previous step are stored, call
+    ``expect`` first: it stores placeholders, which are replaced when the tokens arrive.
     """
 
     def __init__(
@@ -47,16 +48,18 @@ class InputBatch:
         num_groups: int,
         state_spans: Sequence[int | None] = (),
     ) -> None:
-        """``state_spans``: per cache group :attr:`CacheGroup.state_span`; empty where no group has states."""
+        """``state_spans`` has :attr:`CacheGroup.state_span` per cache group; empty if no group holds recurrent
+        states."""
         self.block_size = block_size
         spans = list(state_spans) or [None] * num_groups
         self._spans = np.array([span or block_size for span in spans], dtype=np.int32)[:, None]
-        # Places of a block: one per position in groups of K and V, one in all where a block holds a state.
+        # Number of cache positions per block: one per token in groups of K and V, a single one if the block holds a
+        # state.
         self._places = np.array([1 if span else block_size for span in spans], dtype=np.int32)[:, None]
         self._advances = np.array([0 if span else 1 for span in spans], dtype=np.int64)[:, None]
         self.num_slots = num_slots
         max_blocks = -(-max_model_len // block_size)
-        # np.zeros allocates pages when they are first used, so rows cost only what they use.
+        # np.zeros allocates a page when it is first used, so a row takes only the memory that it uses.
         self.tokens = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
         self.num_computed = np.zeros(num_slots, dtype=np.int32)
         self.block_tables = np.zeros((num_groups, num_slots, max_blocks), dtype=np.int32)
@@ -65,31 +68,32 @@ class InputBatch:
         self.num_prompt_tokens = np.zeros(num_slots, dtype=np.int32)
         self.adapters = np.zeros(num_slots, dtype=np.int32)
         self.images: dict[int, tuple[ImageSpan, ...]] = {}
-        """Spans of images by slot, for rows that have any."""
+        """Slot -> spans of the images in the row's prompt, for rows with images."""
         self._axes: dict[int, _Int32] = {}
-        """Positions on three axes by slot, for rows with images that have such; see :func:`axes_of`."""
+        """Slot -> positions on three axes, for rows whose images need them; see :func:`axes_of`."""
         self._shifts = np.zeros(num_slots, dtype=np.int32)
-        """Numbers added to the index of tokens behind these images."""
+        """Per slot: number that is added to the index of a token after its images, to get the token's position."""
         self._decodes = np.zeros(0, dtype=np.int32)
         self._steady: StepBatch | None = None
-        self._untaken: list[SchedulerOutput] = []
-        """This step, after earlier ones that failed before the rows were updated; it builds on them."""
+        self._unapplied: list[SchedulerOutput] = []
+        """The newest step, after earlier steps that failed before the rows were updated. All of them are applied in
+        order."""
         self._ticket = 0
 
     def apply(self, out: SchedulerOutput) -> StepBatch:
-        """Update the rows, and lay the step's tokens side by side: decode rows first, then the chunks."""
-        self._untaken.append(out)
-        last, self._steady = self._steady, None  # if this step fails, the next one is laid out anew
-        while self._untaken:
-            self.take(self._untaken[0])
-            del self._untaken[0]
+        """Update the rows, and return the step's tokens as flat arrays: decode rows first, then the chunks."""
+        self._unapplied.append(out)
+        last, self._steady = self._steady, None  # if this step fails, the next one is built from the rows
+        while self._unapplied:
+            self.take(self._unapplied[0])
+            del self._unapplied[0]
         changed = out.left or out.joined or out.chunks or out.decode_slots is not None
         step = self._flatten(out) if changed or last is None else self._advance(last, out)
         self._steady = None if out.chunks else step
         return step
 
     def take(self, out: SchedulerOutput) -> None:
-        """Update the rows to the state after one step. After a failure it may be called again."""
+        """Update the rows to the state after one step. If a call fails, it may be repeated."""
         for slot in out.left:
             self._clear(slot)
         for row in out.joined:
@@ -103,29 +107,29 @@ class InputBatch:
             self.num_computed[chunk.slot] = chunk.end
             if chunk.drafts:
                 self.tokens[chunk.slot, chunk.end - len(chunk.drafts) : chunk.end] = chunk.drafts
-        self.num_computed[self._decodes] += 1  # the last operation, because all others may be repeated
+        self.num_computed[self._decodes] += 1  # comes last, because only the operations above may be repeated
 
     def expect(self, step: StepBatch) -> Awaited:
-        """Mark the tokens of the sampled rows as pending. :meth:`arrived` stores them."""
+        """Mark the tokens of the sample positions as pending. :meth:`arrived` stores them later."""
         self._ticket = self._ticket % -(2**30) - 1
         slots, ends = self._ends(step)
         self.tokens[slots, ends] = self._ticket
         return Awaited(self._ticket, slots, ends, step.verifies)
 
     def arrived(self, awaited: Awaited, token_ids: list[int]) -> None:
-        """Store pending tokens at places that still wait for them. A row may have a new request, or compute the same
-        place again."""
-        wanted = self.tokens[awaited.slots, awaited.ends] == awaited.ticket
-        self.tokens[awaited.slots[wanted], awaited.ends[wanted]] = _known(token_ids)[wanted]
+        """Store tokens that were pending, at the positions that still wait for them. Meanwhile a row may have a new
+        request, or may compute the same position again; such positions are skipped."""
+        waiting = self.tokens[awaited.slots, awaited.ends] == awaited.ticket
+        self.tokens[awaited.slots[waiting], awaited.ends[waiting]] = _known(token_ids)[waiting]
         self._settle(awaited.verifies, token_ids)
 
     def store(self, step: StepBatch, token_ids: list[int]) -> None:
-        """Append the sampled tokens to their rows. A row with several sample positions gets the last one."""
-        self.tokens[self._ends(step)] = _known(token_ids)  # if a place occurs twice, numpy keeps the last value
+        """Append the sampled tokens to their rows. A row with several sample positions gets the last token."""
+        self.tokens[self._ends(step)] = _known(token_ids)  # if a position occurs twice, numpy keeps the last value
         self._settle(step.verifies, token_ids)
 
     def _settle(self, verifies: list[tuple[int, int, Chunk]], token_ids: list[int]) -> None:
-        """Keep the accepted drafts, and the token that was sampled after the last of them."""
+        """Store, for rows with drafts, the token sampled after the accepted drafts."""
         for first, slot, chunk in verifies:
             own = token_ids[first : first + chunk.samples]
             accepted = chunk.num_accepted(own)
@@ -134,7 +138,7 @@ class InputBatch:
             self.num_computed[slot] = end
 
     def _ends(self, step: StepBatch) -> tuple[_Int32, _Int32]:
-        """Per sample position: the slot, and the place of the row's next token."""
+        """(slot, position of the row's next token) per sample position, as two arrays."""
         return step.sample_slots, step.seq_lens[step.sample_rows]
 
     def _join(self, row: NewRow) -> None:
@@ -162,12 +166,12 @@ class InputBatch:
         self._shifts[slot] = 0
 
     def _advance(self, step: StepBatch, out: SchedulerOutput) -> StepBatch:
-        """The step in which exactly the rows of ``step`` decode again, made from it in place. Equal to
-        :meth:`_flatten`."""
+        """The next step if exactly the rows of ``step`` decode again. It changes ``step`` in place; the result equals
+        that of :meth:`_flatten`."""
         for array in (step.positions, step.seq_lens):
             array += 1
         if step.axes is not None:
-            step.axes += 1  # a row that decodes is behind its images
+            step.axes += 1  # a decoding row is at a position after its images
         step.slot_mapping += self._advances
         begin = np.flatnonzero(step.positions % self.block_size == 0)
         if len(begin):  # rows that begin a block
@@ -215,7 +219,7 @@ class InputBatch:
         )
 
     def _image_rows(self, chunks: list[Chunk], at: int) -> list[tuple[int, int, bytes, int]]:
-        """Value of :attr:`StepBatch.image_rows`; ``at`` is the index of the first chunk's first token."""
+        """See :attr:`StepBatch.image_rows`. ``at`` is the index of the first chunk's first token in the flat batch."""
         found = []
         for chunk in chunks:
             for span in self.images.get(chunk.slot, ()):
@@ -226,7 +230,7 @@ class InputBatch:
         return found
 
     def _token_axes(self, slots: _Int32, positions: _Int32) -> _Int32:
-        """Value of :attr:`StepBatch.axes` for tokens at ``positions`` of the rows in ``slots``."""
+        """See :attr:`StepBatch.axes`. The tokens are at ``positions`` of the rows in ``slots``."""
         found = np.repeat((positions + self._shifts[slots])[None], 3, axis=0)
         for slot, axes in self._axes.items():
             inside = np.flatnonzero((slots == slot) & (positions < axes.shape[1]))
@@ -235,16 +239,16 @@ class InputBatch:
 
     @staticmethod
     def _verifies(chunks: list[Chunk], num_decodes: int) -> list[tuple[int, int, Chunk]]:
-        """Value of :attr:`StepBatch.verifies`."""
-        found, place = [], num_decodes
+        """See :attr:`StepBatch.verifies`."""
+        found, position = [], num_decodes
         for chunk in chunks:
             if chunk.drafts:
-                found.append((place, chunk.slot, chunk))
-            place += chunk.samples
+                found.append((position, chunk.slot, chunk))
+            position += chunk.samples
         return found
 
     def _prompt_rows(self, chunks: list[Chunk], first_row: int) -> list[tuple[int, int, _Int32]]:
-        """Value of :attr:`StepBatch.prompt_rows`; ``first_row`` is the row of the first chunk."""
+        """See :attr:`StepBatch.prompt_rows`. ``first_row`` is the row of the first chunk."""
         found = []
         for index, chunk in enumerate(chunks, first_row):
             row, count = self.sampling[chunk.slot], self.num_prompt_tokens[chunk.slot]
@@ -263,11 +267,11 @@ class InputBatch:
 
 
 def _known(token_ids: list[int]) -> _Int32:
-    """Token ids with 0 in place of -1. A failed row is about to leave, so any valid id will do."""
+    """Token ids with 0 instead of -1. A failed row will leave, so its token may be any valid id."""
     return np.maximum(np.array(token_ids, dtype=np.int32), 0)
 
 
 def _last_of_each(ends: _Int32, counts: _Int32) -> _Int32:
-    """For each pair the ``count`` numbers before ``end``, ascending; pairs one after another, int32."""
+    """For each (end, count): the ``count`` numbers before ``end``, ascending. The results are concatenated, int32."""
     shifts = ends - np.cumsum(counts, dtype=np.int32)
     return np.arange(counts.sum(), dtype=np.int32) + np.repeat(shifts, counts)

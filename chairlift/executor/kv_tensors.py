@@ -1,4 +1,4 @@
-"""Size of the KV cache, and the tensors that hold it."""
+"""Plans the size of the KV cache, and makes the tensors that hold it."""
 
 from __future__ import annotations
 
@@ -30,44 +30,44 @@ __all__ = [
 ]
 
 DEFAULT_SHARE = CPU_CACHE_SHARE
-"""Default share of the available memory that the KV cache takes on a CPU."""
+"""Default fraction of the available memory that the KV cache takes on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVPlan:
-    """Plan of the KV cache: cache groups, layers, and their bytes."""
+    """Plan of the KV cache: cache groups, layers, and their sizes in bytes."""
 
     groups: list[CacheGroup]
     layer_groups: list[int]
-    """Layer -> group."""
+    """Per layer: index of its group."""
     block_size: int
     dtype: torch.dtype
-    """Dtype of K and V in the cache. int8 means codes with a scale and a minimum of each token and head."""
+    """Data type of K and V in the cache. int8 means 8-bit codes with a scale and a minimum per token and head."""
     bytes_per_token: int
-    """Bytes of one token's K and V in all layers together."""
+    """Bytes of one token's K and V, summed over all layers."""
     total_bytes: int
     block_bytes: list[int]
-    """Per group, bytes of one block in all its layers, K and V."""
+    """Per group: bytes of one block over all its layers."""
     swap_directory: str | None = None
-    """Directory of the file with the host blocks; None: they are in memory."""
+    """Directory of the file with the host blocks; None: the host blocks are in memory."""
     gain: str = ""
-    """How many more tokens fit than in the model's dtype, in words; empty if K and V have that dtype."""
+    """Text that says how many more tokens fit than in the model's dtype; empty if K and V have the model's dtype."""
     states: StatePlan | None = None
-    """Recurrent states; None where the model has none."""
+    """Plan of the recurrent states; None if the model has none."""
 
     @property
     def num_tokens(self) -> int:
-        """Positions that fit into every group of K and V; 0 where there is none."""
+        """Number of positions that fit into every group of K and V; 0 if there is no such group."""
         sizes = [group.num_blocks - 1 for group in self.groups if group.state_span is None]
         return min(sizes, default=0) * self.block_size
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for the KV of preempted requests."""
+        """Bytes of host memory for the KV of preempted requests."""
         return sum(group.num_host_blocks * size for group, size in zip(self.groups, self.block_bytes, strict=True))
 
     def describe(self, max_model_len: int) -> str:
-        """The plan in plain words."""
+        """The plan as a text for the user."""
         if self.states is None:
             return self._describe_tokens(max_model_len)
         states = f"{self.states.describe()}: {self.state_bytes / 2**30:.2f} GiB"
@@ -82,13 +82,13 @@ class KVPlan:
         return 0 if self.states is None else self.states.nbytes * self.states.num_blocks
 
     def _describe_tokens(self, max_model_len: int) -> str:
-        """Room for K and V in plain words."""
+        """Text about the room for K and V."""
         length = min(2048, max_model_len)
         chats = self.num_tokens // length
         size = (self.total_bytes - self.state_bytes) / 2**30
         room = f"room for about {chats:,} chats of {length:,} tokens at once"
-        kept = f"KV cache: {size:.2f} GiB{' of int8' if self.gain else ''}"
-        plan = f"{kept}, {self.num_tokens:,} tokens in blocks of {self.block_size}{self.gain}; {room}"
+        cache = f"KV cache: {size:.2f} GiB{' of int8' if self.gain else ''}"
+        plan = f"{cache}, {self.num_tokens:,} tokens in blocks of {self.block_size}{self.gain}; {room}"
         hosts = min(group.num_host_blocks for group in self.groups if group.state_span is None)
         if not hosts:
             return f"{plan}; no swap space"
@@ -98,46 +98,47 @@ class KVPlan:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that this process may use: free memory of the GPU, or on the CPU the limit of the machine and its control
-    group."""
+    """Bytes that this process may use: the free memory of the GPU, or on the CPU the memory limit of the machine and
+    its control group."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     return total_memory()
 
 
-def check_fits(plan: KVPlan, device: torch.device, asked: int | None = None) -> None:
-    """Raise ConfigError for a KV cache, or a swap space in memory, that is larger than the machine's memory.
+def check_fits(plan: KVPlan, device: torch.device, setting: int | None = None) -> None:
+    """Raise ConfigError if the KV cache and the swap space in memory are larger than the machine's memory.
 
-    ``asked`` is ``kv_cache_memory_bytes`` as it was given, which the plan may not use up: a number that the machine
-    does not have is a mistake all the same.
+    ``setting`` is ``kv_cache_memory_bytes``. It must not exceed the machine's memory either, even if the plan uses less
+    of it.
 
-    Pages of a CPU's memory are taken as they are touched, so that nothing else would fail before the system ends the
-    process. A GPU says so by itself.
+    On a CPU, memory is taken only when it is first written. Without this check, the operating system would kill the
+    process later. On a GPU the allocation itself fails.
     """
     if device.type != "cpu":
         return
-    most = available_memory(device)
-    if asked is not None and asked > most:
+    limit = available_memory(device)
+    if setting is not None and setting > limit:
         raise ConfigError(
-            f"kv_cache_memory_bytes is {asked:,}, but this machine, or this process's control group, has {most:,} bytes"
-            " of memory; lower it, or leave it out"
+            f"kv_cache_memory_bytes is {setting:,}, but this machine, or this process's control group, has"
+            f" {limit:,} bytes of memory; lower it, or leave it out"
         )
     host = plan.host_bytes if plan.swap_directory is None else 0
-    if plan.total_bytes + host <= most:
+    if plan.total_bytes + host <= limit:
         return
     swap = f" and the swap space {host:,} (swap_space_bytes)" if host else ""
     raise ConfigError(
         f"the KV cache would have {plan.total_bytes:,} bytes (kv_cache_memory_bytes, num_kv_blocks){swap}, but this"
-        f" machine, or this process's control group, has {most:,}; lower it"
+        f" machine, or this process's control group, has {limit:,}; lower it"
     )
 
 
 def gpu_cache_memory(free: int, total: int, utilization: float, step_bytes: int) -> int:
-    """Bytes for the KV cache such that ``utilization`` of a GPU with ``total`` bytes is in use, steps included.
+    """Bytes for the KV cache such that a fraction ``utilization`` of the GPU's ``total`` bytes is used, including the
+    memory for steps.
 
-    ``free`` is the free memory after the weights were loaded; others may use memory, too. Raises ConfigError when
-    nothing is left.
+    ``free`` is the free memory after the weights were loaded; other processes may use memory too. Raises ConfigError if
+    no memory remains.
     """
     cache = int(total * utilization) - (total - free) - step_bytes
     if cache <= 0:
@@ -164,28 +165,28 @@ def plan_kv_cache(
     caching: bool = True,
     snapshot_interval: int | None = None,
 ) -> KVPlan:
-    """Divide ``memory_bytes`` into blocks. ``num_blocks`` overrides the number. There are never more than
-    ``most_tokens`` need.
+    """Divide ``memory_bytes`` into blocks, as many as ``most_tokens`` tokens need at most, or into ``num_blocks``.
 
-    Layers with the same window share a group, and so do recurrent layers; every group of K and V gets the same number
-    of blocks, and as many host blocks as fit into ``swap_bytes``. None: a tenth of the number of blocks, rounded up.
-    ``dtype`` is the model's; K and V are kept in ``kv_dtype`` where it is given. ``rows`` requests run at once, as far
-    as their states fit; for ``caching`` and ``snapshot_interval`` see
-    :func:`~chairlift.executor.state_plan.plan_states`. Raises ConfigError when not even two blocks, or the state of one
-    request, fit.
+    Layers with the same window form a group, and so do the recurrent layers. Every group of K and V gets the same
+    number of blocks, and as many host blocks as fit into ``swap_bytes`` (None: a tenth of the blocks, rounded up).
+    ``dtype`` is the model's data type, ``kv_dtype`` that of K and V (None: the same). ``rows``, ``caching`` and
+    ``snapshot_interval`` are arguments of :func:`~chairlift.executor.state_plan.plan_states`. Raises ConfigError if
+    fewer than two blocks, or not even the state of one request, fit.
     """
-    kept = dtype if kv_dtype is None else kv_dtype
+    cache_dtype = dtype if kv_dtype is None else kv_dtype
     layers = [layer for layer in spec if isinstance(layer, LayerCache)]
     windows = list(dict.fromkeys(layer.window for layer in layers))
-    by_window = [sum(layer.token_bytes(kept) for layer in layers if layer.window == window) for window in windows]
+    by_window = [
+        sum(layer.token_bytes(cache_dtype) for layer in layers if layer.window == window) for window in windows
+    ]
     bytes_per_token, states, blocks = sum(by_window), None, 0
     if state_bytes := sum(sum(layer.part_bytes(dtype)) for layer in spec if isinstance(layer, LayerState)):
         how: dict[str, Any] = {"memory_bytes": memory_bytes, "rows": rows, "caching": caching}
         how |= {"token_bytes": bytes_per_token, "block_size": block_size, "interval": snapshot_interval}
         states = plan_states(state_bytes, **how)
     if layers:
-        most = -(-most_tokens // block_size) + 1
-        blocks = _num_kv_blocks(bytes_per_token, memory_bytes, num_blocks, most, block_size, states)
+        max_blocks = -(-most_tokens // block_size) + 1
+        blocks = _num_kv_blocks(bytes_per_token, memory_bytes, num_blocks, max_blocks, block_size, states)
     if states is not None:
         states = states.with_snapshots(blocks * block_size, memory_bytes, most_tokens)
     num_host, state_hosts = _num_host_blocks(blocks, bytes_per_token * block_size, states, swap_bytes)
@@ -199,28 +200,36 @@ def plan_kv_cache(
         groups=groups,
         layer_groups=[windows.index(e.window) if isinstance(e, LayerCache) else len(windows) for e in spec],
         block_size=block_size,
-        dtype=kept,
+        dtype=cache_dtype,
         bytes_per_token=bytes_per_token,
         total_bytes=total,
         block_bytes=block_bytes,
         swap_directory=swap_directory,
-        gain="" if kept == dtype else f", {more:.1f} times as many per GiB as in {str(dtype).removeprefix('torch.')}",
+        gain=""
+        if cache_dtype == dtype
+        else f", {more:.1f} times as many per GiB as in {str(dtype).removeprefix('torch.')}",
         states=states,
     )
 
 
 def _num_kv_blocks(
-    bytes_per_token: int, memory_bytes: int, asked: int | None, most: int, block_size: int, states: StatePlan | None
+    bytes_per_token: int,
+    memory_bytes: int,
+    setting: int | None,
+    max_blocks: int,
+    block_size: int,
+    states: StatePlan | None,
 ) -> int:
-    """Blocks of each group of K and V, at most ``most``. All groups together take ``bytes_per_token``."""
-    left, each = memory_bytes, bytes_per_token * block_size
+    """Number of blocks of each group of K and V, at most ``max_blocks``. A token takes ``bytes_per_token`` in all
+    groups together."""
+    remaining, each = memory_bytes, bytes_per_token * block_size
     if states is not None:
-        left -= states.num_blocks * states.nbytes
+        remaining -= states.num_blocks * states.nbytes
         each += math.ceil(states.token_bytes() * block_size)
-    num_blocks = min(left // each, most) if asked is None else asked
+    num_blocks = min(remaining // each, max_blocks) if setting is None else setting
     if num_blocks < 2:
         raise ConfigError(
-            f"the KV cache has {left:,} bytes, but two blocks of {block_size} tokens need {2 * each:,};"
+            f"the KV cache has {remaining:,} bytes, but two blocks of {block_size} tokens need {2 * each:,};"
             " raise kv_cache_memory_bytes or lower block_size"
         )
     return num_blocks
@@ -229,8 +238,8 @@ def _num_kv_blocks(
 def _num_host_blocks(
     num_blocks: int, block_bytes: int, states: StatePlan | None, swap_bytes: int | None
 ) -> tuple[int, int]:
-    """Host blocks of each group of K and V, and of the group of states, which gets half of the bytes if there are
-    both."""
+    """(host blocks per group of K and V, host blocks of the group of states). If the model has both, half of the bytes
+    are for states."""
     if swap_bytes is None:
         return -(-num_blocks // 10), 0 if states is None else -(-states.num_blocks // 10)
     if states is None:
@@ -242,9 +251,10 @@ def _num_host_blocks(
 def make_kv_caches(
     spec: Sequence[LayerCache | LayerState], plan: KVPlan, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Per layer K and V, each ``[num_blocks, block_size, num_kv_heads, head_dim]`` (V: ``value_dim``), zero.
+    """Per layer: (K, V), each ``[num_blocks, block_size, num_kv_heads, head_dim]`` (V: ``value_dim``), filled with
+    zeros.
 
-    Of a recurrent layer the parts of its states, each ``[num_blocks, ...]``.
+    Per recurrent layer: the parts of its states, each ``[num_blocks, ...]``.
     """
     caches: list[tuple[torch.Tensor, ...]] = []
     for layer, group in zip(spec, plan.layer_groups, strict=True):
@@ -260,10 +270,10 @@ def make_kv_caches(
 
 
 def make_host_blocks(plan: KVPlan) -> list[npt.NDArray[np.uint8]]:
-    """Per group uint8 [num_host_blocks, bytes of a block], zero. A host block has the bytes of all layers of the group
-    side by side, so that one copy moves it.
+    """Per group: uint8 [num_host_blocks, bytes of a block], filled with zeros. A host block has the bytes of all layers
+    of the group one after another, so that a single copy moves it.
 
-    All groups share one allocation or file. Raises ConfigError when the file cannot be made.
+    All groups share one allocation or file. Raises ConfigError if the memory or file cannot be allocated.
     """
     memory, offset = host_memory(plan.host_bytes, plan.swap_directory), 0
     hosts = []

@@ -20,11 +20,11 @@ __all__ = ["Drafter", "LocalExecutor", "ModelRunner"]
 
 
 class ModelRunner(Protocol):
-    """A model with its KV memory: PyTorch's, the native kernels', or HashLM."""
+    """Runs a model and holds its KV cache: with PyTorch, with the native kernels, or for HashLM."""
 
     cache_groups: list[CacheGroup]
     block_bytes: list[int]
-    """Per cache group, bytes of one block in all its layers."""
+    """Per cache group: bytes of one block over all its layers."""
 
     def forward(self, batch: StepBatch) -> Any:
         """Move blocks, write KV, and attend. Returns the input of :meth:`sample`."""
@@ -36,20 +36,20 @@ class ModelRunner(Protocol):
 
 
 class Drafter(Protocol):
-    """Drafts beside a runner: a :class:`~chairlift.spec_decode.adaptive.Proposer` that sees the steps."""
+    """Makes drafts. It is a :class:`~chairlift.spec_decode.adaptive.Proposer` that is also called for every step."""
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
-        """Called when the model has computed a step."""
+        """Called after the model has computed a step."""
         ...
 
     def saw(self, hidden: Any, batch: StepBatch, token_ids: Sequence[int]) -> None:
-        """Called when a step's tokens are drawn. ``hidden`` is what the runner's ``forward`` returned."""
+        """Called when the tokens of a step are known. ``hidden`` is the result of the runner's ``forward``."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Ready:
-    """Tokens of a runner that computes at once."""
+class _KnownTokens:
+    """Tokens of a runner that has already computed them."""
 
     tokens: SampledTokens
 
@@ -59,7 +59,7 @@ class _Ready:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Arriving:
-    """Tokens that are on their way from the device, and their places."""
+    """Tokens that a device still computes, and their positions in the InputBatch."""
 
     pending: PendingTokens
     rows: InputBatch
@@ -72,7 +72,7 @@ class _Arriving:
 
 
 class LocalExecutor:
-    """Runs each step when it is given; see :class:`~chairlift.executor.executor.Executor`."""
+    """Runs each step at once in this process; see :class:`~chairlift.executor.executor.Executor`."""
 
     def __init__(
         self,
@@ -87,17 +87,17 @@ class LocalExecutor:
         self.block_size = block_size
         self.block_bytes = runner.block_bytes
         self.calls: tuple[str, ...] = tuple(getattr(runner, "calls", ()))
-        """Names of the operations without a kernel, which PyTorch computes."""
+        """Names of the operations without a kernel. PyTorch computes these operations."""
         self.num_lookahead_steps = 1 if getattr(runner, "runs_ahead", False) else 0
         self.drafter = drafter
-        """A small model or heads that draft; see ``speculative_config``."""
+        """Small model or heads that make drafts; None without them. See ``speculative_config``."""
         self.adapters: AdapterMemory | None = getattr(runner, "adapters", None)
-        """Adapters beside the model; None where none are served."""
+        """Memory of the adapters; None if no adapters are served."""
         self.expert_counts: npt.NDArray[np.int64] | None = getattr(runner, "expert_counts", None)
-        """[layers of experts, E] tokens that each expert has computed so far, an array that steps add to; None where
-        nothing counts them."""
+        """[layers of experts, E] tokens that each expert has computed so far. Steps increase the array in place. None
+        if the model has no expert counts."""
         self.images: ImageMemory | None = getattr(runner, "images", None)
-        """Encoded images beside the model; None where none are read."""
+        """Memory of encoded images; None if the model reads no images."""
         self._runner = runner
         spans = [group.state_span for group in runner.cache_groups]
         self._input = InputBatch(num_slots, max_model_len, block_size, len(spans), spans)
@@ -116,7 +116,7 @@ class LocalExecutor:
             if self.drafter is not None:
                 self.drafter.saw(hidden, batch, tokens.token_ids)
             self._input.store(batch, tokens.token_ids)
-            return _Ready(tokens)
+            return _KnownTokens(tokens)
         return _Arriving(tokens, self._input, self._input.expect(batch))
 
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
@@ -128,9 +128,9 @@ class LocalExecutor:
         self._runner.update_weights(source, progress)
 
     def describe_graphs(self) -> str:
-        """CUDA graphs recorded so far, in words; empty without graphs."""
+        """Text about the CUDA graphs recorded so far; empty if there are none."""
         describe = getattr(self._runner, "describe_graphs", None)
         return "" if describe is None else str(describe())
 
     def shutdown(self) -> None:
-        """Do nothing: all resources are freed with the object."""
+        """Do nothing: all resources are freed together with the object."""

@@ -1,12 +1,13 @@
-"""Medusa: heads on the model's last hidden state, each of which guesses a token further ahead (Cai et al., 2024).
+"""Medusa: heads on the model's last hidden state; each head guesses a token further ahead (Cai et al., 2024).
 
-The model's own output head draws the next token from the hidden state of the newest known one. Head 0 guesses the token
-behind that, head 1 the one behind head 0's, and so on, all from the same state. Only chains are drafted, of each head
-the token that it draws with the request's settings and noise.
+The model's own output head draws the next token from the hidden state of the newest known token. Head 0 guesses the
+token after that one, head 1 the token after head 0's, and so on, all from the same hidden state. The drafts of a row
+form a single chain (not a tree): each head gives the one token that it draws with the request's parameters and noise.
 
-The files are those that Medusa publishes: ``medusa_num_heads`` and ``medusa_num_layers`` in ``config.json``. Each head
-has ``{head}.{layer}.linear.weight`` and ``.bias`` of its blocks, x + SiLU(Wx + b), and ``{head}.{layers}.weight``, an
-output head.
+The files are those that Medusa publishes: ``medusa_num_heads`` and ``medusa_num_layers`` in ``config.json``. The blocks
+of a head compute x + SiLU(Wx + b), with ``{head}.{layer}.linear.weight`` and ``.bias``; ``{head}.{layers}.weight`` is
+the head's output matrix. With ``original_lm_head``, a key of vLLM's, all heads use the output matrix of the model
+instead.
 """
 
 from __future__ import annotations
@@ -35,90 +36,109 @@ from chairlift.step_batch import StepBatch
 __all__ = ["MedusaHead", "MedusaHeads", "load_medusa"]
 
 _FILES: Final = ("medusa_lm_head.safetensors", "model.safetensors")
-_MOST_HEADS: Final = 64
+_MAX_HEADS: Final = 64
 _MEMORY: Final = 0.1
-"""Weight of the newest head in what a head takes."""
+"""Weight of the newest measurement in the mean duration of a head."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MedusaHead:
-    """One head."""
+    """Weights of one Medusa head."""
 
     blocks: Sequence[tuple[Tensor, Tensor]]
-    """Weight [D, D] and bias [D] of each block, in float32."""
-    head: PackedMatrix
-    """[V, D]."""
+    """(weight [D, D], bias [D]) of each block, in float32."""
+    head: PackedMatrix | None
+    """Output matrix [V, D]; None: the model's output matrix."""
 
 
 class MedusaHeads:
-    """Drafts for decoding requests. See :class:`~chairlift.spec_decode.adaptive.Proposer`.
+    """Makes drafts for decoding requests. See :class:`~chairlift.spec_decode.adaptive.Proposer`.
 
     Args:
         heads: Heads in the order of the positions that they guess.
-        runner: The model.
-        num_slots: Rows of the engine.
+        runner: Runner of the served model.
+        num_slots: Number of rows of the engine.
     """
 
     def __init__(self, heads: Sequence[MedusaHead], runner: NativeModelRunner, num_slots: int) -> None:
         self._heads, self._runner = heads, runner
-        self._templates = RowTemplates(heads[0].head.n)
-        self._states = np.zeros((num_slots, heads[0].head.k), dtype=np.float32)
-        """Per slot the hidden state that its newest token was drawn from."""
+        self._templates = RowTemplates(runner.vocab_size)
+        self._shared = all(head.head is None for head in heads)
+        layers = [list(zip(*layer, strict=True)) for layer in zip(*(head.blocks for head in heads), strict=True)]
+        self._blocks = [
+            (torch.stack(weights).mT.contiguous(), torch.stack(biases)[:, None]) for weights, biases in layers
+        ]
+        """Per layer: (transposed weights [heads, D, D], biases [heads, 1, D])."""
+        self._states = np.zeros((num_slots, len(heads[0].blocks[0][1])), dtype=np.float32)
+        """Per slot: hidden state from which the row's newest token was drawn."""
         self._tokens: np.ndarray = np.zeros((num_slots, 0), dtype=np.int32)
-        """Every slot's sequence: the engine's own array, whose part behind the known tokens is free."""
+        """Tokens of every slot: the engine's own array. The part after the known tokens is free for drafts."""
         self._seconds: dict[int, float] = {}
-        """Bit length of a number of rows -> seconds of a head."""
+        """Bit length of a number of rows -> mean seconds of one head with so many rows."""
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
-        """Do nothing: nothing is computed beside the model."""
+        """Do nothing: the heads need only the hidden states that :meth:`saw` gets."""
 
     def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
-        """Keep the hidden states of a step's newest tokens: with drafts that of the last right one."""
+        """Store the hidden states of the newest tokens of a step. For a row with drafts: that of the last accepted
+        draft."""
         self._tokens = batch.tokens
         if not len(batch.sample_tokens):
             return
-        places = self._runner.sample_places(batch).copy()
+        hidden_rows = self._runner.sample_places(batch).copy()
         slots = batch.sample_slots.copy()
         for first, slot, chunk in batch.verifies:
             accepted = chunk.num_accepted(token_ids[first : first + chunk.samples])
-            places[first : first + chunk.samples] = places[first + accepted]
+            hidden_rows[first : first + chunk.samples] = hidden_rows[first + accepted]
             slots[first : first + chunk.samples] = slot
-        # A slot may have several sample positions: numpy leaves the last.
-        self._states[slots] = hidden[torch.from_numpy(places.astype(np.int64))].float().numpy()
+        # A slot may occur several times; numpy then keeps the last value.
+        self._states[slots] = hidden[torch.from_numpy(hidden_rows.astype(np.int64))].float().numpy()
 
     def seconds(self, num_rows: int) -> float:
-        """Seconds that one draft for each of ``num_rows`` rows takes; 0 until any was made."""
+        """Seconds that one draft for each of ``num_rows`` rows takes; 0 before the first drafts."""
         size = num_rows.bit_length()
         known = min(self._seconds, key=lambda each: abs(each - size), default=None)
         return 0.0 if known is None else self._seconds[known]
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
-        """For each row up to the given number of drafts, one per head."""
+        """Drafts for each row, one per head, at most the given number."""
         drafts: list[list[int]] = [[] for _ in rows]
         slots = np.array([request.slot for request, _ in rows], dtype=np.int32)
         known = np.array([len(request.token_ids) for request, _ in rows], dtype=np.int32)
         sampling = [request.sampling for request, _ in rows]
         states = torch.from_numpy(self._states[slots])
-        for number, head in enumerate(self._heads[: max((most for _, most in rows), default=0)]):
+        numbers = range(min(len(self._heads), max((limit for _, limit in rows), default=0)))
+        together = self._shared and not any(_reads_history(request) for request, _ in rows)
+        for part in [numbers] if together else [range(number, number + 1) for number in numbers]:
+            if not part:
+                break
             begin = time.perf_counter()
-            drawn = self._draw(head, states, slots, known + number, sampling)
-            for row, token in enumerate(drawn):
+            drawn = self._draw(part, states, slots, known, sampling)
+            for at, token in enumerate(drawn):
+                number, row = part[at // len(rows)], at % len(rows)
                 if len(drafts[row]) == number < rows[row][1] and token >= 0:
                     drafts[row].append(token)
                     self._tokens[slots[row], known[row] + number] = token
-            size, taken = len(rows).bit_length(), time.perf_counter() - begin
-            self._seconds[size] = taken + (self._seconds.get(size, taken) - taken) * (1 - _MEMORY)
+            size = len(rows).bit_length()
+            seconds = (time.perf_counter() - begin) / len(part)
+            self._seconds[size] = seconds + (self._seconds.get(size, seconds) - seconds) * (1 - _MEMORY)
         return drafts
 
     def forget(self, request: Request) -> None:
-        """Do nothing: the next request in the slot begins with its own state."""
+        """Do nothing: a new request in the slot gets its own hidden state."""
 
     def _draw(
-        self, head: MedusaHead, states: Tensor, slots: np.ndarray, lengths: np.ndarray, sampling: list[object]
+        self, numbers: range, states: Tensor, slots: np.ndarray, known: np.ndarray, sampling: list[object]
     ) -> list[int]:
-        """A token of each row, drawn with the noise of place ``lengths``; -1 where none could be drawn."""
-        for weight, bias in head.blocks:
-            states = states + torch.nn.functional.silu(torch.addmm(bias, states, weight.T))
+        """One token per head and row, head by head, drawn with the noise of the token's position; -1 if none could be
+        drawn. Several ``numbers`` are allowed only if the heads use the same output matrix."""
+        these = slice(numbers.start, numbers.stop)
+        made = states.expand(len(numbers), *states.shape)
+        for weights, biases in self._blocks:
+            made = made + torch.nn.functional.silu(torch.baddbmm(biases[these], made, weights[these]))
+        if len(numbers) > 1:
+            slots, sampling = np.tile(slots, len(numbers)), sampling * len(numbers)
+        lengths = np.concatenate([known + number for number in numbers])
         lengths = np.minimum(lengths, self._tokens.shape[1] - 1)
         every = np.arange(len(slots), dtype=np.int32)
         none = np.zeros((0, 0, 0), dtype=np.int32)
@@ -136,13 +156,20 @@ class MedusaHeads:
             sample_tokens=every,
         )
         rows = self._templates.fill(batch, None)
-        self._runner.project(states, rows, head.head)
+        self._runner.project(made.flatten(0, 1), rows, self._heads[numbers[0]].head)
         return rows.sampled().token_ids
+
+
+def _reads_history(request: Request) -> bool:
+    """Whether the earlier drafts of a row can change the token that a later head draws."""
+    params = request.params
+    penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    return bool(penalties or params.bad_words)
 
 
 def load_medusa(folder: Path, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> list[MedusaHead]:
     """Read the heads for a model with these sizes. Raises ModelLoadError."""
-    count, layers = _sizes(folder)
+    count, layers, shares = _sizes(folder)
     found = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if found is None:
         raise ModelLoadError(
@@ -154,15 +181,18 @@ def load_medusa(folder: Path, vocab_size: int, hidden_size: int, dtype: torch.dt
         for layer in range(layers):
             shapes[f"{head}.{layer}.linear.weight"] = (hidden_size, hidden_size)
             shapes[f"{head}.{layer}.linear.bias"] = (hidden_size,)
-        shapes[f"{head}.{layers}.weight"] = (vocab_size, hidden_size)
+        if not shares:
+            shapes[f"{head}.{layers}.weight"] = (vocab_size, hidden_size)
     try:
         with safe_open(found, "pt") as file:
             names_given = list(file.keys())
             _check(found, {name: tuple(file.get_slice(name).get_shape()) for name in names_given}, shapes)
-            packed = NATIVE.empty([MatrixShape(vocab_size, hidden_size)] * count, dtype, torch.device("cpu"))
+            own = [] if shares else [MatrixShape(vocab_size, hidden_size)] * count
+            packed = NATIVE.empty(own, dtype, torch.device("cpu")) if own else [None] * count
             heads: list[MedusaHead] = []
             for head, matrix in enumerate(packed):
-                NATIVE.write(matrix, 0, file.get_tensor(f"{head}.{layers}.weight"), mapped=False)
+                if matrix is not None:
+                    NATIVE.write(matrix, 0, file.get_tensor(f"{head}.{layers}.weight"), mapped=False)
                 names = [f"{head}.{layer}.linear" for layer in range(layers)]
                 parts = [(file.get_tensor(f"{name}.weight"), file.get_tensor(f"{name}.bias")) for name in names]
                 heads.append(MedusaHead([(weight.float(), bias.float()) for weight, bias in parts], matrix))
@@ -171,8 +201,8 @@ def load_medusa(folder: Path, vocab_size: int, hidden_size: int, dtype: torch.dt
     return heads
 
 
-def _sizes(folder: Path) -> tuple[int, int]:
-    """Heads, and blocks of each."""
+def _sizes(folder: Path) -> tuple[int, int, bool]:
+    """(number of heads, number of blocks per head, whether they use the model's output matrix)."""
     path = folder / "config.json"
     if not path.is_file():
         found = "is a file" if folder.is_file() else "has no config.json"
@@ -183,20 +213,23 @@ def _sizes(folder: Path) -> tuple[int, int]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelLoadError(f"{path} does not say how many Medusa heads there are: {error!r:.200}") from None
     for name, size in zip(("medusa_num_heads", "medusa_num_layers"), sizes, strict=True):
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MOST_HEADS:
-            raise ModelLoadError(f"{path}: {name} must be a whole number from 1 to {_MOST_HEADS}, got {size!r:.80}")
-    return sizes[0], sizes[1]
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MAX_HEADS:
+            raise ModelLoadError(f"{path}: {name} must be a whole number from 1 to {_MAX_HEADS}, got {size!r:.80}")
+    shares = config.get("original_lm_head", False)
+    if not isinstance(shares, bool):
+        raise ModelLoadError(f"{path}: original_lm_head must be true or false, got {shares!r:.80}")
+    return sizes[0], sizes[1], shares
 
 
-def _check(path: Path, given: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:
+def _check(path: Path, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
     """Raise ModelLoadError unless the file has exactly these tensors."""
-    if missing := sorted(wanted.keys() - given.keys()):
+    if missing := sorted(expected.keys() - found.keys()):
         raise ModelLoadError(f"{path} lacks {missing[0]!r} ({len(missing)} tensors in all); is config.json its own?")
-    if surplus := sorted(given.keys() - wanted.keys()):
+    if surplus := sorted(found.keys() - expected.keys()):
         raise ModelLoadError(f"{path} has {surplus[0]!r}, which Medusa heads have not ({len(surplus)} in all)")
-    for name, shape in wanted.items():
-        if given[name] != shape:
+    for name, shape in expected.items():
+        if found[name] != shape:
             raise ModelLoadError(
-                f"{path}: {name} has shape {list(given[name])}, and this model needs {list(shape)}; use heads that were"
+                f"{path}: {name} has shape {list(found[name])}, and this model needs {list(shape)}; use heads that were"
                 " trained for it"
             )

@@ -1,4 +1,4 @@
-"""A PyTorch model over paged KV tensors: one flat batch in, one token per sample position out."""
+"""Runs a PyTorch model with paged KV tensors: takes one flat batch, returns one token per sample position."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ __all__ = ["TorchModelRunner"]
 
 
 class TorchModelRunner:
-    """Runs a :class:`~chairlift.models.causal_lm.CausalLM`, or a model of transformers, on one device."""
+    """Runs a :class:`~chairlift.models.causal_lm.CausalLM`, or a model from transformers, on one device."""
 
     _prompt_rows = 128
-    """Prompt positions that are projected to logits at a time, because a vocabulary is wide and a chunk may be long."""
+    """Number of prompt positions whose logits are computed at a time, because vocabularies are large and chunks may be
+    long."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class TorchModelRunner:
         self._swap_space = make_swap_space(self._kv_caches, plan)
         self._sampler = Sampler()
         self.adapters: TorchAdapters | None = None
-        """The low-rank products of adapters; None where the model is served without."""
+        """Computes the adapters' low-rank matrices; None if no adapters are served."""
         if lora is not None and isinstance(model, CausalLM):
             self.adapters = TorchAdapters(model, dtype, device, max_rank=lora.max_lora_rank)
 
@@ -77,19 +78,19 @@ class TorchModelRunner:
 
     @torch.inference_mode()
     def sample(self, hidden: Any, batch: StepBatch, masks: Masks | None) -> SampledTokens | PendingTokens:
-        """Project the sample positions to logits, and sample."""
+        """Compute the logits of the sample positions, and sample."""
         tokens = SampledTokens([])
         if len(batch.sample_tokens):
             logits = self._compute_logits(hidden.index_select(0, self._to_device(batch.sample_tokens)))
             rows = [batch.sampling[row] for row in batch.sample_rows]
             drawn = self._sampler(logits, rows, batch.histories, masks)
-            asked = any(row is not None for row in drawn.logprobs)
-            tokens = SampledTokens(drawn.token_ids, drawn.logprobs if asked else None, drawn.errors)
+            has_logprobs = any(row is not None for row in drawn.logprobs)
+            tokens = SampledTokens(drawn.token_ids, drawn.logprobs if has_logprobs else None, drawn.errors)
         self._score_prompts(hidden, batch, tokens)
         return tokens
 
     def _score_prompts(self, hidden: Tensor, batch: StepBatch, tokens: SampledTokens) -> None:
-        """Add prompt log-probabilities for the rows that want them."""
+        """Add prompt log-probabilities for the rows that asked for them."""
         for row, first, known in batch.prompt_rows:
             start, count = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row])
             count = min(count, len(known) - 1 - first)
@@ -99,8 +100,8 @@ class TorchModelRunner:
                 for at in range(0, count, self._prompt_rows):
                     targets = known[first + 1 + at : first + 1 + min(at + self._prompt_rows, count)].tolist()
                     logits = self._compute_logits(hidden[start + at : start + at + len(targets)])
-                    asked = [batch.sampling[row].params.prompt_logprobs] * len(targets)
-                    entries += token_logprobs(logits, targets, asked)
+                    counts = [batch.sampling[row].params.prompt_logprobs] * len(targets)
+                    entries += token_logprobs(logits, targets, counts)
             except Exception as error:  # out of memory for them; other requests of the step are not affected
                 entries, reason = [], output_reason(error)
             tokens.prompt_logprobs.append(PromptLogprobs(int(batch.slots[row]), first + 1, entries, reason))
@@ -109,7 +110,7 @@ class TorchModelRunner:
         return self._model.compute_logits(hidden)
 
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
-        """See :func:`~chairlift.models.loader.replace_weights`. Raises ModelLoadError for a model of transformers."""
+        """See :func:`~chairlift.models.loader.replace_weights`. Raises ModelLoadError for a model from transformers."""
         if isinstance(self._model, TransformersLM):
             raise ModelLoadError(
                 f"weights of {self._model.config.model_type!r}, which runs through transformers, cannot be replaced"

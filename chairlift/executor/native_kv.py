@@ -1,4 +1,4 @@
-"""The KV cache in the layout of the native kernels."""
+"""The KV cache in the memory layout of the native kernels."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ __all__ = ["NativeKV"]
 
 
 class NativeKV:
-    """K and V, or states, of every layer in one piece of memory, which takes pages as blocks are written.
+    """K and V, or recurrent states, of every layer in one piece of memory. The operating system allocates a page when a
+    block in it is first written.
 
-    ``cl_kv_layer`` defines what is inside a block; a block is contiguous, so copying one is copying bytes. Each part of
-    a recurrent layer's state is an array of its own: the first stands at the layer's number in :attr:`layers`, further
-    ones behind those of all layers, as :attr:`parts` says. ``dtype`` is the model's (default: that of K and V).
+    ``cl_kv_layer`` defines the contents of a block. A block is contiguous, so it can be copied as bytes. Each part of a
+    recurrent layer's state is a separate array: the first part has the layer's index in :attr:`layers`; further parts
+    come after all layers, at the index in :attr:`parts`. ``dtype`` is the model's data type (default: that of K and V).
     """
 
     def __init__(self, spec: Sequence[LayerCache | LayerState], plan: KVPlan, dtype: torch.dtype | None = None) -> None:
@@ -40,28 +41,29 @@ class NativeKV:
         ]
         memory, offset = Memory(sum(map(sum, padded))), 0
         self.states: dict[int, tuple[Tensor, ...]] = {}
-        """Recurrent layer -> the parts of its states, each [num_blocks, ...]."""
+        """Index of a recurrent layer -> the parts of its states, each [num_blocks, ...]."""
         self.parts: dict[tuple[int, int], int] = {}
-        """(recurrent layer, part of its state) -> index in :attr:`layers`."""
+        """(index of a recurrent layer, index of a part of its state) -> index in :attr:`layers`."""
         self._caches: list[list[npt.NDArray[np.uint8]]] = [[] for _ in plan.groups]
-        """Per group, what its layers keep, as arrays [num_blocks, bytes of a block]; they hold the memory."""
+        """Per group: the memory of its layers as arrays [num_blocks, bytes of a block]."""
         self.layers, further = list[KVLayer](), list[KVLayer]()
         for number, (layer, group, count) in enumerate(zip(spec, plan.layer_groups, counts, strict=True)):
-            places = []
+            regions = []
             for size, room in zip(sizes[number], padded[number], strict=True):
-                places.append(memory.part(offset, room))
-                self._caches[group].append(places[-1].array(np.uint8, (count, size)))
+                regions.append(memory.part(offset, room))
+                self._caches[group].append(regions[-1].array(np.uint8, (count, size)))
                 offset += room
             if isinstance(layer, LayerCache):
-                self.layers.append(_kv_layer(layer, group, count, places[0], plan))
+                self.layers.append(_kv_layer(layer, group, count, regions[0], plan))
                 continue
             span = plan.groups[group].state_span
             structs = [
-                _state_layer(group, count, place, size, span) for place, size in zip(places, sizes[number], strict=True)
+                _state_layer(group, count, region, size, span)
+                for region, size in zip(regions, sizes[number], strict=True)
             ]
             self.states[number] = tuple(
-                place.tensor(part.dtype or dtype, (count, *part.shape))
-                for place, part in zip(places, layer.parts, strict=True)
+                region.tensor(part.dtype or dtype, (count, *part.shape))
+                for region, part in zip(regions, layer.parts, strict=True)
             )
             self.layers.append(structs[0])
             for part, struct in enumerate(structs[1:], 1):
@@ -72,7 +74,8 @@ class NativeKV:
         self.host = HostBlocks(self._caches, make_host_blocks(plan))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy blocks (group, source, target). All sources of a group are read before its first target is written."""
+        """Copy blocks; ``copies`` has (group, source, target). All sources of a group are read before its first target
+        is written."""
         for group in {group for group, _, _ in copies}:
             sources, targets = zip(*((source, target) for g, source, target in copies if g == group), strict=True)
             for cache in self._caches[group]:
@@ -80,12 +83,12 @@ class NativeKV:
 
 
 _ALIGNED = 64
-"""Each array begins at a multiple of so many bytes."""
+"""Each array begins at an address that is a multiple of this number of bytes."""
 
 
-def _kv_layer(layer: LayerCache, group: int, count: int, place: Memory, plan: KVPlan) -> KVLayer:
+def _kv_layer(layer: LayerCache, group: int, count: int, region: Memory, plan: KVPlan) -> KVLayer:
     return KVLayer(
-        kv=place.address,
+        kv=region.address,
         group=group,
         kv_heads=layer.num_kv_heads,
         head_dim=layer.head_dim,
@@ -95,5 +98,5 @@ def _kv_layer(layer: LayerCache, group: int, count: int, place: Memory, plan: KV
     )
 
 
-def _state_layer(group: int, count: int, place: Memory, nbytes: int, span: int | None) -> KVLayer:
-    return KVLayer(kv=place.address, group=group, head_dim=nbytes, block_size=span, num_blocks=count, kind=STATE_KIND)
+def _state_layer(group: int, count: int, region: Memory, nbytes: int, span: int | None) -> KVLayer:
+    return KVLayer(kv=region.address, group=group, head_dim=nbytes, block_size=span, num_blocks=count, kind=STATE_KIND)

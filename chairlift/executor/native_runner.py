@@ -1,4 +1,5 @@
-"""Runs a model with the native CPU kernels: one call for the body of a step, one for its output head and sampling."""
+"""Runs a model with the native CPU kernels: one call computes the layers of a step, a second one its output head and
+sampling."""
 
 from __future__ import annotations
 
@@ -30,16 +31,17 @@ from chairlift.step_batch import Masks, PromptLogprobs, SampledTokens, StepBatch
 __all__ = ["NativeModelRunner"]
 
 _SCRATCH_BYTES = 64 << 20
-"""Most bytes for stored logits. If more rows need them, they are sampled in several calls."""
+"""Maximum number of bytes for stored logits. If more rows need them, these rows are sampled in several calls."""
 
 
 class NativeModelRunner:
     """Runs a :class:`~chairlift.models.causal_lm.CausalLM` in the native layout as a step program.
 
-    The model's Python code runs once, here, to be recorded. ``isa`` is the instruction-set path, and a step has at most
-    ``max_tokens`` tokens. With ``lora`` rows may have adapters. A row's result does not depend on other rows of its
-    batch. ``draft`` is a small model that drafts; the last layers of ``plan`` belong to it. ``kv`` is the cache of
-    another runner, whose layers from ``first_layer`` on belong to this one. ``images`` holds rows that steps may name.
+    The model's Python code runs once, in the constructor, and is recorded as the program. ``isa`` is the instruction
+    set of the kernels. A step has at most ``max_tokens`` tokens. With ``lora``, rows may have adapters. A row's result
+    does not depend on other rows of the batch. ``draft`` is a small model for drafts; the last layers of ``plan``
+    belong to it. ``kv`` is the cache of another runner; its layers from ``first_layer`` on belong to this runner.
+    ``images`` holds the encoded images that steps may use.
     """
 
     def __init__(
@@ -58,14 +60,14 @@ class NativeModelRunner:
         images: ImageBank | None = None,
     ) -> None:
         self.images = images
-        """Encoded images; None where the model reads texts only."""
+        """Encoded images; None if the model reads only texts."""
         self.cache_groups, self.block_bytes = plan.groups, plan.block_bytes
         self._model = model
         spec = model.kv_cache_spec()
         draft_spec = () if draft is None else draft.kv_cache_spec()
         self._kv = NativeKV([*spec, *draft_spec], plan, dtype) if kv is None else kv
         self.adapters: NativeAdapters | None = None
-        """The low-rank products of adapters; None where the model is served without."""
+        """Computes the adapters' low-rank matrices; None if no adapters are served."""
         if lora is not None:
             sizes = {
                 "max_rank": lora.max_lora_rank,
@@ -81,7 +83,7 @@ class NativeModelRunner:
         how["parts"] = self._kv.parts
         self.program = StepProgram(recorder, hidden, layers, pool, **how)
         self.calls = self.program.plan.calls
-        """Names of the operations that plain torch computes."""
+        """Names of the operations that PyTorch computes."""
         body = len(recorder.nodes)
         model.compute_logits(hidden)
         head = recorder.nodes[body:]
@@ -97,32 +99,32 @@ class NativeModelRunner:
         self._max_tokens, self._dtype = max_tokens, dtype
         self._logits: Tensor | None = None
         self.draft: NativeModelRunner | None = None
-        """Runs the small model that drafts."""
+        """Runs the small model for drafts; None without one."""
         if draft is not None:
             more = {"isa": isa, "max_tokens": max_tokens, "kv": self._kv, "first_layer": len(spec)}
             self.draft = NativeModelRunner(draft, plan, dtype, pool, **more)  # type: ignore[arg-type]
 
     @property
     def expert_counts(self) -> npt.NDArray[np.int64] | None:
-        """Tokens per layer and expert so far; see :class:`~chairlift.kernels.cpu.program.StepProgram`."""
+        """Number of tokens so far per layer and expert; see :class:`~chairlift.kernels.cpu.program.StepProgram`."""
         return self.program.expert_counts
 
     def forward(self, batch: StepBatch) -> Tensor:
-        """Hidden states [K, D] of the tokens in :func:`_kept`. The next step overwrites them."""
+        """Hidden states [K, D] of the tokens that :func:`_needed` returns. The next step overwrites them."""
         if batch.swap_out:
             self._kv.host.swap_out(batch.swap_out)
         if batch.copies:
             self._kv.copy_blocks(batch.copies)
         if batch.swap_in:
             self._kv.host.swap_in(batch.swap_in)
-        return self.program.run(batch, _kept(batch), None if self.images is None else self.images.rows)
+        return self.program.run(batch, _needed(batch), None if self.images is None else self.images.rows)
 
     def sample(self, hidden: Tensor, batch: StepBatch, masks: Masks | None) -> SampledTokens:
-        """Project the sample positions to logits and sample, in one call."""
-        # Begin of each row's hidden states, and rows of the sample positions.
+        """Compute the logits of the sample positions and sample, in one call."""
+        # For each row, index of its first hidden state; for each sample position, index of its hidden state.
         at, hidden_rows = batch.cu_seqlens, self.sample_places(batch)
-        if (kept := _kept(batch)) is not None:
-            at = np.searchsorted(kept, at).astype(np.int32)
+        if (needed := _needed(batch)) is not None:
+            at = np.searchsorted(needed, at).astype(np.int32)
         tokens = SampledTokens([])
         if len(hidden_rows):
             rows = self._templates.fill(batch, masks)
@@ -132,28 +134,37 @@ class NativeModelRunner:
             start, count = int(at[row]), min(int(at[row + 1] - at[row]), len(known) - 1 - first)
             targets, slot = known[first + 1 : first + 1 + count], int(batch.slots[row])
             try:
-                asked = NativeRows.for_targets(targets, batch.sampling[row].params.prompt_logprobs, self._head_weight.n)
-                self._head(hidden, np.arange(start, start + count, dtype=np.int32), asked)
-                report = PromptLogprobs(slot, first + 1, list(asked.logprobs()))
+                targets_rows = NativeRows.for_targets(
+                    targets, batch.sampling[row].params.prompt_logprobs, self._head_weight.n
+                )
+                self._head(hidden, np.arange(start, start + count, dtype=np.int32), targets_rows)
+                report = PromptLogprobs(slot, first + 1, list(targets_rows.logprobs()))
             except Exception as error:  # out of memory for them; other requests of the step are not affected
                 report = PromptLogprobs(slot, first + 1, [], output_reason(error))
             tokens.prompt_logprobs.append(report)
         return tokens
 
     def sample_places(self, batch: StepBatch) -> npt.NDArray[np.int32]:
-        """[P] row of each sample position in what :meth:`forward` returned."""
-        kept = _kept(batch)
-        return batch.sample_tokens if kept is None else np.searchsorted(kept, batch.sample_tokens).astype(np.int32)
+        """[P] index of each sample position's hidden state in the result of :meth:`forward`."""
+        needed = _needed(batch)
+        return batch.sample_tokens if needed is None else np.searchsorted(needed, batch.sample_tokens).astype(np.int32)
 
-    def project(self, states: Tensor, rows: NativeRows, head: PackedMatrix) -> None:
-        """Multiply hidden states [R, D] of any dtype with an output head, and sample ``rows``."""
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the vocabulary."""
+        return self._head_weight.n
+
+    def project(self, states: Tensor, rows: NativeRows, head: PackedMatrix | None) -> None:
+        """Compute the logits of hidden states [R, D] of any dtype with an output head (None: the model's), and sample
+        ``rows``."""
         width, dtype = states.shape[1], self._dtype
         padded = torch.zeros((len(states), -(-width // PANEL) * PANEL + PANEL), dtype=dtype)
         padded[:, :width] = states
         self._head(padded[:, :width], np.arange(len(states), dtype=np.int32), rows, head)
 
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
-        """See :func:`~chairlift.models.loader.replace_weights`; the step program keeps its addresses.
+        """See :func:`~chairlift.models.loader.replace_weights`. The weights keep their addresses, so the step program
+        stays valid.
 
         Raises ConfigError for a model with an image encoder.
         """
@@ -165,8 +176,8 @@ class NativeModelRunner:
     def _head(
         self, hidden: Tensor, token_rows: npt.NDArray[np.int32], rows: NativeRows, head: PackedMatrix | None = None
     ) -> None:
-        """Sample rows ``token_rows`` of ``hidden``; in several calls if not all logits fit into the scratch memory.
-        Logits of another output head than the model's are not capped."""
+        """Sample the rows ``token_rows`` of ``hidden``, in several calls if the logits do not all fit into the scratch
+        memory. Only the logits of the model's own output head are capped."""
         stored = rows.storing
         weight, cap = (self._head_weight, self._cap) if head is None else (head, None)
         if not len(stored):
@@ -187,7 +198,7 @@ class NativeModelRunner:
             rows.records[index] = part.records
 
     def _scratch(self) -> Tensor:
-        """float32 [rows, V rounded up to 32], allocated at first use."""
+        """Scratch memory for logits, float32 [rows, V rounded up to 32]. It is allocated at first use."""
         if self._logits is None:
             width = -(-self._head_weight.n // 32) * 32
             count = max(1, min(self._max_tokens, _SCRATCH_BYTES // (4 * width)))
@@ -195,13 +206,13 @@ class NativeModelRunner:
         return self._logits
 
 
-def _kept(batch: StepBatch) -> npt.NDArray[np.intp] | None:
-    """Indices of the sample positions, and of all tokens of chunks with prompt log-probabilities, in order. None if
-    these are all tokens, as in a step of decodes."""
+def _needed(batch: StepBatch) -> npt.NDArray[np.intp] | None:
+    """Ascending indices of the tokens whose hidden states are needed: the sample positions, and all tokens of chunks
+    with prompt log-probabilities. None if these are all tokens, as in a step that only decodes."""
     if len(batch.sample_tokens) == len(batch.token_ids):
         return None
-    starts, kept = batch.cu_seqlens, np.zeros(len(batch.token_ids), dtype=bool)
-    kept[batch.sample_tokens] = True
+    starts, needed = batch.cu_seqlens, np.zeros(len(batch.token_ids), dtype=bool)
+    needed[batch.sample_tokens] = True
     for row, *_ in batch.prompt_rows:
-        kept[starts[row] : starts[row + 1]] = True
-    return np.flatnonzero(kept)
+        needed[starts[row] : starts[row + 1]] = True
+    return np.flatnonzero(needed)

@@ -1,7 +1,7 @@
-"""Executor of models for embeddings, scores and classes: texts side by side in, one vector per text out.
+"""Executor of models for embeddings, scores and classes: takes a batch of texts, returns one vector per text.
 
-There is no KV cache and no padding: a pass is one flat batch of whole texts. The native kernels write K and V of a pass
-into scratch memory, which the next pass overwrites; the layers of an encoder share it.
+There is no KV cache and no padding: a forward pass is one flat batch of whole texts. The native kernels write K and V
+into scratch memory, which the next pass overwrites; all layers of an encoder use the same scratch memory.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class _Runner(Protocol):
     calls: Sequence[str]
 
     def hidden(self, batch: StepBatch, token_types: Tensor | None, kept: npt.NDArray[np.intp] | None) -> Tensor:
-        """Hidden states of the tokens ``kept`` [K, D], or of all [T, D]."""
+        """Hidden states of the tokens ``kept`` [K, D], or of all tokens [T, D] if ``kept`` is None."""
 
 
 class TorchPooledRunner:
-    """Runs the network in PyTorch on one device. A text's bits may depend on other texts of its pass."""
+    """Runs the network in PyTorch on one device. The bits of a text's result may depend on other texts of its pass."""
 
     calls: Sequence[str] = ()
 
@@ -63,7 +63,8 @@ class TorchPooledRunner:
 
 
 class NativePooledRunner:
-    """Runs the network as a step program of the native kernels. A text's bits do not depend on other texts."""
+    """Runs the network as a step program of the native kernels. The bits of a text's result do not depend on other
+    texts."""
 
     def __init__(
         self, model: PooledNetwork, dtype: torch.dtype, pool: Pool, *, isa: str, max_tokens: int, max_rows: int
@@ -92,13 +93,13 @@ class NativePooledRunner:
         self._batch.begin(batch.cu_seqlens.tolist(), token_types)
         batch = _with_blocks(batch, self.num_groups)
         if self.num_groups and kept is not None and np.array_equal(kept, batch.cu_seqlens[1:] - 1):
-            return self._program.run(batch, kept)  # after the last layer's K and V only these tokens are computed
+            return self._program.run(batch, kept)  # the last layer computes only these tokens after its K and V
         hidden = self._program.run(batch)
         return hidden if kept is None else hidden[torch.from_numpy(kept)]
 
 
 def _with_blocks(batch: StepBatch, num_groups: int) -> StepBatch:
-    """The batch with consecutive scratch blocks for each text; block 0 is unused."""
+    """The batch with consecutive scratch blocks for each text. Block 0 is unused."""
     counts = -(-batch.seq_lens // _BLOCK_SIZE)
     first = np.concatenate(([1], 1 + np.cumsum(counts)[:-1]))
     table = first[:, None] + np.arange(int(counts.max()))
@@ -110,7 +111,7 @@ def _with_blocks(batch: StepBatch, num_groups: int) -> StepBatch:
 
 
 class PooledExecutor:
-    """Computes whole texts. A pass has at most ``most_rows`` texts and ``max_tokens`` tokens."""
+    """Computes whole texts. A pass has at most ``max_rows`` texts and ``max_tokens`` tokens."""
 
     def __init__(self, model: PooledNetwork, runner: _Runner) -> None:
         self._model = model
@@ -122,9 +123,10 @@ class PooledExecutor:
     def run(
         self, token_ids: Sequence[Sequence[int]], token_types: Sequence[Sequence[int] | None]
     ) -> list[npt.NDArray[np.float32] | None]:
-        """Compute one pass. Returns a vector per text, in their order; None where a number is not finite.
+        """Compute one forward pass. Returns one vector per text, in order; None for a vector with a value that is not
+        finite.
 
-        ``token_types`` has the type of each token of a text, or None where all are 0.
+        ``token_types`` has, per text, the type of each token, or None if all types are 0.
         """
         lengths = np.array([len(ids) for ids in token_ids], dtype=np.int32)
         ends = np.concatenate(([0], np.cumsum(lengths)), dtype=np.int32)

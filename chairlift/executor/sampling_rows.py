@@ -1,8 +1,8 @@
-"""Converts sampling parameters to the records of the native sampler, and its results to those of the engine.
+"""Converts sampling parameters to records for the native sampler, and the sampler's results to those of the engine.
 
-The parameters of a request never change, so its record is made once and kept per slot. A step copies the records of its
-sample positions and sets positions and histories by columns. Only rows whose masked ids depend on the output (bad
-words, ``min_tokens``) are processed one by one.
+The parameters of a request never change, so its record is made once and stored per slot. A step copies the records of
+its sample positions, and sets position and history of all records with array operations. Only rows whose masked ids
+depend on the output (bad words, ``min_tokens``) are processed one by one.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _Int32 = npt.NDArray[np.int32]
 
 @dataclasses.dataclass
 class NativeRows:
-    """Records of R rows for ``cl_head``, and the arrays that they point to."""
+    """Records of R rows for ``cl_head``, and the arrays that the records point to."""
 
     records: _Records
-    """[R] of :data:`~chairlift.kernels.cpu.library.SAMPLING_ROW`."""
+    """[R] records of type :data:`~chairlift.kernels.cpu.library.SAMPLING_ROW`."""
     needs_logits: npt.NDArray[np.bool_]
-    """[R] whether a row's logits must be stored."""
+    """[R] whether the row's logits must be stored."""
     top_ids: _Int32 | None = None
-    """[R, 1 + most log-probabilities wanted]; None when no row wants them."""
+    """[R, 1 + maximum number of log-probabilities of a row]; None if no row asked for any."""
     top_logprobs: npt.NDArray[np.float32] | None = None
     kept: list[Any] = dataclasses.field(default_factory=list)
-    """Other arrays that the records point to."""
+    """Other arrays that the records point to. They must stay alive as long as the records are used."""
 
     @functools.cached_property
     def storing(self) -> npt.NDArray[np.intp]:
@@ -58,12 +58,12 @@ class NativeRows:
 
     @functools.cached_property
     def columns(self) -> dict[str, _Int32]:
-        """Views of the fields that change in every step."""
+        """Field name -> view of the field in all records, for the fields that change in every step."""
         return {name: self.records[name] for name in ("position", "history_len", "status", "token")}
 
     @classmethod
     def for_targets(cls, targets: _Int32, num_logprobs: int, vocab_size: int) -> NativeRows:
-        """Rows that draw no token and report the log-probability of ``targets`` [R], for prompt tokens."""
+        """Rows that draw no token, but report the log-probability of ``targets`` [R]; used for prompt tokens."""
         records = _blank(len(targets))
         records["target"] = targets
         records["num_logprobs"] = min(num_logprobs, vocab_size)
@@ -72,18 +72,18 @@ class NativeRows:
         return rows
 
     def make_room(self) -> None:
-        """Allocate the arrays for log-probabilities, if a row wants them."""
-        most = int(self.records["num_logprobs"].max(initial=-1))
-        if most < 0:
+        """Allocate the arrays for log-probabilities, if a row asked for them."""
+        max_logprobs = int(self.records["num_logprobs"].max(initial=-1))
+        if max_logprobs < 0:
             return
         count = len(self.records)
-        self.top_ids = np.zeros((count, 1 + most), dtype=np.int32)
-        self.top_logprobs = np.zeros((count, 1 + most), dtype=np.float32)
+        self.top_ids = np.zeros((count, 1 + max_logprobs), dtype=np.int32)
+        self.top_logprobs = np.zeros((count, 1 + max_logprobs), dtype=np.float32)
         self.records["top_ids"] = _row_addresses(self.top_ids)
         self.records["top_logprobs"] = _row_addresses(self.top_logprobs)
 
     def part(self, index: npt.NDArray[np.intp]) -> NativeRows:
-        """A copy of the rows at ``index``. Its pointers are valid while these rows live."""
+        """A copy of the rows at ``index``. Its pointers are valid as long as this object exists."""
         return NativeRows(self.records[index], self.needs_logits[index])
 
     def sampled(self) -> SampledTokens:
@@ -97,20 +97,20 @@ class NativeRows:
         return SampledTokens(self.columns["token"].tolist(), entries, errors)
 
     def logprobs(self) -> list[TokenLogprobs | None]:
-        """Log-probabilities per row, or None for rows that did not want them."""
+        """Log-probabilities per row; None for a row that did not ask for them."""
         if self.top_ids is None or self.top_logprobs is None:
             return [None] * len(self.records)
-        wanted = zip(self.records["num_logprobs"].tolist(), self.records["rank"].tolist(), strict=True)
+        reported = zip(self.records["num_logprobs"].tolist(), self.records["rank"].tolist(), strict=True)
         return [
             TokenLogprobs(self.top_ids[i, : 1 + count].copy(), self.top_logprobs[i, : 1 + count].copy(), rank)
             if count >= 0
             else None
-            for i, (count, rank) in enumerate(wanted)
+            for i, (count, rank) in enumerate(reported)
         ]
 
 
 class RowTemplates:
-    """The constant part of every slot's record, made when a request gets the slot."""
+    """The constant part of every slot's record. It is made when a request gets the slot."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -118,13 +118,14 @@ class RowTemplates:
         self._records = _blank(0)
         self._needs_logits = np.zeros(0, dtype=np.bool_)
         self._changing = np.zeros(0, dtype=np.bool_)
-        """Slots whose masked ids depend on the output."""
+        """Per slot: whether the masked ids of its request depend on the output."""
         self._kept: list[list[Any]] = []
         self._filled: tuple[list[Any], NativeRows] | None = None
-        """Rows of a step. If the next step has the same rows, only their positions change."""
+        """(sampling list of a step, its rows). If the next step has the same list, only the positions of the rows
+        change."""
 
     def fill(self, batch: StepBatch, masks: Masks | None) -> NativeRows:
-        """Records for the sample positions of ``batch``.
+        """Records of the sample positions of ``batch``.
 
         The records point into ``batch.tokens``, which must not change until the kernels have run.
         """
@@ -152,7 +153,7 @@ class RowTemplates:
         return rows
 
     def _admit(self, batch: StepBatch, slots: _Int32) -> None:
-        """Make the records of slots with a new request."""
+        """Make the records of slots that have a new request."""
         if len(self._owners) < len(batch.tokens):
             count = len(batch.tokens)
             self._owners = [None] * count
@@ -179,22 +180,22 @@ class RowTemplates:
             fields |= {"temperature": params.temperature, "min_p": params.min_p}
             # The kernels read subnormal numbers as 0.
             fields |= {"top_k": max(params.top_k, 0), "top_p": max(params.top_p, 1e-300)}
-        kept: list[Any] = []
+        arrays: list[Any] = []
         if params.allowed_token_ids:
             allowed = self._known(sorted(set(params.allowed_token_ids)))
-            kept.append(allowed)
+            arrays.append(allowed)
             fields |= {"allowed": allowed.ctypes.data, "num_allowed": len(allowed)}
         if params.logit_bias:
             ids = self._known(list(params.logit_bias))
             bias = np.array([params.logit_bias[token_id] for token_id in ids.tolist()], dtype=np.float32)
-            kept += [ids, bias]
+            arrays += [ids, bias]
             fields |= {"bias_ids": ids.ctypes.data, "bias": bias.ctypes.data, "num_bias": len(ids)}
         self._records[slot] = _blank(1)[0]
         for name, value in fields.items():
             self._records[name][slot] = value
         self._needs_logits[slot] = _needs_logits(self._records, slot)
         self._changing[slot] = bool(row.bad_word_ids or (params.min_tokens and row.stop_token_ids))
-        self._owners[slot], self._kept[slot] = row, kept
+        self._owners[slot], self._kept[slot] = row, arrays
 
     def _mask(self, rows: NativeRows, i: int, owner: SamplingRow | None, history: _Int32) -> None:
         masked = self._known(owner.masked_token_ids(history) if owner is not None else [])
@@ -204,12 +205,12 @@ class RowTemplates:
             rows.needs_logits[i] = _needs_logits(rows.records, i)
 
     def _known(self, token_ids: Sequence[int]) -> _Int32:
-        """The ids without those outside the vocabulary."""
+        """The token ids that are inside the vocabulary."""
         return np.array([i for i in token_ids if 0 <= i < self._vocab_size], dtype=np.int32)
 
 
 def _blank(count: int) -> _Records:
-    """Records for the arg max only."""
+    """Records that ask only for the arg max."""
     records = np.zeros(count, dtype=SAMPLING_ROW)
     records["top_p"] = records["repetition"] = 1
     records["num_logprobs"] = records["target"] = -1

@@ -1,4 +1,4 @@
-"""Selects the implementation of the kernels: native CPU kernels or Triton kernels if possible, otherwise PyTorch."""
+"""Chooses the implementation of the kernels: native CPU kernels or Triton kernels if possible, otherwise PyTorch."""
 
 from __future__ import annotations
 
@@ -52,16 +52,17 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-_LEAST_CAPABILITY = (8, 0)
-"""Lowest compute capability of a GPU (Ampere), for asynchronous copies and bfloat16 in the tensor cores."""
-_LEAST_FP8_CAPABILITY = (8, 9)
-"""Lowest compute capability for fp8 products and conversions (Ada)."""
+_MIN_CAPABILITY = (8, 0)
+"""Lowest compute capability of a GPU (Ampere). The kernels need asynchronous copies, and bfloat16 in the tensor
+cores."""
+_MIN_FP8_CAPABILITY = (8, 9)
+"""Lowest compute capability for fp8 matrix multiplication and conversion (Ada)."""
 
 
 def why_not_native(
     network: ModelConfig | EncoderConfig, dtype: torch.dtype, device: torch.device, block_size: int
 ) -> str:
-    """Reason why the native kernels cannot run a model, and the remedy; empty when they can."""
+    """Reason why the native kernels cannot run a model, with the remedy; empty if they can."""
     if device.type != "cpu":
         return f"they run on the CPU, and device is {device}; use device='cpu'"
     if load() is None:
@@ -89,9 +90,10 @@ def _launch_error() -> str:
 
 
 def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torch.device) -> str:
-    """Reason why the Triton kernels cannot run a model (None: any model), and the remedy; empty when they can.
+    """Reason why the Triton kernels cannot run a model (``network`` None: any model), with the remedy; empty if they
+    can.
 
-    On the CPU they run only in Triton's interpreter, which is for tests: it is slow, and correct for float32 only.
+    On the CPU they run only in Triton's interpreter, which is for tests: it is slow, and correct only for float32.
     """
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return (
@@ -102,7 +104,7 @@ def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torc
         return "the package triton is not installed; install it, or a build of PyTorch for CUDA, which brings it"
     if device.type == "cpu" and dtype != torch.float32:
         return "in Triton's interpreter they compute in float32 only; use dtype='float32'"
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return f"they need a GPU of compute capability 8.0 or higher, and {name} has {found[0]}.{found[1]}"
     if device.type == "cuda" and (error := _launch_error()):
@@ -120,9 +122,10 @@ def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torc
 
 
 def why_not_quantized(quantization: str, kernels: str, dtype: torch.dtype, device: torch.device) -> str:
-    """Reason why ``kernels`` cannot run a model with this quantisation, and the remedy; empty when they can.
+    """Reason why ``kernels`` cannot run a model with this quantisation, with the remedy; empty if they can.
 
-    fp8 products exist for bfloat16 only. Triton's interpreter supports only float32, so there PyTorch computes them.
+    fp8 matrix multiplication exists only for bfloat16. Triton's interpreter supports only float32, so there PyTorch
+    computes it.
     """
     if quantization == "none":
         return ""
@@ -132,7 +135,7 @@ def why_not_quantized(quantization: str, kernels: str, dtype: torch.dtype, devic
         return "" if can else f"{who} would run this model, and the native CPU kernels alone know it; use device='cpu'"
     if kernels != "triton":
         return f"{who} would run this model, and Triton's alone know it; use device='cuda' and kernels='triton'"
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _LEAST_FP8_CAPABILITY:
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _MIN_FP8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return f"it needs a GPU of compute capability 8.9 or higher, and {name} has {found[0]}.{found[1]}; use another"
     if device.type == "cuda" and dtype != torch.bfloat16:
@@ -141,18 +144,18 @@ def why_not_quantized(quantization: str, kernels: str, dtype: torch.dtype, devic
 
 
 def choose_dtype(
-    network: ModelConfig | EncoderConfig | TransformersConfig, asked: str, device: torch.device
+    network: ModelConfig | EncoderConfig | TransformersConfig, setting: str, device: torch.device
 ) -> torch.dtype:
-    """Dtype to run a model in. On the CPU, where ``auto`` may choose, bfloat16 replaces float16: the native kernels do
-    not support float16, and PyTorch's are ten times slower."""
-    dtype = resolve_dtype(network, asked)
-    return torch.bfloat16 if asked == "auto" and dtype == torch.float16 and device.type == "cpu" else dtype
+    """Data type in which a model runs. On a CPU, ``auto`` replaces float16 by bfloat16: the native kernels do not
+    support float16, and PyTorch's float16 kernels are ten times slower."""
+    dtype = resolve_dtype(network, setting)
+    return torch.bfloat16 if setting == "auto" and dtype == torch.float16 and device.type == "cpu" else dtype
 
 
 def why_not_int8_kv(
     kernels: str, config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """Reason why ``kernels`` cannot store K and V in 8 bits, and the remedy; empty when they can."""
+    """Reason why ``kernels`` cannot store K and V in 8 bits, with the remedy; empty if they can."""
     if kernels not in ("torch", "triton"):
         return ""
     who = "PyTorch's" if kernels == "torch" else "Triton's"
@@ -163,9 +166,10 @@ def why_not_int8_kv(
 
 
 def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Kernels for a model: ``triton``, ``torch``, or an instruction-set path of the native kernels.
+    """Kernels for a model: ``triton``, ``torch``, or an instruction set of the native kernels.
 
-    An automatic choice of PyTorch is logged once. Raises ConfigError when the setting ``kernels`` is impossible.
+    If PyTorch is chosen automatically, the reason is logged. Raises ConfigError if the setting ``kernels`` is
+    impossible.
     """
     kernels, chosen = config.model.kernels, "triton"
     if kernels != "triton" and (kernels != "auto" or device.type == "cpu"):
@@ -191,35 +195,36 @@ def choose_kernels(config: EngineConfig, network: ModelConfig, dtype: torch.dtyp
             "speculative_config is set, but the Triton kernels keep the newest token of a row on the GPU, where drafts"
             " are not verified yet; leave it out, or take kernels='torch'"
         )
-    kept = config.cache.kv_cache_dtype
-    if kept != "auto" and (reason := why_not_int8_kv(chosen, config, network, dtype, device)):
-        raise ConfigError(f"kv_cache_dtype is {kept!r}, but {reason}, or leave kv_cache_dtype out")
+    kv_dtype = config.cache.kv_cache_dtype
+    if kv_dtype != "auto" and (reason := why_not_int8_kv(chosen, config, network, dtype, device)):
+        raise ConfigError(f"kv_cache_dtype is {kv_dtype!r}, but {reason}, or leave kv_cache_dtype out")
     return chosen
 
 
 def choose_transformers(config: EngineConfig, network: TransformersConfig) -> str:
-    """Kernels for a model of transformers: always ``torch``. Raises ConfigError for settings that need others."""
-    model, kept = config.model, config.cache.kv_cache_dtype
+    """Kernels for a model from transformers: always ``torch``. Raises ConfigError for settings that need other
+    kernels."""
+    model, kv_dtype = config.model, config.cache.kv_cache_dtype
     refused = {
         "kernels": model.kernels not in ("auto", "torch"),
         "quantization": model.quantization not in (None, "none"),
         "batch_invariant": model.batch_invariant,
-        "kv_cache_dtype": kept != "auto",
+        "kv_cache_dtype": kv_dtype != "auto",
         "enable_lora": config.lora.enable_lora,
     }
-    others = {"kv_cache_dtype": kept, "enable_lora": config.lora.enable_lora}
+    others = {"kv_cache_dtype": kv_dtype, "enable_lora": config.lora.enable_lora}
     for name, is_refused in refused.items():
         if is_refused:
-            given = others[name] if name in others else getattr(model, name)
+            value = others[name] if name in others else getattr(model, name)
             raise ConfigError(
-                f"{name} is {given!r}, but model_type {network.model_type!r} runs through transformers, by PyTorch's"
+                f"{name} is {value!r}, but model_type {network.model_type!r} runs through transformers, by PyTorch's"
                 f" kernels, which cannot do that; leave {name} out"
             )
     return "torch"
 
 
 def refuse_for_states(config: EngineConfig, recurrent: bool) -> None:
-    """Raise ConfigError for settings that a model with recurrent states, or one without, cannot have."""
+    """Raise ConfigError for settings that do not work with recurrent states, or that need recurrent states."""
     if recurrent and config.scheduler.speculation is not None:
         raise ConfigError(
             "speculative_config is set, but this model keeps recurrent states, which a wrong draft would change and"
@@ -233,7 +238,7 @@ def refuse_for_states(config: EngineConfig, recurrent: bool) -> None:
 
 
 def choose_format(kernels: str, quantization: str | None) -> WeightFormat:
-    """Weight format for the result of :func:`choose_kernels`."""
+    """Weight format for the kernels that :func:`choose_kernels` returned."""
     if quantization in QUANTIZED:
         return QUANTIZED[quantization]
     native = dataclasses.replace(NATIVE, floats=quantization == "none")
@@ -243,10 +248,10 @@ def choose_format(kernels: str, quantization: str | None) -> WeightFormat:
 def choose_isa(
     config: EngineConfig, network: ModelConfig | EncoderConfig, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Instruction-set path of the native kernels for a model, or None for PyTorch.
+    """Instruction set of the native kernels for a model, or None for PyTorch.
 
-    An automatic choice of PyTorch is logged once. Raises ConfigError when the setting ``kernels`` names a path that
-    this processor lacks, or that cannot run this model.
+    If PyTorch is chosen automatically, the reason is logged. Raises ConfigError if the setting ``kernels`` names an
+    instruction set that this processor does not have, or that cannot run this model.
     """
     kernels = config.model.kernels
     if kernels == "torch":
@@ -272,7 +277,7 @@ def load_images(
     dtype: torch.dtype,
     kernels: str,
 ) -> ImageBank | None:
-    """Load the model's image encoder; None for a model without one, and where the kernels take no images.
+    """Load the model's image encoder; None for a model without one, and if the kernels cannot use images.
 
     Raises ConfigError and ModelLoadError.
     """
@@ -294,9 +299,9 @@ def make_runner(
     draft: CausalLM | None = None,
     images: ImageBank | None = None,
 ) -> ModelRunner:
-    """Runner for the result of :func:`choose_kernels` and a model with weights in the right format. ``draft`` is a
-    small model that drafts, and ``images`` holds encoded images; both are for the native kernels."""
-    threads, most = config.model.threads, config.scheduler.max_num_batched_tokens
+    """Runner for the kernels that :func:`choose_kernels` returned. ``model`` has its weights in the right format.
+    ``draft`` is a small model for drafts, and ``images`` holds encoded images; both need the native kernels."""
+    threads, max_tokens = config.model.threads, config.scheduler.max_num_batched_tokens
     if kernels in ("torch", "triton") and threads is not None:
         torch.set_num_threads(threads)
     if kernels == "torch" or isinstance(model, TransformersLM):
@@ -310,7 +315,7 @@ def make_runner(
             dtype,
             device,
             num_slots=config.scheduler.max_num_seqs,
-            max_tokens=most,
+            max_tokens=max_tokens,
             max_model_len=max_model_len,
             graphs=config.model.cuda_graphs,
             batch_invariant=config.model.batch_invariant,
@@ -320,14 +325,14 @@ def make_runner(
     except OSError as error:
         raise ConfigError(f"threads is {threads}: {error}") from None
     lora = config.lora.active
-    sizes: dict[str, Any] = {"isa": kernels, "max_tokens": most}
+    sizes: dict[str, Any] = {"isa": kernels, "max_tokens": max_tokens}
     return NativeModelRunner(model, plan, dtype, pool, **sizes, draft=draft, lora=lora, images=images)
 
 
 def choose_pooled_kernels(
     config: EngineConfig, network: ModelConfig | EncoderConfig, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """Kernels for a model of embeddings or classes, as in :func:`choose_kernels` but never Triton's."""
+    """Kernels for a model of embeddings or classes, as in :func:`choose_kernels`, but never Triton's."""
     if config.model.kernels == "triton":
         raise ConfigError("kernels is 'triton', but models for embeddings and classes run on 'auto' or 'torch'")
     chosen = choose_isa(config, network, dtype, device) or "torch"
@@ -344,7 +349,7 @@ def choose_pooled_kernels(
 def make_pooled_executor(
     model: PooledNetwork, config: EngineConfig, dtype: torch.dtype, device: torch.device, kernels: str, max_tokens: int
 ) -> PooledExecutor:
-    """Executor for the result of :func:`choose_pooled_kernels`. Raises ConfigError for too many threads."""
+    """Executor for the kernels that :func:`choose_pooled_kernels` returned. Raises ConfigError for too many threads."""
     threads = config.model.threads
     if threads is not None:
         torch.set_num_threads(threads)  # an encoder's attention runs in PyTorch

@@ -1,4 +1,4 @@
-"""Number of recurrent states that fit into memory, and positions of their snapshots."""
+"""Plans how many recurrent states fit into memory, and at which positions snapshots are taken."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from chairlift.errors import ConfigError
 __all__ = ["StatePlan", "plan_states"]
 
 _PLAIN_INTERVAL = 1024
-"""Positions between two snapshots in models without K and V, whose snapshots are the whole cache."""
+"""Number of positions between two snapshots in models without K and V. Their cache consists only of states."""
 _STATE_SHARE = 2
-"""Running requests take at most 1 / this of the memory for their states where K and V need the rest."""
+"""If the model also has K and V, states of running requests take at most 1 / this of the memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StatePlan:
-    """Blocks of a group of recurrent states, each with one state of every recurrent layer."""
+    """Plan of the blocks for recurrent states. A block has one state of every recurrent layer."""
 
     nbytes: int
     """Bytes of a block."""
     span: int
-    """Positions between two snapshots; :data:`~chairlift.config.ONE_STATE`: there are none."""
+    """Number of positions between two snapshots; :data:`~chairlift.config.ONE_STATE` means that there are no
+    snapshots."""
     num_running: int
-    """Requests that may run at once."""
+    """Number of requests that may run at once."""
     num_rows: int
-    """Requests that might run at once if memory were no matter."""
+    """Number of requests that could run at once with enough memory."""
     num_snapshots: int
-    """Blocks for snapshots of the prefix cache."""
+    """Number of blocks for snapshots in the prefix cache."""
 
     @property
     def has_snapshots(self) -> bool:
@@ -36,13 +37,16 @@ class StatePlan:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks, the null block included. A request that crosses a snapshot's position holds two."""
+        """Number of all blocks, including the null block. A request needs two blocks while it passes the position of a
+        snapshot."""
         return 1 + (2 if self.has_snapshots else 1) * self.num_running + self.num_snapshots
 
     def with_snapshots(self, num_tokens: int, memory_bytes: int, most_tokens: int) -> StatePlan:
-        """The same plan with a snapshot for every ``span`` of the ``num_tokens`` positions of which K and V are kept.
+        """The same plan with one snapshot per ``span`` positions, for the ``num_tokens`` positions whose K and V fit
+        into the cache.
 
-        Models without K and V (0 positions) have as many snapshots as memory allows and ``most_tokens`` need.
+        A model without K and V (``num_tokens`` is 0) gets as many snapshots as fit into memory, at most as many as
+        ``most_tokens`` positions need.
         """
         if not self.has_snapshots:
             return self
@@ -56,7 +60,7 @@ class StatePlan:
         return self.nbytes / self.span if self.has_snapshots else 0.0
 
     def describe(self) -> str:
-        """The plan in plain words."""
+        """The plan as a text for the user."""
         each = f"{self.nbytes / 2**20:.2f} MiB" if self.nbytes >= 1 << 20 else f"{self.nbytes / 2**10:.1f} KiB"
         room = f"recurrent states: {each} a request, so {self.num_running:,} requests may run at once"
         if self.num_running < self.num_rows:
@@ -76,11 +80,12 @@ def plan_states(
     caching: bool,
     interval: int | None,
 ) -> StatePlan:
-    """Divide memory between states of running requests and the rest.
+    """Divide the memory: decide how many requests may run at once, and the positions of snapshots.
 
-    A state has ``nbytes``, K and V of a token ``token_bytes`` (0: the model has none). With ``caching`` there is a
-    snapshot every ``interval`` tokens; None chooses it such that snapshots take no more than K and V. Raises
-    ConfigError for an interval that is no multiple of ``block_size``, and if not even one request fits.
+    A state has ``nbytes`` bytes; K and V of a token have ``token_bytes`` (0: the model has no K and V). With
+    ``caching``, a snapshot is taken every ``interval`` tokens; None chooses an interval such that snapshots take no
+    more memory than K and V. Raises ConfigError for an interval that is not a multiple of ``block_size``, and if not
+    even one request fits.
     """
     span = ONE_STATE
     if caching:
@@ -90,11 +95,11 @@ def plan_states(
             raise ConfigError(
                 f"state_snapshot_interval must be a multiple of block_size {block_size}, got {span}; round it up"
             )
-    held = 2 if caching else 1
+    states_per_request = 2 if caching else 1
     share = memory_bytes // _STATE_SHARE if token_bytes or caching else memory_bytes
-    running = min(rows, (share // nbytes - 1) // held)
+    running = min(rows, (share // nbytes - 1) // states_per_request)
     if running < 1:
-        need = (1 + held) * nbytes * (memory_bytes // max(share, 1) or 1)
+        need = (1 + states_per_request) * nbytes * (memory_bytes // max(share, 1) or 1)
         raise ConfigError(
             f"a request keeps a recurrent state of {nbytes:,} bytes, and the cache has {memory_bytes:,} bytes for"
             f" states and all else; raise kv_cache_memory_bytes to at least {need:,}"

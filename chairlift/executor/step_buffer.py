@@ -1,6 +1,6 @@
-"""Copies a step's arrays to the device, and its results back, through pinned memory.
+"""Copies the arrays of a step to the device, and its results back, through pinned host memory.
 
-A copy from or to ordinary memory would wait for all earlier work of the device.
+A copy from or to ordinary host memory would wait until the device has finished all earlier work.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ from torch import Tensor
 __all__ = ["ReturnBuffers", "StepBuffer", "to_device"]
 
 _ALIGNMENT = 16
-"""Bytes. Triton compiles another kernel for arrays with another alignment."""
+"""Alignment of arrays in bytes. Triton compiles a separate kernel for each alignment of its arguments."""
 
 
 _HostBuffer = tuple[Tensor, torch.cuda.Event | None]
-"""Host memory (pinned if there is a GPU), and the event that the newest copy from or to it is done."""
+"""(host memory, event). The memory is pinned if there is a GPU; the event is set when the newest copy from or to the
+memory is done."""
 
 
 def _host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _HostBuffer:
-    """Host memory from which copies to and from ``device`` are asynchronous."""
+    """Host memory whose copies from and to ``device`` are asynchronous, with its event."""
     pinned = device.type == "cuda"
     event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
     return torch.empty(shape, dtype=dtype, pin_memory=pinned), event
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A copy that is queued after earlier work of the device. On the CPU there is no queue, and no copy."""
+    """A copy of ``array`` on the device, queued after earlier work of the device. On the CPU: the array itself, without
+    a copy."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))  # a strided array would be copied through ordinary memory
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class StepBuffer:
-    """Memory on the device that holds one step's arrays. Arrays of the same sizes always have the same addresses.
+    """Memory on the device that holds the arrays of one step. Arrays of the same sizes always get the same addresses.
 
-    Two host buffers alternate: the host fills one while the copy from the other may still be waiting.
+    Two host buffers are used in turns: the host fills one while the copy from the other may still be in progress.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +50,8 @@ class StepBuffer:
         self._resize(0)
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
-        """The arrays on the device, valid until the next call. It waits only for the copy before the last."""
+        """Copy the arrays to the device. The results are valid until the next call. It waits only for the second-last
+        copy."""
         starts = [0, *itertools.accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
         if starts[-1] > len(self._memory):
             self._resize(starts[-1])
@@ -68,22 +71,23 @@ class StepBuffer:
         return self._memory[start : start + array.nbytes].view(dtype).view(array.shape)
 
     def _resize(self, size: int) -> None:
-        """Grow by half as well, so that slowly growing steps do not resize every time."""
+        """Allocate the memory for ``size`` bytes and half of that in addition, so that slowly growing steps do not
+        resize it every time."""
         size += size // 2
         self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._hosts = itertools.cycle([_host_buffer((size,), torch.uint8, self._device) for _ in range(2)])
 
 
 class ReturnBuffers:
-    """Host memory for results of at most ``shape``: as many buffers as there are unread results."""
+    """Host memory for results of at most ``shape``. There are as many buffers as results that were not read yet."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._kind = shape, dtype, device
         self._free: list[_HostBuffer] = []
 
     def fetch(self, result: Tensor) -> Callable[[], npt.NDArray[Any]]:
-        """Start copying ``result``; later launches may overwrite it. The returned function waits for the copy; call it
-        once."""
+        """Start to copy ``result`` to the host; later launches may overwrite it. The returned function waits for the
+        copy and returns it. Call that function once."""
         host, copied = piece = self._free.pop() if self._free else _host_buffer(*self._kind)
         host[: len(result)].copy_(result, non_blocking=True)
         if copied is not None:

@@ -1,4 +1,4 @@
-"""Steps of fixed numbers of rows or tokens, recorded once as a CUDA graph and replayed with a single launch."""
+"""Steps with fixed numbers of rows or tokens, recorded once as a CUDA graph and then replayed with a single launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 __all__ = [
-    "MOST_RECORDED_TOKENS",
+    "MAX_RECORDED_TOKENS",
     "CudaGraphs",
     "EagerSteps",
     "Graph",
@@ -22,24 +22,24 @@ __all__ = [
     "token_sizes",
 ]
 
-MOST_RECORDED_TOKENS = 1024
-"""Larger steps, with prefill chunks, take longer to compute than the host takes to launch them. This limit is not
-measured."""
+MAX_RECORDED_TOKENS = 1024
+"""Maximum number of tokens of a recorded step. Larger steps take longer to compute on the device than the host takes to
+launch them. The limit was not measured."""
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 
 
 class Graph(Protocol[_T_co]):
-    """A step with buffers at fixed addresses."""
+    """A recorded step, whose buffers have fixed addresses."""
 
     def replay(self) -> _T_co:
-        """Compute the step from the contents of the buffers. The next replay may overwrite the result."""
+        """Compute the step from the contents of its buffers. The next replay may overwrite the result."""
         ...
 
 
 class GraphMaker(Protocol):
-    """Makes graphs, and knows their cost."""
+    """Makes graphs, and counts their number and memory."""
 
     num_graphs: int
     num_bytes: int
@@ -48,7 +48,7 @@ class GraphMaker(Protocol):
 
 
 class _EagerGraph(Generic[_T]):
-    """A step without a graph, launched anew each time."""
+    """A step without a graph: its operations are launched again each time."""
 
     def __init__(self, step: Callable[[], _T]) -> None:
         self._step = step
@@ -58,7 +58,7 @@ class _EagerGraph(Generic[_T]):
 
 
 class _CudaGraph(Generic[_T]):
-    """A step that was captured on the device."""
+    """A step that was captured as a CUDA graph."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, result: _T) -> None:
         self._graph = graph
@@ -70,7 +70,7 @@ class _CudaGraph(Generic[_T]):
 
 
 class EagerSteps:
-    """Makes steps without graphs."""
+    """A graph maker that makes steps without graphs."""
 
     num_graphs = 0
     num_bytes = 0
@@ -80,21 +80,21 @@ class EagerSteps:
 
 
 class CudaGraphs:
-    """Captures steps. All graphs share one memory pool, because only one of them runs at a time."""
+    """Captures steps as CUDA graphs. All graphs share one memory pool, because only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.num_graphs = 0
         self.num_bytes = 0
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # One stream for all, because cuBLAS keeps memory for every stream that it used. torch's own stream may belong
-        # to another device.
+        # All captures use one stream, because cuBLAS allocates memory for every stream that it uses. PyTorch's own
+        # capture stream may belong to another device.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, step: Callable[[], _T]) -> Graph[_T]:
         """Run ``step`` once, which compiles its kernels, then capture it.
 
-        So it runs twice on the same input before the first result is used; this must be harmless.
+        So the step runs twice on the same input before its first result is used; this must do no harm.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
@@ -122,8 +122,8 @@ class CudaGraphs:
 
 @contextlib.contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Disable the garbage collector while a graph is captured. It might collect an engine, whose end waits for the
-    device, and nothing may wait during a capture."""
+    """Disable the garbage collector while a graph is captured. The collector might delete an engine, which waits for
+    the device; waiting is not allowed during a capture."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -133,18 +133,18 @@ def _without_collecting() -> Iterator[None]:
             gc.enable()
 
 
-def graph_sizes(most_rows: int) -> list[int]:
-    """Numbers of rows that steps are recorded for: 1, 2, 4, 8, 16, 24 ... 256, then by 32, up to ``most_rows``."""
+def graph_sizes(max_rows: int) -> list[int]:
+    """Numbers of rows for which steps are recorded: 1, 2, 4, 8, 16, 24 ... 256, then every 32, up to ``most_rows``."""
     ladder = itertools.chain((1, 2, 4), range(8, 256, 8), itertools.count(256, 32))
-    return [*itertools.takewhile(lambda size: size < most_rows, ladder), most_rows]
+    return [*itertools.takewhile(lambda size: size < max_rows, ladder), max_rows]
 
 
-def token_sizes(most_tokens: int) -> list[int]:
-    """Numbers of tokens that steps with prefill chunks are recorded for: by 64 up to 512, then by 128."""
-    sizes = [*range(64, 512, 64), *range(512, MOST_RECORDED_TOKENS + 1, 128)]
-    return [size for size in sizes if size < most_tokens] + [most_tokens] * (most_tokens <= MOST_RECORDED_TOKENS)
+def token_sizes(max_tokens: int) -> list[int]:
+    """Numbers of tokens for which steps with prompt chunks are recorded: every 64 up to 512, then every 128."""
+    sizes = [*range(64, 512, 64), *range(512, MAX_RECORDED_TOKENS + 1, 128)]
+    return [size for size in sizes if size < max_tokens] + [max_tokens] * (max_tokens <= MAX_RECORDED_TOKENS)
 
 
 def padded_size(sizes: list[int], num_rows: int) -> int:
-    """The smallest of ``sizes`` that holds ``num_rows``."""
+    """The smallest of ``sizes`` that is at least ``num_rows``."""
     return sizes[bisect.bisect_left(sizes, num_rows)]

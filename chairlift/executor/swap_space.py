@@ -21,18 +21,19 @@ _log = logging.getLogger(__name__)
 
 
 def make_swap_space(kv_caches: list[tuple[Tensor, ...]], plan: KVPlan) -> HostBlocks | CudaHostBlocks:
-    """Host memory for ``kv_caches`` as planned, and the copies between them. Raises ConfigError where there is none."""
+    """Host memory for ``kv_caches`` according to ``plan``, with the copies from and to it. Raises ConfigError if there
+    is not enough memory."""
     caches: list[list[Tensor]] = [[] for _ in plan.groups]
     for pair, group in zip(kv_caches, plan.layer_groups, strict=True):
         caches[group] += pair
     arrays = make_host_blocks(plan)
     device = kv_caches[0][0].device
     if device.type == "cpu":
-        held = [[cache.view(torch.uint8).view(len(cache), -1).numpy() for cache in group] for group in caches]
-        return HostBlocks(held, arrays)
+        byte_views = [[cache.view(torch.uint8).view(len(cache), -1).numpy() for cache in group] for group in caches]
+        return HostBlocks(byte_views, arrays)
     if plan.swap_directory is None and plan.host_bytes:
         _pin(arrays[0].base, device)
-    # Parts of a state may be of several dtypes, and are moved as bytes.
+    # The parts of a state may have different dtypes, so they are copied as bytes.
     caches = [group if len({cache.dtype for cache in group}) == 1 else list(map(_as_bytes, group)) for group in caches]
     hosts = [torch.from_numpy(array).view(group[0].dtype) for array, group in zip(arrays, caches, strict=True)]
     return CudaHostBlocks(caches, hosts)
@@ -43,7 +44,8 @@ def _as_bytes(cache: Tensor) -> Tensor:
 
 
 def _pin(memory: Any, device: torch.device) -> None:
-    """Let CUDA access an array directly while it lives. PyTorch's pinned memory may take twice the size."""
+    """Let CUDA access the memory of an array directly as long as the array exists. (PyTorch's own pinned memory may
+    take twice the size.)"""
     address, cudart = memory.ctypes.data, torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = cudart.cudaHostRegister(address, memory.nbytes, 1)  # 1: for all devices
     if int(status) == 0:
@@ -52,7 +54,7 @@ def _pin(memory: Any, device: torch.device) -> None:
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)  # the first launch after a failure reports it, whatever its cause
     _log.warning(
-        "CUDA does not pin the %s bytes of the swap space (%s), so swapping holds up steps; lower swap_space_bytes",
+        "CUDA cannot pin the %s bytes of the swap space (%s), so swapping delays steps; lower swap_space_bytes",
         f"{memory.nbytes:,}",
         cudart.cudaGetErrorString(status),
     )
@@ -64,17 +66,18 @@ def _unpin(address: int, device: torch.device) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-_MOST_STAGED = 128 << 20
-"""Most bytes that are gathered at a time (or one block's, if more), and half of the bytes that may be in progress."""
+_MAX_STAGED = 128 << 20
+"""Maximum number of bytes that are copied to a staging buffer at a time (or one block, if a block is larger). At most
+twice as many bytes may be in progress."""
 
 
 class CudaHostBlocks:
-    """Copies between KV on a CUDA device and its host blocks. Per group, ``caches`` are tensors [number of blocks,
-    ...], and ``hosts`` is [number of blocks, elements of a block in all of them].
+    """Copies blocks between KV on a CUDA device and host memory. Per group, ``caches`` are tensors [number of blocks,
+    ...], and ``hosts`` is a tensor [number of host blocks, elements of a block in all caches].
 
-    Copies run on a stream of their own. Saved blocks are gathered on the step's stream, so that the step may overwrite
-    them at once; the copy to the host runs beside the step. The step waits for loaded blocks. Copies in progress take
-    memory of the device, so the host waits before they take much.
+    Copies run on a separate stream. Blocks to save are first copied to a staging buffer on the step's stream, so that
+    the step may overwrite them at once; the copy to the host runs in parallel with the step. The step waits for blocks
+    that are loaded. Copies in progress take device memory, so the host waits when they take too much.
     """
 
     def __init__(self, caches: list[list[Tensor]], hosts: list[Tensor]) -> None:
@@ -83,7 +86,8 @@ class CudaHostBlocks:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def swap_out(self, saved: Iterable[tuple[int, int, int]]) -> None:
-        """Save blocks (group, block, host block) in the state that the earlier steps left."""
+        """Save blocks in host memory; ``saved`` has (group, block, host block). Their content is that after all earlier
+        steps."""
         current, under_way = torch.cuda.current_stream(self._device), 0
         for moves in self._parts((group, host, block) for group, block, host in saved):
             blocks, host = to_device(moves.blocks, self._device), self._hosts[moves.group]
@@ -95,12 +99,12 @@ class CudaHostBlocks:
                 for entries, hosts in moves.runs():
                     host[hosts].copy_(staged[entries], non_blocking=True)
                 staged.record_stream(self._stream)  # its memory is not reused before the copy is done
-            under_way = _held_back(self._stream, under_way + staged.nbytes)
+            under_way = _limit_in_progress(self._stream, under_way + staged.nbytes)
 
-    def swap_in(self, wanted: Iterable[tuple[int, int, int]]) -> None:
-        """Load blocks (group, host block, block) before the step is computed."""
+    def swap_in(self, loaded: Iterable[tuple[int, int, int]]) -> None:
+        """Load blocks from host memory before the step is computed; ``loaded`` has (group, host block, block)."""
         current, under_way = torch.cuda.current_stream(self._device), 0
-        for moves in self._parts(wanted):
+        for moves in self._parts(loaded):
             blocks, host = to_device(moves.blocks, self._device), self._hosts[moves.group]
             with torch.cuda.stream(self._stream):  # after every save, so that it reads what was saved
                 staged = torch.empty((len(blocks), host.shape[1]), dtype=host.dtype, device=self._device)
@@ -112,16 +116,16 @@ class CudaHostBlocks:
                 start, end = end, end + cache[0].numel()
                 cache.index_copy_(0, blocks, staged[:, start:end].view(-1, *cache.shape[1:]))
             staged.record_stream(current)
-            under_way = _held_back(current, under_way + staged.nbytes)
+            under_way = _limit_in_progress(current, under_way + staged.nbytes)
 
     def _parts(self, triples: Iterable[tuple[int, int, int]]) -> Iterator[HostMoves]:
         for moves in host_moves(triples):
-            yield from moves.parts(max(1, _MOST_STAGED // self._hosts[moves.group][0].nbytes))
+            yield from moves.parts(max(1, _MAX_STAGED // self._hosts[moves.group][0].nbytes))
 
 
-def _held_back(stream: torch.cuda.Stream, under_way: int) -> int:
-    """Bytes of copies in progress. If they were too many, wait for all of them."""
-    if under_way <= 2 * _MOST_STAGED:
+def _limit_in_progress(stream: torch.cuda.Stream, under_way: int) -> int:
+    """Bytes of copies in progress. If there are too many, waits until all copies are done and returns 0."""
+    if under_way <= 2 * _MAX_STAGED:
         return under_way
     stream.synchronize()
     return 0

@@ -1,10 +1,10 @@
-"""Runs a model with the Triton kernels on one GPU: differences in, one list of launches or one graph, tokens out.
+"""Runs a model with the Triton kernels on one GPU. A step is a list of kernel launches, or one CUDA graph.
 
-A step in which every row computes one token and is sampled reads and advances the state on the device. It is padded to
-one of a few sizes, so that a CUDA graph can replay it. In a step with prefill chunks everything but sampling is a graph
-too, unless the step has so many tokens that the GPU takes longer than the host. Sampling is part of the step, and the
-next step reads the tokens on the device: the host may start that step before it knows the tokens of this one. All work
-is queued on one stream, so that each step sees the results of the one before.
+A step in which every row computes and samples one token reads and updates the state on the device. It is padded to one
+of a few sizes, so that a CUDA graph can be replayed. A step with prompt chunks is also a graph, except for its
+sampling, unless it has so many tokens that the GPU takes longer than the host. The next step reads the sampled tokens
+on the device, so the host may start it before it knows the tokens. All work is queued on one stream, so each step sees
+the results of the previous step.
 """
 
 from __future__ import annotations
@@ -51,16 +51,17 @@ _T = TypeVar("_T")
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Outputs:
     hidden: Tensor
-    """[T, D]"""
+    """Hidden states [T, D]."""
     logits: Tensor | None
-    """[P, V] if a row may have to be sampled by the full sampler; otherwise None."""
+    """Logits [P, V] if the full sampler may be needed for a row; otherwise None."""
     drawn: Tensor | None
-    """int32 [P, 3]: token, and the bits that :func:`~chairlift.executor.device_sampling.failures` reads."""
+    """int32 [P, 3]: the token, and the bits that :func:`~chairlift.executor.device_sampling.failures` reads. None if
+    the step has no sample position."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Tokens on their way from the device; all were sampled there."""
+    """Tokens that were all sampled on the device, and are being copied to the host."""
 
     read: Callable[[], npt.NDArray[np.int32]]
 
@@ -70,12 +71,13 @@ class _Drawn:
 
 
 class TritonModelRunner(TorchModelRunner):
-    """Runs a :class:`~chairlift.models.causal_lm.CausalLM` with plain weights on a CUDA device, or interpreted.
+    """Runs a :class:`~chairlift.models.causal_lm.CausalLM` with unpacked weights on a CUDA device, or in Triton's
+    interpreter.
 
-    ``graphs`` is ``lazy`` (a size is recorded at first use), ``start`` (decode steps without min-p, top-k and top-p,
-    and other steps, are recorded here) or ``off``. The tokens are the same in all cases. With ``batch_invariant`` every
-    operation has one implementation for any batch, so that a request's bits do not depend on others. Raises ConfigError
-    if an operation has none.
+    ``graphs`` is ``lazy`` (a size is recorded at its first use), ``start`` (all sizes are recorded in the constructor,
+    except decode steps with min-p, top-k or top-p) or ``off``. The tokens are the same in all cases. With
+    ``batch_invariant``, every operation has a single implementation for all batches, so that the bits of a request do
+    not depend on other requests. Raises ConfigError if an operation has no such implementation.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class TritonModelRunner(TorchModelRunner):
         self._body = TritonProgram(recorder.nodes[:body], hidden, *how)
         self._head = TritonProgram(recorder.nodes[body:], logits, *how)
         self.calls = list(dict.fromkeys((*self._body.calls, *self._head.calls)))
-        """Names of the operations that plain torch computes."""
+        """Names of the operations that PyTorch computes."""
         self._settings = SlotSettings(num_slots, model.config.vocab_size)
         max_blocks = -(-max_model_len // plan.block_size)
         self._state = DecodeState(num_slots, max_blocks, len(plan.groups), plan.block_size, device)
@@ -121,7 +123,7 @@ class TritonModelRunner(TorchModelRunner):
         self._decodes: dict[tuple[int, bool, bool], tuple[DecodeInputs, Graph[_Outputs]]] = {}
         self._bodies: dict[int, tuple[StepBuffer, Graph[Tensor]]] = {}
         self._token_sizes = token_sizes(max_tokens)
-        # With offsets, decodes and chunks use the same compiled kernel.
+        # With offsets, decode rows and chunks use the same compiled kernel.
         self._offsets = torch.arange(num_slots + 1, dtype=torch.int32, device=device) if batch_invariant else None
         self._kept_logits = torch.empty(0, dtype=dtype, device=device)
         if batch_invariant and model.config.vocab_size % 4:
@@ -143,9 +145,11 @@ class TritonModelRunner(TorchModelRunner):
             self._state.note_tables(group, batch.slots, tables)
         changed = self._settings.update(slots.tolist(), [batch.sampling[row] for row in batch.sample_rows])
         if changed:
-            places = np.array(changed, dtype=np.int32)
-            for field, values in zip(dataclasses.fields(SamplingSettings), self._settings.arrays(places), strict=True):
-                self._state.note(field.name, places, values)
+            changed_slots = np.array(changed, dtype=np.int32)
+            for field, values in zip(
+                dataclasses.fields(SamplingSettings), self._settings.arrays(changed_slots), strict=True
+            ):
+                self._state.note(field.name, changed_slots, values)
         truncates = bool(self._settings.truncates[slots].any())
         if len(slots) == num_rows == len(batch.token_ids):
             keep = not self._settings.on_device[slots].all()
@@ -156,10 +160,10 @@ class TritonModelRunner(TorchModelRunner):
 
     @torch.inference_mode()
     def sample(self, hidden: _Outputs, batch: StepBatch, masks: Masks | None) -> SampledTokens | _Drawn:
-        """Pending tokens. If a row uses parameters that the kernels do not support, its tokens are read and sampled
-        here.
+        """Pending tokens. If a row uses parameters that the kernels do not support, the tokens of the step are read,
+        and the row is sampled on the host.
 
-        Such a row is sampled here in every step, so the host knows all of its earlier tokens.
+        Such a row is sampled on the host in every step, so the host knows all its earlier tokens.
         """
         tokens, masks = SampledTokens([]), masks or {}
         if hidden.drawn is not None:
@@ -178,7 +182,7 @@ class TritonModelRunner(TorchModelRunner):
         return tokens
 
     def describe_graphs(self) -> str:
-        """Graphs recorded so far, in words; empty without graphs."""
+        """Text about the CUDA graphs recorded so far; empty if there are none."""
         if not isinstance(self.graphs, CudaGraphs):
             return ""
         return f"{self.graphs.num_graphs} recorded, {self.graphs.num_bytes / 2**20:,.0f} MiB, others when first needed"
@@ -187,11 +191,11 @@ class TritonModelRunner(TorchModelRunner):
         self, step: _Outputs, rest: list[int], batch: StepBatch, masks: Masks, tokens: SampledTokens
     ) -> None:
         histories = batch.histories
-        # A decode step comes here without logits only because of a mask, which was not known when it was launched.
+        # A decode step has no logits here only if a mask was given, which was not known when the step was launched.
         whole = self._compute_logits(step.hidden[: len(batch.sample_rows)]) if step.logits is None else step.logits
         logits = whole.index_select(0, torch.tensor(rest, device=whole.device))
         logprobs: list[Any] = [None] * len(batch.sample_rows)
-        # PyTorch's sums may depend on the number of rows and on their layout.
+        # PyTorch's sums may depend on the number of rows and on their memory layout.
         size = 1 if self._batch_invariant else len(rest)
         for at in range(0, len(rest), size):
             some, part = rest[at : at + size], slice(at, at + size)
@@ -206,8 +210,8 @@ class TritonModelRunner(TorchModelRunner):
         tokens.logprobs = logprobs if any(entry is not None for entry in logprobs) else None
 
     def _decode(self, batch: StepBatch, size: int, truncates: bool, keep: bool) -> _Outputs:
-        """Compute one token of each row. Differences are sent to the device first. Rows beyond ``batch`` are
-        padding."""
+        """Compute one token of each row. First the changes of the state are sent to the device. The rows after those of
+        ``batch`` are padding."""
         step, state = self._recorded(size, truncates, keep), self._state
         known = batch.token_ids >= 0
         rows = np.full(size, -1, dtype=np.int32)
@@ -224,7 +228,7 @@ class TritonModelRunner(TorchModelRunner):
     def _recorded(self, size: int, truncates: bool, keep: bool) -> Graph[_Outputs]:
         key = (size, truncates, keep)
         if key not in self._decodes:
-            # Recording runs the step more than once. With empty rows this advances nothing.
+            # Recording runs the step more than once. All its rows are empty, so this changes no request.
             self._state.note("slots", np.arange(size), np.full(size, -1))
             self._state.flush()
             inputs, launch = self._state.inputs(size), self._launch(size, True)
@@ -235,7 +239,7 @@ class TritonModelRunner(TorchModelRunner):
         return self._decodes[key][1]
 
     def _decode_step(self, inputs: DecodeInputs, launch: AttentionLaunch, truncates: bool, keep: bool) -> _Outputs:
-        """The recorded step: it reads and writes the state on the device, without input from the host."""
+        """The step that is recorded. It reads and writes the state on the device, without input from the host."""
         state, slots = self._state, self._state.slots[: len(inputs.token_ids)]
         state.begin_step(inputs)
         tables, mapping = state.block_tables, inputs.slot_mapping.unbind()
@@ -248,7 +252,7 @@ class TritonModelRunner(TorchModelRunner):
         return dataclasses.replace(outputs, logits=self._kept_logits[: len(slots)].copy_(outputs.logits))
 
     def _mixed(self, batch: StepBatch, truncates: bool) -> _Outputs:
-        """Compute any other step. Sampling is launched without a graph."""
+        """Compute a step that does not only decode. Sampling is launched without a graph."""
         late = np.flatnonzero(batch.token_ids < 0)
         owners = np.searchsorted(batch.cu_seqlens, late, side="right") - 1
         tokens, sizes = len(batch.token_ids), self._token_sizes
@@ -267,7 +271,7 @@ class TritonModelRunner(TorchModelRunner):
         return self._draw(hidden, hidden.index_select(0, wanted), *sampling, truncates=truncates, keep=True)
 
     def _recorded_body(self, size: int) -> tuple[StepBuffer, Graph[Tensor]]:
-        """The graph for steps of up to ``size`` tokens, and its input buffer."""
+        """(input buffer, graph) for steps of up to ``size`` tokens."""
         largest = self._token_sizes[-1]
         if not self._bodies and size != largest and isinstance(self.graphs, CudaGraphs):
             self._recorded_body(largest)  # smaller graphs reuse its memory
@@ -275,16 +279,19 @@ class TritonModelRunner(TorchModelRunner):
             groups, none = len(self._state.block_tables), np.zeros(0, dtype=np.int32)
             tables, mapping = np.zeros((groups, 0, 0), dtype=np.int32), np.zeros((groups, 0), dtype=np.int64)
             nobody = StepBatch(none, none, none, none, tables, mapping)
-            buffer, most = StepBuffer(self._device), np.zeros(max(size, self._state.num_slots), dtype=np.int64)
+            buffer, largest_input = StepBuffer(self._device), np.zeros(max(size, self._state.num_slots), dtype=np.int64)
             # the largest contents, so that the buffer never moves
-            step, _ = self._send(buffer, nobody, size, [most] * 6)
+            step, _ = self._send(buffer, nobody, size, [largest_input] * 6)
             launch = self._launch(self._state.num_slots, False)
             self._bodies[size] = buffer, self._record(f"{size} tokens", TritonModelRunner._run_body, step, launch)
         return self._bodies[size]
 
-    def _record(self, size: str, method: Callable[..., _T], *given: Any) -> Graph[_T]:
-        """``method`` with ``given`` as a graph. Without enough memory for a graph it is launched anew each time."""
-        step = functools.partial(method, weakref.proxy(self), *given)  # a reference cycle would keep the GPU's memory
+    def _record(self, size: str, method: Callable[..., _T], *arguments: Any) -> Graph[_T]:
+        """``method`` with these ``arguments`` as a graph. If there is not enough memory for a graph, the operations are
+        launched again each time."""
+        step = functools.partial(
+            method, weakref.proxy(self), *arguments
+        )  # a reference cycle would keep the GPU's memory
         try:
             return self.graphs.record(step)
         except torch.cuda.OutOfMemoryError:
@@ -296,7 +303,7 @@ class TritonModelRunner(TorchModelRunner):
     def _send(
         self, buffer: StepBuffer, batch: StepBatch, size: int, rest: list[npt.NDArray[Any]]
     ) -> tuple[StepTensors, list[Tensor]]:
-        """A step's input and ``rest``, on the device. Unless ``size`` is 0, it is padded with tokens and rows."""
+        """(input of a step, tensors of ``rest``) on the device. Unless ``size`` is 0, tokens and rows are padded."""
         tokens, rows = (size, self._state.num_slots) if size else (len(batch.token_ids), len(batch.slots))
         arrays: list[tuple[npt.NDArray[Any], int, int]] = [
             (batch.token_ids, tokens, 0),
@@ -312,13 +319,13 @@ class TritonModelRunner(TorchModelRunner):
         return StepTensors(token_ids, positions, seq_lens, cu_seqlens, slots, tables, others[:groups]), others[groups:]
 
     def _run_body(self, step: StepTensors, launch: AttentionLaunch) -> Tensor:
-        """Output [T, D] of the body for all tokens."""
+        """Hidden states [T, D] of all tokens."""
         return self._body.run({self._token_ids: step.token_ids, self._positions: step.positions}, step, launch)
 
     def _draw(
         self,
         hidden: Tensor,
-        wanted: Tensor,
+        sample_hidden: Tensor,
         slots: Tensor,
         lengths: Tensor,
         newest: Tensor,
@@ -326,15 +333,15 @@ class TritonModelRunner(TorchModelRunner):
         truncates: bool,
         keep: bool,
     ) -> _Outputs:
-        """One token for each sample position of ``wanted`` [P, D].
+        """One token for each sample position. ``sample_hidden`` [P, D] has the hidden states of the sample positions.
 
-        ``slots`` and ``lengths`` (int32 [P]) are the slots of their rows (-1 for padding), and the positions of the new
-        tokens. ``newest`` (int32 [P]) are the slots whose next input the tokens are; -1 for none. Logits are kept only
-        on demand, because those of every recorded size would take gigabytes.
+        ``slots`` (int32 [P]) has their slots (-1 for padding), ``lengths`` (int32 [P]) the positions of the new tokens.
+        ``newest`` (int32 [P]) has the slot whose next input the token is; -1 for none. Logits are returned only with
+        ``keep``, because the logits of all recorded sizes would take gigabytes.
         """
-        logits = self._compute_logits(wanted)
-        kept = kept_ids(logits, self._state.sampling, slots) if truncates else None
-        tokens, failing = sample(logits, self._state.sampling, slots, lengths, kept)
+        logits = self._compute_logits(sample_hidden)
+        candidates = kept_ids(logits, self._state.sampling, slots) if truncates else None
+        tokens, failing = sample(logits, self._state.sampling, slots, lengths, candidates)
         self._state.store(newest, tokens)
         drawn = torch.cat((tokens[:, None], failing.view(torch.int32)), dim=1)
         return _Outputs(hidden, logits if keep else None, drawn)

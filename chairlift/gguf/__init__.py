@@ -1,1 +1,1 @@
-"""GGUF, the file format of llama.cpp: header, tensors, and the weights in their blocks."""
+"""GGUF, the file format of llama.cpp: its header, its tensors, and how weights are stored in blocks."""

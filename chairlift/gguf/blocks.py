@@ -1,7 +1,7 @@
-"""GGUF's storage of weights: blocks of small integers with scales, and their conversion to float32.
+"""How GGUF stores weights: blocks of small integers with scales, and their conversion to float32.
 
 Layouts and names are llama.cpp's (ggml). A row is a whole number of blocks. Every integer type is a case of
-:class:`Groups`. The arithmetic is that of ggml's reference: one product and one sum in float32.
+:class:`Groups`. The arithmetic equals that of ggml's reference: one multiplication and one addition in float32.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ __all__ = ["BLOCK_TYPES", "BlockType", "Groups"]
 _Raw = npt.NDArray[np.uint8]
 _Float = npt.NDArray[np.float32]
 _BYTES_AT_ONCE: Final = 1 << 22
-"""Raw bytes that are unpacked at a time, so that intermediate results stay in the cache."""
+"""Number of raw bytes that are unpacked at a time, chosen so that intermediate results stay in the cache."""
 
 
 class Groups(NamedTuple):
-    """Numbers in groups of columns: ``scale * (code - zero)``, or ``scale * code + minimum``."""
+    """Codes in groups of columns. A weight is ``scale * (code - zero)``, or ``scale * code + minimum``."""
 
     codes: _Raw
-    """uint8 [rows, columns]."""
+    """uint8 [rows, columns], one code per weight."""
     scales: _Float
-    """float32 [rows, groups]."""
+    """float32 [rows, groups], the scale of each group."""
     minimums: _Float | None
-    """Shaped like ``scales``, if the type has minimums."""
+    """float32 [rows, groups], the minimum of each group; None if the type has no minimums."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockType:
-    """One of ggml's types: a block of ``bytes`` holds ``weights`` numbers."""
+    """One of ggml's types. A block of ``bytes`` bytes stores ``weights`` weights."""
 
     name: str
     weights: int
     bytes: int
     unpack: Callable[[_Raw], Any]
-    """Function from raw blocks, uint8 [B, bytes], to Groups of [B, weights], or to float32 [B, weights] if ``bits`` is
+    """Function from raw blocks, uint8 [B, bytes], to Groups of [B, weights]; to float32 [B, weights] if ``bits`` is
     0."""
     bits: int = 0
-    """Bits of a code (8 or 4), which may differ from the file's. 0 for a float type."""
+    """Number of bits of an unpacked code (8 or 4), which may differ from the number in the file. 0 for a float type."""
     group: int = 0
     """Number of columns that share a scale."""
     minimum: bool = False
-    """Whether groups have minimums. Without them, the code of zero is half the range."""
+    """Whether groups have minimums. Without them, the zero point is half the range of codes."""
 
     def dequantize(self, raw: _Raw) -> _Float:
-        """Rows of blocks, uint8 [rows, row bytes] -> float32 [rows, columns]."""
+        """Convert rows of blocks, uint8 [rows, row bytes], to float32 [rows, columns]."""
         out = np.empty((len(raw), raw.shape[1] // self.bytes * self.weights), dtype=np.float32)
         for rows, found in self._pieces(raw):
             out[rows] = (self._worth(found) if self.bits else found).reshape(-1, out.shape[1])
         return out
 
     def groups(self, raw: _Raw) -> Groups:
-        """Integers in rows of blocks, uint8 [rows, row bytes], of a type with ``bits``."""
+        """Codes in rows of blocks, uint8 [rows, row bytes]. The type must be an integer type (``bits`` is not 0)."""
         blocks = raw.shape[1] // self.bytes
         shape, scales_shape = (len(raw), blocks * self.weights), (len(raw), blocks * self.weights // self.group)
         codes, scales = np.empty(shape, dtype=np.uint8), np.empty(scales_shape, dtype=np.float32)
@@ -86,17 +86,17 @@ class BlockType:
 
 
 def _half(raw: _Raw) -> _Float:
-    """float16 at the first two bytes, as float32 [B, 1]."""
+    """The float16 number in the first two bytes of each block, as float32 [B, 1]."""
     return raw[:, :2].copy().view(np.float16).astype(np.float32)
 
 
 def _nibbles(raw: _Raw) -> _Raw:
-    """[B, n] -> [B, 2 n]: all low halves of bytes, then all high halves."""
+    """Split bytes [B, n] into halves [B, 2 n]: first all low halves, then all high halves."""
     return np.concatenate([raw & 15, raw >> 4], axis=1)
 
 
 def _bits(raw: _Raw) -> _Raw:
-    """Bits of 4 bytes, lowest first: [B, 4] -> [B, 32]."""
+    """Split 4 bytes into bits, lowest bit first: [B, 4] -> [B, 32]."""
     return np.unpackbits(raw, axis=1, bitorder="little")
 
 
@@ -135,8 +135,8 @@ def _q8_0(raw: _Raw) -> Groups:
 
 
 def _by_shift(raw: _Raw, groups: int, shifts: list[int], mask: int) -> _Raw:
-    """Values of [B, n] in ``groups`` parts, each shifted by every one of ``shifts``: [B, groups, shifts, n / groups] as
-    [B, ...]."""
+    """Divide [B, n] into ``groups`` parts, shift each part right by each of ``shifts``, and mask the result. Returns
+    [B, groups * shifts * n / groups], in this order of dimensions."""
     runs = raw.reshape(len(raw), groups, 1, -1)
     return ((runs >> np.array(shifts, dtype=np.uint8).reshape(1, 1, -1, 1)) & np.uint8(mask)).reshape(len(raw), -1)
 
@@ -158,7 +158,7 @@ def _q3_k(raw: _Raw) -> Groups:
 
 
 def _scales_of_k(packed: _Raw) -> tuple[_Raw, _Raw]:
-    """Eight scales and eight minimums of 6 bits from 12 bytes, each [B, 8]."""
+    """(scales, minimums), each [B, 8], unpacked from 12 bytes with 6 bits per number."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=1)
     minimums = np.concatenate([second & 63, (third >> 4) | ((second >> 6) << 4)], axis=1)
@@ -166,7 +166,8 @@ def _scales_of_k(packed: _Raw) -> tuple[_Raw, _Raw]:
 
 
 def _in_groups_of_32(raw: _Raw, values: _Raw) -> Groups:
-    """Common part of Q4_K and Q5_K: two float16 numbers, twelve bytes of scales, and a value per weight [B, 256]."""
+    """Groups of Q4_K and Q5_K blocks, which start with two float16 numbers and twelve bytes of scales. ``values`` [B,
+    256] are the codes."""
     scales, minimums = _scales_of_k(raw[:, 4:16])
     return Groups(values, _half(raw) * scales.astype(np.float32), -(_half(raw[:, 2:]) * minimums.astype(np.float32)))
 
@@ -193,7 +194,8 @@ _IQ4_NL_CODES: Final = np.array(
 _MXFP4_CODES: Final = np.array(
     [128 + sign * value for sign in (1, -1) for value in (0, 1, 2, 3, 4, 6, 8, 12)], dtype=np.uint8
 )
-"""Twice the values of e2m1, so that all are integers. The exponent is one lower in return."""
+"""MXFP4 code -> 128 + twice its e2m1 value. Doubling makes all values integers; the exponent of the scale is lowered by
+one to compensate."""
 
 
 def _iq4_nl(raw: _Raw) -> Groups:
@@ -222,4 +224,4 @@ BLOCK_TYPES: Final = {
     30: BlockType("BF16", 1, 2, _bf16),
     39: BlockType("MXFP4", 32, 17, _mxfp4, 8, 32),
 }
-"""Block types by their number in a file."""
+"""Number of a type in a GGUF file -> the type's blocks."""

@@ -1,4 +1,5 @@
-"""Finds the GGUF file of a model path. Needs no numpy, because processes without computation import it."""
+"""Finds the GGUF file of a model path. The module does not import numpy, because processes that compute nothing import
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _SPLIT_NAME: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def parts_of(path: Path) -> list[Path]:
-    """All files of the GGUF model to which ``path`` belongs. Raises ModelLoadError for a missing one."""
+    """All files of the GGUF model to which ``path`` belongs. Raises ModelLoadError if one is missing."""
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None:
         return [path]
@@ -29,14 +30,15 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a model's path is a GGUF file, not a directory."""
+    """Whether a model's path is a GGUF file and not a directory."""
     return path.suffix == ".gguf" and not path.is_dir()
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF model of ``path``: the file, or the only one in a directory; None if there is none.
+    """GGUF file of the model ``path``: the file itself, or the only GGUF model in a directory; None if there is none.
 
-    Raises :class:`~chairlift.errors.ModelLoadError` for a directory with several; the path must then name one.
+    Raises :class:`~chairlift.errors.ModelLoadError` for a directory with several GGUF models; the path must then name
+    one of them.
     """
     if path.is_file():
         return path if is_gguf(path) else None

@@ -1,7 +1,8 @@
 """Reads the header of a GGUF file (llama.cpp's format, versions 2 and 3), and maps its tensors.
 
 A GGUF file is untrusted data. Every length and count is compared with the remaining bytes of the file before memory is
-allocated. So the header costs at most a small multiple of its own size, and no tensor reaches beyond the file.
+allocated. Reading the header therefore needs at most a small multiple of its own size, and no tensor extends beyond the
+file.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ _Found = TypeVar("_Found")
 
 _MAGIC: Final = b"GGUF"
 _MOST_HEADER: Final = 1 << 28
-"""Most bytes of metadata and tensor descriptions. A vocabulary of 262,144 tokens takes 10 MB."""
+"""Maximum number of bytes of metadata and tensor descriptions. For comparison: a vocabulary of 262,144 tokens takes 10
+MB."""
 _MOST_KEYS: Final = 1 << 16
 _MOST_ITEMS: Final = 1 << 24
-"""Most items in one array."""
+"""Maximum number of items in one array."""
 _MOST_NAME: Final = 256
 _MOST_SIDE: Final = 1 << 32
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -40,23 +42,23 @@ _NUMBERS: Final = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Place of a tensor in its file."""
+    """Shape, type and position of a tensor in its file."""
 
     name: str
     shape: tuple[int, ...]
-    """Outermost dimension first, as in torch; the file has the reverse order."""
+    """Outermost dimension first, as in torch. The file stores the dimensions in reverse order."""
     type: BlockType
     start: int
-    """Offset of its first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, always whole blocks."""
+        """Bytes of one row, which is a whole number of blocks."""
         return self.shape[-1] // self.type.weights * self.type.bytes
 
     @property
     def rows(self) -> int:
-        """The product of all dimensions but the last."""
+        """Number of rows: the product of all dimensions but the last."""
         total = 1
         for side in self.shape[:-1]:
             total *= side
@@ -68,10 +70,10 @@ class TensorInfo:
 
 
 class GGUFFile:
-    """One mapped file: ``metadata`` by key, ``tensors`` by name.
+    """One memory-mapped file. ``metadata`` maps key -> value, ``tensors`` maps name -> TensorInfo.
 
     Arrays of numbers are numpy arrays, arrays of strings are lists. Invalid UTF-8 becomes U+FFFD. Raises
-    :class:`~chairlift.errors.ModelLoadError` with the fault of the file.
+    :class:`~chairlift.errors.ModelLoadError` that says what is wrong with the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,11 +108,11 @@ class GGUFFile:
         self.tensors = {info.name: info for info in self._tensor_infos(num_tensors)}
 
     def fail(self, problem: str, remedy: str = "download") -> NoReturn:
-        """Raise ModelLoadError for this file."""
+        """Raise ModelLoadError that names this file, the problem and what to do."""
         raise ModelLoadError(f"{self.path}: {problem}; {remedy} the file again")
 
     def release(self, info: TensorInfo, first_row: int, rows: int) -> None:
-        """Release the pages of some rows; another access reads them from the file again."""
+        """Release the memory pages of some rows. A later access reads them from the file again."""
         begin = info.start + first_row * info.row_bytes
         low = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (begin + rows * info.row_bytes - low) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -125,7 +127,8 @@ class GGUFFile:
         return taken
 
     def _room_for(self, count: int, least_bytes: int, most: int, what: str) -> None:
-        """Refuse a count of items, of at least ``least_bytes`` each, that does not fit into the rest of the header."""
+        """Raise an error if ``count`` items of at least ``least_bytes`` each do not fit into the rest of the header, or
+        are more than ``most``."""
         if count > most or count * least_bytes > self._end - self._at:
             self.fail(f"it claims to have {count} {what}, more than fit into it")
 
@@ -188,7 +191,7 @@ class GGUFFile:
 
 
 class GGUFModel:
-    """GGUF files of one model: one file, or several parts ``name-00001-of-00003.gguf`` and so on.
+    """GGUF files of one model: a single file, or several parts named ``name-00001-of-00003.gguf`` and so on.
 
     ``metadata`` is that of the first file. Raises :class:`~chairlift.errors.ModelLoadError`.
     """
@@ -214,16 +217,16 @@ class GGUFModel:
         return name in self._file_of
 
     def info(self, name: str) -> TensorInfo:
-        """Shape, type and place of a tensor."""
+        """Shape, type and position of the tensor ``name``."""
         return self._file_of[name].tensors[name]
 
     def read(self, name: str, first: int, last: int, order: _Order = None) -> npt.NDArray[np.float32]:
-        """Rows ``first`` to ``last`` (excluded) as float32 [rows, columns]. With ``order``, row i is row order[i] of
-        the file. The pages are released after reading."""
+        """Rows ``first`` to ``last`` (excluded) as float32 [rows, columns]. With ``order``, row i of the result comes
+        from row order[i] of the file. The memory pages are released after reading."""
         return self._read(name, first, last, order, self.info(name).type.dequantize)
 
     def read_groups(self, name: str, first: int, last: int, order: _Order = None) -> Groups:
-        """The same rows as integers, for a type with ``bits``."""
+        """Rows as in :meth:`read`, but as codes in groups. The tensor's type must be an integer type."""
         return self._read(name, first, last, order, self.info(name).type.groups)
 
     def _read(self, name: str, first: int, last: int, order: _Order, unpack: Callable[..., _Found]) -> _Found:

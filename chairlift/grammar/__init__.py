@@ -1,1 +1,2 @@
-"""Compiles and follows grammars with llguidance. Only these modules import it, when the first grammar arrives."""
+"""Compiles grammars with llguidance, and checks generated tokens against them. Only these modules import llguidance,
+when the first grammar arrives."""

@@ -1,8 +1,8 @@
-"""Compiles callers' grammars in processes that can be killed, before the engine compiles them.
+"""Compiles each grammar first in a process that can be killed, before the engine compiles it.
 
-A small schema may take seconds and gigabytes, and a process cannot stop its own native code. So each grammar is first
-compiled under the kernel's limits of time and memory. The tokenizer is one of bytes instead of the model's, because
-faults of a grammar do not depend on tokens, and the model's tables are large.
+A small schema may take seconds and gigabytes, and a process cannot stop its own native code. The kernel limits time
+and memory of the process. The test uses a tokenizer of single bytes instead of the model's tokenizer, because errors
+of a grammar do not depend on tokens, and the model's tables are large.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["GrammarChecker"]
 
 _SECONDS: Final = 2.0
-"""Most processor time for a grammar in seconds; real ones take 1 to 50 ms."""
+"""Maximum processor time per grammar in seconds. Real grammars take 1 to 50 ms."""
 _CPU_SECONDS: Final = 4
-"""Processor seconds after which the kernel kills a worker that was not killed before."""
+"""Processor seconds after which the kernel kills a worker, if the server has not killed it before."""
 _MAX_REPLY: Final = 16_384
-_MOST_KEPT: Final = 1024
+_MAX_KEPT: Final = 1024
 _END: Final = "<|end|>"
 
 
 class GrammarChecker(WorkerPool):
     """Checks grammars for a model with ``vocab_size`` logits.
 
-    At most ``most_waiting`` grammars wait in the queue. Workers start when the first grammar arrives. One event loop
-    owns the object.
+    Up to ``max_waiting`` grammars wait in the queue. Workers start when the first grammar arrives. All methods run on
+    one event loop.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         vocab_size: int,
-        most_waiting: int = 256,
+        max_waiting: int = 256,
         *,
         memory_bytes: int = 256 << 20,
         time_limit: float = _SECONDS,
@@ -53,14 +53,16 @@ class GrammarChecker(WorkerPool):
             "vocab_size": max(vocab_size, tokenizer.vocab_size),
             "memory_bytes": memory_bytes,
         }
-        super().__init__(__name__, setup, "grammars", _MAX_REPLY, num_workers=2, most_waiting=most_waiting)
+        super().__init__(__name__, setup, "grammars", _MAX_REPLY, num_workers=2, max_waiting=max_waiting)
         self._byte_decoding = tokenizer.byte_decoding
         self._time_limit = time_limit
         self._good: OrderedDict[bytes, None] = OrderedDict()
 
     async def check(self, grammar: Grammar) -> None:
-        """Raise RequestError for a grammar that cannot be followed, or that takes too much time or memory. Errors of
-        :meth:`WorkerPool.ask` mean that the grammar is not at fault."""
+        """Raise RequestError if the grammar is invalid, or takes too much time or memory.
+
+        Other errors, those of :meth:`WorkerPool.ask`, do not mean that the grammar is wrong.
+        """
         have_llguidance()
         key = grammar.key
         if key in self._good:
@@ -83,7 +85,7 @@ class GrammarChecker(WorkerPool):
         if "error" in reply:
             raise RequestError(str(reply["error"]))
         self._good[key] = None
-        if len(self._good) > _MOST_KEPT:
+        if len(self._good) > _MAX_KEPT:
             self._good.popitem(last=False)
 
 
@@ -94,9 +96,9 @@ def _prepare(setup: Mapping[str, Any]) -> tuple[Answer, Callable[[], object]]:
     width = max(int(setup["vocab_size"]), 257)
     tables = LLTokenizer(byte_tokenizer((_END,), eos=_END).backend.to_str(), n_vocab=width, eos_token=[256])
 
-    def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
-            matcher_for(Grammar(asked["kind"], asked["text"], asked["compact"]), tables, markers)
+            matcher_for(Grammar(request["kind"], request["text"], request["compact"]), tables, markers)
         except RequestError as error:
             return {"error": str(error)}
         return {}

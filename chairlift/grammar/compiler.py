@@ -1,7 +1,7 @@
-"""Compiles grammars and follows answers token by token. This is the only module that calls llguidance.
+"""Compiles grammars, and follows the generated tokens in them. Only this module calls llguidance.
 
-Grammars are compiled under size limits. A schema that llguidance would not enforce completely is refused by the name of
-the keyword. Callers cannot change that: the compiler's options override options inside a schema.
+Grammars are compiled under size limits. A schema with a keyword that llguidance would not enforce completely is
+refused. Callers cannot change this, because the compiler's options override options inside a schema.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["Compiled", "Compiler", "GrammarCompiler", "Matcher", "have_llguidance", "markers_of"]
 
 _WHITESPACE: Final = "(?:[ \\t]|\\n(?: {0,16}|\\t{0,8}))?"
-"""Whitespace between the parts of a JSON text: nothing, a blank, or a new line with its indentation. With more freedom,
-small models write blanks and empty lines up to ``max_tokens``."""
+"""Regular expression for white space between the parts of a JSON text: nothing, a blank, or a line break with
+indentation. With more freedom, small models write blanks and empty lines up to ``max_tokens``."""
 _LIMITS: Final[dict[str, Any]] = {
     "max_grammar_size": 20_000,
     "step_max_items": 50_000,
@@ -36,52 +36,57 @@ _LIMITS: Final[dict[str, Any]] = {
     "verbose_errors": False,
 }
 _JSON_ITEMS_IN_ROW: Final = 10_000
-"""Items in a row of the parser for JSON: four per optional property, so grammars of the largest size stay below."""
+"""Maximum number of items in a row of the parser for JSON. An optional property needs four items, so the largest
+allowed grammars stay below the limit."""
 _FIRST_MASK_SECONDS: Final = 2.0
-"""Processor seconds for the first mask, which builds most of the lexer."""
+"""Maximum processor seconds for the first mask. It builds most of the lexer, so it is slower than later masks."""
 _MASK_SECONDS: Final = 0.1
-"""Processor seconds for each later mask."""
+"""Maximum processor seconds for each later mask."""
 _ALL_MASKS_SECONDS: Final = 10.0
-"""Processor seconds for all masks of an answer."""
+"""Maximum processor seconds for all masks of an output."""
 _MAX_ERROR: Final = 400
 _OF_JSON: Final = ("json_schema", "structural_tag")
-"""Kinds of grammars made of JSON schemas; their text is JSON."""
+"""Kinds of grammars that consist of JSON schemas. The text of such a grammar is JSON."""
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
 class Matcher(Protocol):
-    """State of one answer in its grammar. One thread at a time may use it."""
+    """State of one output in its grammar. Only one thread at a time may use it."""
 
     num_consumed: int
-    """Number of the answer's tokens that it has consumed."""
+    """Number of output tokens that the matcher has processed."""
     error: str
-    """Permanent error, in words; empty while there is none."""
+    """Description of a permanent error; empty if there is none."""
 
     @property
     def stopped(self) -> bool:
-        """Whether only the end of the answer may follow."""
+        """Whether the output must end here."""
         ...
 
     def consume(self, token_id: int) -> bool:
-        """Consume the next token. Returns False and sets :attr:`error` where the grammar does not allow it."""
+        """Process the next token. Returns False and sets :attr:`error` if the grammar does not allow it."""
         ...
 
     def rewind(self, num_consumed: int) -> bool:
-        """Go back to the first ``num_consumed`` tokens. Returns False and sets :attr:`error` where that fails."""
+        """Return to the state after the first ``num_consumed`` tokens. Returns False and sets :attr:`error` if that
+        fails."""
         ...
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these may come next, one after the other. It stays where it is."""
+        """Number of leading tokens of ``token_ids`` that the grammar allows next, one after the other. The state does
+        not change."""
         ...
 
-    def forced(self, most: int) -> Sequence[int]:
-        """Up to ``most`` tokens that come next if the text that must come is split as usual; none where the model has a
-        choice. They are a guess: another split of the same text may be allowed."""
+    def forced(self, limit: int) -> Sequence[int]:
+        """Up to ``limit`` tokens of the text that must come next; empty if the grammar leaves a choice.
+
+        The tokens are a guess: the tokenizer's usual split of this text. The grammar may also allow another split.
+        """
         ...
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
-        """Mask of the tokens that may come next, as in :data:`~chairlift.step_batch.Masks`; valid until the next call.
-        None after an :attr:`error`."""
+        """Mask of the tokens that may come next, in the form of :data:`~chairlift.step_batch.Masks`. It is valid until
+        the next call. None after an :attr:`error`."""
         ...
 
 
@@ -89,7 +94,7 @@ class Compiled(Protocol):
     """A compiled grammar. Its matchers are independent."""
 
     def matcher(self, stop_token_ids: Sequence[int] = ()) -> Matcher:
-        """A matcher at the beginning of an answer. ``stop_token_ids`` are allowed wherever the answer may end."""
+        """A matcher at the beginning of an output. ``stop_token_ids`` are allowed wherever the output may end."""
         ...
 
 
@@ -97,7 +102,7 @@ class Compiler(Protocol):
     """Compiles grammars for one model."""
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Compile a grammar. Raises RequestError for one that cannot be followed."""
+        """Compile a grammar. Raises RequestError if the grammar is invalid."""
         ...
 
 
@@ -110,17 +115,18 @@ def have_llguidance() -> None:
 
 
 def markers_of(tokenizer: Tokenizer) -> Markers:
-    """Added tokens of a tokenizer by their text."""
+    """The added tokens of a tokenizer, as :class:`Markers`."""
     added = tokenizer.backend.get_added_tokens_decoder()
     special = {token.content: token_id for token_id, token in added.items() if token.special}
     return Markers(special, {token.content: i for i, token in added.items() if not token.special})
 
 
 class GrammarCompiler:
-    """Compiles grammars for a model with ``vocab_size`` logits. ``read_tokenizer`` is called for the first grammar, and
-    returns the tokenizer or None. An answer ends with one of ``eos_token_ids`` or of the tokenizer's.
+    """Compiles grammars for a model with ``vocab_size`` logits.
 
-    The tokenizer's tables are made once, which takes 0.1 to 4 s and 30 to 370 MB. Threads may share the object.
+    ``read_tokenizer`` is called for the first grammar, and returns the tokenizer or None. An output ends with one of
+    ``eos_token_ids`` or of the tokenizer's own end tokens. The tokenizer's tables are built once, which takes 0.1 to 4
+    s and 30 to 370 MB. Several threads may use the object.
     """
 
     def __init__(
@@ -133,8 +139,8 @@ class GrammarCompiler:
         self._tables: tuple[Any, int, tuple[int, ...], Markers] | None = None
 
     def compile(self, grammar: Grammar) -> _CompiledGrammar:
-        """Compile a grammar. Raises RequestError for one that cannot be followed, is too large or takes too long, and
-        if llguidance or a supported tokenizer is missing."""
+        """Compile a grammar. Raises RequestError if the grammar is invalid, too large or too slow, or if llguidance or
+        a supported tokenizer is missing."""
         have_llguidance()
         tables, width, eos, markers = self._known_tables()
         return _CompiledGrammar(matcher_for(grammar, tables, markers), width, self._vocab_size, eos)
@@ -196,7 +202,8 @@ class _LLMatcher:
         self._ends = [i for i in stop_token_ids if 0 <= i < compiled.vocab_size and i not in compiled.eos]
         self._seconds = 0.0
         self._num_timed = 0
-        """Places of the answer whose mask was timed. One that is made again, as drafts were wrong, counts once."""
+        """Number of positions in the output whose mask was timed. A mask that is computed again after rejected draft
+        tokens counts once."""
 
     @property
     def stopped(self) -> bool:
@@ -205,7 +212,8 @@ class _LLMatcher:
     def consume(self, token_id: int) -> bool:
         if self.error:
             return False
-        # An error state allows the end only. Without this check, an error would look like an answer that ended early.
+        # In an error state llguidance allows only the end. Without this check, an error would look like an output that
+        # ended early.
         if not self._matcher.consume_token(token_id) or self._matcher.is_error():
             return self._fail(self._matcher.get_error())
         self.num_consumed += 1
@@ -224,9 +232,9 @@ class _LLMatcher:
         count = 0 if self.error else int(self._matcher.validate_tokens(list(token_ids)))
         return count if self._is_well() else 0
 
-    def forced(self, most: int) -> Sequence[int]:
+    def forced(self, limit: int) -> Sequence[int]:
         found = [] if self.error else list(self._matcher.compute_ff_tokens())
-        return found[:most] if self._is_well() else ()
+        return found[:limit] if self._is_well() else ()
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
         if self.error:
@@ -267,7 +275,7 @@ def _is_set(bits: npt.NDArray[np.uint32], token_id: int) -> bool:
 
 
 def matcher_for(grammar: Grammar, tables: Any, markers: Markers) -> Any:
-    """llguidance's matcher for a grammar, with the first mask computed. Raises RequestError."""
+    """llguidance's matcher for a grammar. Its first mask is already computed. Raises RequestError."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
@@ -299,7 +307,7 @@ def matcher_for(grammar: Grammar, tables: Any, markers: Markers) -> Any:
 
 
 def _lowered(grammar: Grammar, markers: Markers) -> str:
-    """The grammar in a form that llguidance accepts."""
+    """The grammar as text in a form that llguidance accepts."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -322,7 +330,7 @@ def _json_options(compact: bool) -> Any:
 
 
 def readable(message: str) -> str:
-    """An error of llguidance for the caller: the fault and the keyword."""
+    """Error message for the caller, from a message of llguidance: the error and the keyword."""
     if found := _UNIMPLEMENTED.search(message):
         names = found[1].replace('\\"', '"')
         several = "keywords" if "," in names else "keyword"
@@ -331,22 +339,23 @@ def readable(message: str) -> str:
         return "a $ref of the schema leads back to itself with nothing between, so it has no meaning; remove it"
     lines = [" ".join(line.split()) for line in message.splitlines()]
     lines = [line for line in lines if line and not set(line) <= set("^|0123456789 ") and "<non-verbose" not in line]
-    told = [line for line in lines if line.startswith("error:")]
+    error_lines = [line for line in lines if line.startswith("error:")]
     first = lines[0] if lines else "it is not understood"
-    return (f"{first} {told[0]}" if told and told[0] not in first else first)[:_MAX_ERROR]
+    return (f"{first} {error_lines[0]}" if error_lines and error_lines[0] not in first else first)[:_MAX_ERROR]
 
 
 def _without_markers(tokenizer: Tokenizer) -> str:
-    """``tokenizer.json`` changed such that no text spells an added token.
+    """``tokenizer.json``, changed so that no text is tokenized as an added token.
 
-    A literal that spells one would be a dead end: llguidance offers its id, and then refuses it. Added tokens of the
-    vocabulary that are not special become normal ones. All others get a random name, and are reached by their id only.
+    Without the change, a literal that contains the text of an added token could not be generated: llguidance would
+    offer the token's id, and then refuse it. Added tokens of the vocabulary that are not special become normal tokens.
+    All other added tokens get a random name, so a grammar can refer to them only by id.
     """
     parts = json.loads(tokenizer.backend.to_str())
     nonce = secrets.token_hex(8)
     vocabulary = parts["model"].get("vocab", {})
     pieces = {piece: i for i, (piece, _) in enumerate(vocabulary)} if isinstance(vocabulary, list) else vocabulary
-    kept = []
+    renamed_tokens = []
     for token in parts.get("added_tokens") or []:
         known = token["content"] in pieces
         if known and not token["special"]:
@@ -356,10 +365,10 @@ def _without_markers(tokenizer: Tokenizer) -> str:
             vocabulary[pieces[token["content"]]][0] = name
         elif known:
             vocabulary[name] = vocabulary.pop(token["content"])
-        kept.append({**token, "content": name, "special": True, "normalized": False})
+        renamed_tokens.append({**token, "content": name, "special": True, "normalized": False})
     for rule in ("unk_token",):
-        renamed = {token["id"]: token["content"] for token in kept}
+        renamed = {token["id"]: token["content"] for token in renamed_tokens}
         if parts["model"].get(rule) in pieces and pieces[parts["model"][rule]] in renamed:
             parts["model"][rule] = renamed[pieces[parts["model"][rule]]]
-    parts["added_tokens"], parts["post_processor"] = kept, None
+    parts["added_tokens"], parts["post_processor"] = renamed_tokens, None
     return json.dumps(parts)

@@ -1,4 +1,5 @@
-"""JSON schemas as llguidance is given them: late faults found early, and formats made as strict as validators are."""
+"""Prepares JSON schemas for llguidance: finds errors that llguidance reports late, and makes formats as strict as JSON
+validators."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from chairlift.structured_outputs import CANNOT_BE_FOLLOWED
 __all__ = ["MAX_OPTIONAL_PROPERTIES", "checked_schemas"]
 
 MAX_OPTIONAL_PROPERTIES: Final = 1_000
-"""Most properties of one object that an answer may leave out. Each is an alternative at the same place of the answer,
-so a step takes longer the more there are: 5 ms with 1,000, 27 ms with 2,400."""
+"""Maximum number of optional properties of one object. Each is an alternative at the same position of the output, so
+many properties make a step slow: 5 ms with 1,000, 27 ms with 2,400."""
 _BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose value has a schema for each name."""
+"""Keywords whose value is an object of (name, schema)."""
 _LITERALS: Final = ("const", "enum", "default", "examples")
-"""Keywords whose value is no schema."""
+"""Keywords whose value is not a schema."""
 
 _LETTER: Final = "[a-zA-Z0-9]"
 _INNER: Final = "[a-zA-Z0-9-]"
@@ -23,8 +24,9 @@ _LABEL: Final = (
     f"(?:{_LETTER}{{1,2}}|{_LETTER}{_INNER}{_LETTER}|{_LETTER}{_INNER}(?:{_LETTER}|-){_LETTER}"
     f"|{_LETTER}{_INNER}(?:{_LETTER}{_INNER}|-{_LETTER}){_INNER}{{0,58}}{_LETTER})"
 )
-"""One to 63 letters, digits and inner hyphens. The third and fourth are not both hyphens: such labels (``xn--``) are
-coded names in other scripts, and whether one is valid is no matter of a grammar."""
+"""Regular expression for a label of a host name: 1 to 63 letters, digits and inner hyphens. The third and fourth
+character are not both hyphens: such labels (``xn--``) encode names in other scripts, and a regular expression cannot
+check them."""
 _HOST: Final = f"{_LABEL}(?:\\.{_LABEL})*"
 _LEAP_SECOND: Final = r"23:59:60(?:\.[0-9]+)?(?:[Zz]|[+-]00:00)"
 _FORMATS: Final[dict[str, dict[str, Any]]] = {
@@ -33,14 +35,12 @@ _FORMATS: Final[dict[str, dict[str, Any]]] = {
     "hostname": {"pattern": f"^{_HOST}$", "maxLength": 253},
     "email": {"pattern": f"^[^@]{{1,64}}@(?:{_HOST}|\\[.*\\])$", "maxLength": 254},
 }
-"""What validators demand of a ``format`` beside llguidance's expression."""
+"""Value of ``format`` -> schema with conditions that validators check and llguidance does not."""
 
 
 def checked_schemas(value: Any) -> Any:
-    """A schema, or a JSON value that has schemas in it, with the demands of its formats added.
-
-    Raises RequestError for a schema that no answer can be held to.
-    """
+    """A schema, or a JSON value that contains schemas, with the additional conditions of ``_FORMATS``. Raises
+    RequestError for a schema that cannot be enforced."""
     if isinstance(value, list):
         return [checked_schemas(each) for each in value]
     if not isinstance(value, dict):
@@ -69,9 +69,10 @@ def _check_properties(schema: dict[str, Any]) -> None:
             f'{CANNOT_BE_FOLLOWED}an object in the schema has {num_optional:,} "properties" that are not required, and'
             f" at most {MAX_OPTIONAL_PROPERTIES:,} are allowed; require them, or split the object"
         )
-    least = schema.get("minProperties")
-    if isinstance(least, (int, float)) and least > max(1, len(names)):
+    min_properties = schema.get("minProperties")
+    if isinstance(min_properties, (int, float)) and min_properties > max(1, len(names)):
         raise RequestError(
-            f'{CANNOT_BE_FOLLOWED}the schema has the keyword "minProperties" with {least}, and an answer may repeat a'
-            ' key, which counts once; name that many keys in "required", or use minProperties 1'
+            f'{CANNOT_BE_FOLLOWED}the schema has the keyword "minProperties" with {min_properties},'
+            ' and an answer may repeat a key, which counts once; name that many keys in "required",'
+            " or use minProperties 1"
         )

@@ -29,13 +29,13 @@ from chairlift.errors import RequestError
 
 __all__ = ["Markers", "structural_tag_grammar"]
 
-_MOST_TAGS: Final = 512
-_MOST_DEPTH: Final = 16
+_MAX_TAGS: Final = 512
+_MAX_DEPTH: Final = 16
 _JSON_OPTIONS: Final = "x-guidance"
 
 
 class Markers:
-    """Added tokens by their text. ``special`` ones never occur in free text; ``others`` may."""
+    """Added tokens of a tokenizer: text -> id. ``special`` tokens never occur in free text; the ``others`` may."""
 
     def __init__(self, special: Mapping[str, int], others: Mapping[str, int]) -> None:
         self.special = dict(special)
@@ -46,7 +46,7 @@ class Markers:
         self._pattern = re.compile("|".join(map(re.escape, self.texts))) if self.texts else None
 
     def split(self, text: str) -> list[str | int]:
-        """A literal as texts and token ids in order."""
+        """A literal text, split into ordinary texts and ids of added tokens, in order."""
         if self._pattern is None:
             return [text] if text else []
         parts: list[str | int] = []
@@ -77,10 +77,10 @@ class _Writer:
         self._options = dict(json_options)
         self._rules: list[str] = []
         self._bounds: set[int] = set()
-        """Tokens that begin or end a tag, which free text cannot contain."""
+        """Ids of tokens that begin or end a tag. Free text must not contain them."""
         self._tags = 0
         self._without: dict[str, str] = {}
-        """Rules of free text, with the terminal that each repeats."""
+        """Name of a terminal -> name of the rule for free text that repeats this terminal."""
 
     def grammar(self, spec: Mapping[str, Any]) -> str:
         if "structures" in spec or "triggers" in spec:
@@ -96,7 +96,8 @@ class _Writer:
         start = self._format(root, "format", None, 0)
         free = [token for token in self._markers.others.values() if token not in self._bounds]
         marker = " | ".join(f"<[{token}]>" for token in free)
-        # Text up to a trigger is one lexeme with the trigger, so only text that ends in a marker may come before.
+        # The lexer reads text up to a trigger together with the trigger, as one lexeme. So before it only text that
+        # ends with a marker is possible.
         rules = [f"marked: (TEXT? ({marker}))*", "text: marked TEXT?"] if free else ['marked: ""', "text: TEXT?"]
         for name, terminal in self._without.items():
             rules.append(f"{name}: ({terminal}? ({marker}))* {terminal}?" if free else f"{name}: {terminal}?")
@@ -115,11 +116,11 @@ class _Writer:
         return name
 
     def _format(self, given: Any, where: str, end: str | None, depth: int) -> str:
-        """A Lark expression for a format. ``end`` is the literal after it, if known."""
+        """Lark expression for a format. ``end`` is the literal that follows it, or None if unknown."""
         if not isinstance(given, Mapping):
             raise _wrong(where, f"must be an object with a type, got {given!r:.80}")
-        if depth > _MOST_DEPTH:
-            raise _wrong(where, f"is nested more than {_MOST_DEPTH} deep; make it flatter")
+        if depth > _MAX_DEPTH:
+            raise _wrong(where, f"is nested more than {_MAX_DEPTH} deep; make it flatter")
         writers: dict[Any, Callable[..., str]] = {
             "const_string": self._const,
             "json_schema": self._json,
@@ -175,10 +176,11 @@ class _Writer:
         return self._rule(" | ".join(parts))
 
     def _tag(self, given: Mapping[str, Any], where: str, end: str | None, depth: int, skip: int = 0) -> str:
-        """A tag without the first ``skip`` characters of its beginning, which are in the text already."""
+        """Expression for a tag. The first ``skip`` characters of its beginning are left out, because the text already
+        has them."""
         self._tags += 1
-        if self._tags > _MOST_TAGS:
-            raise _wrong(where, f"is one tag too many; {_MOST_TAGS} are allowed")
+        if self._tags > _MAX_TAGS:
+            raise _wrong(where, f"is one tag too many; {_MAX_TAGS} are allowed")
         begin, close = _text(given, "begin", where, empty=True), _text(given, "end", where, empty=True)
         content = given.get("content")
         opening = _quoted(self._literal(begin[skip:]))
@@ -193,8 +195,8 @@ class _Writer:
         return self._rule(f"{opening} {inner} {_quoted(ending)}")
 
     def _text_without(self, close: str) -> str:
-        """Free text that does not spell the marker at the begin of ``close`` with other tokens, because a reader of the
-        text would take that for the end."""
+        """Rule for free text that does not contain the text of the marker at the beginning of ``close``, written with
+        other tokens. A reader of the text would take such a text for the end."""
         spelled = next(text for text in self._markers.texts if close.startswith(text))
         pattern = re.escape(spelled).replace("/", "\\/").replace("\n", "n")
         number = len(self._rules)
@@ -224,7 +226,7 @@ class _Writer:
         return self._rule(f"{tag}{'+' if given.get('at_least_one') else '*'} text")
 
     def _trigger(self, trigger: str, where: str) -> str:
-        """Free text up to the trigger, and the trigger."""
+        """Lark expression for free text that ends with the trigger."""
         parts = self._literal(trigger)
         if isinstance(parts[0], int):
             return f"text {_quoted(parts)}"
@@ -251,7 +253,7 @@ class _Writer:
 
 
 def _begins_with(given: Any) -> str:
-    """The literal that a format begins with; if unknown, a text that is no marker."""
+    """The literal that a format begins with. If it is unknown: a text that is not a marker."""
     if isinstance(given, Mapping):
         kind = given.get("type")
         if kind in ("const_string", "tag"):

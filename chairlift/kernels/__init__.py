@@ -1,2 +1,2 @@
-"""Operations on tensors. Each has one name, one definition, and an implementation per backend. Import from
+"""Operations on tensors. Each has one name, one definition, and one implementation per backend. Import them from
 :mod:`.ops`."""

@@ -1,4 +1,4 @@
-"""Limits of this process's control groups: processors and memory. Linux, versions 1 and 2."""
+"""Limits on processors and memory that Linux control groups (versions 1 and 2) set for this process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 _MEMINFO: Final = Path("/proc/meminfo")
 _QUOTAS: Final = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-"""Files with quota and period: one file in version 2, two in version 1."""
+"""Names of the files with quota and period: one file in version 2, two in version 1."""
 _MEMORY: Final = ("memory.max", "memory.limit_in_bytes")
 
 
 def processor_limit() -> float | None:
-    """Number of processors that the smallest quota allows, over this process's group and all enclosing groups; None
-    without a quota."""
+    """Number of processors that this process may use by quota: the smallest quota of its control group and all
+    enclosing groups. None if there is no quota."""
     limits = []
     for folder in _folders("cpu"):
         for names in _QUOTAS:
@@ -31,8 +31,8 @@ def processor_limit() -> float | None:
 
 
 def memory_limit() -> int | None:
-    """Bytes that the smallest limit allows, over this process's group and all enclosing groups; None without a
-    limit."""
+    """Bytes of memory that this process may use by limit: the smallest limit of its control group and all enclosing
+    groups. None if there is no limit."""
     limits = []
     for folder in _folders("memory"):
         for name in _MEMORY:
@@ -42,8 +42,8 @@ def memory_limit() -> int | None:
 
 
 def total_memory() -> int:
-    """Bytes of memory that this process may use: all of the machine's, or the limit of its control groups. 4 GiB where
-    neither is known."""
+    """Bytes of memory that this process may use: the machine's memory, or the limit of its control groups if that is
+    lower. 4 GiB if neither is known."""
     total = 0
     for line in _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else []:
         if line.startswith("MemTotal:"):
@@ -53,10 +53,10 @@ def total_memory() -> int:
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """Folders of this process's group and of the enclosing groups.
+    """Folders of this process's control group and of its enclosing groups.
 
-    In a container, the groups outside it have names but no folders. The files of the container's own group are then in
-    the root folder.
+    A container knows the names of groups outside it, but cannot see their folders. The files of the container's own
+    group are then in the root folder.
     """
     bases: list[tuple[Path, str]] = [(_ROOT, "/"), (_ROOT / controller, "/")]
     with contextlib.suppress(OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Gated delta rule (Yang et al., 2024) as a recurrent cell, with the convolution before it and the norm behind it.
+"""Gated delta rule (Yang et al., 2024) as a recurrent cell, with the convolution before it and the norm after it.
 
-Each head of values has a memory S [Dk, Dv] in float32. A token with key k, value v, query q, decay g in (0, 1) and rate
-b in (0, 1) first lets the memory fade, S <- g S. It then replaces a part b of what the memory answers to k by v,
-S <- S + k (b (v - S'k))', and reads S'q.
+Each value head has a state matrix S [Dk, Dv] in float32. A token with key k, value v, query q, decay g in (0, 1) and
+rate b in (0, 1) first decays the state, S <- g S. It then moves the value stored under k towards v by the fraction b, S
+<- S + k (b (v - S'k))', and its output is S'q.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from chairlift.kernels.recurrent import StatePart
 __all__ = ["DeltaRule"]
 
 _L2_EPS = 1e-6
-"""Added to the sum of squares of q and of k, as in Qwen3-Next."""
+"""Number added to the sum of squares of q and of k before the square root, as in Qwen3-Next."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DeltaRule:
     """Two inputs per token -> [T, value_heads * value_dim].
 
-    The first has the columns of q and k (``key_heads`` of ``key_dim`` each), of v and of the gate z (``value_heads`` of
-    ``value_dim`` each). q, k and v pass a causal convolution of each channel by itself and silu; q and k are then
-    divided by their length, and q by the square root of ``key_dim``. The second input has the columns b and a, one per
-    head of values: the rate is sigmoid(b), and the decay exp(-exp(decay_log) softplus(a + step_bias)). What each head
-    reads is divided by its root mean square, and multiplied by ``norm`` and silu(z).
+    The first input has the columns of q and k (``key_heads`` of ``key_dim`` each), of v and of the gate z
+    (``value_heads`` of ``value_dim`` each). q, k and v pass through a causal convolution, separate for each channel,
+    and silu. q and k are then divided by their length, and q also by the square root of ``key_dim``. The second input
+    has one column b and one column a per value head: the rate is sigmoid(b), and the decay exp(-exp(decay_log)
+    softplus(a + step_bias)). The output of each head is divided by its root mean square, and multiplied by ``norm`` and
+    silu(z).
 
-    Neighbouring heads of values share a head of keys. Everything is computed in float32 and rounded once.
+    Neighbouring value heads share a key head. Everything is computed in float32, and rounded once at the end.
     """
 
     conv: Tensor
-    """[channels, 1, K]; the last tap is that of the token itself."""
+    """Weight [channels, 1, K] of the convolution; the last of the K taps belongs to the current token."""
     decay_log: Tensor
-    """[value_heads]."""
+    """Logarithm of the decay factor, [value_heads]."""
     step_bias: Tensor
-    """[value_heads]."""
+    """Number added to column a, [value_heads]."""
     norm: Tensor
-    """[value_dim]."""
+    """Weight of the norm, [value_dim]."""
     eps: float
     key_heads: int
     value_heads: int
@@ -49,7 +50,7 @@ class DeltaRule:
 
     @property
     def channels(self) -> int:
-        """Columns of q, k and v together."""
+        """Number of columns of q, k and v together."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
@@ -58,12 +59,14 @@ class DeltaRule:
 
     @property
     def panel(self) -> int:
-        """Columns of a memory that are stored together: [value_heads, value_dim / panel, key_dim, panel]."""
+        """Number of columns of a state matrix that are stored together: [value_heads, value_dim / panel, key_dim,
+        panel]."""
         return next(size for size in (32, 16, self.value_dim) if self.value_dim % size == 0)
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """The last K - 1 inputs of the convolution, oldest first, and the memories, which are float32 in any model."""
+        """Parts of the state: the last K - 1 inputs of the convolution, oldest first, and the state matrices, which are
+        float32 in any model."""
         memory = (self.value_heads, self.value_dim // self.panel, self.key_dim, self.panel)
         return (StatePart((self.taps - 1, self.channels)), StatePart(memory, torch.float32))
 
@@ -95,7 +98,8 @@ class DeltaRule:
         return out.flatten(2).to(rows.dtype), (tail, panels)
 
     def _convolved(self, mixed: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q and k [B, n, value_heads, key_dim], v [B, n, value_heads, value_dim], and the tail for the next tokens."""
+        """(q [B, n, value_heads, key_dim], k of the same shape, v [B, n, value_heads, value_dim], convolution state
+        after these tokens)."""
         count, whole = mixed.shape[1], torch.cat((tail.to(mixed.dtype), mixed), dim=1)
         taps = self.conv.float()
         y = whole[:, :count].float() * taps[:, 0, 0]
@@ -111,7 +115,7 @@ class DeltaRule:
         return q, k, v.reshape(*y.shape[:2], self.value_heads, self.value_dim), whole[:, count:]
 
     def _rates(self, rates: Tensor) -> tuple[Tensor, Tensor]:
-        """Rate and decay of each token, [B, n, value_heads]."""
+        """(rate b, decay g) of each token, each [B, n, value_heads]."""
         b, a = rates.float().chunk(2, dim=-1)
         step = torch.nn.functional.softplus(a + self.step_bias.float())
         return torch.sigmoid(b), torch.exp(-self.decay_log.float().exp() * step)

@@ -1,8 +1,9 @@
-"""A layer of experts as one operation: routing, the products of the chosen experts, and their weighted sum.
+"""A layer of experts as one operation: routing, the MLPs of the chosen experts, and the weighted sum of their results.
 
-Experts are gated MLPs; each token passes only a few of them (Shazeer et al., 2017). The result of a token must not
-depend on other tokens of its batch. So its experts are summed in the order of its choice, and products are computed row
-by row. This is slow where PyTorch runs a whole model on the CPU. Training, and a GPU, compute all rows at once.
+Experts are gated MLPs; each token passes through only a few of them (Shazeer et al., 2017). The result of a token must
+not depend on other tokens of its batch. Therefore the results of its experts are added in the order in which it chose
+them, and matmuls are computed row by row. This is slow when PyTorch runs a whole model on the CPU. In training and on a
+GPU, all rows are computed at once instead.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ __all__ = ["experts", "route"]
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Weights (float32) and indices (int64) of the experts that each token chooses, both [T, k], best first.
 
-    ``logits`` are [T, E]. ``correction`` [E] is added to the scores for the choice, but not to the weights (DeepSeek-V3
-    balances the load with it). Among equal scores the lower index is chosen.
+    ``logits`` are [T, E]. ``correction`` [E] is added to the scores when experts are chosen, but not to the weights
+    (DeepSeek-V3 uses it to balance the load). Among equal scores the lower index is chosen.
     """
     logits = logits.float()
     if routing.scoring == "softmax_chosen":
@@ -90,15 +91,16 @@ def experts(
     biases: tuple[Tensor, Tensor] | None = None,
     clamp: tuple[float, float] | None = None,
 ) -> Tensor:
-    """Send each token of ``x`` [T, D] through the experts it chooses, and sum their results with weights -> [T, D].
+    """Send each token of ``x`` [T, D] through the experts chosen for it, and return the weighted sum of their results,
+    [T, D].
 
-    An expert is down(silu(gate(x)) * up(x)) (Shazeer, 2020). ``gate_up`` is [E 2 I, D], gate above up for each expert,
-    ``down`` [E D, I], ``router`` [E, D]; see :func:`route` for ``correction`` [E]. ``shared`` [T, D] is the result of
-    an expert for all tokens; it is added, times sigmoid(x ``shared_gate``) if there is such a gate [1, D] (Qwen2-MoE).
-    ``router_bias`` [E] is added to the router's products, and ``biases`` [E 2 I] and [E D] to those of gate and up, and
-    of down. With a ``clamp`` (alpha, limit), g = min(gate, limit) and u = up within +-limit, and an expert is down(g
-    sigmoid(alpha g) (u + 1)) (gpt-oss, OpenAI, 2025). Sums are float32, in the order of each token's own choice, and
-    rounded once.
+    An expert is down(silu(gate(x)) * up(x)) (Shazeer, 2020). ``gate_up`` is [E 2 I, D], with gate's rows before up's
+    for each expert, ``down`` [E D, I], ``router`` [E, D]; see :func:`route` for ``correction`` [E]. ``shared`` [T, D]
+    is the result of an expert for all tokens. It is added, after multiplication by sigmoid(x ``shared_gate``) if the
+    gate's weight [1, D] is given (Qwen2-MoE). ``router_bias`` [E] is added to the router's logits. ``biases`` are added
+    to gate and up [E 2 I], and to down [E D]. With ``clamp`` (alpha, limit), gate becomes g = min(gate, limit), up
+    becomes u, limited to -limit..limit, and an expert is down(g sigmoid(alpha g) (u + 1)) (gpt-oss, OpenAI, 2025). Sums
+    are computed in float32, in the order in which the token chose its experts, and rounded once.
     """
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         raise InvariantError(
@@ -110,7 +112,8 @@ def experts(
     logits = product(x.float(), router.float())
     logits = logits if router_bias is None else logits + router_bias.float()
     weights, chosen = route(logits, routing, correction)
-    # A GPU must not wait for the list of tokens per expert, because a CUDA graph cannot contain such a wait.
+    # On a GPU, every expert computes all tokens. A list of each expert's tokens would make the host wait for the GPU,
+    # which a CUDA graph cannot contain.
     results = (_all_rows if x.is_cuda else _chosen_rows)(x, layer, chosen, product)
     out = weights[:, :1] * results[:, 0].float()
     for column in range(1, routing.top_k):
@@ -127,14 +130,14 @@ _Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def _row_by_row(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` row by row. A library may change its order of summation with the number of rows, and at edges of
-    tiles."""
+    """``x @ weight.T``, computed row by row. A library's order of summation may depend on the number of rows and on a
+    row's position in a tile."""
     rows = [functional.linear(row.clone(), weight) for row in torch.split(x, 1)]  # each copy has the same alignment
     return torch.cat(rows)
 
 
 class _Experts(NamedTuple):
-    """Weights of a layer by expert, [E, ...]."""
+    """Weights of a layer's experts, each [E, ...]."""
 
     gate_ups: Tensor
     downs: Tensor
@@ -157,7 +160,8 @@ class _Experts(NamedTuple):
         )
 
     def compute(self, expert: int, x: Tensor, product: _Product) -> Tensor:
-        """One expert's MLP on rows. The gate is computed in float64 for the reason given in :func:`route`."""
+        """Result of one expert's MLP for the rows ``x``. The gate is computed in float64, for the reason given in
+        :func:`route`."""
         both = product(x, self.gate_ups[expert])
         gate, up = (both if self.gate_up_biases is None else both + self.gate_up_biases[expert]).chunk(2, dim=-1)
         if self.clamp is None:
@@ -171,7 +175,7 @@ class _Experts(NamedTuple):
 
 
 def _chosen_rows(x: Tensor, layer: _Experts, chosen: Tensor, product: _Product) -> Tensor:
-    """Results [T, k, D] of the experts that each token chose. Each expert computes only its own tokens."""
+    """Results [T, k, D] of the k experts that each token chose. Each expert computes only its own tokens."""
     top_k, flat = chosen.shape[1], chosen.flatten()
     order = flat.argsort(stable=True)
     counts = flat.bincount(minlength=len(layer.downs)).tolist()
@@ -185,7 +189,8 @@ def _chosen_rows(x: Tensor, layer: _Experts, chosen: Tensor, product: _Product) 
 
 
 def _all_rows(x: Tensor, layer: _Experts, chosen: Tensor, product: _Product) -> Tensor:
-    """The same results, with every token in every expert. It needs no list of choices on the host."""
+    """Results [T, k, D] as in :func:`_chosen_rows`, but every expert computes every token. The host needs no list of
+    choices."""
     results = x.new_zeros((*chosen.shape, x.shape[1]))
     for expert in range(len(layer.downs)):
         out = layer.compute(expert, x, product)

@@ -1,8 +1,8 @@
-"""Rows of a weight as small integers in groups, as quantised checkpoints store them and the kernels multiply them.
+"""Rows of a weight as small integers in groups. Quantised checkpoints store such rows, and the kernels multiply them.
 
-It covers every format of 8 or 4 bits in checkpoints. Along the inputs, each group of codes has a scale, and a minimum
-or a fixed zero. A weight is ``scale * (code - zero)`` or ``scale * code + minimum``. In MXFP4 codes are 4-bit floats:
-``scale * E2M1_VALUES[code]``.
+Every checkpoint format of 8 or 4 bits fits this form. A group is a number of consecutive inputs of a row; its codes
+share a scale, and either a minimum or a fixed zero point. The value of a weight is ``scale * (code - zero)`` or ``scale
+* code + minimum``. In MXFP4 codes are 4-bit floats: ``scale * E2M1_VALUES[code]``.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from torch import Tensor
 __all__ = ["E2M1_VALUES", "GROUP", "GroupKind", "GroupedRows", "dequantized"]
 
 GROUP: Final = 32
-"""Inputs of the smallest group. Activations are always rounded in groups of this size."""
+"""Number of inputs in the smallest group. Activations are always rounded in groups of this size."""
 
 E2M1_VALUES: Final = tuple(sign * value for sign in (1, -1) for value in (0, 1, 2, 3, 4, 6, 8, 12))
-"""Twice the value of each 4-bit float e2m1 (OCP Microscaling Formats, 2023), which makes them integers."""
+"""Twice the value of each 4-bit float e2m1 (OCP Microscaling Formats, 2023). Doubling makes the values integers."""
 
 
 class GroupKind(NamedTuple):
-    """Format of the codes in a weight."""
+    """Kind of integer groups in which a weight is stored."""
 
     bits: int
-    """8 or 4."""
+    """Bits per code: 8 or 4."""
     group: int
     """Number of inputs that share a scale: a multiple of 32. The last group of a row may be shorter."""
     minimum: bool = False
-    """Whether each group has a minimum. Otherwise the code of zero is half the range."""
+    """Whether each group has a minimum. Otherwise the zero point is half the range of codes."""
     e2m1: bool = False
-    """Whether codes of 4 bits are floats with the values :data:`E2M1_VALUES`. Such a kind has no minimum."""
+    """Whether 4-bit codes are floats with the values :data:`E2M1_VALUES`. Such a kind has no minimum."""
 
     @property
     def zero(self) -> int:
-        """Code of zero, without a minimum. For float codes, the lowest value (negative)."""
+        """Code of the value zero, for kinds without a minimum. For float codes: the lowest value, a negative number."""
         return E2M1_VALUES[7] if self.e2m1 else 0 if self.minimum else 1 << (self.bits - 1)
 
     @property
     def span(self) -> int:
-        """Number of scales between the lowest and the highest number of a group."""
+        """Difference between the highest and the lowest value of a group, in scales."""
         return 2 * E2M1_VALUES[7] if self.e2m1 else (1 << self.bits) - 1
 
     @property
@@ -55,7 +55,7 @@ class GroupKind(NamedTuple):
         return f"int{self.bits} in groups of {self.group}" + (" with minimums" if self.minimum else "")
 
     def __or__(self, other: object) -> GroupKind:
-        """The narrowest kind that represents the numbers of both kinds exactly."""
+        """The smallest kind that represents all values of both kinds exactly."""
         if not isinstance(other, GroupKind):
             return NotImplemented
         small, large = sorted((self.group, other.group))
@@ -68,15 +68,15 @@ class GroupKind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupedRows:
-    """Rows [R, K] of a weight."""
+    """Rows [R, K] of a weight as codes in groups."""
 
     kind: GroupKind
     codes: Tensor
     """uint8 [R, K], one code per byte, for 4 bits too."""
     scales: Tensor
-    """float32 [R, ceil(K / group)]."""
+    """Scale of each group, float32 [R, ceil(K / group)]."""
     minimums: Tensor | None = None
-    """Shaped like ``scales``, if the kind has minimums."""
+    """Minimum of each group, shaped like ``scales``; None if the kind has no minimums."""
 
     @property
     def shape(self) -> torch.Size:
@@ -93,12 +93,12 @@ class GroupedRows:
         return len(self.codes)
 
     def __getitem__(self, rows: slice | Tensor) -> GroupedRows:
-        """Rows by slice, or by index, int64 [n]."""
+        """Rows by slice, or by row index, int64 [n]."""
         minimums = None if self.minimums is None else self.minimums[rows]
         return GroupedRows(self.kind, self.codes[rows], self.scales[rows], minimums)
 
     def dequantize(self) -> Tensor:
-        """The numbers as float32 [R, K]."""
+        """Values of the weight as float32 [R, K]."""
         scales = self._spread(self.scales)
         if self.kind.e2m1:
             return scales * torch.tensor(E2M1_VALUES, dtype=torch.float32)[self.codes.int()]
@@ -107,7 +107,7 @@ class GroupedRows:
         return scales * self.codes.float() + self._spread(self.minimums)
 
     def to(self, kind: GroupKind) -> GroupedRows:
-        """The same numbers in a wider kind; see ``GroupKind.__or__``. Raises ValueError for any other kind."""
+        """Rows with the same values in a wider kind; see ``GroupKind.__or__``. Raises ValueError for any other kind."""
         if kind == self.kind:
             return self
         if kind | self.kind != kind:
@@ -125,7 +125,7 @@ class GroupedRows:
 
     @classmethod
     def quantize(cls, rows: Tensor, kind: GroupKind) -> GroupedRows:
-        """Round ``rows`` [R, K], of any float dtype, to the nearest codes of ``kind``. Scales are float16 numbers.
+        """Round ``rows`` [R, K], of any float dtype, to the nearest codes of ``kind``. Scales are rounded to float16.
 
         Scales of 4-bit floats are powers of two, as the OCP specification of MXFP4 requires.
         """
@@ -158,8 +158,9 @@ class GroupedRows:
 
 
 def _nearest_e2m1(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [R, G, K] and scales [R, G] of float32 ``groups``. The scale gives the largest number of a group the
-    exponent of 4, and numbers above 6 scales become 6. A number between two values goes to the one nearer to zero."""
+    """Codes uint8 [R, G, K] and scales [R, G] of float32 ``groups``. The scale is a power of two that brings the
+    largest number of a group to an exponent of 4; numbers above 6 scales become 6. A number halfway between two values
+    is rounded towards zero."""
     highest = groups.abs().amax(-1)
     # exponent of half the scale: the highest number is below 2 ** exponent
     exponents = torch.frexp(highest).exponent - 4
@@ -171,5 +172,5 @@ def _nearest_e2m1(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(rows: Tensor | GroupedRows) -> Tensor:
-    """The numbers as floats."""
+    """Values of the rows as floats."""
     return rows.dequantize() if isinstance(rows, GroupedRows) else rows

@@ -13,43 +13,44 @@ from chairlift.kernels.short_conv import ShortConv
 __all__ = ["BLOCK", "Mamba2", "Mamba2Shape"]
 
 BLOCK = 64
-"""Tokens that the plain scan multiplies at a time."""
+"""Number of tokens that the plain scan processes with one set of matmuls."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Shape:
-    """Sizes of a layer, and its numbers that are not weights. I is ``heads * head_dim``."""
+    """Sizes and numeric settings of a Mamba-2 layer. I is ``heads * head_dim``."""
 
     heads: int
     head_dim: int
     state_size: int
     groups: int = 1
-    """Groups of heads that share B and C."""
+    """Number of groups of heads; the heads of a group share B and C."""
     time_limit: tuple[float, float] = (0.0, float("inf"))
-    """(least, most) of a time step. It holds for every token, in transformers only where several are computed."""
+    """(minimum, maximum) of a time step. It applies to every token; in transformers it applies only when several tokens
+    are computed at once."""
     norm_groups: int = 1
-    """Groups of channels with a root mean square of their own in the gated norm."""
+    """Number of groups of channels in the gated norm; each group has its own root mean square."""
     norm_eps: float = 1e-5
     norm_first: bool = False
     """Whether the norm comes before the gate."""
     gate_factor: float = 1.0
     """Factor of the gate's input."""
     step_factor: float = 1.0
-    """Factor of the time steps' inputs, without their bias."""
+    """Factor of the time steps' inputs, before their bias is added."""
 
     @property
     def inner(self) -> int:
-        """I, the width of x, of the gate and of the result."""
+        """I: the width of x, of the gate and of the result."""
         return self.heads * self.head_dim
 
     @property
     def channels(self) -> int:
-        """I + 2 G N, the width of the convolution: x, B and C."""
+        """I + 2 G N: the width of the convolution, which covers x, B and C."""
         return self.inner + 2 * self.groups * self.state_size
 
     @property
     def columns(self) -> int:
-        """Width of the input: gate, x, B, C, and a time step per head."""
+        """Width of the input: gate, x, B, C, and one time step per head."""
         return self.inner + self.channels + self.heads
 
 
@@ -57,25 +58,25 @@ class Mamba2Shape:
 class Mamba2:
     """Input [T, gate (I) | x (I), B (G N), C (G N) | dt (H)] -> [T, I].
 
-    x, B and C pass a convolution with silu. Then, in float32, for each head with its state S [N, P]: d = softplus(dt +
-    dt_bias), limited; S = exp(-d exp(A_log)) S + B (d x)'; y = S' C + D x. The result is y silu(gate), through a norm
-    if there is one. The state is float32 whatever the model's dtype is.
+    x, B and C pass through a convolution and silu. Then, in float32, for each head with its state S [N, P]: d =
+    softplus(dt + dt_bias), limited; S = exp(-d exp(A_log)) S + B (d x)'; y = S' C + D x. The result is y silu(gate),
+    followed by a norm if there is one. The state is float32 whatever the model's dtype is.
     """
 
     shape: Mamba2Shape
     conv: ShortConv
     a_log: Tensor
-    """[H]."""
+    """Logarithm of the decay rate, [H]."""
     dt_bias: Tensor
-    """[H]."""
+    """Number added to the time steps' inputs, [H]."""
     skip: Tensor
-    """[H]: D."""
+    """D, the factor of x that is added to the output, [H]."""
     norm: Tensor | None
-    """Weight [I] of the gated norm; None: there is only the gate."""
+    """Weight [I] of the gated norm; None if there is only a gate."""
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """The tail of the convolution, and S per head."""
+        """Parts of the state: the last inputs of the convolution, and S per head."""
         shape = self.shape
         return (*self.conv.parts, StatePart((shape.heads, shape.state_size, shape.head_dim), torch.float32))
 
@@ -109,7 +110,7 @@ class Mamba2:
         return y, (tail, kept.reshape(len(kept), shape.heads, shape.state_size, shape.head_dim))
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Gate and norm, in float32."""
+        """Apply the gate and the norm to ``y``, in float32."""
         gate = torch.nn.functional.silu(gate * self.shape.gate_factor)
         if self.norm is None:
             return y * gate
@@ -121,8 +122,8 @@ class Mamba2:
 
 
 def _block(x: Tensor, b: Tensor, c: Tensor, times: Tensor, rates: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Several tokens as products of matrices, in float32: x [B, n, G, R, P] for R heads in each of G groups, b and c
-    [B, n, G, N], times [B, n, G, R], rates [G, R] and state [B, G, R, N, P] -> y like x, and the state after them."""
+    """Process several tokens with matmuls, in float32: x [B, n, G, R, P] for R heads in each of G groups, b and c [B,
+    n, G, N], times [B, n, G, R], rates [G, R] and state [B, G, R, N, P] -> y like x, and the state after them."""
     count = x.shape[1]
     decays = (times * rates).cumsum(1).movedim(1, -1)  # [B, G, R, n]: logarithms
     between = decays.unsqueeze(-1) - decays.unsqueeze(-2)

@@ -1,8 +1,9 @@
-"""Operations that models are written in. Each has one definition: plain torch, and the width of its result.
+"""The operations of which models consist. The definition of each is a function in plain torch, plus the width of its
+result.
 
-Call them through the module (``ops.rms_norm(...)``), so that every model sees a replaced implementation. A new
-operation needs a definition here and nothing else. A backend without a kernel for it runs it in plain torch. See
-:class:`~chairlift.kernels.recording.Op`.
+Call operations through the module (``ops.rms_norm(...)``), so that a replaced implementation takes effect in every
+model. A new operation needs only a definition here. A backend that has no kernel for it runs the plain torch function.
+See :class:`~chairlift.kernels.recording.Op`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ __all__ = [
 ]
 
 Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines of a step's positions, each [T, 1, Dh / 2]."""
+"""(cosines, sines) of a step's positions, each [T, 1, Dh / 2]."""
 
 
 def _product(x: Value, weight: Tensor, bias: Tensor | None) -> int:
@@ -97,7 +98,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @operation(lambda x, weight, eps, offset: expect(x, "rows", len(weight)))
 def rms_norm_offset(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """Root mean square norm over the last dimension, times ``offset + weight``, then rounded (Gemma: offset 1)."""
+    """Root mean square norm over the last dimension, multiplied by ``offset + weight`` and then rounded (Gemma: offset
+    1)."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (normed * (offset + weight.float())).to(x.dtype)
@@ -119,21 +121,22 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def gelu(x: Tensor) -> Tensor:
     """GELU (Hendrycks and Gimpel, 2016).
 
-    In float64, because torch's float32 GELU gives a row different bits alone and among other rows.
+    It is computed in float64, because the bits of torch's float32 GELU for a row depend on the other rows.
     """
     return torch.nn.functional.gelu(x.double()).to(x.dtype)
 
 
 @operation(lambda gate_up: expect(gate_up) // 2)
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    """GEGLU's product (Shazeer, 2020) with tanh: [..., 2 I] with the gate first -> gelu_tanh(gate) * up, [..., I]."""
+    """GEGLU (Shazeer, 2020) with the tanh approximation: [..., 2 I] with the gate first -> gelu_tanh(gate) * up, [...,
+    I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
 @operation(lambda pair: expect(pair) // 2)
 def gelu_and_mul(pair: Tensor) -> Tensor:
-    """GEGLU's product (Shazeer, 2020): [..., 2 I] with the gate first -> gelu(gate) * up, [..., I]."""
+    """GEGLU (Shazeer, 2020): [..., 2 I] with the gate first -> gelu(gate) * up, [..., I]."""
     gate, up = pair.chunk(2, dim=-1)
     return gelu.reference(gate) * up
 
@@ -158,7 +161,7 @@ def scale(x: Tensor, factor: float) -> Tensor:
 
 @operation(lambda x, limit: expect(x))
 def clip(x: Tensor, limit: float) -> Tensor:
-    """``x`` with each number limited to -limit to limit (OLMoE, for q, k and v)."""
+    """``x`` with each element limited to -limit..limit (OLMoE uses it for q, k and v)."""
     return x.clamp(-limit, limit)
 
 
@@ -170,25 +173,25 @@ def _columns_width(x: Value, first: int, count: int) -> int:
 
 @operation(_columns_width)
 def columns(x: Tensor, first: int, count: int) -> Tensor:
-    """``count`` columns of ``x`` [T, W] from ``first`` on, [T, count]."""
+    """Columns ``first`` to ``first + count`` (excluded) of ``x`` [T, W]: [T, count]."""
     return x[:, first : first + count]
 
 
 @operation(lambda x, gate: expect(x, "rows", expect(gate)))
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """``x * sigmoid(gate)``, number by number (Qwen3-Next, for the results of attention)."""
+    """``x * sigmoid(gate)``, elementwise (Qwen3-Next uses it for the results of attention)."""
     return x * torch.sigmoid(gate)
 
 
 @operation(lambda x, cap: expect(x))
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """``cap * tanh(x / cap)``, between -cap and cap (Gemma 2)."""
+    """``cap * tanh(x / cap)``, which is between -cap and cap (Gemma 2)."""
     return cap * torch.tanh(x / cap)
 
 
 @operation(lambda gate_up, factor=1.0: expect(gate_up) // 2)
 def silu_and_mul(gate_up: Tensor, factor: float = 1.0) -> Tensor:
-    """SwiGLU's product (Shazeer, 2020): [..., 2 I] with the gate first -> silu(factor * gate) * up, [..., I]."""
+    """SwiGLU (Shazeer, 2020): [..., 2 I] with the gate first -> silu(factor * gate) * up, [..., I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate if factor == 1.0 else gate * factor) * up
 
@@ -204,7 +207,7 @@ def _embedding_width(ids: Value, weight: Tensor | PackedMatrix) -> int:
 
 @operation(_embedding_width)
 def embedding(ids: Tensor, weight: Tensor | PackedMatrix) -> Tensor:
-    """Rows ``ids`` [T] of ``weight`` [V, D] -> [T, D]. A packed weight works in step programs only."""
+    """Rows ``ids`` [T] of ``weight`` [V, D]: [T, D]. A packed weight is allowed only in step programs."""
     if not isinstance(weight, Tensor):
         raise InvariantError("the embedding is laid out for the native kernels; it works in a step program only")
     return torch.nn.functional.embedding(ids, weight)
@@ -217,7 +220,7 @@ def _packed_product(x: Value, weight: PackedMatrix) -> int:
 
 @operation(_packed_product)
 def native_linear(x: Tensor, weight: PackedMatrix) -> Tensor:
-    """``x @ weight.T + bias`` for a weight in the native kernels' layout. It works in step programs only."""
+    """``x @ weight.T + bias`` for a weight in the native kernels' layout. It is allowed only in step programs."""
     raise InvariantError(
         "this linear layer is laid out for the native kernels, which run it in a step program only; "
         "keep it out of functions given to ops.call_out, or load the model in another layout"
@@ -235,10 +238,11 @@ def _table_width(
 def rotary_table(
     positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype, axes: Tensor | None = None
 ) -> Rotary:
-    """Cosines and sines of ``positions`` [T] times float32 ``frequencies`` [Dh / 2], scaled by ``factor``.
+    """Cosines and sines of the angles ``positions`` [T] times float32 ``frequencies`` [Dh / 2], scaled by ``factor``.
 
-    ``axes`` [Dh / 2] says which of three positions each frequency turns by: time, height or width (0, 1, 2). They are
-    the same in texts. Only native step programs know others; see :attr:`~chairlift.step_batch.StepBatch.axes`.
+    ``axes`` [Dh / 2] says which of a token's three positions each frequency uses: time, height or width (0, 1, 2). The
+    three are equal for text. Only native step programs support different positions; see
+    :attr:`~chairlift.step_batch.StepBatch.axes`.
     """
     angles = positions.float()[:, None, None] * frequencies
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
@@ -265,10 +269,10 @@ def rotary_heads(
     eps: float = 0.0,
     norm_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a product [T, (Hq + 2 Hkv) Dh] into q [T, Hq, Dh], k and v [T, Hkv, Dh].
+    """Split a linear layer's result [T, (Hq + 2 Hkv) Dh] into q [T, Hq, Dh], k and v [T, Hkv, Dh].
 
-    With ``q_norm`` and ``k_norm`` [Dh], q and k are normalised per head (Qwen3; plus ``norm_offset``, Gemma). Then,
-    with ``rotary``, they are rotated. v is unchanged.
+    With ``q_norm`` and ``k_norm`` [Dh], q and k are normalised per head (Qwen3; plus ``norm_offset``, Gemma). Then q
+    and k are rotated, if ``rotary`` is given. v is unchanged.
     """
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     split = num_heads + num_kv_heads
@@ -288,7 +292,8 @@ def rotary_heads(
 
 @operation(lambda qkv, q_norm, k_norm, eps: expect(qkv))
 def norm_all_heads(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
-    """A product [T, (Hq + 2 Hkv) Dh] with RMSNorm over all heads of q together, and of k; v is unchanged (OLMo 2).
+    """Apply RMSNorm over all heads of q together, and over all heads of k together, to ``qkv`` [T, (Hq + 2 Hkv) Dh]. v
+    is unchanged (OLMo 2).
 
     ``q_norm`` is [Hq Dh], ``k_norm`` [Hkv Dh].
     """
@@ -318,14 +323,15 @@ def rotate_and_norm(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """A product [T, (Hq + 2 Hkv) Dh] with q and k rotated, then normalised per head; v is unchanged.
+    """Rotate q and k in ``qkv`` [T, (Hq + 2 Hkv) Dh], then normalise them per head. v is unchanged.
 
-    The first 2 F dimensions of each head are rotated by ``positions`` [T] times float32 ``frequencies`` [F], scaled by
-    ``factor``; the other dimensions are not (Phi-3). Norms [Dh], if given, come after the rotation (Hunyuan).
+    The first 2 F dimensions of each head are rotated by the angles ``positions`` [T] times float32 ``frequencies`` [F],
+    scaled by ``factor``. The other dimensions are not rotated (Phi-3). The norms' weights [Dh], if given, apply after
+    the rotation (Hunyuan).
     """
     heads, rotated = qkv.view(qkv.shape[0], -1, head_dim), 2 * len(frequencies)
-    # In float64, because the rounding of torch's float32 cosine depends on a number's place in the tensor, and a row
-    # must not depend on others.
+    # Angles are float64, because the rounding of torch's float32 cosine depends on an element's index in the tensor,
+    # and a row must not depend on other rows.
     angles = (positions.float()[:, None, None] * frequencies).double()
     cos, sin = ((table * factor).to(qkv.dtype) for table in (angles.cos(), angles.sin()))
     split = num_heads + num_kv_heads
@@ -341,7 +347,7 @@ def rotate_and_norm(
 
 @operation(lambda qkv, positions, width, beta, interval: expect(qkv))
 def scale_queries(qkv: Tensor, positions: Tensor, width: int, beta: float, interval: int) -> Tensor:
-    """A product whose first ``width`` columns are q, with q at position p times 1 + beta ln(1 + floor(p / interval)).
+    """Multiply q at position p, the first ``width`` columns of ``qkv``, by 1 + beta ln(1 + floor(p / interval)).
 
     This keeps attention sharp over long texts (Llama 4, Ministral 3). ``qkv`` is [T, (Hq + 2 Hkv) Dh], ``positions``
     [T].
@@ -351,11 +357,11 @@ def scale_queries(qkv: Tensor, positions: Tensor, width: int, beta: float, inter
 
 
 def call_out(function: Callable[..., Tensor], *values: Tensor, width: int) -> Tensor:
-    """``function(*values)``, [T, width]. Inside a step program the function gets tensors, too.
+    """``function(*values)``, [T, width]. The function gets tensors inside a step program, too.
 
-    Use it for a computation that is no operation: the program stops, Python computes, and the program continues. Values
-    are activations [T, width], token ids or positions, of the tokens that are still needed. No row may depend on
-    another.
+    Use it for a computation that is not one of the operations: the program stops, Python computes, and the program
+    continues. ``values`` are activations [T, width], token ids or positions. Only tokens that are still needed are
+    passed. The result for a row must not depend on other rows.
     """
 
     def widths(*given: Value) -> int:

@@ -1,9 +1,9 @@
 """Runs a model once on symbols and records its operations, so that they can be replayed without Python.
 
-A model's Python code is the only description of its network. A :class:`Recorder` passes :class:`Value` objects to it
-instead of tensors. Every :class:`Op` that gets one is recorded as a :class:`Node` instead of computed. This is tracing
-as in torch.fx, without control flow: decisions in Python (which layers have a window, a bias, a norm on q and k) are
-made once, and the result is a sequence of operations.
+A model's Python code is the only description of its network. A :class:`Recorder` passes :class:`Value` objects to this
+code instead of tensors. An :class:`Op` that receives such an object is recorded as a :class:`Node` instead of being
+computed. This is tracing as in torch.fx, but without control flow: decisions in Python (which layers have a window, a
+bias, a norm on q and k) are made once, and the result is a sequence of operations.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Value:
     """Placeholder of a tensor [T, width] in a recording, where T is the number of tokens in a step.
 
     ``role`` says what the numbers are: ``rows`` (activations in the model's dtype), ``token_ids``, ``positions``,
-    ``rotary`` (a table of cosines and sines) or ``heads`` (q, k or v of one attention). ``node`` computes it; None for
-    inputs of the step.
+    ``rotary`` (a table of cosines and sines) or ``heads`` (q, k or v of one attention). ``node`` computes the value; it
+    is None for inputs of the step.
     """
 
     __slots__ = ("node", "recorder", "role", "width")
@@ -46,16 +46,16 @@ class Value:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's dtype; int64 for token ids and positions."""
+        """Dtype of the tensor: the model's dtype, or int64 for token ids and positions."""
         return torch.int64 if self.role in ("token_ids", "positions") else self.recorder.dtype
 
     @property
     def device(self) -> torch.device:
-        """The CPU, where programs run."""
+        """The CPU, on which step programs run."""
         return torch.device("cpu")
 
     def flatten(self, start_dim: int) -> Value:
-        """Heads side by side, [T, H, Dh] -> [T, H * Dh]. This is their layout already."""
+        """Concatenate the heads, [T, H, Dh] -> [T, H * Dh]. Heads already have this layout, so nothing is recorded."""
         if start_dim != 1:
             raise ValueError(f"flatten({start_dim}) cannot be recorded; flatten(1) keeps one row per token")
         return self
@@ -86,11 +86,11 @@ class Value:
 
 
 class Op(Generic[_P, _R]):
-    """Definition of one operation; :func:`operation` makes it from a function in plain torch.
+    """Definition of one operation. :func:`operation` creates it from a function in plain torch.
 
-    Called with tensors it is that function, ``reference``. Called with :class:`Value` objects, which come before all
-    other arguments, it is recorded. ``widths`` takes the same arguments, checks them, and returns the width of the
-    result, or a tuple for several results; ``role`` is their role. Each backend lists its kernels:
+    A call with tensors runs that function, ``reference``. A call with :class:`Value` objects, which come before all
+    other arguments, is recorded. ``widths`` takes the same arguments, checks them, and returns the width of the result,
+    or a tuple of widths for several results; ``role`` is the role of the results. Each backend lists its kernels:
     ``kernels/cpu/lowering.py`` and ``kernels/triton/program.py``. A backend without a kernel calls ``reference``.
     """
 
@@ -110,14 +110,14 @@ class Op(Generic[_P, _R]):
 
     @functools.cached_property
     def parameters(self) -> list[inspect.Parameter]:
-        """Parameters of the reference, in order."""
+        """Parameters of the reference function, in order."""
         return list(inspect.signature(self.reference).parameters.values())
 
 
 def operation(
     widths: Callable[..., int | tuple[int, ...]], role: str = "rows"
 ) -> Callable[[Callable[_P, _R]], Op[_P, _R]]:
-    """Decorator that makes an :class:`Op` of a function."""
+    """Decorator that turns a function into an :class:`Op`."""
     return lambda reference: Op(reference, widths, role)
 
 
@@ -127,37 +127,37 @@ class Node:
 
     op: Op[Any, Any]
     inputs: tuple[Value, ...]
-    """Its first arguments."""
+    """First arguments of the call: the values."""
     attributes: dict[str, Any]
-    """Its other arguments by name: weights and numbers."""
+    """Other arguments of the call, by name: weights and numbers."""
     outs: tuple[Value, ...]
 
     @property
     def out(self) -> Value:
-        """The first result, usually the only one."""
+        """The first result. Most operations have only one."""
         return self.outs[0]
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """Name of the operation in messages."""
         role = self.inputs[0].role
         return self.op.name if role == "rows" else f"{self.op.name} of {role}"
 
     def compute(self, *inputs: Tensor) -> Any:
-        """The result in plain torch."""
+        """Result of the operation for ``inputs``, computed in plain torch."""
         return self.op.reference(*inputs, **self.attributes)
 
 
 class Recorder:
     """Records the operations that a model applies to :attr:`token_ids` and :attr:`positions`.
 
-    It is also the :class:`~chairlift.models.context.AttentionContext` of that run.
+    The recorder also serves as the :class:`~chairlift.models.context.AttentionContext` of that run.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.nodes: list[Node] = []
-        """Nodes in the order of the calls."""
+        """Recorded nodes, in the order of the calls."""
         self.token_ids = Value(self, "token_ids", 1)
         self.positions = Value(self, "positions", 1)
 
@@ -194,18 +194,20 @@ class Recorder:
         both_ways: bool = False,
     ) -> Value:
         """Record attention; see :class:`~chairlift.models.context.AttentionContext`. q, k and v come from one
-        ``ops.rotary_heads``. With ``both_ways`` a token sees all tokens of its text (no window), also later ones."""
+        ``ops.rotary_heads``. With ``both_ways``, a token attends to all tokens of its text, including later tokens,
+        without a window."""
         given = {"layer": layer, "scale": scale, "window": window, "cap": cap, "sinks": sinks, "both_ways": both_ways}
         out = self.record(attention, (q, k, v), given)
         return cast(Value, out)
 
     def recur(self, layer: int, cell: Cell, *inputs: Value) -> Value:
-        """See :class:`~chairlift.models.context.AttentionContext`."""
+        """Record a recurrent layer; see :class:`~chairlift.models.context.AttentionContext`."""
         return cast(Value, self.record(recurrence, inputs, {"layer": layer, "cell": cell}))
 
 
 def expect(value: Value, role: str = "rows", width: int | None = None) -> int:
-    """The width of a value. Raises TypeError for another role and ValueError for another width."""
+    """Width of ``value``. Raises TypeError if its role is not ``role``, and ValueError if its width is not
+    ``width``."""
     if not isinstance(value, Value) or value.role != role:
         given = value.role if isinstance(value, Value) else type(value).__name__
         raise TypeError(f"expected {role} of this recording, got {given}")
@@ -239,12 +241,13 @@ def attention(
     sinks: Tensor | None = None,
     both_ways: bool = False,
 ) -> Tensor:
-    """Causal attention in one layer, or in both directions, heads -> [T, Hq * Dh]. It has no definition in plain
-    torch, because it needs the step's cache."""
+    """Attention in one layer, causal or in both directions: heads -> [T, Hq * Dh]. It has no definition in plain torch,
+    because it needs the step's cache."""
     raise InvariantError("attention has no call-out; see AttentionContext.attend")
 
 
 @operation(_recurrence_width)
 def recurrence(*inputs: Tensor, layer: int, cell: Cell) -> Tensor:
-    """A recurrent layer, rows -> [T, width]. Only those compute it who know the states of the step."""
+    """A recurrent layer: rows -> [T, width]. It has no definition in plain torch, because it needs the step's
+    states."""
     raise InvariantError("a recurrence has no call-out; see AttentionContext.recur")

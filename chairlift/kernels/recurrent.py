@@ -1,8 +1,8 @@
-"""Recurrent layers over ragged batches. A cell computes; this module selects the states.
+"""Recurrent layers over ragged batches. The cell computes, and this module selects the states.
 
-A *cell* is the arithmetic of one recurrent layer. It processes tokens one after another. States are stored in blocks
-like K and V. A step is divided into *pieces*: tokens of one row whose states end up in one block. A row that begins at
-position 0 begins with a state of zeros, so no block is ever cleared.
+A *cell* is the arithmetic of one recurrent layer. A cell processes tokens one after another. States are stored in
+blocks, as K and V are. A step is divided into *pieces*: a piece is a run of tokens of one row after which the state is
+written to a block. A row whose first token has position 0 starts from a state of zeros, so blocks are never cleared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StatePart:
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
-    """None: the model's."""
+    """Dtype of the part; None means the model's dtype."""
 
 
 class Cell(Protocol):
@@ -32,39 +32,39 @@ class Cell(Protocol):
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """Parts of a state."""
+        """Parts of one state."""
         ...
 
     def width(self, *widths: int) -> int:
-        """Width of the result for inputs of these widths. Raises ValueError for wrong ones."""
+        """Width of the result for inputs of these widths. Raises ValueError for wrong widths."""
         ...
 
     def scan(self, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Process B sequences of n tokens: inputs [B, n, ...] and states [B, ...] before them -> results [B, n, width],
-        and the states after them."""
+        """Process B sequences of n tokens. ``inputs`` are [B, n, ...], ``state`` [B, ...] are the states before these
+        tokens. Returns (results [B, n, width], states after these tokens)."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens ``start`` to ``end`` of the flat batch, which belong to one row."""
+    """Tokens ``start`` to ``end`` (excluded) of the flat batch, which all belong to one row."""
 
     start: int
     end: int
     read: int
-    """Block with the state before these tokens; -1 for the first piece of a sequence."""
+    """Block that holds the state before these tokens; -1 for the first piece of a sequence."""
     write: int
-    """Block for the state after these tokens."""
+    """Block that receives the state after these tokens."""
     alone: bool = False
-    """Whether it is the only token of its row in the step."""
+    """Whether the piece is the only token of its row in this step."""
 
 
 def plan_pieces(
     cu_seqlens: Sequence[int], seq_lens: Sequence[int], tables: Sequence[Sequence[int]], span: int
 ) -> list[Piece]:
-    """Divide a step into pieces. ``tables`` [N] are block tables in which an entry stands for ``span`` positions.
+    """Divide a step into pieces. ``tables`` [N] are block tables in which an entry covers ``span`` positions.
 
-    Pieces of a row follow each other: each reads the block that the one before it writes.
+    Pieces of a row are in order: each piece reads the block that the previous piece of the row writes.
     """
     pieces = []
     for (begin, end), length, table in zip(pairwise(cu_seqlens), seq_lens, tables, strict=True):
@@ -80,9 +80,9 @@ def plan_pieces(
 
 
 def recur_paged(cell: Cell, inputs: tuple[Tensor, ...], states: tuple[Tensor, ...], pieces: Sequence[Piece]) -> Tensor:
-    """Run a cell over a step: ``inputs`` [T, ...] -> [T, width]. ``states`` [blocks, ...] are read and written.
+    """Run a cell over a step: ``inputs`` [T, ...] -> [T, width]. ``states`` [blocks, ...] are read and updated.
 
-    Rows of one token are computed together. Not differentiable.
+    Rows that have only one token are computed together. Not differentiable.
     """
     out = inputs[0].new_empty(inputs[0].shape[0], cell.width(*(each.shape[1] for each in inputs)))
     together = [piece for piece in pieces if piece.alone]
@@ -102,14 +102,16 @@ def recur_paged(cell: Cell, inputs: tuple[Tensor, ...], states: tuple[Tensor, ..
 
 
 def _kept(part: Tensor, fresh: Tensor) -> Tensor:
-    """States [B, ...] with zeros for new sequences, whatever the memory contains."""
+    """States [B, ...] in which the states of new sequences are replaced by zeros, because their memory may hold
+    anything."""
     return part.masked_fill(fresh.view(-1, *[1] * (part.dim() - 1)), 0)
 
 
 def recur_packed(cell: Cell, inputs: tuple[Tensor, ...], cu_seqlens: Sequence[int]) -> Tensor:
-    """Run a cell over whole sequences side by side, [T, ...] -> [T, width]. Each begins with a state of zeros.
+    """Run a cell over whole sequences of a packed batch, [T, ...] -> [T, width]. Each sequence begins with a state of
+    zeros.
 
-    Differentiable. No sequence sees another.
+    Differentiable. Sequences do not influence each other.
     """
     outputs = []
     for start, end in pairwise(cu_seqlens):

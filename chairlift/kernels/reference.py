@@ -1,7 +1,7 @@
 """Attention and its cache in plain torch: the reference for tests of faster kernels.
 
 Speed does not matter here. Attention is written as its definition, in float32 and one query row at a time. It uses no
-tiles, masks or grouping of heads, so that it shares no mistake with the implementations under test.
+tiles, masks or grouping of heads, so that a mistake in the tested implementations is unlikely to be repeated here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ __all__ = [
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al., 2021). The pairs are formed by the two halves of each head.
+    """Rotary position embedding (Su et al., 2021). Dimension i of the first half of a head is paired with dimension i
+    of the second half.
 
     ``x`` is [T, H, Dh]; ``cos`` and ``sin`` are [T, 1, Dh/2] in ``x``'s dtype.
     """
@@ -31,7 +32,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def write_kv(key_cache: Tensor, value_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-    """Store ``key`` and ``value`` [T, Hkv, Dh] at flat positions ``slots`` [T] of caches [blocks, size, Hkv, Dh]."""
+    """Store ``key`` and ``value`` [T, Hkv, Dh] at positions ``slots`` [T], the flat indices ``block * size + offset``
+    into the caches [blocks, size, Hkv, Dh]."""
     key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slots, key)
     value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value)
 
@@ -44,7 +46,7 @@ def copy_blocks(cache: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
 def _attend_row(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, cap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """One query [Hq, Dh] over keys and values [n, Hkv, Dh] -> [Hq, Dh], in float32."""
+    """Attention of one query [Hq, Dh] over keys and values [n, Hkv, Dh] -> [Hq, Dh], in float32."""
     num_heads, head_dim = query.shape
     group = num_heads // keys.shape[1]
     wide_keys = keys.float().repeat_interleave(group, dim=1)
@@ -98,8 +100,8 @@ def paged_attention(
 
     Row ``i`` has the queries ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``, which are the last of ``seq_lens[i]`` tokens.
     Its keys are in the blocks ``block_table[i]`` of the caches [blocks, block_size, Hkv, Dh]. A score s becomes ``cap``
-    tanh(s / ``cap``) (Gemma 2). ``sinks`` [Hq] are one more logit in the softmax of each head, without a value
-    (gpt-oss).
+    tanh(s / ``cap``) (Gemma 2). ``sinks`` [Hq] adds one logit to the softmax of each head; this logit has no value
+    vector (gpt-oss).
     """
     block_size = key_cache.shape[1]
     rows: list[Tensor] = []

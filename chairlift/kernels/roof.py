@@ -18,36 +18,37 @@ from chairlift.kernels.cpu.library import ISA_NAMES, Memory, Pool, require
 __all__ = ["ASSUMED_L3", "GPU", "Roof", "l3_bytes", "product_isa", "quick_roof"]
 
 GPU: Final = "gpu"
-"""Name in place of an instruction-set path, for limits of a GPU. A GPU counts as one thread."""
+"""Name for the GPU where an instruction-set path is expected. A GPU has one "thread"."""
 
 ASSUMED_L3: Final = 64 << 20
-"""Assumed size in bytes if the system does not tell it."""
+"""Size of the L3 cache in bytes that is assumed if the system does not report it."""
 _CACHES, _MOST_BUFFER, _LEAST_BUFFER = 3, 512 << 20, 64 << 20
 _TRIALS, _MOMENT = 3, 0.002
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Roof:
-    """Limits for operations: bytes per second from memory, and operations per second."""
+    """Limits of a machine for some kind of operations: bytes per second from memory, and operations per second."""
 
     bandwidth: float
     peak: float
 
     def seconds(self, nbytes: float, operations: float) -> float:
-        """Least time in seconds for this many bytes and operations, with perfect overlap of the two."""
+        """Minimum time in seconds for this many bytes and operations, if the two overlap perfectly."""
         return max(nbytes / self.bandwidth, operations / self.peak)
 
 
 def product_isa(isa: str, dtype: torch.dtype) -> str:
-    """The path whose product instruction a kernel uses. In float32 the bf16 paths use the instructions of a plain
-    path."""
+    """Path whose matmul instructions a kernel of path ``isa`` uses for ``dtype``. In float32, the bf16 paths use the
+    instructions of a path without bf16."""
     if dtype == torch.float32 and isa not in ("avx2", GPU):
         return "avx512"
     return isa
 
 
 def l3_bytes(folder: Path, processors: Iterable[int]) -> int:
-    """Total bytes of the L3 caches of ``processors``, each cache counted once; 0 when none is described."""
+    """Total size in bytes of the L3 caches of ``processors``, each cache counted once; 0 if the system describes
+    none."""
     sizes: dict[str, int] = {}
     for processor in processors:
         for index in (folder / f"cpu{processor}" / "cache").glob("index*"):
@@ -63,10 +64,11 @@ def l3_bytes(folder: Path, processors: Iterable[int]) -> int:
 
 
 def quick_roof(pool: Pool, isa: str, dtype: torch.dtype) -> Roof:
-    """Measure the limits of a path and dtype on the processors of ``pool``, within some 100 ms.
+    """Measure the limits of a path and dtype on the processors of ``pool``. It takes about 100 ms.
 
-    It reads a buffer larger than the last-level cache, and computes products from registers; the best of three trials
-    counts. int8 means weights in codes of any number of bits. Raises OSError without the compiled kernels.
+    It reads a buffer that is larger than the last-level cache, and multiplies registers; the result is the best of
+    three trials. The dtype int8 means weights in codes of any number of bits. Raises OSError without the compiled
+    kernels.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cache = l3_bytes(Path("/sys/devices/system/cpu"), allowed) or ASSUMED_L3

@@ -1,4 +1,4 @@
-"""Parameters of the routing of tokens to experts. Needs no torch."""
+"""Settings for routing tokens to experts. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ GROUP_SCORES = ("best_two", "best")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How tokens choose experts, and the weights of the experts' results (Shazeer et al., 2017).
+    """How experts are chosen for a token, and how their results are weighted (Shazeer et al., 2017).
 
-    The router's logits are products in float32. They become scores. The ``top_k`` experts with the highest scores are
-    chosen, best first, and their scores are the weights. Among equal scores the lower expert comes first. Raises
-    ValueError for parameters that do not fit together.
+    The router is a matmul in float32 that computes one logit per expert. ``scoring`` turns logits into scores. The
+    ``top_k`` experts with the highest scores are chosen, best first, and their scores are the weights. Among equal
+    scores, the expert with the lower index comes first. Raises ValueError for parameters that do not fit together.
     """
 
     num_experts: int
     top_k: int
-    """Experts per token."""
+    """Number of experts per token."""
     scoring: str = "softmax"
     """``softmax`` over all experts (Mixtral, Qwen), ``softmax_chosen`` over the experts chosen by their logits
     (Granite), or ``sigmoid`` of each logit (DeepSeek-V3)."""
     normalise: bool = False
     """Whether the weights are divided by their sum."""
     epsilon: float = 0.0
-    """Number added to that sum."""
+    """Number added to the sum by which the weights are divided."""
     scale: float = 1.0
     """Factor of the weights, applied last."""
     groups: int = 1
-    """Number of groups of equal size, made of neighbouring experts (DeepSeek-V2)."""
+    """Number of groups of equal size into which neighbouring experts are divided (DeepSeek-V2)."""
     kept_groups: int = 1
-    """Number of groups with the highest scores. Experts are chosen from these groups only."""
+    """Number of groups that are kept: those with the highest scores. Experts are chosen only from them."""
     group_score: str = "best_two"
-    """Score of a group: the sum of its two best scores (``best_two``, DeepSeek-V3), or the ``best`` one
-    (DeepSeek-V2)."""
+    """Score of a group: the sum of its two highest scores (``best_two``, DeepSeek-V3), or the highest score (``best``,
+    DeepSeek-V2)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -60,5 +60,5 @@ class Routing:
 
     @property
     def words(self) -> str:
-        """Description in messages, such as ``32 experts, 4 chosen``."""
+        """Description for messages, such as ``32 experts, 4 chosen``."""
         return f"{self.num_experts} experts, {self.top_k} chosen"

@@ -1,10 +1,10 @@
 """Paged and packed attention with torch's fused scaled-dot-product attention.
 
-Two facts of that kernel are used. It accepts any strides, so a group of query heads shares its KV head through a stride
-of zero instead of a copy. It reads only the tensors that it is given, so keys outside a sequence or behind a window are
-excluded by slicing. A mask is needed only for rows that start in the middle of their sequence, for at most
-:data:`QUERY_TILE` rows at a time. The kernel supports neither capped scores nor sinks; these use attention in plain
-torch.
+Two properties of that kernel are used. It accepts any strides, so a group of query heads shares its KV head through a
+stride of zero instead of a copy. It reads only the tensors passed to it, so keys outside a sequence or before its
+window are excluded by slicing. A mask is needed only for rows that start in the middle of their sequence, for at most
+:data:`QUERY_TILE` rows at a time. The kernel supports neither capped scores nor sinks; layers with these use attention
+in plain torch.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ __all__ = [
 ]
 
 QUERY_TILE = 256
-"""Most query rows that share one mask, which has at most 256 rows."""
+"""Maximum number of query rows that share one mask."""
 SHORT = 64
-"""Segments of at most this many tokens may share a call with segments of similar length."""
+"""Maximum length in tokens of segments that may share a call with segments of similar, not equal, length."""
 _STEP = 8
-"""Lengths in a shared call differ by less than this."""
+"""The lengths of segments in a shared call differ by less than this number of tokens."""
 _COPY = 128
-"""Cost of a call, in rows that could be copied in the same time."""
+"""Cost of one call, measured as the number of rows that could be copied in the same time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PagedRow:
     """One sequence in a step: its queries, and the blocks with the keys that they need.
 
-    Made once per step and cache group, and used by every layer of the group.
+    It is created once per step and cache group, and used by every layer of the group.
     """
 
     start: int
     """First query row in the flat batch."""
     num_queries: int
-    """Number of queries; they are the newest tokens of the sequence."""
+    """Number of queries. They are the newest tokens of the sequence."""
     num_keys: int
-    """Number of keys that the queries need: the whole sequence, except keys behind the first query's window."""
+    """Number of keys that the queries need: the whole sequence, except keys before the first query's window."""
     skip: int
-    """Number of keys in the first gathered block that are behind the window."""
+    """Number of keys in the first gathered block that are before the window."""
     block_ids: Tensor
-    """int64 [blocks]: only blocks that hold needed keys."""
+    """int64 [blocks], the blocks that hold needed keys."""
 
 
 def plan_rows(
@@ -88,21 +88,23 @@ def paged_attention(
     """Causal attention of each row's queries over its blocks (PagedAttention: Kwon et al., 2023).
 
     ``q`` is [T, Hq, Dh], the caches [blocks, block_size, Hkv, Dh]; returns [T, Hq, Dh]. If values have another width
-    than keys, the result has theirs. The new keys and values must have been written. A score s becomes ``cap`` tanh(s /
-    ``cap``) (Gemma 2). ``sinks`` [Hq] are one more logit in the softmax of each head, without a value (gpt-oss). Not
-    differentiable.
+    than keys, the result has the width of the values. The new keys and values must have been written. A score s becomes
+    ``cap`` tanh(s / ``cap``) (Gemma 2). ``sinks`` [Hq] adds one logit to the softmax of each head; this logit has no
+    value vector (gpt-oss). Not differentiable.
     """
     shape = _Shape(scale, window, cap, sinks)
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, value_dim = value_cache.shape[2:]
     group = num_heads // num_kv_heads
     width, value_width = num_kv_heads * head_dim, num_kv_heads * value_dim
-    # A query row as [1, Hkv, group, Dh]: heads that share a KV head are the rows of one small product.
+    # A query row is viewed as [1, Hkv, group, Dh]: the query heads that share a KV head are the rows of one small
+    # matmul.
     decode_rows = q.reshape(-1, 1, num_kv_heads, group, head_dim)
     strides, value_strides = (0, head_dim, width, 1), (0, value_dim, value_width, 1)
     outputs: list[Tensor] = []
     for row in rows:
-        # The gathered keys are new, contiguous memory, so one as_strided does view, slice and transpose.
+        # The gathered keys are newly allocated, contiguous memory, so that a single as_strided can view, slice and
+        # transpose them.
         size = (1, num_kv_heads, row.num_keys)
         keys = key_cache.index_select(0, row.block_ids).as_strided((*size, head_dim), strides, row.skip * width)
         values = value_cache.index_select(0, row.block_ids)
@@ -112,8 +114,8 @@ def paged_attention(
         else:
             queries = q[row.start : row.start + row.num_queries]
             chunk = _attend_chunk(queries, keys, values, shape).view(-1, num_kv_heads, group, value_dim)
-            # A weight of zero times NaN or infinity is NaN. The bad value may be at a position that a row must not see,
-            # so each row is computed again over the keys that it sees.
+            # A weight of zero times NaN or infinity is NaN. The bad value may be at a position that some rows must not
+            # attend to, so each row is computed again over only the keys that it may attend to.
             if not chunk.isfinite().all():
                 for i in range(row.num_queries):
                     high = row.num_keys - row.num_queries + i + 1
@@ -138,17 +140,17 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention inside each segment of a packed batch: q [T, Hq, Dh], k and v [T, Hkv, Dh] -> [T, Hq, Dh].
 
-    For ``cap`` and ``sinks`` see :func:`paged_attention`. Differentiable. Segments never see each other, because each
-    is a call of its own or one row of a call. Neighbours of equal length share a call. With many short segments, those
-    of similar length share a call wherever they are in the batch.
+    For ``cap`` and ``sinks`` see :func:`paged_attention`. Differentiable. Segments never attend to each other, because
+    each segment is a separate call or one row of a shared call. Neighbouring segments of equal length share a call. If
+    there are many short segments, segments of similar length share a call wherever they are in the batch.
     """
     shape = _Shape(scale, window, cap, sinks)
     plan = _plan(tuple(cu_seqlens), window, q.device)
     if plan.order is not None:
         index, inverse, filling = plan.order
         q, k, v = (_reorder(x, index, inverse, None) for x in (q, k, v))
-    # Split instead of slices: the gradient of n slices is the sum of n tensors of full size, that of a split is one
-    # tensor.
+    # torch.split is used instead of slices. The gradient of n slices is the sum of n tensors of full size; the gradient
+    # of a split is a single tensor.
     sizes = [count * length for count, length in plan.calls]
     split = [[x] if len(sizes) == 1 else torch.split_with_sizes(x, sizes) for x in (q, k, v)]
     outputs: list[Tensor] = []
@@ -169,8 +171,8 @@ def bidirectional_attention(
 ) -> Tensor:
     """Attention in both directions inside each segment of a packed batch: q, k and v [T, H, Dh] -> [T, H, Dh].
 
-    A token sees itself and at most ``window`` tokens on each side; None sees all. Each segment is a separate call, so
-    that its bits do not depend on the other segments.
+    A token attends to itself and at most ``window`` tokens on each side; None: to all tokens of its segment. Each
+    segment is a separate call, so that its bits do not depend on the other segments.
     """
     out = torch.empty_like(q)
     for start, end in itertools.pairwise(cu_seqlens):
@@ -193,27 +195,27 @@ def bidirectional_attention(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """Division of a batch's segments into calls."""
+    """How the segments of a batch are divided into calls."""
 
     calls: list[tuple[int, int]]
-    """(segments in the call, rows of each) per call."""
+    """(number of segments in the call, rows of each segment) per call."""
     order: tuple[Tensor, Tensor, Tensor] | None = None
-    """None when the calls in order are the batch. Otherwise three int64 tensors.
-    - [P]: row of the batch at each row of the calls.
-    - [T]: place of each row of the batch among the rows of the calls.
-    - The rows of the calls that pad a segment on the right, where causal attention never looks.
+    """None if the rows of the calls, one call after another, are the rows of the batch. Otherwise three int64 tensors.
+    - [P]: index of the batch's row for each row of the calls.
+    - [T]: index among the rows of the calls for each row of the batch.
+    - Indices of the padding rows in the calls. It is on the right of a segment, where causal attention never looks.
     """
 
 
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)  # a plan made during evaluation is reused by training, which saves it for gradients
 def _plan(cu_seqlens: tuple[int, ...], window: int | None, device: torch.device) -> _Plan:
-    """A plan with few calls and little copying, made once for all layers."""
+    """Plan with few calls and few copied rows. It is computed once and used by all layers."""
     spans = [(start, end) for start, end in itertools.pairwise(cu_seqlens) if end > start]
 
     def kind(span: tuple[int, int], step: int) -> tuple[int, int]:
-        """Key that is equal for segments that may share a call. A segment that needs a mask (its window is shorter) is
-        alone."""
+        """Key of a segment; segments with equal keys may share a call. A segment longer than the window needs a mask,
+        and gets a call of its own."""
         start, length = span[0], span[1] - span[0]
         if window is not None and length > window:
             return length, start
@@ -242,11 +244,12 @@ def _plan(cu_seqlens: tuple[int, ...], window: int | None, device: torch.device)
 
 
 class _Reorder(torch.autograd.Function):
-    """Rows of x at ``index``. The gradient needs no sum, because only one of equal rows has a gradient."""
+    """Select the rows of ``x`` at ``index``. Rows may repeat, but only one of several equal rows has a gradient, so the
+    backward pass needs no sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, filling: Tensor | None) -> Tensor:
-        """``inverse`` maps the gradient back. The rows ``filling`` are padding and get no gradient."""
+        """``inverse`` selects the gradient's rows for ``x``. The rows ``filling`` are padding and get no gradient."""
         ctx.save_for_backward(inverse, filling)
         return x.index_select(0, index)
 
@@ -264,7 +267,8 @@ def _reorder(x: Tensor, index: Tensor, inverse: Tensor, filling: Tensor | None) 
 
 
 def _attend_equal(q: Tensor, k: Tensor, v: Tensor, length: int, *, scale: float, dropout: float) -> Tensor:
-    """Segments of one length: q [n * length, Hq, Dh], k and v [n * length, Hkv, Dh] -> [n * length, Hq, Dh]."""
+    """Attention for segments of one length: q [n * length, Hq, Dh], k and v [n * length, Hkv, Dh] -> [n * length, Hq,
+    Dh]."""
     queries, keys, values = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(
@@ -275,7 +279,7 @@ def _attend_equal(q: Tensor, k: Tensor, v: Tensor, length: int, *, scale: float,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Shape:
-    """Parameters of attention scores."""
+    """Settings of attention scores: scale, window, cap and sinks."""
 
     scale: float
     window: int | None
@@ -284,12 +288,13 @@ class _Shape:
 
     @property
     def plain(self) -> bool:
-        """Whether torch's kernel supports them."""
+        """Whether torch's kernel supports these settings."""
         return self.cap is None and self.sinks is None
 
 
 def _attend_written_out(queries: Tensor, keys: Tensor, values: Tensor, shape: _Shape, dropout: float) -> Tensor:
-    """The newest queries [Hkv, group, n, Dh] over keys and values [Hkv, m, Dh] -> [Hkv, group, n, Dh], in float32."""
+    """Attention in plain torch: the newest queries [Hkv, group, n, Dh] over keys and values [Hkv, m, Dh] -> [Hkv,
+    group, n, Dh], in float32."""
     rows, num_keys = queries.shape[2], keys.shape[1]
     scores = queries.float() @ keys.float().unsqueeze(1).mT * shape.scale
     if shape.cap is not None:
@@ -303,7 +308,8 @@ def _attend_written_out(queries: Tensor, keys: Tensor, values: Tensor, shape: _S
 
 
 def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, shape: _Shape, dropout: float = 0.0) -> Tensor:
-    """Queries [n, Hq, Dh], the newest of ``keys`` and ``values`` [1, Hkv, m, Dh] -> [n, Hq, Dh], contiguous."""
+    """Attention of queries [n, Hq, Dh], the newest tokens of ``keys`` and ``values`` [1, Hkv, m, Dh] -> [n, Hq, Dh],
+    contiguous."""
     scale, window = shape.scale, shape.window
     num_queries, num_heads = q.shape[:2]
     num_kv_heads, num_keys = keys.shape[1], keys.shape[2]
@@ -342,7 +348,8 @@ def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, shape: _Shape, dropou
 
 
 def _tile_mask(rows: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Additive mask [rows, keys] for the newest ``rows`` of ``keys`` tokens: 0 where a row may look, otherwise -inf."""
+    """Additive mask [rows, keys] for the newest ``rows`` of ``keys`` tokens: 0 where a row may attend, otherwise
+    -inf."""
     offset = keys - rows
     mask = torch.full((rows, keys), float("-inf"), dtype=dtype, device=device).triu_(offset + 1)
     if window is not None and keys > window:

@@ -1,4 +1,5 @@
-"""Causal convolution over few tokens, channel by channel, as a recurrent cell: its state is the last inputs."""
+"""Causal convolution over a few tokens, separate for each channel, as a recurrent cell. Its state is the last
+inputs."""
 
 from __future__ import annotations
 
@@ -14,20 +15,21 @@ __all__ = ["ShortConv"]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ShortConv:
-    """y_t = bias + sum over k of weight[k] x_(t - K + 1 + k), for each of W channels by itself, summed in float32.
+    """y_t = bias + sum over k of weight[k] x_(t - K + 1 + k), separately for each of W channels, summed in float32.
 
-    Plain, x is the input [T, W] and the result is silu(y), or y without ``silu`` (Mamba; Gu and Dao, 2023). ``gated``,
-    the input is [T, 3 W]: with its thirds b, c and x the convolution is that of b x, and the result is c y (LFM2).
+    Without ``gated``, x is the input [T, W], and the result is silu(y), or y if ``silu`` is false (Mamba; Gu and Dao,
+    2023). With ``gated``, the input [T, 3 W] consists of b, c and x; the convolution is applied to b x, and the result
+    is c y (LFM2).
     """
 
     weight: Tensor
-    """[W, 1, K]; the last tap is that of the token itself."""
+    """Weight [W, 1, K]; the last of the K taps belongs to the current token."""
     bias: Tensor | None
-    """[W]."""
+    """Bias [W], or None."""
     gated: bool = False
     silu: bool = False
     factors: tuple[tuple[int, float], ...] = ()
-    """(channels, factor of their inputs x), side by side; empty: there are no factors."""
+    """(number of channels, factor of their inputs) for consecutive ranges of channels. Empty: there are no factors."""
 
     @property
     def channels(self) -> int:
@@ -39,11 +41,11 @@ class ShortConv:
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """The last K - 1 inputs of the convolution, oldest first."""
+        """Part of the state: the last K - 1 inputs of the convolution, oldest first."""
         return (StatePart((self.taps - 1, self.channels)),)
 
     def channel_factors(self, device: torch.device) -> Tensor | None:
-        """float32 [W]: the factor of each channel's input; None: there are no factors."""
+        """float32 [W], the factor of each channel's input; None if there are no factors."""
         if not self.factors:
             return None
         return torch.cat([torch.full((count,), factor, device=device) for count, factor in self.factors])

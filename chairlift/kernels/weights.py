@@ -1,11 +1,11 @@
 """Formats of a model's matrices in memory: one class per format.
 
-A weight format is a value. It allocates weights, writes rows into them as they arrive, and multiplies with them. Only
-the format knows the type of its weights: parameters, tensors in oneDNN's layout, packed panels, values with scales. A
-layer holds a weight and its format. Models and the loader are independent of the format.
+A weight format allocates weights, writes rows into them as they arrive, and multiplies with them. Only the format knows
+the type of its weights: parameters, tensors in oneDNN's layout, packed panels, values with scales. A layer holds a
+weight and its format. Models and the loader are independent of the format.
 
-A weight is never in memory twice: rows arrive in slices and are written to their place, also when they replace others.
-oneDNN packs whole matrices only, so one matrix at a time is there in both layouts.
+A weight is never in memory twice: rows arrive in slices and are written to their final memory, also when they replace
+older rows. The exception is oneDNN, which packs whole matrices only, so one matrix at a time exists in both layouts.
 """
 
 from __future__ import annotations
@@ -30,37 +30,39 @@ __all__ = ["FP8", "NATIVE", "ONEDNN", "PLAIN", "QUANTIZED", "MatrixShape", "Weig
 
 
 class MatrixShape(NamedTuple):
-    """A weight [out, in]."""
+    """Shape and storage of a weight [out, in]."""
 
     out_features: int
     in_features: int
     interleaved: bool = False
-    """The first half of the outputs are gates for the second half. A format may put each gate beside its value."""
+    """Whether the first half of the outputs are gates for the second half. A format may store each gate next to its
+    value."""
     kind: GroupKind | None = None
-    """Kind of codes in a quantised checkpoint; None for floats."""
+    """Kind of integer groups in a quantised checkpoint; None for floats."""
     stack: int = 1
-    """Number of weights of equal shape, one above the other, which are used separately (experts)."""
+    """Number of weights of equal shape, stored one above the other and used separately (experts)."""
 
 
 class WeightFormat(abc.ABC):
-    """A format of weights [out, in]. ``weight`` arguments come from :meth:`empty`."""
+    """A format of weights [out, in]. The ``weight`` arguments are objects that :meth:`empty` returned."""
 
     embeds = False
-    """Whether embeddings can be looked up in such a weight, so that a tied output head can share the embedding's
-    weight."""
+    """Whether embeddings can be looked up in a weight of this format. If so, a tied output head can share the
+    embedding's weight."""
 
     @property
     def head(self) -> WeightFormat:
-        """The format of the output head in a model of this format."""
+        """Format of the output head in a model of this format."""
         return self
 
     @property
     def stacked(self) -> WeightFormat:
-        """The format of stacked weights in a model of this format."""
+        """Format of stacked weights in a model of this format."""
         return self
 
     def fitting(self, dtype: torch.dtype, device: torch.device) -> WeightFormat:
-        """This format, or a replacement for it. Raises ConfigError where neither is possible."""
+        """Return this format, or a replacement that works for ``dtype`` and ``device``. Raises ConfigError if there is
+        none."""
         return self
 
     @abc.abstractmethod
@@ -72,18 +74,18 @@ class WeightFormat(abc.ABC):
         """Uninitialised weights for a model of ``dtype``, in the order of ``shapes``."""
 
     def write(self, weight: Any, start: int, rows: Tensor | GroupedRows, *, mapped: bool) -> None:
-        """Write ``rows`` [count, in], of any float dtype on any device, as outputs ``start`` and following.
+        """Write ``rows`` [count, in], of any float dtype on any device, as the outputs from ``start`` on.
 
-        ``mapped`` says that they are in an unwritten file mapping: its pages are released after reading.
+        ``mapped`` says that the rows are in an unwritten file mapping; its pages are released after reading.
         """
         weight.pack_rows(dequantized(rows), start, mapped=mapped)
 
     def finish(self, weight: Any, bias: Tensor | None) -> None:  # noqa: B027 - most formats have nothing left to do
-        """Finish a weight after all its rows and the layer's bias [out] have been written. Called again after they were
-        replaced."""
+        """Finish a weight after all its rows and the layer's bias [out] have been written. Call it again after they
+        were replaced."""
 
     def name(self, weight: Any) -> str | None:
-        """Name of the number format, such as ``int4``; None for the model's dtype."""
+        """Name of the number format, such as ``int4``; None if the weight has the model's dtype."""
         return None
 
     @abc.abstractmethod
@@ -93,7 +95,7 @@ class WeightFormat(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Plain(WeightFormat):
-    """Ordinary parameters, which can be trained and saved."""
+    """Ordinary torch parameters, which can be trained and saved."""
 
     embeds = True
 
@@ -116,7 +118,7 @@ class Plain(WeightFormat):
 
 
 class _OneDnnWeight:
-    """``rows`` [out, in] while they are written, then ``packed`` in oneDNN's layout."""
+    """A weight [out, in]: ``rows`` while rows are written, then ``packed`` in oneDNN's layout."""
 
     packed: Tensor
 
@@ -136,9 +138,10 @@ class _OneDnnWeight:
 
 @dataclasses.dataclass(frozen=True)
 class OneDnn(WeightFormat):
-    """oneDNN's own layout, for layers that PyTorch runs on the CPU; plain where oneDNN has no kernels.
+    """oneDNN's own layout, for layers that PyTorch runs on the CPU. Weights stay plain if oneDNN has no kernels for
+    them.
 
-    Stacked weights are plain, because oneDNN packs whole matrices only.
+    Stacked weights stay plain, too, because oneDNN packs whole matrices only.
     """
 
     @property
@@ -168,13 +171,13 @@ class OneDnn(WeightFormat):
 class Native(WeightFormat):
     """Packed panels of the native CPU kernels, for step programs only: float32 and bfloat16, or codes in groups.
 
-    Without a ``kind``, codes of a checkpoint stay codes and floats stay floats. With a ``kind`` all weights are rounded
-    to it, but the output head and the embedding to at least 8 bits.
+    Without a ``kind``, codes in a checkpoint stay codes, and floats stay floats. With a ``kind``, all weights are
+    rounded to it; only the output head and the embedding keep at least 8 bits.
     """
 
     kind: GroupKind | None = None
     floats: bool = False
-    """Convert all codes to floats."""
+    """Whether all codes are converted to floats."""
 
     embeds = True
 
@@ -196,8 +199,8 @@ class Native(WeightFormat):
         return packed_code_bytes(*sizes, kind, interleaved=shape.interleaved, stack=shape.stack)
 
     def empty(self, shapes: Sequence[MatrixShape], dtype: torch.dtype, device: torch.device) -> list[PackedMatrix]:
-        """All weights in one block of memory that begins on a huge page. Separate blocks would each waste the end of a
-        huge page."""
+        """Allocate all weights in one block of memory that begins on a huge page. Separate blocks would each waste the
+        rest of their last huge page."""
         sizes = [self.nbytes(shape, dtype) for shape in shapes]
         memory, offset, weights = Memory(sum(sizes)), 0, list[PackedMatrix]()
         for shape, size in zip(shapes, sizes, strict=True):
@@ -227,10 +230,10 @@ class Native(WeightFormat):
 
 @dataclasses.dataclass(frozen=True)
 class Fp8(WeightFormat):
-    """8-bit floats and a float32 scale per output, for the Triton kernels.
+    """Weights of 8-bit floats with a float32 scale per output, for the Triton kernels.
 
-    The output head stays plain: like the embedding it would lose more quality than it gains speed. Stacked weights stay
-    plain too.
+    The output head stays plain, as the embedding does: fp8 would cost more quality than it gains in speed. Stacked
+    weights stay plain, too.
     """
 
     @property
@@ -264,4 +267,4 @@ QUANTIZED: Final[dict[str, WeightFormat]] = {
     "int4": Native(GroupKind(4, GROUP)),
     "fp8": FP8,
 }
-"""Weight formats by value of the setting ``quantization``."""
+"""Value of the setting ``quantization`` -> weight format."""

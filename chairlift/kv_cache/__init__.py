@@ -1,1 +1,2 @@
-"""THE MEMORY: who holds which KV block. Standard library only; a block here is a number, its tensor lives elsewhere."""
+"""The KV cache's bookkeeping: which request holds which block. Standard library only; a block is a number here, and the
+executor has its tensor."""

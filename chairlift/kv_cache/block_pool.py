@@ -1,4 +1,5 @@
-"""Blocks of one cache group: reference counts and an LRU free list (PagedAttention; Kwon et al., SOSP 2023)."""
+"""Blocks of one cache group: reference counts, and a free list in LRU order (PagedAttention; Kwon et al., SOSP
+2023)."""
 
 from __future__ import annotations
 
@@ -10,18 +11,20 @@ from chairlift.kv_cache.prefix_node import PrefixNode
 __all__ = ["NULL_BLOCK", "BlockPool"]
 
 NULL_BLOCK = 0
-"""Entry of a block table behind a sliding window. This block is never given out and never read."""
+"""Entry of a block table at positions that a sliding window has passed. This block is never allocated and never
+read."""
 
 
 class BlockPool:
     """``num_blocks`` blocks with ids ``0 .. num_blocks - 1``; block 0 is the null block.
 
-    A block is *used* while its reference count is above zero. An unused block whose content the prefix cache knows is
-    *cached*: it can be shared again. When the pool has no other block, the least recently used one is evicted.
+    A block is *used* while its reference count is above zero. An unused block is *cached* if the prefix cache knows its
+    content; then it can be shared again. When the pool has no other block, the least recently used cached block is
+    evicted.
 
-    Cached blocks with a retention level above 0 are *protected*: they are evicted after those of every lower level. At
-    most half of the pool is protected. Beyond that the longest unused one falls to level 0, so that no tenant can
-    freeze the cache.
+    Cached blocks with a retention level above 0 are *protected*: they are evicted after all blocks of lower levels. At
+    most half of the pool is protected. If there are more, the least recently used protected block gets level 0, so that
+    no tenant can fill the whole cache for ever.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -30,12 +33,12 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.nodes: list[PrefixNode | None] = [None] * num_blocks
-        """The prefix-cache node that knows this block's content."""
+        """Per block: the prefix-cache node that knows the block's content, or None."""
         self.num_cached = 0
-        # The front is given out next. Blocks without content go to the front, cached ones to the back.
+        # The first block is allocated next. Blocks without content are put at the front, cached blocks at the back.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._levels = [0] * num_blocks
-        # Level -> {protected block: number of its release}, in order of release.
+        # Level -> {protected block -> number of its release}, in order of release.
         self._protected: dict[int, OrderedDict[int, int]] = {1: OrderedDict(), 2: OrderedDict()}
         self._num_releases = 0
 
@@ -46,7 +49,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that can be given out now, cached ones included."""
+        """Number of blocks that can be allocated now, including cached blocks."""
         return len(self._free) + self.num_protected
 
     @property
@@ -58,7 +61,8 @@ class BlockPool:
         return self.capacity - self.num_free
 
     def allocate(self) -> tuple[int, PrefixNode | None]:
-        """Give out one block, with the prefix-cache node evicted for it or None. ``num_free`` must be above 0."""
+        """Allocate one block. Returns (block, prefix-cache node that was evicted for it or None). ``num_free`` must be
+        above 0."""
         if self._free:
             block, _ = self._free.popitem(last=False)
         else:
@@ -79,40 +83,42 @@ class BlockPool:
         self.ref_counts[block] += 1
 
     def retain(self, block: int, level: int) -> None:
-        """Give a used block a retention level of 0 to 2. The highest level holds while the content is cached."""
+        """Give a used block a retention level of 0 to 2. If it already has a level, the higher one is kept while it is
+        cached."""
         self._levels[block] = max(self._levels[block], level)
 
     def release(self, block: int) -> None:
-        """Count one block table less that has this block. At 0 the block is cached if it has content, else free."""
+        """Count one block table less that has this block. When no table has it, it becomes cached if it has content,
+        otherwise free."""
         count = self.ref_counts[block] - 1
         if count < 0 or block == NULL_BLOCK:
             raise InvariantError(f"block {block} was released more often than it was taken")
         self.ref_counts[block] = count
         if count == 0:
             if self.nodes[block] is None:
-                self._offer_first(block)
+                self._queue_first(block)
             else:
                 self.num_cached += 1
-                self._keep(block)
+                self._queue_cached(block)
 
     def attach(self, block: int, node: PrefixNode) -> None:
-        """Remember that the prefix cache knows the content of this used block."""
+        """Note that the prefix cache knows the content of this used block."""
         self.nodes[block] = node
 
     def detach(self, block: int) -> None:
-        """Remember that the prefix cache no longer knows this block."""
+        """Note that the prefix cache no longer knows the content of this block."""
         self.nodes[block] = None
         if self.ref_counts[block] == 0:
             self.num_cached -= 1
             self._withdraw(block)
-            self._offer_first(block)
+            self._queue_first(block)
 
-    def _offer_first(self, block: int) -> None:
+    def _queue_first(self, block: int) -> None:
         self._free[block] = None
         self._free.move_to_end(block, last=False)
 
-    def _keep(self, block: int) -> None:
-        """Put a cached block at the end of its level's queue."""
+    def _queue_cached(self, block: int) -> None:
+        """Put a cached block at the end of the queue of its level."""
         level = self._levels[block]
         if level == 0:
             self._free[block] = None
@@ -126,14 +132,14 @@ class BlockPool:
             self._free[oldest] = None
 
     def _withdraw(self, block: int) -> None:
-        """Take an unused block out of the queue it stands in."""
+        """Remove an unused block from its queue."""
         if block in self._free:
             del self._free[block]
         else:
             del self._protected[self._levels[block]][block]
 
     def check_invariants(self, references: dict[int, int]) -> None:
-        """Compare all counts with ``references``: how often each block is in a block table or a deferred release.
+        """Compare all counts with ``references``: block -> number of block tables and deferred releases that have it.
 
         Raises InvariantError.
         """

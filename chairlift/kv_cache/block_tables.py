@@ -1,4 +1,4 @@
-"""Block tables of all requests, and the pools their blocks come from."""
+"""Block tables of all requests, and the pools of their blocks."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ __all__ = ["BlockTables"]
 class BlockTables:
     """Makes, extends, shrinks and frees the block tables of requests.
 
-    ``evicted`` is called with (group, block, node) when the block of a prefix-cache node is given out again.
+    ``evicted`` is called with (group, block, node) when the block of a prefix-cache node is allocated for other
+    content.
     """
 
     def __init__(self, layout: CacheLayout, evicted: Callable[[int, int, PrefixNode], None]) -> None:
         self.layout, self.block_size = layout, layout.block_size
         self.pools = [BlockPool(group.num_blocks) for group in layout.groups]
         self.reservations = Reservations(layout, self.pools)
-        # What every new block asks of its kind, looked up once.
+        # Properties of each cache kind that every new block needs, looked up once.
         self._spans = [kind.span for kind in layout.kinds]
         self._counts = [int(kind.stores_positions) for kind in layout.kinds]
         self._releasing = [group for group, kind in enumerate(layout.kinds) if kind.releases]
         self._evicted = evicted
         self.held_blocks = 0
-        """Number of table entries of all requests in groups of K and V. A shared block counts once per table."""
+        """Number of entries in all block tables of groups with K and V. A shared block counts once per table."""
         self.deferred: deque[tuple[int, int, list[int]]] = deque()
-        """(last step that uses the blocks, group, blocks). They are released when that step has run."""
+        """(last step that uses the blocks, group, blocks). The blocks are released when that step has ended."""
         self.num_deferred = [0] * len(self.pools)
         self.done_step = 0  # steps count from 1
         self.journal: list[TableChange] | None = None
-        """Every change of a table, or None while nobody subscribes to them."""
+        """Changes of tables, in order; None while nobody subscribes to them."""
         self.num_changes = 0
-        """Counts events after which a refused request may fit: released blocks and smaller reservations."""
+        """Counter of events after which a refused request may fit: released blocks and smaller reservations."""
 
     def occupy(
         self,
@@ -51,10 +52,11 @@ class BlockTables:
         known: int,
         path: list[PrefixNode] | None,
     ) -> None:
-        """Give the request one table per group.
+        """Give the request one block table per group.
 
-        Blocks in ``tables`` are shared. New ones replace None and are appended, ``wants`` per group. ``path`` has the
-        prefix-cache nodes of the shared blocks. With ``path`` None its blocks are never published.
+        ``tables`` has shared blocks, and None for missing ones. ``wants`` is the number of new blocks per group; they
+        replace the Nones, and the rest are appended. ``known`` is the number of shared positions. ``path`` has the
+        prefix-cache nodes of the shared blocks; None means that the request's blocks are never published.
         """
         request.block_ids, request.reserved = [], [(0, 0)] * len(tables)
         request.num_out_of_reach = [self.layout.first_in_reach(group, known) for group in range(len(tables))]
@@ -66,7 +68,7 @@ class BlockTables:
             table = [next(new) if block is None else block for block in shared]
             table.extend(new)
             request.block_ids.append(table)
-            self._hold(group, len(table))
+            self._count_held(group, len(table))
             self._update_reservation(group, request)
             if self.journal is not None:
                 self.journal.append((request.request_id, group, 0, list(table), []))
@@ -74,10 +76,11 @@ class BlockTables:
         request.last_node = path[-1] if path else None
 
     def adopt(self, request: Request, original: Request, twins: Sequence[dict[int, int]]) -> None:
-        """Give the copy of a request as many blocks as the original has in another cache of the same sizes.
+        """Give ``request``, the copy of a request in another cache of the same sizes, as many blocks as ``original``
+        has there.
 
-        ``twins`` maps, per group, source block ids to copies, so that blocks shared there are shared here. The copies
-        are never published to the prefix cache.
+        ``twins`` has, per group, a map from block ids of the other cache to block ids here, so that blocks shared there
+        are also shared here. The copies are never published to the prefix cache.
         """
         request.block_ids, request.reserved = [], [(0, 0)] * len(twins)
         request.num_out_of_reach = list(original.num_out_of_reach)
@@ -90,17 +93,18 @@ class BlockTables:
                 elif block != NULL_BLOCK:
                     (found[block],) = self.take(group, 1)
                 request.block_ids[group].append(found.get(block, NULL_BLOCK))
-            self._hold(group, len(theirs))
+            self._count_held(group, len(theirs))
             self._update_reservation(group, request)
 
     def extend(self, request: Request, num_tokens: int, in_flight: int) -> list[NewBlocks] | None:
-        """Append blocks for the request's first ``num_tokens`` positions, and release blocks behind its windows.
+        """Append blocks for the request's first ``num_tokens`` positions, and release blocks that its sliding windows
+        have passed.
 
-        ``in_flight`` is the last step that was scheduled before this one. Returns the new blocks, or None if a pool is
-        short; no block is taken then.
+        ``in_flight`` is the last step that was scheduled before this one. Returns the new blocks. If a pool has too few
+        blocks, returns None and takes none.
         """
         for group in self._releasing:
-            self._leave_behind(group, request, in_flight)
+            self._release_passed(group, request, in_flight)
         if not self.has_room(request, num_tokens):
             return None
         grown = []
@@ -110,7 +114,7 @@ class BlockTables:
                 table = request.block_ids[group]
                 first = len(table)
                 table.extend(self.take(group, want))
-                self._hold(group, want)
+                self._count_held(group, want)
                 self._update_reservation(group, request)
                 grown.append(NewBlocks(group, first, table[first:]))
                 if self.journal is not None:
@@ -121,7 +125,7 @@ class BlockTables:
         return max(0, -(-num_tokens // self._spans[group]) - len(request.block_ids[group]))
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
-        """Whether there are blocks for the request's first ``num_tokens`` positions now."""
+        """Whether there are enough blocks now for the request's first ``num_tokens`` positions."""
         for group, pool in enumerate(self.pools):
             want = self._num_wanted(group, request, num_tokens)
             if want and want > pool.num_free - self.reservations.withheld(group, request):
@@ -129,8 +133,8 @@ class BlockTables:
         return True
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
-        """Number of blocks that :meth:`extend` will lack when every deferred release has happened, in the pool that is
-        shortest; 0 if it will succeed."""
+        """Number of blocks that :meth:`extend` will lack after all deferred releases, in the pool that lacks most; 0 if
+        none."""
         gaps = [
             self.layout.kinds[group].num_entries(num_tokens)
             - len(table)
@@ -139,22 +143,24 @@ class BlockTables:
         ]
         return max(0, *gaps)
 
-    def num_left(self, request: Request, num_blocks: int, most: int) -> int:
-        """Number of leading positions, at most ``most``, that stay if each group loses ``num_blocks`` blocks at the
-        end of the request's table. Whole blocks, and below 1 if nothing would be left."""
+    def num_remaining(self, request: Request, num_blocks: int, limit: int) -> int:
+        """Number of leading positions, at most ``limit``, whose KV remains if each group loses the last ``num_blocks``
+        blocks of the request's table. A multiple of whole blocks; below 1 if nothing would remain."""
         kinds = self.layout.kinds
         ends = [(len(t) - num_blocks) * kind.span for t, kind in zip(request.block_ids, kinds, strict=True)]
         unit = max(self.block_size, self.layout.share_unit)
-        return min(most, *ends) // unit * unit
+        return min(limit, *ends) // unit * unit
 
     def num_free_soon(self) -> list[int]:
-        """Number of free blocks per group when every deferred release has happened."""
+        """Number of free blocks per group after all deferred releases."""
         return [pool.num_free + deferred for pool, deferred in zip(self.pools, self.num_deferred, strict=True)]
 
     def free(self, request: Request, in_flight: int) -> None:
-        """Release all blocks of the request after step ``in_flight``, the last one that may read or write them.
+        """Release all blocks of the request after step ``in_flight``, which is the last step that may read or write
+        them.
 
-        The end of the table is released first, so that the prefix cache keeps beginnings, which more requests share.
+        The last blocks of the table are released first, so that they are also evicted first: more requests share the
+        first blocks of a prompt.
         """
         for group in range(len(request.block_ids)):
             self._cut(group, request, 0, in_flight)
@@ -165,20 +171,21 @@ class BlockTables:
         request.last_node = None
 
     def shrink(self, request: Request, num_tokens: int, in_flight: int) -> bool:
-        """Keep the blocks of the first ``num_tokens`` positions (whole blocks), and release the rest as :meth:`free`.
+        """Keep the blocks of the first ``num_tokens`` positions (a multiple of the block size), and release the rest
+        after step ``in_flight``.
 
-        False, and nothing changes, if a sliding window has released a block that the next token attends to. The caller
-        computes the rest again. It must set ``num_computed_tokens`` to ``num_tokens`` and ``progress_mark`` to the
-        number of known tokens, so that no later block is published or forked before a new token proves it computed.
+        Returns False, and changes nothing, if a sliding window has released a block that the next token attends to. The
+        caller must compute the rest again. It must set ``num_computed_tokens`` to ``num_tokens`` and ``progress_mark``
+        to the number of known tokens, so that no later block is published or forked before it is computed again.
         """
         if num_tokens % self.block_size:
             raise InvariantError(f"{request!r} cannot keep {num_tokens} positions: blocks have {self.block_size}")
         if not self.resumable(request, num_tokens):
             return False
         for group, kind in enumerate(self.layout.kinds):
-            kept = kind.num_entries(num_tokens)
-            self._cut(group, request, kept, in_flight)
-            request.num_out_of_reach[group] = min(request.num_out_of_reach[group], kept)
+            remaining = kind.num_entries(num_tokens)
+            self._cut(group, request, remaining, in_flight)
+            request.num_out_of_reach[group] = min(request.num_out_of_reach[group], remaining)
         end = num_tokens // self.block_size
         path: list[PrefixNode] = []
         node = request.last_node
@@ -192,7 +199,7 @@ class BlockTables:
         return True
 
     def step_done(self, step: int) -> None:
-        """Release the blocks that waited for ``step``, which has run."""
+        """Release the blocks that waited for the end of ``step``."""
         self.done_step = max(self.done_step, step)
         while self.deferred and self.deferred[0][0] <= step:
             _, group, blocks = self.deferred.popleft()
@@ -202,28 +209,28 @@ class BlockTables:
                 self.pools[group].release(block)
 
     def resumable(self, request: Request, position: int) -> bool:
-        """Whether the request still has every block that the token at ``position`` reads, as it was behind the token
-        before it."""
+        """Whether the request still has every block that the token at ``position`` reads, with the content from just
+        before that token."""
         return all(
             kind.continues_at(position, request.num_computed_tokens)
             and NULL_BLOCK not in table[self.layout.first_in_reach(group, position) : kind.num_entries(position)]
             for group, (kind, table) in enumerate(zip(self.layout.kinds, request.block_ids, strict=True))
         )
 
-    def _hold(self, group: int, count: int) -> None:
+    def _count_held(self, group: int, count: int) -> None:
         self.held_blocks += count * self._counts[group]
 
     def take(self, group: int, count: int) -> list[int]:
-        """Take ``count`` blocks from the pool, which must have them."""
-        taken = []
+        """Allocate ``count`` blocks from the pool, which must have them."""
+        blocks = []
         for _ in range(count):
             block, node = self.pools[group].allocate()
             if node is not None:
                 self._evicted(group, block, node)
-            taken.append(block)
-        return taken
+            blocks.append(block)
+        return blocks
 
-    def _leave_behind(self, group: int, request: Request, in_flight: int) -> None:
+    def _release_passed(self, group: int, request: Request, in_flight: int) -> None:
         """Release the blocks that the sliding window has passed."""
         first = min(self.layout.first_in_reach(group, request.num_computed_tokens), len(request.block_ids[group]))
         table = request.block_ids[group]
@@ -241,11 +248,11 @@ class BlockTables:
         self.num_changes += self.reservations.update(group, request)
 
     def _cut(self, group: int, request: Request, end: int, in_flight: int) -> None:
-        """Release the request's table in ``group`` from entry ``end`` on, the last entry first."""
+        """Release the request's table in ``group`` from entry ``end`` on, last entry first."""
         table = request.block_ids[group]
         if self.journal is not None:
             self.journal.append((request.request_id, group, end, [], table[end:]))
-        self._hold(group, -max(0, len(table) - end))
+        self._count_held(group, -max(0, len(table) - end))
         self._give_back(group, request, [block for block in reversed(table[end:]) if block != NULL_BLOCK], in_flight)
         request.block_ids[group] = table[:end]
 
@@ -256,7 +263,7 @@ class BlockTables:
         self._release(group, blocks, in_flight)
 
     def _release(self, group: int, blocks: list[int], in_flight: int) -> None:
-        """Release the blocks when step ``in_flight`` has run."""
+        """Release the blocks when step ``in_flight`` has ended."""
         if in_flight <= self.done_step:
             self.num_changes += 1
             for block in blocks:

@@ -1,4 +1,4 @@
-"""Kinds of cache: the contents of a cache group's table entries. The manager treats all kinds alike."""
+"""Kinds of cache: they say what an entry of a block table holds. The manager treats all kinds alike."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ __all__ = ["CacheKind"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheKind:
-    """K and V of ``span`` positions per table entry. A token reads the newest ``reach`` positions, its own included.
+    """Each table entry holds K and V of ``span`` positions. A token reads the newest ``reach`` positions, including its
+    own.
 
-    With ``reach`` None it reads all of them (``full``), else entries behind its reach are released (``window(W)``).
+    With ``reach`` None a token reads all positions (``full``). Otherwise, entries that no later token can read are
+    released (``window(W)``).
     """
 
     span: int
-    """Positions per table entry: a multiple of the block size."""
+    """Number of positions per table entry: a multiple of the block size."""
     reach: int | None = None
     stores_positions: ClassVar[bool] = True
-    """Whether an entry has a place for each of its positions."""
+    """Whether an entry stores data for each of its positions."""
 
     @property
     def releases(self) -> bool:
-        """Whether a request gives entries back while it runs."""
+        """Whether a running request releases entries that it cannot read any more."""
         return self.reach is not None
 
     @property
     def grows(self) -> bool:
-        """Whether a running request may need more entries than it joined with."""
+        """Whether a running request may need more entries than it had when it joined."""
         return True
 
     @property
     def share_unit(self) -> int:
-        """A prefix that ends inside an entry can be shared if its length is a multiple of this."""
+        """If a shared prefix ends inside an entry, its length must be a multiple of this number."""
         return 1
 
     def num_entries(self, num_tokens: int) -> int:
         """Length of a table that covers the first ``num_tokens`` positions."""
         return -(-num_tokens // self.span)
 
-    def most_entries(self, num_tokens: int, max_step_tokens: int) -> int:
-        """Largest number of entries that a request of ``num_tokens`` positions holds at once, if a step computes at
-        most ``max_step_tokens`` of them."""
+    def max_entries(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Maximum number of entries that a request of ``num_tokens`` positions holds at once, if a step computes at
+        most ``max_step_tokens`` of its tokens."""
         whole = self.num_entries(num_tokens)
         if self.reach is None:
             return whole
@@ -53,15 +55,15 @@ class CacheKind:
         return 0 if self.reach is None else max(0, position - self.reach + 1) // self.span
 
     def continues_at(self, position: int, num_computed: int) -> bool:
-        """Whether a table that was computed up to ``num_computed`` positions can serve the token at ``position``, as
-        far as it still has the entries."""
+        """Whether a table computed up to ``num_computed`` positions has the right content for the token at
+        ``position``, as far as its entries were not released."""
         return True
 
     def last_block(self, entry: int, block_size: int) -> int:
-        """Number of the block of ``block_size`` tokens with which a table entry is complete."""
+        """Index of the last block of ``block_size`` tokens in a table entry."""
         return (entry + 1) * (self.span // block_size) - 1
 
     def completed_by(self, block: int, block_size: int) -> int | None:
-        """The table entry that is complete with block ``block``; None if it ends inside an entry."""
+        """Index of the table entry that ends with block ``block``; None if no entry ends there."""
         entry, rest = divmod(block + 1, self.span // block_size)
         return None if rest else entry - 1

@@ -1,4 +1,4 @@
-"""Checks of the block tables between two steps. For tests and simulation, not for production."""
+"""Checks of the block tables between two steps, for tests and simulation. They are too slow for production."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ __all__ = ["check_manager"]
 
 
 def check_manager(kv: KVCacheManager, requests: Iterable[Request]) -> None:
-    """Compare every count with the tables of the live requests. Raises InvariantError for the first difference."""
+    """Compare every counter with the tables of the unfinished requests. Raises InvariantError for the first
+    difference."""
     references: list[dict[int, int]] = [{} for _ in kv.pools]
-    held, reserved, unheld = 0, [0] * len(kv.pools), [0] * len(kv.pools)
+    num_entries, reserved, unheld = 0, [0] * len(kv.pools), [0] * len(kv.pools)
     for request in requests:
         if request.request_id in kv.swapped and request.block_ids:
             raise InvariantError(f"{request!r} holds blocks, and is swapped out")
         for group, table in enumerate(request.block_ids):
-            held += len(table) * kv.layout.kinds[group].stores_positions
+            num_entries += len(table) * kv.layout.kinds[group].stores_positions
             reserved[group] += request.reserved[group][0]
             unheld[group] += request.reserved[group][1]
             _check_table(kv, group, request)
@@ -36,8 +37,8 @@ def check_manager(kv: KVCacheManager, requests: Iterable[Request]) -> None:
     for pool, named in zip(kv.pools, references, strict=True):
         pool.check_invariants(named)
     kv.swap_pool.check_invariants(kv.swapped.values())
-    if held != kv.tables.held_blocks:
-        raise InvariantError(f"block tables hold {held} entries, but {kv.tables.held_blocks} are counted")
+    if num_entries != kv.tables.held_blocks:
+        raise InvariantError(f"block tables hold {num_entries} entries, but {kv.tables.held_blocks} are counted")
     if (reserved, unheld) != (kv.tables.reservations.reserved, kv.tables.reservations.unheld):
         raise InvariantError(f"{reserved} blocks are reserved, {unheld} of them not held; the cache counts otherwise")
     if kv.prefix_cache is not None:
@@ -57,7 +58,7 @@ def _check_table(kv: KVCacheManager, group: int, request: Request) -> None:
 
 
 def _check_writable(pool: BlockPool, group: int, request: Request, tail: list[int]) -> None:
-    """Check that blocks which a request will write belong to it alone and are unknown to the prefix cache."""
+    """Check that each block that a request will write is in no other table and is unknown to the prefix cache."""
     for block in tail:
         if pool.ref_counts[block] != 1 or pool.nodes[block] is not None:
             raise InvariantError(f"{request!r} is about to write block {block} of group {group}, which others can read")

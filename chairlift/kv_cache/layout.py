@@ -1,8 +1,8 @@
-"""The cache groups of a model, and how many blocks a table takes in each.
+"""The cache groups of a model, and how many blocks a request needs in each.
 
-A *group* is a set of layers that keep the same positions: ``full`` keeps all of them, ``window(W)`` the last W, and
-``state`` has recurrent states instead of positions. Every group has a pool of its own; a request has one table per
-group. What an entry of its table holds is the group's :class:`~chairlift.kv_cache.cache_kind.CacheKind`.
+A *group* is a set of layers that store the same positions: ``full`` stores all positions, ``window(W)`` the last W, and
+``state`` has recurrent states instead of positions. Every group has its own block pool; a request has one block table
+per group. The group's :class:`~chairlift.kv_cache.cache_kind.CacheKind` says what an entry of the table holds.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["CacheLayout"]
 
 
 class CacheLayout:
-    """Cache groups with their block size.
+    """The cache groups of a model and their block size.
 
-    ``max_step_tokens`` is the most tokens that one step computes for one request. A window group must hold a window and
-    the new tokens of one step at once. Raises ConfigError for a bad block size, for no groups, and for
-    a span of states that is no multiple of the block size.
+    ``max_step_tokens`` is the maximum number of tokens that one step computes for one request. A window group must hold
+    a window and the new tokens of one step at the same time. Raises ConfigError for a bad block size, for an empty
+    ``groups``, and for a span of states that is not a multiple of the block size.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], block_size: int, max_step_tokens: int) -> None:
@@ -34,20 +34,21 @@ class CacheLayout:
         self.block_size = block_size
         self.max_step_tokens = max_step_tokens
         self.kinds = tuple(_kind_of(group, block_size) for group in groups)
-        """Kind of cache of each group."""
+        """Kind of cache, per group."""
         self.share_unit = max(kind.share_unit for kind in self.kinds)
-        """Lengths of prefixes that one request may share with another are multiples of this."""
+        """Two requests may share only prefixes whose length is a multiple of this number."""
 
     def blocks_for(self, group: int, num_tokens: int) -> int:
-        """Largest number of blocks that a request of ``num_tokens`` positions holds at once in ``group``."""
-        return self.kinds[group].most_entries(num_tokens, self.max_step_tokens)
+        """Maximum number of blocks that a request of ``num_tokens`` positions holds at once in ``group``."""
+        return self.kinds[group].max_entries(num_tokens, self.max_step_tokens)
 
     def first_in_reach(self, group: int, position: int) -> int:
         """Index of the first table entry that the token at ``position`` may still read."""
         return self.kinds[group].first_in_reach(position)
 
     def admission_blocks(self, group: int, known: int, reserve: int) -> int:
-        """Number of table entries after admission with ``known`` shared tokens and ``reserve`` reserved positions."""
+        """Number of table entries after the admission of a request with ``known`` shared positions that gets blocks for
+        ``reserve`` positions."""
         whole = self.kinds[group].num_entries(max(reserve, known + 1))
         return min(whole, self.first_in_reach(group, known) + self.blocks_for(group, reserve))
 

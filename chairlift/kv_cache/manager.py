@@ -1,4 +1,4 @@
-"""Admission of requests to the KV cache, with shared blocks, new blocks, and KV that returns from host memory."""
+"""Admits requests to the KV cache: with shared blocks, new blocks, and KV that returns from host memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ __all__ = ["Admission", "BlockCounts", "KVCacheManager", "NewBlocks", "TableChan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Shared:
-    """Leading positions whose KV another request computed: along a prefix-cache path, or in a fork's source."""
+    """Leading positions whose KV another request computed. They come from a path of prefix-cache nodes, or from the
+    request that a fork copies (``source``)."""
 
     num_tokens: int
     path: list[PrefixNode] = dataclasses.field(default_factory=list)
@@ -34,10 +35,10 @@ _NO_LIMIT = 1 << 40
 
 
 class KVCacheManager:
-    """Gives blocks to requests and takes them back. Raises InvariantError for calls that a scheduler must not make.
+    """Allocates and releases the blocks of requests. Raises InvariantError for calls that a scheduler must not make.
 
-    ``max_step_tokens`` is the most tokens that one step computes for one request. With ``prefix_offload`` evicted
-    blocks of the prefix cache are kept in host blocks that no preempted request needs.
+    ``max_step_tokens`` is the maximum number of tokens that one step computes for one request. With ``prefix_offload``,
+    evicted blocks of the prefix cache are saved in host blocks that no preempted request needs.
     """
 
     def __init__(
@@ -65,19 +66,19 @@ class KVCacheManager:
             )
         self.prefix_offload = prefix_offload and enable_prefix_caching
         self.num_offloaded = self.num_brought_back = 0
-        """Evicted blocks that were copied to host memory, and blocks that were copied back."""
-        self._offloaded: list[tuple[int, int, int]] = []  # (group, block, host block) for the next step to copy
+        """Counters: evicted blocks that were copied to host memory, and blocks that were copied back."""
+        self._offloaded: list[tuple[int, int, int]] = []  # (group, block, host block) that the next step must copy
         self._scheduled_step = 0
         self.swapped: dict[str, Swapped] = {}
-        """Request id -> KV of a preempted request in host memory."""
+        """Id of a preempted request -> its KV in host memory."""
 
     def fits_when_empty(self, num_tokens: int) -> bool:
-        """Whether a request of ``num_tokens`` positions fits if it has the whole cache to itself."""
+        """Whether a request of ``num_tokens`` positions fits if no other request uses the cache."""
         return all(self.layout.blocks_for(g, num_tokens) <= pool.capacity for g, pool in enumerate(self.pools))
 
     @property
     def capacity_tokens(self) -> int:
-        """Most positions of one request alone. A window group that can hold its window sets no limit."""
+        """Maximum number of positions of a single request. A window group that can hold its window sets no limit."""
         limits = [
             pool.capacity * kind.span
             for group, (pool, kind) in enumerate(zip(self.pools, self.layout.kinds, strict=True))
@@ -91,14 +92,15 @@ class KVCacheManager:
         return BlockCounts(free - cached, sum(pool.num_used for pool in self.pools), cached)
 
     def admit(self, request: Request, reserve: int, watermark: float = 0.0, *, share: bool = True) -> Admission | None:
-        """Give the request blocks for its first ``reserve`` positions, or nothing at all.
+        """Give the request blocks for its first ``reserve`` positions. Returns None, and gives no block, if they do not
+        fit now.
 
-        Blocks come from the request it forks from (``n > 1``), from the prefix cache, or from the free list.
-        ``watermark`` is the share of each pool that must stay free afterwards. ``share=False`` gives the request
-        blocks of its own only. None when it does not fit now.
+        Blocks are shared with the request that it forks from (``n > 1``), shared through the prefix cache, or new.
+        ``watermark`` is the fraction of each pool that must stay free afterwards. With ``share=False`` all blocks are
+        new.
         """
         if request.refused_at == (self.tables.num_changes, reserve, watermark):
-            return None  # nothing has changed since it was refused, so its prompt need not be hashed again
+            return None  # nothing has changed since it was refused, so it does not fit now either
         shared = self._find_shared(request) if share else _Shared(0)
         known = shared.num_tokens
         path = shared.path[: known // self.block_size]
@@ -111,9 +113,12 @@ class KVCacheManager:
         hosts = [(group, i, host) for group, i, host in found if host is not None]
         for group, _, host in hosts:
             self.swap_pool.touch(group, host, self._scheduled_step + 1)  # so that no eviction of this step takes it
-        # Blocks that come back are published once the step that copies them has run, with the request's own blocks.
+        # Blocks that come back from host memory are published together with the request's own blocks, after the step
+        # that copies them has ended.
         path = path[: min(ends, default=len(path))]
-        stale = shared.source is not None and shared.source.num_published == NEVER  # a fork of it is stale too
+        stale = (
+            shared.source is not None and shared.source.num_published == NEVER
+        )  # then the fork's blocks must not be published either
         self.tables.occupy(request, tables, wants, known, path if share and not stale else None)
         copies: list[tuple[int, int, int]] = []
         if shared.source is not None and known % self.block_size:
@@ -124,12 +129,13 @@ class KVCacheManager:
         return Admission(known, copies, [(group, host, request.block_ids[group][i]) for group, i, host in hosts])
 
     def num_shared(self, request: Request) -> int:
-        """Number of leading positions that need no computing if the request joins now."""
+        """Number of leading positions whose KV exists already, if the request joins now."""
         swapped = self.swapped.get(request.request_id)
         return self._find_shared(request).num_tokens if swapped is None else swapped.num_tokens
 
     def lacks(self, request: Request, reserve: int, watermark: float, leaving: Iterable[Request] = ()) -> bool:
-        """Whether :meth:`admit` will still fail when every deferred release has happened and ``leaving`` have left."""
+        """Whether :meth:`admit` will still fail after all deferred releases and after the requests ``leaving`` have
+        left."""
         tables = [each.block_ids for each in leaving]
         for group, free in enumerate(self.tables.num_free_soon()):
             free += sum(self.pools[group].ref_counts[block] == 1 for table in tables for block in table[group])
@@ -139,11 +145,12 @@ class KVCacheManager:
         return False
 
     def swap_out(self, request: Request, num_tokens: int, in_flight: int) -> list[tuple[int, int, int]] | None:
-        """Keep the KV of the request's first ``num_tokens`` computed positions in host memory, and free its blocks.
+        """Save the KV of the request's first ``num_tokens`` computed positions in host memory, and free its blocks.
 
-        Returns (group, block, host block) to copy in step ``in_flight + 1``, before it writes anything. Blocks that no
-        later position can reach are left out. Returns None, and nothing changes, if host memory is short, if a sliding
-        window has released a block that the next position attends to, or if the KV may not be shared.
+        Returns (group, block, host block) for the copies that step ``in_flight + 1`` must make before it writes
+        anything. Blocks that no later position can read are not copied. Returns None, and changes nothing, if host
+        memory has too little room, if a sliding window has released a block that the next position attends to, or if
+        the KV may not be shared.
         """
         if request.request_id in self.swapped or not 0 < num_tokens <= request.num_computed_tokens:
             raise InvariantError(f"{request!r} cannot save {num_tokens} positions: not computed, or saved before")
@@ -167,11 +174,12 @@ class KVCacheManager:
     def swap_in(
         self, request: Request, reserve: int, watermark: float, step: int, *, share: bool = True
     ) -> Admission | None:
-        """Give a swapped request blocks for its first ``reserve`` positions, and list the copies for step ``step``.
+        """Give a swapped request blocks for its first ``reserve`` positions, and return the copies that step ``step``
+        must make.
 
-        Blocks that the prefix cache still has are shared instead of copied. The host blocks are free once ``step`` has
-        run. ``watermark``, ``share`` and None are as in :meth:`admit`. The result is also None while a step in flight,
-        which may fail, still computes or saves this KV.
+        Blocks that the prefix cache still has are shared instead of copied. The host blocks are free after ``step`` has
+        ended. See :meth:`admit` for ``watermark`` and ``share``. Returns None, and gives no block, if the blocks do not
+        fit now, or while a step in flight still computes or saves this KV (that step may fail).
         """
         saved = self.swapped.get(request.request_id)
         if saved is None:
@@ -201,7 +209,8 @@ class KVCacheManager:
         return Admission(known, [], copies)
 
     def drop_swapped(self, request: Request) -> None:
-        """Drop the request's KV from host memory, if it has any: the request has ended or is computed again."""
+        """Drop the request's KV from host memory, if there is any, because the request has ended or will be
+        recomputed."""
         saved = self.swapped.pop(request.request_id, None)
         if saved is not None:
             request.refused_at = NOT_REFUSED
@@ -209,25 +218,26 @@ class KVCacheManager:
                 self.swap_pool.release(group, hosts, saved.step)
 
     def scheduled(self, step: int) -> list[tuple[int, int, int]]:
-        """Note that ``step`` is scheduled. Returns (group, block, host block) to copy before it writes anything: blocks
-        that the prefix cache evicted since the step before."""
+        """Note that ``step`` was scheduled. Returns (group, block, host block) for the copies that it must make before
+        it writes anything: blocks that the prefix cache evicted since the previous step."""
         self._scheduled_step = step
         offloaded, self._offloaded = self._offloaded, []
         return offloaded
 
     def step_done(self, step: int) -> None:
-        """Release the blocks and host blocks that waited for ``step``, which has run."""
+        """Release the blocks and host blocks that waited for the end of ``step``."""
         self.tables.step_done(step)
         self.swap_pool.step_done(step)
 
     def copies_lost(self, step: int) -> None:
-        """Drop the host copies that ``step`` should have made. It failed."""
+        """Drop the copies in host memory that ``step`` should have made, because it failed."""
         if self.prefix_cache is not None:
             for group, node in self.swap_pool.saved_in(step):
                 self.prefix_cache.drop_copy(group, node)
 
     def swapped_since(self, step: int) -> list[str]:
-        """Ids of requests swapped out in ``step`` or while it was in flight. If it fails, their KV is lost."""
+        """Ids of requests that were swapped out in ``step`` or while it was in flight. If the step fails, their KV is
+        lost."""
         return [request_id for request_id, saved in self.swapped.items() if saved.step >= step]
 
     def publish(self, request: Request, num_confirmed: int) -> None:
@@ -237,17 +247,19 @@ class KVCacheManager:
             self.prefix_cache.publish(request, num_confirmed)
 
     def publish_confirmed(self, request: Request) -> None:
-        """Publish the blocks that finished steps computed: all but the newest token, once there is a new token."""
+        """Publish the blocks that ended steps have computed. These are all positions but the newest token, if the
+        request has a new token since it joined."""
         if request.block_ids and len(request.token_ids) > request.progress_mark:
             self.publish(request, len(request.token_ids) - 1)
 
     def forget(self, request: Request) -> None:
-        """Stop sharing the blocks of a request that failed."""
+        """Remove the blocks of a failed request from the prefix cache."""
         if self.prefix_cache is not None:
             self.prefix_cache.forget(request)
 
     def forget_all(self, requests: Iterable[Request]) -> None:
-        """Stop sharing all KV computed so far, and all KV that the running ``requests`` compute after it."""
+        """Remove all blocks from the prefix cache. The blocks that the running ``requests`` have, or compute later, are
+        never published."""
         self.tables.num_changes += 1
         for request in requests:
             request.num_published, request.last_node = NEVER, None
@@ -257,21 +269,22 @@ class KVCacheManager:
     def _wants(
         self, request: Request, tables: Sequence[Sequence[int | None]], known: int, reserve: int, watermark: float
     ) -> list[int] | None:
-        """Number of new blocks per group that the request needs beside those in ``tables``; None if they do not fit."""
+        """Number of new blocks per group that the request needs in addition to those in ``tables``; None if they do not
+        fit."""
         wants: list[int] = []
         for group, (pool, shared) in enumerate(zip(self.pools, tables, strict=True)):
-            kept = [block for block in shared if block is not None]
-            idle = sum(1 for block in kept if block != NULL_BLOCK and pool.ref_counts[block] == 0)
-            want = self.layout.admission_blocks(group, known, reserve) - len(kept)
+            present = [block for block in shared if block is not None]
+            idle = sum(1 for block in present if block != NULL_BLOCK and pool.ref_counts[block] == 0)
+            want = self.layout.admission_blocks(group, known, reserve) - len(present)
             if not self.tables.reservations.fits(group, request, pool.num_free - idle, want, watermark):
-                if request.source is None or request.source.is_finished:  # else it may find more to share next time
+                if request.source is None or request.source.is_finished:  # otherwise it may share more blocks next time
                     request.refused_at = (self.tables.num_changes, reserve, watermark)
                 return None
             wants.append(want)
         return wants
 
     def _find_shared(self, request: Request) -> _Shared:
-        """Find the leading positions that the request can share."""
+        """Find the leading positions whose KV the request can share."""
         if not request.may_share:
             return _Shared(0)
         known, path = 0, []
@@ -285,8 +298,8 @@ class KVCacheManager:
         return _Shared(known, path)
 
     def _can_fork(self, source: Request, forked: int) -> bool:
-        """Whether ``source`` still has the KV that a continuation of its first ``forked`` tokens attends to."""
-        # A token since it was admitted proves that its prompt was computed by a step before this one.
+        """Whether ``source`` still has the KV of its first ``forked`` positions that a fork must read."""
+        # If ``source`` got a token since its admission, an earlier step has computed its prompt.
         if source.status is not RequestStatus.RUNNING or len(source.token_ids) <= source.progress_mark:
             return False
         ends = [kind.num_entries(forked) for kind in self.layout.kinds]
@@ -295,8 +308,8 @@ class KVCacheManager:
         )
 
     def _agreed(self, path: list[PrefixNode]) -> int:
-        """Number of leading blocks of ``path`` that every group still has, in its pool or in host memory, as far as its
-        window needs them."""
+        """Number of leading blocks of ``path`` that every group still has, in its pool or in host memory. A window
+        group needs only the blocks inside its window."""
         hit, kinds = len(path), self.layout.kinds
         for group, kind in enumerate(kinds):
             if not kind.releases:
@@ -306,7 +319,7 @@ class KVCacheManager:
         return hit
 
     def _has_all(self, group: int, path: list[PrefixNode]) -> bool:
-        """Whether the group has what the token behind ``path`` reads."""
+        """Whether the group has all entries that the token after ``path`` reads."""
         kind, known = self.layout.kinds[group], len(path) * self.block_size
         needed = range(self.layout.first_in_reach(group, known), kind.num_entries(known))
         return known % kind.share_unit == 0 and all(
@@ -318,8 +331,8 @@ class KVCacheManager:
         return node.blocks[group] is not None or (host is not None and self.swap_pool.is_readable(group, host))
 
     def _shared_table(self, group: int, shared: _Shared) -> list[int | None]:
-        """Full blocks of the shared positions, with the null block behind a window and None for blocks that only host
-        memory has."""
+        """Table of the shared positions in one group: full blocks, the null block where a window has passed, and None
+        for blocks that are only in host memory."""
         kind, source = self.layout.kinds[group], shared.source
         first = self.layout.first_in_reach(group, shared.num_tokens)
         full: range = range(shared.num_tokens // kind.span)
@@ -329,17 +342,17 @@ class KVCacheManager:
         return [NULL_BLOCK if i < first else shared.path[end].blocks[group] for i, end in enumerate(ends)]
 
     def _evicted(self, group: int, block: int, node: PrefixNode) -> None:
-        """Called when the block of ``node`` is given out again."""
+        """Called when the block of ``node`` is allocated for other content."""
         if self.prefix_cache is not None:
             if self.prefix_offload:
                 self._offload(group, block, node)
             self.prefix_cache.evicted(group, node)
 
     def _offload(self, group: int, block: int, node: PrefixNode) -> None:
-        """Keep a copy of an evicted block in host memory, if there is room."""
+        """Save an evicted block in host memory, if there is room."""
         step, host = self._scheduled_step + 1, node.hosts[group]
         if host is not None:
-            self.swap_pool.touch(group, host, step)  # the copy was not used while the block was there
+            self.swap_pool.touch(group, host, step)  # the copy exists already; it now counts as recently used
             return
         host = node.hosts[group] = self.swap_pool.keep(group, node, step)
         if host is not None:
@@ -347,5 +360,6 @@ class KVCacheManager:
             self._offloaded.append((group, block, host))
 
     def check_invariants(self, requests: Iterable[Request]) -> None:
-        """Compare every count with the tables of the live requests. Raises InvariantError for the first difference."""
+        """Compare every counter with the tables of the unfinished requests. Raises InvariantError for the first
+        difference."""
         check_manager(self, requests)

@@ -1,7 +1,7 @@
-"""The prefix cache: a tree of full blocks, found by a SHA-256 chain and compared token by token.
+"""The prefix cache: a tree of full blocks. A block is found by a chain of SHA-256 hashes and compared token by token.
 
-Hashing blocks in a chain is the idea of vLLM's automatic prefix caching. The tree is RadixAttention's (SGLang). With it
-a hit is compared along its whole path, so a hash collision can never return foreign content.
+The hash chain is the idea of vLLM's automatic prefix caching, the tree that of RadixAttention (SGLang). A hit is
+compared along its whole path in the tree, so a hash collision can never return wrong content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from chairlift.vision.spans import MARK_BYTES, marks
 __all__ = ["NEVER", "PrefixCache", "block_tokens"]
 
 NEVER = 1 << 60
-"""Number of published blocks of a request that publishes no more."""
+"""Value of ``num_published`` for a request whose blocks are never published again."""
 
 
 def _sha256(data: bytes) -> bytes:
@@ -32,17 +32,17 @@ _TOKEN_BYTES = 8
 
 
 def block_tokens(token_ids: list[int]) -> bytes:
-    """Pack token ids into bytes, eight each, in the machine's byte order. Nodes compare and hash these."""
+    """Token ids as bytes, eight bytes each, in the machine's byte order. Nodes compare and hash these bytes."""
     return array("q", token_ids).tobytes()
 
 
 class PrefixCache:
-    """Full blocks by content. Two requests share a block only if salt, adapter, and every token and image up to its end
-    agree.
+    """Finds full blocks by their content. Two requests share a block only if they have the same salt, the same adapter,
+    and the same tokens and images up to the block's end.
 
-    ``kinds`` are those of the pools' groups (default: full). ``secret`` makes keys differ between processes.
-    ``hash_function`` is for tests with colliding hashes. Copies in ``host_pool`` last until they are evicted there or
-    their content is forgotten.
+    ``kinds`` are the cache kinds of the pools (default: full). ``secret`` makes the keys differ between processes.
+    ``hash_function`` is for tests with colliding hashes. Copies in ``host_pool`` exist until they are evicted there or
+    their node is removed.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PrefixCache:
     ) -> None:
         self.block_size = block_size
         kinds = [CacheKind(block_size)] * len(pools) if kinds is None else kinds
-        # A kind whose entries are blocks need not be asked which entry a block completes.
+        # None for a kind whose entries are single blocks: there, entry and block have the same index.
         self._kinds = [None if kind.span == block_size else kind for kind in kinds]
         self._host_pool = host_pool
         if host_pool is not None:
@@ -70,9 +70,9 @@ class PrefixCache:
         return len(self._nodes)
 
     def walk(self, request: Request, max_blocks: int) -> list[PrefixNode]:
-        """The longest path of known nodes for the request's first tokens, at most ``max_blocks`` long.
+        """The longest path of known nodes for the request's first tokens, at most ``max_blocks`` nodes long.
 
-        Nodes on the path may have lost their block in some group. The caller decides which are usable.
+        A node on the path may have lost its block in some group. The caller must check which nodes are usable.
         """
         path: list[PrefixNode] = []
         node = self._nodes.get(self._root_key(request))
@@ -107,7 +107,7 @@ class PrefixCache:
                 self._nodes[key] = child
                 node.num_children += 1
             elif child.parent is not node or child.tokens != tokens:
-                end = NEVER  # a colliding key belongs to other content, so later blocks of this request cannot be found
+                end = NEVER  # the key collides with other content, so later blocks of this request cannot be found
                 break
             self._attach(child, request, index)
             node = child
@@ -116,7 +116,7 @@ class PrefixCache:
         self._prune(node)
 
     def evicted(self, group: int, node: PrefixNode) -> None:
-        """Note that the pool has taken back this node's block in ``group``."""
+        """Note that the node's block in ``group`` was evicted from its pool."""
         node.blocks[group] = None
         self._prune(node)
 
@@ -126,24 +126,25 @@ class PrefixCache:
         self._prune(node)
 
     def drop_copy(self, group: int, node: PrefixNode) -> None:
-        """Release the node's host block, if it has one."""
+        """Release the node's host block in ``group``, if it has one."""
         host = node.hosts[group]
         if host is not None and self._host_pool is not None:
             self._host_pool.drop(group, host)
             self.lost_copy(group, node)
 
     def forget(self, request: Request) -> None:
-        """Drop the request's whole path, blocks behind sliding windows included: its content cannot be trusted."""
-        # Blocks that came back from host memory and are not published yet are found by their tokens only.
+        """Remove all nodes of the request's tokens, including those that sliding windows have passed, because their
+        content may be wrong."""
+        # Blocks that came back from host memory and are not published yet can be found only by their tokens.
         for known in self.walk(request, request.num_computed_tokens // self.block_size):
             for group in range(len(self._pools)):
                 self.drop_copy(group, known)
         last = request.last_node
         while last is not None:
             parent = last.parent
-            for group, held in enumerate(last.blocks):
-                if held is not None:
-                    self._pools[group].detach(held)
+            for group, block in enumerate(last.blocks):
+                if block is not None:
+                    self._pools[group].detach(block)
                     self.evicted(group, last)
             last = parent
         for group, (pool, table) in enumerate(zip(self._pools, request.block_ids, strict=True)):
@@ -155,7 +156,7 @@ class PrefixCache:
         request.num_published = NEVER
 
     def clear(self) -> None:
-        """Forget every block. Requests that still have a ``last_node`` must not publish any more."""
+        """Remove all nodes. Requests that still have a ``last_node`` must not publish any more."""
         for pool in self._pools:
             for block, node in enumerate(pool.nodes):
                 if node is not None:
@@ -188,12 +189,12 @@ class PrefixCache:
             if not node.num_children and node.holds_nothing:
                 raise InvariantError("a prefix-cache node holds nothing and was not removed")
         for group, pool in enumerate(self._pools):
-            for block, held in enumerate(pool.nodes):
-                if held is not None and held.blocks[group] != block:
+            for block, owner in enumerate(pool.nodes):
+                if owner is not None and owner.blocks[group] != block:
                     raise InvariantError(f"block {block} names a prefix-cache node that does not name it")
 
     def _content(self, request: Request, index: int) -> bytes:
-        """Tokens of a full block, and behind them the marks of images that it covers."""
+        """Content of a full block as bytes: its tokens, then the marks of the images that it covers."""
         start, end = index * self.block_size, (index + 1) * self.block_size
         tokens = block_tokens(request.token_ids[start:end])
         return tokens + marks(request.images, start, end) if request.images else tokens
@@ -207,7 +208,7 @@ class PrefixCache:
                 pool.attach(block, node)
 
     def _prune(self, node: PrefixNode | None) -> None:
-        """Remove nodes without blocks and without children, from here up to the root."""
+        """Remove nodes without blocks and without children, from this node up to the root."""
         while node is not None and not node.num_children and node.holds_nothing:
             if self._nodes.get(node.key) is not node:
                 return
@@ -217,7 +218,7 @@ class PrefixCache:
                 node.num_children -= 1
 
     def _root(self, request: Request) -> PrefixNode | None:
-        """Root for the request's adapter and salt; None if its key collides with another node's."""
+        """Root node for the request's adapter and salt; None if its key collides with another node's key."""
         key = self._root_key(request)
         owner = (request.adapter_id, request.cache_salt)
         root = self._nodes.get(key)

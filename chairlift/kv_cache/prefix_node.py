@@ -1,4 +1,4 @@
-"""A node of the prefix cache's tree. Requests keep one, so this module imports nothing of the package."""
+"""A node of the prefix cache's tree. Requests refer to nodes, so this module imports nothing of the package."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ __all__ = ["PrefixNode"]
 
 
 class PrefixNode:
-    """One full block of tokens behind a given prefix. Per cache group, ``blocks`` has the block that holds it, and
-    ``hosts`` the host block with a copy."""
+    """One full block of tokens after a given prefix. Per cache group, ``blocks`` has the block with its KV, and
+    ``hosts`` the host block with a copy; None if there is none."""
 
     __slots__ = ("blocks", "hosts", "key", "num_children", "owner", "parent", "tokens")
 
@@ -15,10 +15,10 @@ class PrefixNode:
         self.key = key
         self.parent = parent
         self.tokens = tokens
-        """Token ids packed by :func:`~chairlift.kv_cache.prefix_cache.block_tokens`, then marks of images. Unlike
-        tuples, bytes cost the garbage collector nothing."""
+        """Token ids packed by :func:`~chairlift.kv_cache.prefix_cache.block_tokens`, then marks of images. Bytes are
+        used because, unlike tuples, they cost the garbage collector no time."""
         self.owner: tuple[int, str] | None = None
-        """(adapter id, salt) on a root; None on other nodes."""
+        """(adapter id, salt) of a root node; None for other nodes."""
         self.blocks: list[int | None] = [None] * num_groups
         self.hosts: list[int | None] = [None] * num_groups
         self.num_children = 0

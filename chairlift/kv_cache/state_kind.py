@@ -1,10 +1,12 @@
-"""The states of recurrent layers as a kind of cache.
+"""Cache kind for the states of recurrent layers.
 
-A table entry holds one state of a request: that behind the newest computed position among its ``span`` positions. A
-complete entry is therefore a snapshot at a fixed position, which other requests may share. A token reads the entry of
-the position before it and writes its own, so a table is that of a sliding window of two positions.
+A table entry holds one state of a request: the state after the newest computed position among the entry's ``span``
+positions. So a complete entry is a snapshot at a fixed position, and other requests may share it. A token reads the
+entry of the position before it and writes the entry of its own position. So the table works like that of a sliding
+window of two positions.
 
-A state is never rolled back. It can be read at the position where it stands, and at the end of a complete entry.
+A state cannot go back to an earlier position. It can be read only at its newest position, or at the end of a complete
+entry.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ __all__ = ["StateKind"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateKind(CacheKind):
-    """One recurrent state per ``span`` positions; :data:`~chairlift.config.ONE_STATE` keeps a single one per request.
+    """One recurrent state per ``span`` positions. With :data:`~chairlift.config.ONE_STATE`, a request has a single
+    state.
 
-    A request that begins at position 0 begins with a state of zeros, whatever its entry held before.
+    A request that begins at position 0 begins with a state of zeros, whatever the block contained before.
     """
 
     reach: int | None = 2

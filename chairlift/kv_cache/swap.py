@@ -1,7 +1,7 @@
-"""Host blocks and their owners.
+"""Blocks in host memory, and what they hold.
 
-Some blocks hold KV of preempted requests (swap preemption; vLLM, Kwon et al., SOSP 2023). The remaining ones hold
-blocks that the prefix cache evicted (hierarchical caches, as in SGLang and TensorRT-LLM).
+Some host blocks hold KV of preempted requests (swap preemption; vLLM, Kwon et al., SOSP 2023). The others hold blocks
+that the prefix cache evicted (a hierarchical cache, as in SGLang and TensorRT-LLM).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Swapped:
     """KV of one preempted request in host memory."""
 
     num_tokens: int
-    """Leading positions that need not be computed again."""
+    """Number of leading positions that need not be computed again."""
     blocks: list[list[int]]
-    """Host blocks per cache group, from the first table entry that the next position can reach."""
+    """Per cache group: host blocks, beginning with the first table entry that the next position can read."""
     step: int
-    """Step that copies the blocks. If it does not run, none of them can be used."""
+    """Step that makes the copies. If it fails, none of the host blocks can be used."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,61 +34,65 @@ class _Kept:
 
     node: PrefixNode
     saved: int
-    """Step that copies the content here. It can be read after that step has run."""
+    """Step that copies the content to this host block. It can be read after that step has ended."""
     used: int
-    """Last step that reads or writes the host block, or evicts its node's block."""
+    """Last step that reads or writes this host block, or that evicts its node's block."""
 
 
 class SwapPool:
-    """Host blocks of each cache group, with ids from 0 on.
+    """Host blocks of each cache group; ids begin at 0.
 
-    Only touched host memory is really allocated, so the ids released last, and then the lowest, are given out first.
-    Blocks kept for prefix-cache nodes count as free while no step uses them. The least recently used goes first.
+    The operating system allocates host memory only when it is first written. So blocks released last are used again
+    first, and new blocks are taken in ascending order. Blocks that hold content of prefix-cache nodes count as free
+    while no step uses them; the least recently used one is evicted first.
     """
 
     def __init__(self, num_blocks: Sequence[int]) -> None:
         self.num_blocks = tuple(num_blocks)
         self.lost: Callable[[int, PrefixNode], None] | None = None
-        """Called with (group, node) when a kept block is given out again."""
+        """Called with (group, node) when a block with the content of a prefix-cache node is allocated for other
+        content."""
         self._free = [list(reversed(range(count))) for count in num_blocks]
-        self._kept: list[OrderedDict[int, _Kept]] = [OrderedDict() for _ in num_blocks]  # least recently used first
+        self._kept: list[OrderedDict[int, _Kept]] = [OrderedDict() for _ in num_blocks]
+        """Per group: host block -> its evicted content, least recently used first."""
         self._deferred: list[tuple[int, int, list[int]]] = []  # (last step that uses them, group, blocks)
         self._done_step = -1
 
     @property
     def capacity(self) -> int:
-        """Number of blocks of all groups together."""
+        """Number of blocks, summed over all groups."""
         return sum(self.num_blocks)
 
     @property
     def num_used(self) -> int:
-        """Number of blocks that hold a request's KV or that a step in flight still uses, in all groups."""
+        """Number of blocks that hold a request's KV or that a step in flight still uses, summed over all groups."""
         return self.capacity - sum(map(self.num_free, range(len(self._free))))
 
     @property
     def num_kept(self) -> int:
-        """Number of blocks that hold evicted content of prefix-cache nodes, in all groups."""
+        """Number of blocks that hold evicted content of prefix-cache nodes, summed over all groups."""
         return sum(map(len, self._kept))
 
     def num_free(self, group: int) -> int:
-        """Number of blocks of the group that can be given out now."""
+        """Number of blocks of the group that can be allocated now."""
         kept = self._kept[group]
         busy = next((i for i, each in enumerate(reversed(kept.values())) if each.used <= self._done_step), len(kept))
         return len(self._free[group]) + len(kept) - busy
 
     def allocate(self, group: int, count: int) -> list[int]:
-        """Give out ``count`` blocks. :meth:`num_free` must be at least ``count``."""
+        """Allocate ``count`` blocks. :meth:`num_free` must be at least ``count``."""
         free, kept = self._free[group], self._kept[group]
-        given = [free.pop() for _ in range(min(count, len(free)))]
-        while len(given) < count:
+        blocks = [free.pop() for _ in range(min(count, len(free)))]
+        while len(blocks) < count:
             host, oldest = kept.popitem(last=False)
-            given.append(host)
+            blocks.append(host)
             if self.lost is not None:
                 self.lost(group, oldest.node)
-        return given
+        return blocks
 
     def keep(self, group: int, node: PrefixNode, step: int) -> int | None:
-        """Give out a host block to which ``step`` copies the evicted block of ``node``; None if there is none."""
+        """Allocate a host block to which ``step`` copies the evicted block of ``node``; None if no host block is
+        free."""
         oldest = next(iter(self._kept[group].values()), None)
         if not self._free[group] and (oldest is None or oldest.used > self._done_step):
             return None
@@ -97,32 +101,32 @@ class SwapPool:
         return host
 
     def is_readable(self, group: int, host: int) -> bool:
-        """Whether the copy to a kept block has been made."""
+        """Whether the copy to this host block of a prefix-cache node has been made."""
         return self._kept[group][host].saved <= self._done_step
 
     def touch(self, group: int, host: int, step: int) -> None:
-        """Note that ``step`` reads a kept block, or evicts its node's block."""
+        """Note that ``step`` reads this host block of a prefix-cache node, or evicts its node's block."""
         self._kept[group][host].used = step
         self._kept[group].move_to_end(host)
 
     def drop(self, group: int, host: int) -> None:
-        """Release a kept block whose content is not needed any more."""
+        """Release a host block of a prefix-cache node, because its content is not needed any more."""
         self.release(group, [host], self._kept[group].pop(host).used)
 
     def saved_in(self, step: int) -> list[tuple[int, PrefixNode]]:
-        """(group, node) of each block that ``step`` copies to host memory."""
+        """(group, node) of each prefix-cache node whose block ``step`` copies to host memory."""
         every = [(group, each) for group, kept in enumerate(self._kept) for each in kept.values()]
         return [(group, each.node) for group, each in every if each.saved == step]
 
     def release(self, group: int, blocks: list[int], step: int) -> None:
-        """Take blocks back once ``step`` has run, which is the last one that reads or writes them."""
+        """Release blocks after ``step``, which is the last step that reads or writes them."""
         if step <= self._done_step:
             self._free[group] += reversed(blocks)
         elif blocks:
             self._deferred.append((step, group, blocks))
 
     def step_done(self, step: int) -> None:
-        """Free the blocks that waited for ``step``, which has run."""
+        """Free the blocks that waited for the end of ``step``."""
         self._done_step = max(self._done_step, step)
         if self._deferred:
             waiting, self._deferred = self._deferred, []
@@ -130,7 +134,8 @@ class SwapPool:
                 self.release(group, blocks, last)
 
     def check_invariants(self, swapped: Iterable[Swapped]) -> None:
-        """Raise InvariantError unless each block is free, deferred, kept, or in exactly one of ``swapped``."""
+        """Raise InvariantError unless each block has exactly one state: free, waiting for a step, with content of a
+        prefix-cache node, or in one of ``swapped``."""
         holders = [[list(free), list(kept)] for free, kept in zip(self._free, self._kept, strict=True)]
         for saved in swapped:
             for group, blocks in enumerate(saved.blocks):

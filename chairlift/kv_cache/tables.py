@@ -7,13 +7,13 @@ import dataclasses
 __all__ = ["Admission", "BlockCounts", "NewBlocks", "TableChange"]
 
 TableChange = tuple[str, int, int, list[int], list[int]]
-"""(request id, group, first, blocks from entry ``first`` on, released blocks). ``first`` = -n: the window passed the
-first n entries."""
+"""(request id, group, first, new blocks from entry ``first`` on, released blocks). ``first`` = -n means that the window
+has passed the first n entries."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewBlocks:
-    """Blocks appended to one table, from entry ``first`` on."""
+    """Blocks appended to one block table, from entry ``first`` on."""
 
     group: int
     first: int
@@ -22,10 +22,10 @@ class NewBlocks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Admission:
-    """KV that a request starts with."""
+    """KV that a request starts with after its admission."""
 
     num_computed_tokens: int
-    """Leading positions whose KV is computed already."""
+    """Number of leading positions whose KV is computed already."""
     copies: list[tuple[int, int, int]]
     """(group, source block, destination block) to copy before the step's first write."""
     swap_in: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
@@ -34,7 +34,7 @@ class Admission:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """Blocks of all groups together. ``free + used + cached`` are all blocks."""
+    """Numbers of blocks, summed over all groups. ``free + used + cached`` is the total."""
 
     free: int
     used: int

@@ -1,1 +1,2 @@
-"""Low-rank adapters (LoRA; Hu et al., 2021): read, held in memory, and added to the products of a served model."""
+"""Low-rank adapters (LoRA; Hu et al., 2021): reading them, keeping them in memory, and adding their terms to the linear
+layers of a served model."""

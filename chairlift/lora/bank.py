@@ -1,4 +1,4 @@
-"""Adapters in memory for a model: in plain torch, and for step programs of the native CPU kernels."""
+"""Adapters in memory for a model, either in plain torch or for step programs of the native CPU kernels."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["NativeAdapters", "TorchAdapters"]
 
 
 class _Held:
-    """An adapter in the form that a bank stores."""
+    """An adapter in the form that the bank stores, and its digest."""
 
     def __init__(self, adapter: Adapter, held: Any, nbytes: int) -> None:
         self.digest, self.rank, self.held, self.nbytes = adapter.digest, adapter.rank, held, nbytes
 
 
 def _finite(adapter: Adapter, dtype: torch.dtype, path: Path) -> None:
-    """Raise ModelLoadError where a number is too large for ``dtype``."""
+    """Raise ModelLoadError if a value of the adapter is too large for ``dtype``."""
     for name, parts in adapter.layers.items():
         for part in parts:
             if not all(bool(each.to(dtype).isfinite().all()) for each in (part.a, part.b)):
@@ -40,7 +40,7 @@ def _finite(adapter: Adapter, dtype: torch.dtype, path: Path) -> None:
 
 
 class TorchAdapters:
-    """Adapters for a model that PyTorch runs. ``begin`` sets the adapter of each token before a step."""
+    """Adapters for a model that PyTorch runs. :meth:`begin` sets the adapter of each token before a step."""
 
     def __init__(self, model: CausalLM, dtype: torch.dtype, device: torch.device, *, max_rank: int) -> None:
         self._sites, self._dtype, self._device, self._max_rank = sites_of(model), dtype, device, max_rank
@@ -53,11 +53,11 @@ class TorchAdapters:
 
     @property
     def tokens(self) -> list[tuple[int, Tensor]]:
-        """(adapter, int64 indices of its tokens) of this step."""
+        """(adapter number, int64 indices of its tokens), for each adapter that this step uses."""
         return self._tokens
 
     def begin(self, adapters: npt.NDArray[np.int32] | None) -> None:
-        """Set the adapters [T] of the next step; None for no adapters."""
+        """Set the adapter number of each token [T] in the next step (0: no adapter). None: no token has an adapter."""
         self._tokens = []
         for adapter_id in () if adapters is None else np.unique(adapters).tolist():
             if adapter_id:
@@ -65,7 +65,7 @@ class TorchAdapters:
                 self._tokens.append((adapter_id, places.to(self._device)))
 
     def read(self, path: Path, root: Path | None) -> _Held:
-        """The adapter in a directory, for :meth:`put`; any thread may call it. Raises ModelLoadError."""
+        """Read the adapter in a directory, for :meth:`put`. Any thread may call this. Raises ModelLoadError."""
         adapter = read_adapter(path, self._sites, max_rank=self._max_rank, root=root)
         _finite(adapter, self._dtype, path)
         place: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
@@ -76,7 +76,7 @@ class TorchAdapters:
         return _Held(adapter, held, adapter.numbers * self._dtype.itemsize)
 
     def put(self, adapter_id: int, adapter: _Held) -> None:
-        """Add an adapter under a number above 0, which steps may then use."""
+        """Add an adapter under the number ``adapter_id``, which must be above 0. Steps may use it from now on."""
         for name, parts in adapter.held.items():
             self._layers[name].parts[adapter_id] = parts
 
@@ -87,7 +87,7 @@ class TorchAdapters:
 
 
 class _AdaptedLayer:
-    """Low-rank products that each adapter adds to one layer."""
+    """Low-rank terms that the adapters add to the result of one layer."""
 
     def __init__(self, bank: TorchAdapters) -> None:
         self.bank = bank
@@ -102,9 +102,10 @@ class _AdaptedLayer:
 
 
 class NativeAdapters:
-    """Adapters for a model in the native layout, run by a step program; create it before the program is recorded.
+    """Adapters for a model in the native layout that a step program runs. Create this object before the program is
+    recorded.
 
-    It holds ``capacity`` adapters of at most ``max_rank``; steps have at most ``max_tokens`` tokens.
+    It has room for ``capacity`` adapters of rank ``max_rank`` or less. Steps have at most ``max_tokens`` tokens.
     """
 
     def __init__(self, model: CausalLM, dtype: torch.dtype, *, max_rank: int, capacity: int, max_tokens: int) -> None:
@@ -118,7 +119,7 @@ class NativeAdapters:
         self.table = LowRankTable(len(self._weights), capacity, _most_parts(self._sites) * max_rank, max_tokens)
 
     def read(self, path: Path, root: Path | None) -> _Held:
-        """The adapter in a directory, for :meth:`put`; any thread may call it. Raises ModelLoadError."""
+        """Read the adapter in a directory, for :meth:`put`. Any thread may call this. Raises ModelLoadError."""
         adapter = read_adapter(path, self._sites, max_rank=self._max_rank, root=root)
         _finite(adapter, self._dtype, path)
         layers = {name: [LowRankPart(*part_of) for part_of in _parts(adapter, name)] for name in adapter.layers}
@@ -126,7 +127,7 @@ class NativeAdapters:
         return _Held(adapter, packed, packed.nbytes)
 
     def put(self, adapter_id: int, adapter: _Held) -> None:
-        """Add an adapter under a number above 0, which steps may then use."""
+        """Add an adapter under the number ``adapter_id``, which must be above 0. Steps may use it from now on."""
         self.table.put(adapter_id, adapter.held)
 
     def drop(self, adapter_id: int) -> None:
@@ -139,6 +140,6 @@ def _parts(adapter: Adapter, name: str) -> list[tuple[int, Tensor, Tensor]]:
 
 
 def _most_parts(sites: Sites) -> int:
-    """Most modules of which one layer here is made."""
+    """Maximum number of transformers' modules that are merged into one layer of this package (3 for q, k and v)."""
     names = [part.parameter for part in sites.parts.values()]
     return max(map(names.count, set(names)))

@@ -1,7 +1,7 @@
-"""From a directory of PEFT's to the matrices of an adapter.
+"""Reads the matrices of an adapter from a directory that PEFT wrote.
 
-The directory is data from a stranger: only JSON and safetensors are read, links are followed before a root is compared,
-and names, shapes and sizes are compared with the model before memory is spent on a tensor.
+The directory is untrusted data. Only JSON and safetensors are read. Links are resolved before paths are compared with
+the allowed root. Names, shapes and sizes are checked against the model before memory is allocated for a tensor.
 """
 
 from __future__ import annotations
@@ -42,40 +42,41 @@ _SAID: Final = (
     ),
     (r"bias$", "biases are not adapted; train the adapter with bias='none' and lora_bias=False"),
 )
-"""Regular expressions of tensor names, and the reasons why they are refused."""
+"""(regular expression of tensor names, reason why such tensors are refused)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LowRank:
-    """Low-rank matrices that an adapter adds to rows ``start`` and following of one layer: ``x @ a.T @ b.T``."""
+    """Low-rank matrices that an adapter adds to one layer: ``x @ a.T @ b.T`` is added to the outputs from ``start``
+    on."""
 
     start: int
     a: Tensor
     """float32 [r, in]."""
     b: Tensor
-    """float32 [rows, r], with the scale in it, its rows in the order of the layer's."""
+    """float32 [rows, r]. The adapter's scale is already multiplied in. Rows have the order of our layer's rows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter in memory."""
+    """The matrices of an adapter, in memory."""
 
     layers: dict[str, list[LowRank]]
-    """Name of the layer here -> its parts, in the order of their rows."""
+    """Layer name in this package -> the layer's low-rank parts, ordered by their first row."""
     digest: str
-    """Digest of all data that was read. Adapters with different digests are different."""
+    """Digest of all data that was read. Different adapters have different digests."""
     rank: int
     """Largest rank of any part."""
 
     @property
     def numbers(self) -> int:
-        """Number of stored values."""
+        """Number of values in all matrices."""
         return sum(part.a.numel() + part.b.numel() for parts in self.layers.values() for part in parts)
 
 
 def adapter_directory(path: Path) -> Path:
-    """Directory of an adapter: a local one as it is, otherwise the Hugging Face Hub's snapshot of this id. Raises
-    ModelLoadError."""
+    """Directory of an adapter. A local directory is returned unchanged; otherwise ``path`` is an id on the Hugging Face
+    Hub, whose snapshot is returned. Raises ModelLoadError."""
     if path.is_dir() or not _HUB_ID.fullmatch(str(path)):
         return path
     from huggingface_hub import snapshot_download  # takes a while to import, and local directories don't need it
@@ -91,9 +92,9 @@ def adapter_directory(path: Path) -> Path:
 
 
 def adapter_files(path: Path, root: Path | None = None) -> tuple[Path, Path]:
-    """The configuration and the weights of an adapter's directory, with all links followed.
+    """Paths of the configuration and the weights in an adapter's directory, with all links resolved.
 
-    With a ``root`` both must lie in it. Raises ModelLoadError.
+    If ``root`` is given, both must be inside it. Raises ModelLoadError.
     """
     if not path.is_dir():
         raise ModelLoadError(f"{str(path)!r:.300} is not a directory; give one with {CONFIG_NAME} and {WEIGHTS_NAME}")
@@ -115,9 +116,9 @@ def adapter_files(path: Path, root: Path | None = None) -> tuple[Path, Path]:
 
 
 def read_adapter(path: Path, sites: Sites, *, max_rank: int, root: Path | None = None) -> Adapter:
-    """Read the adapter in a directory, or without a ``root`` of a Hub id, for a model with these ``sites``.
+    """Read an adapter for a model with these ``sites``, from a directory or, if ``root`` is None, from a Hub id.
 
-    Every tensor is used, or the adapter is refused: raises ModelLoadError, which names the tensor or the setting.
+    Every tensor must be used. Otherwise a ModelLoadError names the tensor or the setting.
     """
     config, weights = adapter_files(adapter_directory(path) if root is None else path, root)
     settings = read_settings(config)
@@ -146,9 +147,10 @@ class _Pair:
 
 
 def _checked(file: Any, settings: AdapterSettings, sites: Sites, max_rank: int, where: Path) -> list[_Pair]:
-    """Pairs of tensors whose shapes were checked; no data was read."""
+    """Pairs of tensors A and B whose names and shapes were checked. Their data has not been read."""
     names: dict[str, dict[str, str]] = {}
-    modules = dict(sites.parts)
+    modules = {part.name.removesuffix(".weight"): part for part in sites.parts.values()}  # as the checkpoint has them
+    modules |= sites.parts
     if sites.prefix:
         modules |= {name.removeprefix(sites.prefix): part for name, part in sites.parts.items()}
     for name in file.keys():  # noqa: SIM118 - not a mapping

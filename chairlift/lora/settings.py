@@ -19,7 +19,7 @@ CONFIG_NAME: Final = "adapter_config.json"
 _MOST_RANK: Final = 2**16
 _MOST_PATTERNS: Final = 10_000
 _INITS: Final = (True, False, "true", "false", "gaussian", "eva", "orthogonal")
-"""Values of ``init_lora_weights`` that leave the base weights as they are."""
+"""Values of ``init_lora_weights`` that do not change the base model's weights."""
 _REFUSED: Final = {
     "use_dora": "DoRA scales the whole weight",
     "lora_bias": "biases of the low-rank products are not computed",
@@ -37,7 +37,7 @@ _REFUSED: Final = {
     "megatron_config": "layers of Megatron are not known",
     "ensure_weight_tying": "embeddings are not adapted",
 }
-"""Keys that change the computation unless their value is empty, false or null, and the reasons why they are refused."""
+"""Key that would change the computation -> reason why it is refused, unless its value is empty, false or null."""
 _HARMLESS: Final = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out"),
@@ -45,35 +45,36 @@ _HARMLESS: Final = {
     *("alpha_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     *("qalora_group_size", "runtime_config"),
 }
-"""Keys that are read here, or that only describe the adapter's origin. The tensors determine its layers."""
+"""Keys that this module reads, or that only describe the adapter's origin. The layers of an adapter follow from its
+tensors."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """Rank and scale of each low-rank product."""
+    """Rank and scale of each low-rank part."""
 
     rank: int
     alpha: float
     rslora: bool
     rank_pattern: Mapping[str, int]
-    """Regular expressions of module names -> their ranks; the first that matches counts."""
+    """Regular expression of module names -> their rank. The first expression that matches applies."""
     alpha_pattern: Mapping[str, float]
     transposed: bool
-    """``fan_in_fan_out``: the base model's weights are stored as [in, out]."""
+    """Value of ``fan_in_fan_out``: the base model's weights are stored as [in, out]."""
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module, by its name in the base model."""
+        """Rank of the module with this name in the base model."""
         return int(_matching(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """Factor of the product: alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski, 2023)."""
+        """Factor of the low-rank term: alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski, 2023)."""
         rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
 
 def read_settings(path: Path) -> AdapterSettings:
-    """Read ``adapter_config.json``. Raises ModelLoadError for a damaged file, an adapter that is not LoRA, and refused
-    settings."""
+    """Read ``adapter_config.json``. Raises ModelLoadError for a damaged file, an adapter that is not LoRA, and
+    unsupported settings."""
     raw = read_json(path)
     _refuse(raw, path)
     patterns: dict[str, dict[str, float]] = {}
@@ -118,7 +119,7 @@ def _refuse(raw: Mapping[str, Any], path: Path) -> None:
 
 
 def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """Value of the first matching pattern, with PEFT's rules."""
+    """Value of the first pattern that matches ``module``, by PEFT's rules; ``default`` if none matches."""
     for pattern, value in patterns.items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return value
@@ -126,7 +127,8 @@ def _matching(patterns: Mapping[str, float], module: str, default: float) -> flo
 
 
 def _pattern(path: Path, key: str, name: Any) -> str:
-    """A regular expression with limited time: it has no groups, and few repetitions."""
+    """The regular expression ``name``, after a check that it has no groups and few repetitions, so that matching takes
+    little time."""
     plain = isinstance(name, str) and len(name) <= 256 and re.fullmatch(r"[\w.|^$*+?\\\[\]-]*", name)
     plain = plain and sum(map(name.count, "*+?")) <= 4
     try:

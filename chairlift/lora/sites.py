@@ -1,4 +1,4 @@
-"""Layers of a model that an adapter may change: its linear layers, by PEFT's names."""
+"""The layers of a model that an adapter may change: its linear layers, by the names that PEFT uses."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Sites:
     """The layers of a model that adapters may change."""
 
     family: str
-    """Its ``model_type``."""
+    """The model's ``model_type``."""
     transposed: bool
-    """Whether some of their weights are stored as [in, out], for which PEFT sets ``fan_in_fan_out``."""
+    """Whether some of the layers' weights are stored as [in, out]. PEFT sets ``fan_in_fan_out`` for them."""
     parts: dict[str, CheckpointPart]
-    """Name of a module in transformers' model -> its rows in a layer here."""
+    """Name of a module in transformers' model -> its rows in a layer of this package."""
     prefix: str = ""
-    """Prefix that an adapter of the bare model leaves out of all names."""
+    """Name prefix that is missing in adapters made for the model without its output head."""
 
     @property
     def layers(self) -> dict[str, tuple[int, int]]:
-        """Name of the layer here -> (inputs, outputs)."""
+        """Layer name in this package -> (inputs, outputs)."""
         sizes: dict[str, tuple[int, int]] = {}
         for part in self.parts.values():
             name = layer_of(part)
@@ -43,25 +43,28 @@ class Sites:
 
 
 def layer_of(part: CheckpointPart) -> str:
-    """Name of the layer to which a part belongs."""
+    """Name of the layer that contains a part."""
     return part.parameter.rpartition(".")[0]
 
 
 def sites_of(model: CausalLM) -> Sites:
-    """The linear layers of a model, without the output head and the experts. Raises ConfigError where it has none."""
+    """Linear layers of a model, without the output head and the experts. Raises ConfigError if there are none."""
     if not isinstance(model, CausalLM):
         raise ConfigError("adapters need a model that Chairlift's own code runs; leave enable_lora out")
     return sites_in(model.config)  # packing has taken names and shapes out of the model itself
 
 
 def sites_in(config: ModelConfig) -> Sites:
-    """The linear layers of every model with this config."""
+    """Linear layers of every model with this config."""
     with torch.device("meta"):
         blank = CausalLM(config)
     linear = {name for name, module in blank.named_modules() if isinstance(module, Linear) and name != _HEAD}
     parts = [part for part in checkpoint_layout(blank) if part.parameter.endswith(".weight")]
-    found = {part.name.removesuffix(".weight"): part for part in parts if layer_of(part) in linear}
     family = FAMILIES[config.model_type]
+    stored, own = family.module_prefix
+    found = {
+        own + part.name.removesuffix(".weight").removeprefix(stored): part for part in parts if layer_of(part) in linear
+    }
     transposed = any(part.transposed for part in found.values())
     prefix = next(iter(found), "").partition(".")[0] + "."  # left out where the class without a head was adapted
     return Sites(family.model_type, transposed, found, prefix)

@@ -1,6 +1,6 @@
-"""A trainable adapter (LoRA; Hu et al., 2021): the base weights are frozen, and each product learns two matrices.
+"""A trainable adapter (LoRA; Hu et al., 2021): the base weights are frozen, and each linear layer learns two matrices.
 
-It writes PEFT's directory, which the server, PEFT and transformers read.
+The adapter is written as a PEFT directory, which the server, PEFT and transformers can read.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from chairlift.models.checkpoint import CheckpointPart
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.layers.linear import Adapted, Linear
 
-__all__ = ["ALL_LINEAR", "TrainableAdapter", "attach", "target_parts"]
+__all__ = ["ALL_LINEAR", "TrainableAdapter", "attach", "target_parts", "weights_digest"]
 
 ALL_LINEAR: Final = "all-linear"
-"""Target for every linear layer except the output head and the experts, as in PEFT."""
+"""Target that means every linear layer except the output head and the experts, as in PEFT."""
 
 
-def target_parts(sites: Sites, targets: Sequence[str]) -> list[CheckpointPart]:
-    """Modules of the targets, which are whole names, ends of names (``q_proj``), or ``all-linear``.
+def target_parts(sites: Sites, targets: Sequence[str]) -> dict[str, CheckpointPart]:
+    """Modules that the targets select, by name.
 
-    Raises ConfigError for a target without modules.
+    A target is a whole module name, the last part of names (``q_proj``), or ``all-linear``.
+
+    Raises ConfigError for a target that selects no module.
     """
     chosen: dict[str, CheckpointPart] = {}
     for target in targets:
@@ -52,7 +54,17 @@ def target_parts(sites: Sites, targets: Sequence[str]) -> list[CheckpointPart]:
                 f" is called so; take {ALL_LINEAR}, or some of {known}"
             )
         chosen |= found
-    return [part for name, part in sites.parts.items() if name in chosen]
+    return {name: part for name, part in sites.parts.items() if name in chosen}
+
+
+def weights_digest(model: CausalLM) -> str:
+    """Digest of a model's weights, from sums of their bits, which no order of adding changes."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        bits = parameter.detach().contiguous().view(torch.uint8).view(-1)
+        whole = bits[: bits.numel() // 4 * 4].view(torch.int32).sum(dtype=torch.int64)
+        digest.update(f"{name} {tuple(parameter.shape)} {int(whole)}\n".encode())
+    return digest.hexdigest()
 
 
 def _last(name: str) -> str:
@@ -60,7 +72,7 @@ def _last(name: str) -> str:
 
 
 def attach(model: CausalLM, name: str, adapted: Adapted) -> None:
-    """Let ``adapted`` finish the results of the layer ``name``. Raises ConfigError if an adapter does so already."""
+    """Make the layer ``name`` call ``adapted`` for its results. Raises ConfigError if it already has an adapter."""
     layer = model.get_submodule(name)
     if not isinstance(layer, Linear) or layer.adapted is not None:
         raise ConfigError(f"{name} has an adapter already; load the model again")
@@ -68,14 +80,14 @@ def attach(model: CausalLM, name: str, adapted: Adapted) -> None:
 
 
 class TrainableAdapter:
-    """An adapter of rank ``r`` for the ``targets`` of a model, whose layers add it from now on.
+    """An adapter of rank ``r`` for the ``targets`` of a model. From now on the model's layers add its terms.
 
-    ``model`` has its plain float weights, and they are not changed. A begins Kaiming-uniform, drawn by PyTorch's
-    generator, and B at zero, as PEFT begins them, so that the adapter changes nothing at first. The scale is
-    ``alpha / r``, or ``alpha / sqrt(r)`` with ``rslora`` (Kalajdzievski, 2023). ``dropout`` zeroes that share of each
-    matrix's input while the model is in training mode. ``base`` is the model's name for whoever loads the adapter. With
-    ``attached`` False the layers stay as they are, and :attr:`products` is for whoever calls them.
-    Raises ConfigError for targets that the model does not have, and for a model that has an adapter already.
+    ``model`` must have plain float weights, which are not changed. As in PEFT, A starts with Kaiming-uniform values
+    from PyTorch's generator, and B with zeros, so that the adapter changes nothing at first. The scale is
+    ``alpha / r``, or ``alpha / sqrt(r)`` with ``rslora`` (Kalajdzievski, 2023). ``dropout`` is the fraction of each
+    layer's input that is zeroed in training mode. ``base`` is the name of the base model that is written into the
+    adapter's config. With ``attached`` False the model's layers do not add the terms; the caller uses :attr:`products`.
+    Raises ConfigError for targets that the model does not have, and for a model that already has an adapter.
     """
 
     def __init__(
@@ -93,9 +105,10 @@ class TrainableAdapter:
         self._sites = sites_in(model.config)
         self._model, self._config, self._base = model, model.config, base
         self.r, self.alpha, self.rslora, self.dropout = r, alpha, rslora, dropout
-        self._parts = {part.name.removesuffix(".weight"): part for part in target_parts(self._sites, targets)}
+        self._parts = target_parts(self._sites, targets)
         self.parameters: dict[str, nn.Parameter] = {}
-        """PEFT's name of each matrix -> float32: A [r, in], and B [out, r] with its rows in the order of our layer."""
+        """PEFT's name of each matrix -> float32 parameter: A [r, in], and B [out, r] with the rows in the order of our
+        layer."""
         device = next(model.parameters()).device
         for name, part in self._parts.items():
             a = torch.empty(r, part.shape[1], device=device)
@@ -112,12 +125,12 @@ class TrainableAdapter:
 
     @property
     def scale(self) -> float:
-        """Factor of the product of A and B."""
+        """Factor of the low-rank term."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
     @property
     def products(self) -> dict[str, Adapted]:
-        """Name of each adapted layer -> its result with the low-rank products added."""
+        """Name of each adapted layer -> function that adds the low-rank terms to the layer's result."""
         layers: dict[str, list[tuple[int, nn.Parameter, nn.Parameter]]] = {}
         for name, part in sorted(self._parts.items(), key=lambda item: item[1].start):
             pair = self.parameters[_tensor(name, "A")], self.parameters[_tensor(name, "B")]
@@ -132,22 +145,16 @@ class TrainableAdapter:
             attach(self._model, name, product)
 
     def settings(self) -> dict[str, Any]:
-        """Settings that must be equal when an adapter continues with this one's matrices: scale and base, as plain
+        """Settings that must be equal to continue training with this adapter's matrices: scale and base model, as plain
         data."""
         return {"r": self.r, "alpha": float(self.alpha), "rslora": self.rslora, "base": self._base_digest}
 
     @functools.cached_property
     def _base_digest(self) -> str:
-        """Digest of the base weights, from sums of their bits, which no order of adding changes."""
-        digest = hashlib.sha256()
-        for name, parameter in self._model.named_parameters():
-            bits = parameter.detach().contiguous().view(torch.uint8).view(-1)
-            whole = bits[: bits.numel() // 4 * 4].view(torch.int32).sum(dtype=torch.int64)
-            digest.update(f"{name} {tuple(parameter.shape)} {int(whole)}\n".encode())
-        return digest.hexdigest()
+        return weights_digest(self._model)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All matrices by PEFT's names and in its order of rows, float32 on the CPU, detached."""
+        """All matrices by PEFT's names, with rows in PEFT's order: float32 on the CPU, detached."""
         out: dict[str, Tensor] = {}
         for name, part in self._parts.items():
             a, b = (self.parameters[_tensor(name, which)].detach().cpu() for which in "AB")
@@ -157,7 +164,8 @@ class TrainableAdapter:
         return out
 
     def write(self, directory: Path) -> None:
-        """Write the adapter as PEFT's ``save_pretrained`` does into ``directory``, which is made if needed. OSError."""
+        """Write the adapter into ``directory``, as PEFT's ``save_pretrained`` does. The directory is created if needed.
+        Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
         save_file(self.tensors(), directory / WEIGHTS_NAME, metadata={"format": "pt"})
         (directory / WEIGHTS_NAME).chmod(0o644)  # the library writes it for the owner only
@@ -186,14 +194,15 @@ def _tensor(module: str, which: str) -> str:
 
 
 def _target_modules(names: list[str], sites: Sites, config: ModelConfig) -> list[str]:
-    """Ends of names if they match exactly these modules, otherwise whole names. Sorted."""
+    """Value of ``target_modules``, sorted: the last parts of ``names`` if they select exactly these modules, otherwise
+    the whole names."""
     ends = {_last(name) for name in names}
     others = sum(_last(name) in ends for name in sites.parts) - len(names)
     return sorted(names) if others or config.experts is not None else sorted(ends)
 
 
 class _AdaptedLayer:
-    """Forward pass of one adapted layer."""
+    """Computes one layer's result plus the adapter's low-rank terms."""
 
     def __init__(
         self, layer: nn.Module, parts: list[tuple[int, nn.Parameter, nn.Parameter]], scale: float, dropout: float

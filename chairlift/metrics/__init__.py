@@ -1,1 +1,1 @@
-"""Counters of the engine and the server as plain records, and their export to Prometheus."""
+"""Counters of the engine and the server as plain records, and their export in Prometheus' format."""

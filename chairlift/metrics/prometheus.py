@@ -1,8 +1,9 @@
 """Exports the records of :mod:`chairlift.metrics.stats` in Prometheus' text format, on demand.
 
-Nothing is counted twice: a scrape reads the records once and keeps nothing. Metrics that vLLM also has use its names,
-so that its dashboards and autoscalers work (prefix ``chairlift`` or ``vllm``). Metrics that only Chairlift has always
-begin with ``chairlift``. Label values are closed sets or names of adapters, so no text from a client can become one.
+The exporter has no state: each scrape reads the records once. Metrics that vLLM also has use vLLM's names, with the
+prefix ``chairlift`` or ``vllm``, so that vLLM's dashboards and autoscalers work. Metrics that only Chairlift has
+always begin with ``chairlift``. Label values come from fixed sets or are names of adapters, so text from a client
+cannot become a label value.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from chairlift.metrics.stats import (
 __all__ = ["CONTENT_TYPE", "FINISH_REASONS", "REJECTION_REASONS", "CacheInfo", "render"]
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-"""The text format that every version of Prometheus supports."""
+"""Content type of the text format that every version of Prometheus supports."""
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error", "deadline")
 REJECTION_REASONS: Final = (
@@ -87,7 +88,7 @@ _HISTOGRAMS: Final = (
 
 
 class CacheInfo(Protocol):
-    """Constant facts about the KV cache of a loaded engine."""
+    """Constants of a loaded engine's KV cache."""
 
     @property
     def block_size(self) -> int: ...
@@ -121,34 +122,35 @@ def render(
     classes: Mapping[str, int] | None = None,
     forecast_within: Mapping[float, float | None] | None = None,
 ) -> bytes:
-    """All metrics in the text exposition format, UTF-8; its content type is :data:`CONTENT_TYPE`.
+    """All metrics in the text exposition format, UTF-8. The content type is :data:`CONTENT_TYPE`.
 
-    ``info`` is None until the engine is loaded. ``up`` tells whether the engine serves now; otherwise nothing runs.
-    ``num_waiting`` is the number of accepted requests that wait for a step, and ``oldest_wait`` the seconds that the
-    oldest of these has waited. ``now`` is on the clock of ``stats.last_token_time``, in seconds. ``engine_pid`` is the
-    engine's process. ``replicas`` are those of a server with several. ``num_tasks`` is the number of tasks in
-    the server's event loop. ``classes`` maps classes of service to their reserved rows. ``forecast_within`` has, for
-    each of FORECAST_RATIOS, the share of requests whose wait was at most that many times the predicted one.
+    ``info`` is None until the engine is loaded. ``up`` tells whether the engine serves now; if not, no requests run.
+    ``num_waiting`` is the number of accepted requests that wait for a step, and ``oldest_wait`` the longest of their
+    waits in seconds. ``now`` is in seconds on the clock of ``stats.last_token_time``. ``engine_pid`` is the id of the
+    engine's process. ``replicas`` are the replicas of a server that has several. ``num_tasks`` is the number of tasks
+    in the server's event loop. ``classes`` maps classes of service to their reserved rows. ``forecast_within`` maps
+    each factor in FORECAST_RATIOS to a fraction of requests: those whose wait was at most this factor times the
+    predicted wait.
     """
     names = _Names(prefix, model_name)
     families = [*_gauges(names, stats, info, up, num_waiting), *_counters(names, stats), *_histograms(names, stats)]
     families += [*_drafts(names, stats), *_adapters(names, stats, up)]
     families += _old_names(names, stats, up) if prefix == "vllm" else []
-    families += [*_held(names, stats.engine), _batches(names, stats)]
+    families += [*_grammars_and_budgets(names, stats.engine), _batches(names, stats)]
     ours = _Names(_OURS, model_name)
     families += _ours(ours, stats, up, now, oldest_wait, num_tasks)
     families += _engine_process(ours, engine_pid) if not replicas else _replicas(ours, replicas)
-    families += _giving_way(ours, stats, info)
+    families += _memory_pressure(ours, stats, info)
     families += _governor(ours, stats, up)
-    families += _promises(ours, stats, {"default": 0} if classes is None else classes, up)
+    families += _deadlines(ours, stats, {"default": 0} if classes is None else classes, up)
     families += _forecasts(ours, stats, forecast_within or {})
-    # This process is the server's.
+    # these collectors report the process that runs this code, which is the server
     families += ProcessCollector(registry=None).collect()
     return generate_latest(_Families(families))
 
 
 class _Families(Collector):
-    """Finished metrics, for code that expects a collector."""
+    """A collector that returns metrics made before, for functions of the Prometheus library that need a collector."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -176,7 +178,7 @@ class _Names:
         return family
 
     def constants(self, name: str, text: str, constants: Mapping[str, str], value: float = 1) -> GaugeMetricFamily:
-        """A gauge whose labels carry the information."""
+        """A gauge with constant value whose labels contain the information."""
         family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, *constants))
         family.add_metric((*self._values, *constants.values()), value)
         return family
@@ -189,7 +191,8 @@ class _Names:
     def counter_by(
         self, name: str, text: str, label: str, known: tuple[str, ...], values: Mapping[str, int]
     ) -> CounterMetricFamily:
-        """One line per known value, even if its count is 0. Unknown values are summed under ``other``."""
+        """A counter with one line per value in ``known``, even if its count is 0. The counts of other values are added
+        up under ``other``."""
         family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, label))
         for key in known:
             family.add_metric((*self._values, key), values.get(key, 0))
@@ -199,7 +202,7 @@ class _Names:
     def counter_of(
         self, name: str, text: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], float]]
     ) -> CounterMetricFamily:
-        """One line per tuple of label values."""
+        """A counter with one line per tuple of label values."""
         family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, *labels))
         for key, value in values:
             family.add_metric((*self._values, *key), value)
@@ -226,7 +229,7 @@ def _gauges(
     yield names.gauge_by("num_requests_waiting_by_reason", text, "reason", reasons)
     yield names.gauge("kv_cache_usage_perc", "Share of the KV cache that requests hold, 0 to 1.", usage)
     if info is not None:
-        # Routers expect these label names, on any device.
+        # Routers expect the label name num_gpu_blocks, even on a CPU.
         shape = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
         shape["cache_dtype"] = info.kv_cache_dtype or info.dtype
         yield names.constants("cache_config_info", "The KV cache.", shape)
@@ -253,7 +256,7 @@ def _counters(names: _Names, stats: RequestStats) -> Iterator[CounterMetricFamil
 
 
 def _old_names(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
-    """vLLM's former names of the KV cache's metrics, which the router of its production stack reads."""
+    """Metrics of the KV cache under vLLM's former names. The router of vLLM's production stack reads them."""
     engine = stats.engine
     num_blocks = engine.used_blocks + engine.cached_blocks + engine.free_blocks
     usage = engine.used_blocks / num_blocks if up and num_blocks else 0.0
@@ -303,7 +306,7 @@ def _ours(
 
 
 def _engine_process(names: _Names, pid: int | None) -> Iterator[Metric]:
-    """Metrics of the engine's process; none if there is no process."""
+    """Metrics of the engine's process; none if the process does not run."""
     if (memory := _resident_memory(pid)) is not None:
         text = "Resident memory of the engine's process, with weights and KV cache."
         yield names.gauge("engine_resident_memory_bytes", text, memory)
@@ -329,14 +332,14 @@ def _replicas(names: _Names, replicas: Sequence[ReplicaStats]) -> Iterator[Metri
 
 
 def _resident_memory(pid: int | None) -> float | None:
-    """Resident bytes of a process; None if there is none."""
+    """Resident memory of a process in bytes; None if there is no such process."""
     families = [] if pid is None else ProcessCollector(registry=None, pid=lambda: pid).collect()
     found = [family for family in families if family.name == "process_resident_memory_bytes"]
     return found[0].samples[0].value if found else None
 
 
-def _giving_way(names: _Names, stats: RequestStats, info: CacheInfo | None) -> Iterator[Metric]:
-    """Costs of memory pressure: preemptions and evictions."""
+def _memory_pressure(names: _Names, stats: RequestStats, info: CacheInfo | None) -> Iterator[Metric]:
+    """Costs of too little KV memory: preemptions and evictions."""
     engine = stats.engine
     swaps, tails = engine.num_swap_preemptions, engine.num_tail_preemptions
     methods = {"recompute": engine.num_preemptions - swaps - tails, "swap": swaps, "tail": tails}
@@ -355,7 +358,7 @@ def _giving_way(names: _Names, stats: RequestStats, info: CacheInfo | None) -> I
 
 
 def _drafts(names: _Names, stats: RequestStats) -> Iterator[Metric]:
-    """Speculative decoding, under vLLM's names. Tokens per verified row are 1 + accepted / drafts."""
+    """Speculative decoding, under vLLM's names. The mean number of tokens per verified row is 1 + accepted / drafts."""
     engine = stats.engine
     yield names.counter("spec_decode_num_drafts", "Rows of steps that had drafts.", engine.num_verified_rows)
     yield names.counter("spec_decode_num_draft_tokens", "Tokens drafted, and verified.", engine.num_draft_tokens)
@@ -367,7 +370,7 @@ def _drafts(names: _Names, stats: RequestStats) -> Iterator[Metric]:
 
 
 def _adapters(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
-    """Adapters (LoRA), where they are served; the first under vLLM's name, and with its labels."""
+    """Metrics of LoRA adapters, if the server has any. The first metric has vLLM's name and labels."""
     engine = stats.engine
     if not engine.max_loras:
         return
@@ -381,7 +384,7 @@ def _adapters(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
     yield names.counter("lora_adapter_evictions", "Adapters that made room for others.", engine.num_adapter_evictions)
 
 
-def _held(names: _Names, engine: EngineStats) -> Iterator[Metric]:
+def _grammars_and_budgets(names: _Names, engine: EngineStats) -> Iterator[Metric]:
     """Grammars and thinking budgets."""
     yield names.counter("grammars_compiled", "Grammars compiled.", engine.num_grammars_compiled)
     yield names.counter("grammar_cache_hits", "Requests whose grammar was in the cache.", engine.num_grammar_hits)
@@ -400,7 +403,7 @@ def _batches(names: _Names, stats: RequestStats) -> Metric:
 
 
 def _governor(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
-    """Present values of the settings that a governor changes."""
+    """Current values of the settings that a governor changes."""
     engine = stats.engine
     yield names.gauge("running_limit", "Most sequences that may run.", engine.running_limit if up else 0)
     yield names.gauge("token_budget", "Tokens of a step.", engine.token_budget if up else 0)
@@ -410,8 +413,8 @@ def _governor(names: _Names, stats: RequestStats, up: bool) -> Iterator[Metric]:
     yield names.counter("governor_decisions", text, engine.num_governor_decisions)
 
 
-def _promises(names: _Names, stats: RequestStats, classes: Mapping[str, int], up: bool) -> Iterator[Metric]:
-    """Promises, and how many were kept."""
+def _deadlines(names: _Names, stats: RequestStats, classes: Mapping[str, int], up: bool) -> Iterator[Metric]:
+    """Requests with deadlines, and how many met them."""
     engine, known = stats.engine, tuple(classes)
     for name, text, values in (
         ("requests_by_class", "Requests that have ended, by class of service.", stats.classes),
@@ -434,7 +437,7 @@ def _promises(names: _Names, stats: RequestStats, classes: Mapping[str, int], up
 
 
 def _forecasts(names: _Names, stats: RequestStats, within: Mapping[float, float | None]) -> Iterator[Metric]:
-    """Accuracy of the forecasts of waits."""
+    """Accuracy of the forecasts of waiting times."""
     text = "Between the wait predicted for a request and the one it had."
     yield names.histogram("forecast_wait_error_seconds", text, stats.forecast_error)
     shares = {f"{ratio:g}": within.get(ratio) for ratio in FORECAST_RATIOS}

@@ -1,4 +1,4 @@
-"""Plain records of statistics. Standard library only; exporters read the fields."""
+"""Plain records of statistics. Exporters read the fields. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ __all__ = [
 ]
 
 DEADLINE_KINDS = ("ttft", "tpot", "deadline")
-"""Kinds of deadlines: time to the first token, per token after it, to the end."""
+"""Kinds of deadlines: time to the first token, time per later token, time to the end."""
 
 FORECAST_RATIOS = (1.0, 1.25, 2.0)
-"""Factors of the predicted wait within which a forecast counts as kept."""
+"""Multiples of the predicted wait. A forecast counts as right for a multiple if the actual wait was not longer than
+it."""
 
 BATCH_OUTCOMES = ("completed", "failed")
-"""Outcomes of a batch's request: status 2xx, or another."""
+"""Outcome of a request in a batch: ``completed`` for status 2xx, ``failed`` for any other."""
 
 CAUSES = (
     *("front_door", "waiting_step", "waiting_slots", "waiting_blocks", "waiting_tokens", "waiting_reservation"),
     *("waiting_batch", "waiting_grammar", "waiting_adapter", "waiting_image"),
     *("preempted", "prefill", "decode", "stretched", "host", "delivery"),
 )
-"""Causes of a request's time; docs/why-slow.md explains each."""
+"""Causes to which the time of a request is charged; docs/why-slow.md explains each cause."""
 
 _FINE = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 TTFT_BUCKETS = (*_FINE, 80.0, 160.0, 640.0, 2560.0)
@@ -48,7 +49,8 @@ COUNT_BUCKETS = tuple(float(1 << i) for i in range(21))
 
 
 class Histogram:
-    """Counts per bucket. ``bounds`` are inclusive upper bounds; one more bucket counts larger values."""
+    """Number of values per bucket. ``bounds`` are inclusive upper bounds. One further bucket counts values above the
+    last bound."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -64,101 +66,102 @@ class Histogram:
 
 @dataclasses.dataclass(slots=True)
 class EngineStats:
-    """The engine's state after a step. Counters begin at 0 with the engine's process."""
+    """State of the engine after a step, and counters. Counters start at 0 when the engine's process starts."""
 
     num_running: int = 0
     num_waiting: int = 0
     used_blocks: int = 0
     cached_blocks: int = 0
-    """Unused blocks whose content is in the prefix cache."""
+    """Number of unused blocks whose content is in the prefix cache."""
     free_blocks: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
     num_finished_sequences: int = 0
     num_preempted_sequences: int = 0
-    """Finished sequences that were preempted at least once."""
+    """Number of finished sequences that were preempted at least once."""
     preemption_rate: float = 0.0
-    """Preempted divided by finished sequences, over the last 60 s."""
+    """Fraction of the sequences finished in the last 60 s that were preempted."""
     prefix_cache_queries: int = 0
-    """Prompt tokens searched in the prefix cache."""
+    """Number of prompt tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0
-    """Prompt tokens found there."""
+    """Number of prompt tokens that were found in the prefix cache."""
     num_computed_tokens: int = 0
-    """Tokens computed by all steps."""
+    """Number of tokens computed by all steps."""
     num_recomputed_tokens: int = 0
-    """Tokens computed again after a preemption."""
+    """Number of tokens that were computed again after a preemption."""
     step_tokens: int = 0
-    """Tokens computed by this step."""
+    """Number of tokens computed by this step."""
     num_swap_preemptions: int = 0
-    """Preemptions that saved the KV in host memory."""
+    """Number of preemptions that copied the KV to host memory."""
     num_tail_preemptions: int = 0
-    """Preemptions that dropped only the end of the KV."""
+    """Number of preemptions that freed only the last KV blocks of a request."""
     num_verified_rows: int = 0
-    """Rows of steps with drafts."""
+    """Number of rows with draft tokens, over all steps."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Accepted drafts."""
+    """Number of accepted draft tokens."""
     accepted_at: list[int] = dataclasses.field(default_factory=list)
-    """How often the first, second, ... draft of a row was accepted."""
+    """Index of a draft token within its row -> how often that draft token was accepted."""
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
     num_offloaded_blocks: int = 0
-    """Blocks that the prefix cache evicted to host memory. The next field counts the blocks that it copied back."""
+    """Number of blocks that the prefix cache moved to host memory. The next field counts blocks that it copied back."""
     num_brought_back_blocks: int = 0
     num_late_dropped: int = 0
-    """Sequences that were ended because they could no longer meet their deadline."""
+    """Number of sequences that were ended because they could no longer meet their deadline."""
     num_late_downgraded: int = 0
-    """Sequences that continued without their deadline."""
+    """Number of sequences that missed their deadline and continued without it."""
     rows_by_class: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Running sequences per class of service, for classes with reserved rows."""
+    """Class of service -> number of running sequences, for classes with reserved rows."""
     tenant_gap: float = 0.0
-    """Largest difference in service between tenants with waiting requests, in weighted tokens divided by shares."""
+    """Maximum difference in service between tenants with waiting requests. Service is weighted tokens divided by the
+    tenant's weight."""
     running_limit: int = 0
-    """Present limit of running sequences. A governor may change it and the next two fields."""
+    """Current limit of running sequences. A governor may change this field and the next two fields."""
     token_budget: int = 0
-    """Present token budget of a step."""
+    """Current maximum number of tokens per step."""
     watermark: float = 0.0
-    """Present share of the KV blocks that stays free when a sequence joins."""
+    """Fraction of the KV blocks that must stay free when a sequence joins the batch."""
     num_governor_decisions: int = 0
-    """Changes that the governor made, or in shadow mode would have made."""
+    """Number of changes by the governor. In shadow mode: changes that it would have made."""
     max_loras: int = 0
-    """Most adapters in a step; 0 where none are served."""
+    """Maximum number of adapters in a step; 0 if the server has no adapters."""
     running_adapters: list[str] = dataclasses.field(default_factory=list)
-    """Names of adapters whose requests run, as they were at most a second ago, 64 at most; the next are of those whose
-    requests only wait."""
+    """Names of adapters with running requests, at most 64, updated once a second. The next field: names of adapters
+    that have only waiting requests."""
     waiting_adapters: list[str] = dataclasses.field(default_factory=list)
     num_adapter_reads: int = 0
-    """Adapters read from their files; then requests whose adapter was in memory, and adapters that made room."""
+    """Number of adapters read from files. The next two fields: number of requests whose adapter was in memory, and
+    number of adapters evicted from memory."""
     num_adapter_hits: int = 0
     num_adapter_evictions: int = 0
     num_grammars_compiled: int = 0
     num_grammar_hits: int = 0
-    """Requests whose grammar was compiled before."""
+    """Number of requests whose grammar was already compiled."""
     num_grammars_failed: int = 0
     grammar_compile_seconds: float = 0.0
-    """Time of all compilations."""
+    """Total time of all compilations in seconds."""
     num_thinking_limited: int = 0
-    """Answers with a thinking budget that have ended; the next field counts those whose reasoning it ended."""
+    """Number of ended outputs that had a thinking budget. The next field: outputs whose reasoning was ended by the
+    budget."""
     num_thinking_ended: int = 0
     floor_share: float | None = None
-    """Least possible time of the last steps on this machine divided by their time; None if the limits were not
-    measured."""
+    """Minimum time that this machine needs for the last steps, divided by the time that they took. None if the
+    machine's limits were not measured."""
     expert_imbalance: list[float] = dataclasses.field(default_factory=list)
-    """Per layer of experts, tokens of its busiest expert divided by the mean, lately, as read at most a second ago;
-    empty where experts are not counted."""
+    """Load imbalance of each expert layer in recent steps: tokens of its busiest expert divided by the mean over its
+    experts. Updated once a second; empty if experts are not counted."""
 
     def only_counters(self) -> EngineStats:
-        """The counters without the state, for an engine that has ended."""
-        kept = EngineStats(**{name: getattr(self, name) for name in _COUNTERS})
-        kept.accepted_at = list(self.accepted_at)
-        return kept
+        """A copy with the counters only, for an engine that has ended."""
+        counters = EngineStats(**{name: getattr(self, name) for name in _COUNTERS})
+        counters.accepted_at = list(self.accepted_at)
+        return counters
 
 
 def merge_stats(all_: Sequence[EngineStats]) -> EngineStats:
-    """State of several engines as one: counters, requests, blocks and limits are sums.
-
-    ``step_tokens`` is 0, because no step belongs to all of them.
-    """
+    """Statistics of several engines as one record. Counters, requests, blocks and limits are added up. ``step_tokens``
+    is 0, because the engines have no common step."""
     sums = map(sum, zip(*map(_summed_of, all_), strict=True))
     fields: dict[str, Any] = dict(zip(_SUMMED, sums, strict=False))  # without engines there are no sums: all are 0
     total = EngineStats(**fields)
@@ -182,94 +185,97 @@ def merge_stats(all_: Sequence[EngineStats]) -> EngineStats:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:
-    """One replica of a fleet as the door sees it."""
+    """State of one replica, as the router process knows it."""
 
     index: int
     pid: int | None
-    """Its process; None while there is none."""
+    """Id of the replica's process; None while there is no process."""
     state: str
     """``loading``, ``ready``, ``draining`` or ``down``."""
     unstarted: int
-    """Requests sent there that have no token yet, and the next ones those that have."""
+    """Number of requests at the replica that have no token yet. The next field: number of requests that have a
+    token."""
     started: int
     unstarted_tokens: int
-    """Prompt tokens that the replica has yet to compute, without those expected in its prefix cache."""
+    """Number of prompt tokens that the replica must still compute. Tokens that are expected in its prefix cache are
+    not counted."""
     kv_cache_usage: float
-    """Share of its KV cache that requests hold, 0 to 1."""
+    """Fraction of the replica's KV cache that requests use, 0 to 1."""
     sent: int
-    """Requests sent to it since the server started."""
+    """Number of requests sent to the replica since the server started."""
     restarts: int
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class FinishedRequest:
-    """One request that has left, for any reason. Times in seconds."""
+    """One request that has ended, for any reason. Times are in seconds."""
 
     reason: str
-    """stop, length, abort, error or deadline."""
+    """Reason for the end: ``stop``, ``length``, ``abort``, ``error`` or ``deadline``."""
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens read from the prefix cache."""
     generation_tokens: int
-    """Delivered tokens, summed over the ``n`` answers."""
+    """Number of delivered tokens, summed over the ``n`` outputs."""
     n: int
     max_tokens: int | None
     num_preemptions: int
     e2e_seconds: float
     queue_seconds: float | None
-    """Time from arrival to the first step; None without a step. So are the next two."""
+    """Time from arrival to the first step. This field and the next two are None if the request did not get that far."""
     prefill_seconds: float | None
     """Time from the first step to the first token."""
     decode_seconds: float | None
     """Time from the first token to the end."""
     service_class: str = "default"
-    promised: bool = False
-    """Whether it had a deadline of any kind."""
+    has_deadline: bool = False
+    """Whether the request had a deadline of any kind."""
     misses: tuple[str, ...] = ()
-    """Kinds of deadlines that it missed, from :data:`DEADLINE_KINDS`."""
+    """Kinds of deadlines that the request missed, from :data:`DEADLINE_KINDS`."""
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Mean time per token after the first; None if there is none."""
+        """Mean time per token after the first; None if there is only one token."""
         if self.decode_seconds is None or self.generation_tokens <= self.n:
             return None
         return self.decode_seconds * self.n / (self.generation_tokens - self.n)
 
 
 class RequestStats:
-    """All counters of requests since the start. Not thread-safe: the event loop owns it."""
+    """Statistics of all requests since the server's start. Not thread-safe: all calls must come from the event loop."""
 
     def __init__(self) -> None:
         self.engine = EngineStats()
-        """The newest state, with counters summed over restarts of the engine."""
+        """State of the engine after its last step. Counters include earlier engine processes, which were restarted."""
         self.num_restarts = 0
         self.batch_requests: Counter[str] = Counter()
-        """Requests of batches that were answered, by :data:`BATCH_OUTCOMES`."""
+        """Outcome (from :data:`BATCH_OUTCOMES`) -> number of batch requests that have a result."""
         self.num_lost = 0
-        """Requests that died with the engine."""
+        """Number of requests that ended because the engine died."""
         self.last_token_time: float | None = None
-        """``time.monotonic()`` of the newest token delivered."""
+        """Time of the last delivered token, from ``time.monotonic()``."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
         self.overrun_tokens = 0
-        """Tokens computed after a stop string or a cancellation, and dropped."""
+        """Number of tokens that were computed after a stop string or a cancellation, and dropped."""
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
-        """Refused requests by reason: queue_requests, queue_tokens, queue_timeout, forecast, logprobs, draining,
-        unavailable, connections."""
+        """Reason -> number of refused requests. Reasons: queue_requests, queue_tokens, queue_timeout, forecast,
+        logprobs, draining, unavailable, connections."""
         self.responses: Counter[str] = Counter()
-        """Responses by HTTP status, for all paths. A stream that breaks off counts as 200."""
+        """HTTP status -> number of responses, for all paths. A stream that is cut off counts as 200."""
         self.classes: Counter[str] = Counter()
-        """Ended requests by class of service."""
+        """Class of service -> number of ended requests."""
         self.with_deadline: Counter[str] = Counter()
-        """Ended requests with a deadline by class: answered, dropped, or cut off after a missed deadline."""
+        """Class of service -> number of ended requests with a deadline: answered, dropped, or cut off after the
+        deadline."""
         self.within_deadline: Counter[str] = Counter()
-        """Ended requests that kept all their deadlines, by class (goodput)."""
+        """Class of service -> number of ended requests that met all their deadlines (goodput)."""
         self.deadline_misses: Counter[tuple[str, str]] = Counter()
-        """Missed deadlines by (class, kind)."""
+        """(class of service, kind of deadline) -> number of missed deadlines."""
         self.cause_seconds = dict.fromkeys(CAUSES, 0.0)
-        """Seconds by cause of all answers that have ended."""
+        """Cause -> seconds charged to it, over all ended outputs."""
         self.ttft = Histogram(TTFT_BUCKETS)
         self.inter_token = Histogram(TOKEN_BUCKETS)
         self.time_per_output_token = Histogram(TOKEN_BUCKETS)
@@ -281,11 +287,11 @@ class RequestStats:
         self.request_preemptions = Histogram((0.0, 1.0, 2.0, 4.0, 8.0))
         self.step_tokens = Histogram(COUNT_BUCKETS[:15])
         self.forecast_error = Histogram(LATENCY_BUCKETS)
-        """Differences in seconds between predicted and actual waits."""
+        """Absolute differences between predicted and actual waits, in seconds."""
         self._base = EngineStats()
 
     def step(self, stats: EngineStats) -> None:
-        """Take the engine's state after a step."""
+        """Store the engine's state after a step, and add up its counters."""
         if stats.step_tokens:
             self.step_tokens.observe(stats.step_tokens)
         for name in _COUNTERS:
@@ -295,35 +301,36 @@ class RequestStats:
         self.engine = stats
 
     def connection_refused(self, status: int) -> None:
-        """Count a refused connection: no valid HTTP request, or too many connections (503)."""
+        """Count a refused connection: invalid HTTP, or too many connections (status 503)."""
         self.responses[str(status)] += 1
         self.rejected.update(("connections",) if status == 503 else ())
 
     def engine_died(self, num_requests: int = 0) -> None:
-        """Reset the state after the engine's death, which lost ``num_requests``. A new process counts from 0."""
+        """Reset the state after the engine died and lost ``num_requests``. A new process counts from 0."""
         self.num_lost += num_requests
         self._base = self.engine
         self.engine = self._base.only_counters()
 
     def prompt_computed(self, num_tokens: int, num_cached: int) -> None:
-        """Count the prompt of a request with its first token, so that rates are smooth."""
+        """Count the prompt tokens of a request when its first token arrives. So the rate of prompt tokens changes
+        smoothly."""
         self.prompt_tokens += num_tokens
         self.cached_tokens += num_cached
 
     def first_token(self, seconds: float, now: float) -> None:
-        """Count the first token of an answer, ``seconds`` after its request arrived."""
+        """Count the first token of an output, ``seconds`` after the request arrived."""
         self.ttft.observe(seconds)
         self.generation_tokens += 1
         self.last_token_time = now
 
     def next_tokens(self, seconds: float, count: int, now: float) -> None:
-        """Count ``count`` tokens of one answer, ``seconds`` after the earlier ones."""
+        """Count ``count`` tokens of one output, ``seconds`` after its previous tokens."""
         self.inter_token.observe(seconds / count, count)
         self.generation_tokens += count
         self.last_token_time = now
 
     def charge(self, causes: Mapping[str, float]) -> None:
-        """Add the seconds by cause of an answer that has ended, or a part of them."""
+        """Add seconds by cause, for an output that has ended or for a part of it."""
         for cause in CAUSES:
             self.cause_seconds[cause] += causes.get(cause, 0.0)
 
@@ -331,7 +338,7 @@ class RequestStats:
         self.finished[request.reason] += 1
         self.classes[request.service_class] += 1
         self.deadline_misses.update((request.service_class, kind) for kind in request.misses)
-        if request.promised and (request.misses or request.reason in ("stop", "length", "deadline")):
+        if request.has_deadline and (request.misses or request.reason in ("stop", "length", "deadline")):
             self.with_deadline[request.service_class] += 1
             self.within_deadline[request.service_class] += not request.misses
         self.e2e.observe(request.e2e_seconds)

@@ -216,6 +216,9 @@ class Family:
     """Last parts of the names of layers whose weights are stored as [in, out], or as [E, in, out] for experts."""
     paired_gates: bool = False
     """Whether the rows of gate and up alternate in the stacked weights of experts."""
+    module_prefix: tuple[str, str] = ("", "")
+    """(beginning of tensor names in a checkpoint, beginning of the modules' names in transformers' model), where they
+    differ. Adapters have the names of modules."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Parameter name in this package (``*`` is a layer number) -> name in a checkpoint. Listed are only names that are
     not a layer name followed by ``.weight`` or ``.bias``."""

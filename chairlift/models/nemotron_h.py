@@ -114,5 +114,6 @@ NEMOTRON_H = Family(
         **{f"{_OURS}.mlp.{name}": (f"{_THEIRS}.mixer.{name}",) for name in ("up_proj", "down_proj")},
         "model.norm": ("backbone.norm_f",),
     },
+    module_prefix=("backbone.", "model."),
     ignored_tensors=r"rotary_emb\.inv_freq|^mtp\.",
 )

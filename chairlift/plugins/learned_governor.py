@@ -1,11 +1,11 @@
-"""A governor whose gains were learnt in the simulator: a linear policy, read from the JSON file beside this module.
+"""A governor whose parameters were learnt in the simulator: a linear policy, read from the JSON file next to this
+module.
 
-Load it with ``--governor chairlift.plugins.learned_governor:LearnedGovernor``.
-
-Three numbers move the three settings: steps in the logarithm of rows, in the logarithm of the token budget, and in the
-watermark. Each is a squashed weighted sum of the features. The weights were found by the cross-entropy method
-(Rubinstein, 1999), a simple form of reinforcement learning: ``tools/train_governor.py``. It does not learn while it
-serves, so equal observations give equal proposals.
+Load it with ``--governor chairlift.plugins.learned_governor:LearnedGovernor``. Each decision has three outputs: steps
+in the logarithm of the row limit, in the logarithm of the token budget, and in the watermark. Each output is a
+weighted sum of the features, limited by a smooth function. ``tools/train_governor.py`` found the weights by the
+cross-entropy method (Rubinstein, 1999), a simple form of reinforcement learning. The governor does not learn while it
+serves, so equal observations give equal decisions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from chairlift.scheduler.governor import (
 __all__ = ["FEATURES", "MOVES", "LearnedGovernor", "Weights", "features", "read_weights"]
 
 Weights = Mapping[str, Sequence[float]]
-"""Per move, one weight per feature."""
+"""Name of an output -> one weight per feature."""
 
 FEATURES: Final = (
     "one",
@@ -55,7 +55,7 @@ _LARGEST_WATERMARK_MOVE: Final = 0.05
 
 
 def features(seen: Observation, bounds: Bounds, targets: Targets, costs: Costs) -> list[float]:
-    """Inputs of the policy, each from -2 to 2: logarithms of ratios, and shares."""
+    """Inputs of the policy, each from -2 to 2: logarithms of ratios, and fractions."""
     now, most = seen.settings, bounds.most
     in_time, tokens = most.running, tokens_for_throughput(seen, costs, most.tokens)
     if targets.tpot < math.inf:
@@ -77,7 +77,7 @@ def features(seen: Observation, bounds: Bounds, targets: Targets, costs: Costs) 
 
 
 class LearnedGovernor:
-    """The governor. ``weights`` replace those in the package."""
+    """The learnt governor. ``weights`` replace the weights of the package."""
 
     name = "learned"
 

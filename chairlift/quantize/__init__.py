@@ -1,1 +1,2 @@
-"""Makes quantised directories from 16-bit models, for ``chairlift quantize``. Serving imports none of it."""
+"""Creates directories with quantised weights from 16-bit models, for ``chairlift quantize``. Serving does not import
+this package."""

@@ -1,8 +1,8 @@
-"""GPTQ (Frantar et al., 2022): rounds weights column by column, and corrects the later columns for the error of each,
-as measured on the layer's inputs in a calibration.
+"""GPTQ (Frantar et al., 2022): rounds weights column by column. After each column, the later columns are changed to
+compensate its error, as measured on the layer's inputs for calibration texts.
 
-Decoder layers are processed in order, and so are the products in a layer. Each product sees inputs that the earlier,
-quantised products compute from the samples. One Hessian is in memory at a time.
+Decoder layers are processed in order, and so are the linear layers within them. The inputs of a linear layer are
+computed by the already quantised layers before it. Only one Hessian is in memory at a time.
 """
 
 from __future__ import annotations
@@ -24,48 +24,49 @@ from chairlift.quantize.rounding import Squares, best_scales, nearest_codes, rou
 __all__ = ["Calibrated", "Pack", "calibrate", "gptq", "output_error"]
 
 _BLOCK: Final = 128
-"""Columns whose errors are collected before the columns after them are corrected."""
+"""Number of columns whose errors are collected before all later columns are corrected."""
 _DAMPING: Final = 0.01
-"""Value added to the Hessian's diagonal, relative to its mean."""
+"""Value added to the Hessian's diagonal, as a fraction of the diagonal's mean."""
 _MOST_DAMPING: Final = 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pack:
-    """Samples side by side in one flat batch."""
+    """Calibration samples that form one flat batch."""
 
     token_ids: Tensor
-    """int64 [T]."""
+    """int64 [T], the token ids."""
     cu_seqlens: list[int]
-    """Offsets of the samples; the last is T."""
+    """Offsets of the samples in the batch; the last is T."""
 
     @property
     def positions(self) -> Tensor:
-        """int64 [T], from 0 in each sample."""
+        """int64 [T], positions that start at 0 in each sample."""
         pairs = zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False)
         return torch.cat([torch.arange(end - start) for start, end in pairs])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Calibrated:
-    """A quantised matrix."""
+    """A quantised weight and its errors."""
 
     parameter: str
-    """Its name, as in ``model.named_parameters()``."""
+    """Name of the weight, as in ``model.named_parameters()``."""
     rows: GroupedRows
     squares: Squares
     output_error: float
-    """Squared error of the layer's outputs on the samples, relative to the outputs' squares."""
+    """Squared error of the layer's outputs on the samples, divided by the sum of the squared outputs."""
     nearest_error: float
-    """The same error with rounding to the nearest code."""
+    """The same error if every weight were rounded to the nearest code."""
 
 
 def gptq(weight: Tensor, hessian: Tensor, kind: GroupKind, dtype: torch.dtype) -> GroupedRows:
     """Quantise ``weight`` [N, K] float32 for inputs with ``hessian`` [K, K] float32, which is 2 X X^T.
 
-    The group of ``kind`` must divide 128 and K. Columns are processed in order, in blocks of 128. A group's scales,
-    numbers of ``dtype``, are chosen at its first column, for the corrected values of its columns. Columns whose inputs
-    are always 0 are rounded to the nearest. Raises ConfigError for inputs that are not finite.
+    The group of ``kind`` must divide 128 and K. Columns are processed in order, in blocks of 128. The scales of a group
+    are values of ``dtype``. They are chosen when its first column is reached, for the corrected values of all its
+    columns. Columns whose inputs are always 0 are rounded to the nearest code. Raises ConfigError for inputs that are
+    not finite.
     """
     inverse, (n, k) = _inverse_factor(hessian), weight.shape
     columns = weight.t().clone(memory_format=torch.contiguous_format)  # so that each column is contiguous
@@ -90,7 +91,8 @@ def gptq(weight: Tensor, hessian: Tensor, kind: GroupKind, dtype: torch.dtype) -
 
 
 def _inverse_factor(hessian: Tensor) -> Tensor:
-    """Upper Cholesky factor [K, K] of the damped Hessian's inverse. Damping grows if rounding makes it necessary."""
+    """Upper Cholesky factor [K, K] of the damped Hessian's inverse. The damping is increased until the factorisation
+    succeeds."""
     if not bool(hessian.isfinite().all()):
         raise ConfigError(
             "the model's hidden states on the calibration texts are not finite; check the model with `chairlift check`,"
@@ -130,9 +132,9 @@ def calibrate(
 ) -> Iterator[Calibrated]:
     """Quantise every matrix in the decoder layers of a model with plain weights, in order.
 
-    The model is consumed: a layer's weights become the dequantised values in float32, and are freed when the samples
-    have passed it. ``progress`` is called with the share of layers done. Raises ConfigError for inputs that are not
-    finite.
+    The model cannot be used afterwards: a layer's weights are replaced by the dequantised values in float32, and are
+    freed when all samples have passed through the layer. ``progress`` is called with the fraction of layers that are
+    complete. Raises ConfigError for inputs that are not finite.
     """
     layers = model.model.layers
     with torch.no_grad():
@@ -160,23 +162,23 @@ def _quantise(name: str, linear: Linear, hessian: Tensor, kind: GroupKind, dtype
 
 
 def _embedded(model: CausalLM, pack: Pack) -> Tensor:
-    """Input of the first layer for a pack: float32 [T, D]."""
+    """Input of the first layer for the samples of a pack: float32 [T, D]."""
     return model.model.embed(pack.token_ids, pack.positions).float()
 
 
 def _through(model: CausalLM, number: int, pack: Pack, hidden: Tensor) -> Tensor:
-    """A layer's outputs [T, D] for its inputs [T, D]."""
+    """Outputs [T, D] of layer ``number`` for the inputs ``hidden`` [T, D]."""
     rotary = model.model.rotations(pack.positions, hidden.dtype)[number]
     out: Tensor = model.model.layers[number](hidden, rotary, pack.positions, PackedContext(pack.cu_seqlens))
     return out
 
 
 class _SeenEnough(Exception):
-    """Ends a forward pass after the product of interest."""
+    """Ends a forward pass after the linear layer whose inputs are needed."""
 
 
 def _hessian(model: CausalLM, number: int, linear: Linear, packs: Sequence[Pack], states: Sequence[Tensor]) -> Tensor:
-    """2 X X^T [K, K] float32 of the inputs of one product in a layer."""
+    """2 X X^T [K, K] float32, where X are the inputs of one linear layer."""
     k = linear.shape.in_features
     total = torch.zeros(k, k)
 

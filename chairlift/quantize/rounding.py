@@ -17,22 +17,22 @@ FORMATS: Final[dict[str, GroupKind]] = {
     "int4-g32": GroupKind(4, 32),
     "int8": GroupKind(8, 32),
 }
-"""Formats by their names for users."""
+"""Name of a format in the command line -> kind of integer groups."""
 _RATIOS: Final = tuple(1.0 - 0.3 * step / 19 for step in range(20))
-"""Scales to try, relative to the one that maps the largest number of a group to the largest code."""
+"""Factors of the scales to try. The factor 1 maps the largest number of a group to the largest code."""
 _LEAST: Final = 2.0**-24
-"""Smallest scale: the smallest number of float16. A group of zeros needs a scale, too."""
+"""Smallest scale: the smallest float16 number above 0. It is used for groups of zeros."""
 
 
 @dataclasses.dataclass(slots=True)
 class Squares:
-    """Sums of squares over weights, float64."""
+    """Sums of squares over weights, in float64."""
 
     weights: float = 0.0
     error: float = 0.0
-    """Sum of squared differences between the weights and the values of their codes."""
+    """Sum of squared differences between the weights and their rounded values."""
     error_of_largest: float = 0.0
-    """The same sum, with scales from the largest number of each group."""
+    """The same sum if the largest number of each group determines its scale."""
 
     def add(self, other: Squares) -> None:
         """Add the sums of ``other``."""
@@ -42,26 +42,26 @@ class Squares:
 
     @property
     def share(self) -> float:
-        """Error relative to the weights' squares."""
+        """Error divided by the sum of the squared weights."""
         return self.error / self.weights if self.weights else 0.0
 
     @property
     def share_of_largest(self) -> float:
-        """Relative error with the scales from the largest numbers."""
+        """:attr:`error_of_largest` divided by the sum of the squared weights."""
         return self.error_of_largest / self.weights if self.weights else 0.0
 
 
 def nearest_codes(values: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Integers of ``bits`` (signed) nearest to ``values / scales``: float32 like ``values``."""
+    """Signed integers of ``bits`` bits nearest to ``values / scales``, as float32."""
     half = 1 << (bits - 1)
     return (values / scales).round_().clamp_(-half, half - 1)
 
 
 def best_scales(groups: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Squares]:
-    """Scales of ``groups`` [..., group] float32, as [..., 1] float32; each is a number of ``dtype``.
+    """Scales [..., 1] of ``groups`` [..., group], both float32. Each scale is a value of ``dtype``.
 
-    Each group gets the best of twenty scales by squared error, from that of its largest number down to 0.7 of it. The
-    first one tried is that of the largest number, so the error is never above its error.
+    Each group gets the best of twenty scales by squared error: from the scale that the group's largest number needs,
+    down to 0.7 of it. That scale is tried first, so the error is never larger than with it.
     """
     full = groups.abs().amax(-1, keepdim=True) / ((1 << (bits - 1)) - 1)
     best, least, first = full, full, full  # replaced in the first round
@@ -78,9 +78,10 @@ def best_scales(groups: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def round_rows(rows: Tensor, kind: GroupKind, dtype: torch.dtype) -> tuple[GroupedRows, Squares]:
-    """Round ``rows`` [R, K] of any float dtype to ``kind``, whose group must divide K; scales are numbers of ``dtype``.
+    """Round ``rows`` [R, K] of any float dtype to ``kind``, whose group size must divide K. Scales are rounded to
+    ``dtype``.
 
-    Each number becomes the nearest code in its group. See :func:`best_scales`.
+    Each number becomes the nearest code of its group. See :func:`best_scales`.
     """
     groups = rows.float().reshape(len(rows), -1, kind.group)
     scales, squares = best_scales(groups, kind.bits, dtype)

@@ -1,4 +1,4 @@
-"""Writes a directory with quantised matrices from a model that Chairlift loads."""
+"""Writes a directory with quantised weights for a model that Chairlift can load."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["Report", "quantize_model"]
 
 Progress = Callable[[str, float], None]
-"""Called with a label and the share done."""
+"""Function called with a label and the completed fraction (0 to 1)."""
 
 
 @dataclasses.dataclass(slots=True)
 class Report:
-    """Result of a run."""
+    """Result of quantising a model."""
 
     kind: GroupKind
     matrices: int = 0
     weights: int = 0
-    """Number of weights in these matrices."""
+    """Number of weights in the quantised matrices."""
     squares: Squares = dataclasses.field(default_factory=Squares)
     files: list[str] = dataclasses.field(default_factory=list)
     """Names of the weight files."""
     nbytes: int = 0
-    """Bytes of the tensors."""
+    """Bytes of all tensors."""
     samples: int = 0
-    """Samples used for calibration; 0 without calibration."""
+    """Number of samples used for calibration; 0 without calibration."""
     tokens: int = 0
     output_errors: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    """(output error, error with rounding) of each product after calibration: see
+    """(output error, output error with rounding to nearest) for each calibrated layer; see
     :class:`~chairlift.quantize.gptq.Calibrated`."""
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -60,9 +60,9 @@ def quantize_model(
     """Quantise the model in ``model_dir``, a directory or a GGUF file, to one of
     :data:`~chairlift.quantize.rounding.FORMATS`, and write it to ``out``.
 
-    With ``texts``, a file of samples, GPTQ chooses the weights; otherwise they are rounded to the nearest. Matrices of
-    the decoder layers are quantised. The embedding, the head and the rest are written in bfloat16, or in float16 if the
-    model uses it. ``out`` must be empty or missing; an error leaves it unchanged. Raises ConfigError and
+    With ``texts``, a file of samples, GPTQ chooses the codes; otherwise weights are rounded to the nearest codes.
+    Matrices of the decoder layers are quantised. The embedding, the head and the rest are written in bfloat16, or in
+    float16 if the model uses it. ``out`` must be empty or missing; an error leaves it unchanged. Raises ConfigError and
     ModelLoadError.
     """
     kind = FORMATS[form]
@@ -112,7 +112,7 @@ def _packs(texts: Path, model_dir: Path, network: ModelConfig) -> tuple[list[Pac
 
 
 def _matrices(checkpoint: Checkpoint, kind: GroupKind, model_dir: Path) -> list[CheckpointPart]:
-    """Matrices to quantise: weights of linear layers except the head. Raises ModelLoadError for one that cannot be
+    """Weights to quantise: those of linear layers except the head. Raises ModelLoadError for a weight that cannot be
     quantised."""
     found = []
     for part in checkpoint.parts:
@@ -177,7 +177,8 @@ def _write_rest(
     dtype: torch.dtype,
     progress: Progress,
 ) -> None:
-    """Write the tensors that are not quantised, and round ``to_round`` to the nearest, piece by piece."""
+    """Write the tensors that are not quantised. Round the tensors ``to_round`` to the nearest codes, piece by piece,
+    and write them."""
     total, done = sum(_numbers(part) for part in checkpoint.parts), 0
     for part in checkpoint.parts:
         for first, rows in () if part in matrices and part not in to_round else checkpoint.pieces(part):
@@ -202,7 +203,7 @@ def _write_calibrated(
     dtype: torch.dtype,
     progress: Progress,
 ) -> None:
-    """Write all matrices quantised by GPTQ. The model is in memory once, in its own dtype."""
+    """Write all weights that GPTQ quantises. The model is in memory only once, in its own dtype."""
     check_weights(model_dir, network, dtype)
     model = load_model(model_dir, network, progress=progress, weight_format=PLAIN)
     parts: dict[str, list[CheckpointPart]] = {}
@@ -253,7 +254,8 @@ def _check_room(out: Path, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def _new_directory(out: Path) -> Iterator[None]:
-    """Create a directory. After an error it is missing or empty again, as before."""
+    """Create a directory for the ``with`` block. After an error the directory is missing or empty again, as it was
+    before."""
     existed = out.is_dir()
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Texts for calibration: from a file to packs of token ids."""
+"""Reads texts for calibration from a file, and makes packs of token ids."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["MOST_TOKENS", "make_packs", "read_texts"]
 
 MOST_TOKENS: Final = 131_072
-"""Most tokens in all samples together, because their hidden states are in memory in float32."""
+"""Maximum number of tokens in all samples together. It is limited because their hidden states are in memory as
+float32."""
 _LONGEST: Final = 2048
-"""Most tokens of a sample, and of a pack."""
+"""Maximum number of tokens in a sample, and in a pack."""
 
 
 def read_texts(path: Path) -> list[str]:
-    """The samples of a file, without empty ones.
+    """Samples in a file, without empty ones.
 
-    A file of JSON lines (``.jsonl``) has an object with ``text`` on each line. In any other file, samples are
-    paragraphs if there is a blank line, otherwise lines. Raises ConfigError for a file that cannot be read or has no
-    text.
+    In a file of JSON lines (``.jsonl``), each line is an object with the key ``text``. In any other file, samples are
+    separated by blank lines; if there are none, each line is a sample. Raises ConfigError for a file that cannot be
+    read or has no text.
     """
     try:
         content = path.read_text(encoding="utf-8-sig")
@@ -35,7 +36,7 @@ def read_texts(path: Path) -> list[str]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read --calibrate {path}: {reason}; give a text file or a .jsonl file") from None
     if path.suffix == ".jsonl":
-        # Not splitlines: JSON strings may contain U+2028.
+        # splitlines is not used, because JSON strings may contain U+2028.
         found = [_text_of(path, number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
     else:
         paragraphs = re.split(r"\n[^\S\n]*\n", content.replace("\r\n", "\n").strip())
@@ -61,10 +62,10 @@ def _text_of(path: Path, number: int, line: str) -> str:
 
 
 def make_packs(texts: list[str], tokenizer: Tokenizer, longest: int) -> tuple[list[Pack], int]:
-    """Packs of samples cut to ``longest`` tokens, and the number of samples in them.
+    """Returns (packs of samples, each cut to ``longest`` tokens; number of samples in the packs).
 
-    If the samples have more than :data:`MOST_TOKENS` tokens together, a random part is used, always the same one. Text
-    that spells a special token becomes that token. A text that begins with the BOS gets no second one.
+    If the samples have more than :data:`MOST_TOKENS` tokens together, a fixed random subset is used. Text that spells a
+    special token becomes that token. If a text already begins with BOS, no second BOS is added.
     """
     order = list(range(len(texts)))
     random.Random(0).shuffle(order)

@@ -1,7 +1,7 @@
-"""Writes the quantised directory: safetensors in pieces, and the other files.
+"""Writes the quantised directory: safetensors files piece by piece, and all other files.
 
-Tensors have the names, shapes and dtypes of compressed-tensors' format ``pack-quantized``, which Chairlift, vLLM and
-transformers read.
+Names, shapes and dtypes of the tensors follow the format ``pack-quantized`` of compressed-tensors, which Chairlift,
+vLLM and transformers read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GENERATION: Final = "generation_config.json"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """A tensor to be written."""
+    """A tensor that will be written."""
 
     name: str
     dtype: torch.dtype
@@ -48,10 +48,10 @@ class Planned:
 
 
 class ShardWriter:
-    """Writes tensors with known names, dtypes and shapes, in any order and some rows at a time.
+    """Writes tensors whose names, dtypes and shapes are known in advance. Rows may be written in any order.
 
     A file has at most ``shard_bytes`` of tensors, or a single tensor. The files are complete at the end of the ``with``
-    block; rows that were not written are zeros. After an error they stay incomplete.
+    block, and rows that were not written are zeros. After an error the files remain incomplete.
     """
 
     def __init__(self, folder: Path, tensors: Iterable[Planned], shard_bytes: int = _SHARD_BYTES) -> None:
@@ -93,13 +93,14 @@ class ShardWriter:
             _write_json(self._folder / "model.safetensors.index.json", index)
 
     def write(self, name: str, first: int, rows: Tensor) -> None:
-        """Write rows ``first`` and following of a tensor. Raises OSError when the disk is full."""
+        """Write ``rows`` of a tensor, from row ``first`` on. Raises OSError when the disk is full."""
         file, offset, tensor = self._places[name]
         file.seek(offset + first * (tensor.nbytes // max(tensor.shape[0], 1)))
         file.write(rows.to(tensor.dtype).reshape(-1).contiguous().view(torch.uint8).numpy().data)
 
     def _begin(self, path: Path, shard: list[Planned]) -> None:
-        """Write the header of a safetensors file. Wide dtypes come first, so that each tensor is aligned."""
+        """Write the header of a safetensors file. Tensors with wide dtypes come first, so that every tensor is
+        aligned."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at, offsets = 0, {}
         for tensor in sorted(shard, key=lambda each: -each.dtype.itemsize):
@@ -121,7 +122,7 @@ class ShardWriter:
 
 
 def packed_words(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [R, K] of 4 or 8 bits, packed in words along the columns, lowest bits first: int32 [R, K * bits /
+    """Pack uint8 codes [R, K] of 4 or 8 bits into words along the columns, lowest bits first: int32 [R, K * bits /
     32]."""
     if bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
@@ -129,7 +130,8 @@ def packed_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def quantization_config(kind: GroupKind) -> dict[str, Any]:
-    """The entry of ``config.json`` for weights of ``kind``, in the form of compressed-tensors."""
+    """Value of ``quantization_config`` in ``config.json`` for weights of ``kind``, in the form of
+    compressed-tensors."""
     weights = {
         "num_bits": kind.bits,
         "type": "int",
@@ -152,16 +154,16 @@ def quantization_config(kind: GroupKind) -> dict[str, Any]:
 
 
 def source_config(model_dir: Path) -> dict[str, Any]:
-    """``config.json`` of a directory, or the one for a GGUF file. Raises ModelLoadError."""
+    """``config.json`` of a directory, or a ``config.json`` made from a GGUF file. Raises ModelLoadError."""
     return gguf_config_json(GGUFModel(model_dir)) if is_gguf(model_dir) else read_json(model_dir / "config.json")
 
 
 def write_files(
     folder: Path, model_dir: Path, raw: Mapping[str, Any], family: Family, dtype: torch.dtype, kind: GroupKind
 ) -> None:
-    """Write the files besides weights: tokenizer, ``generation_config.json`` and, last, ``config.json``.
+    """Write all files other than weights: tokenizer, ``generation_config.json`` and, last, ``config.json``.
 
-    ``raw`` is the model's own ``config.json``; ``dtype`` is that of the tensors that are not quantised.
+    ``raw`` is the model's own ``config.json``; ``dtype`` is the dtype of the tensors that are not quantised.
     """
     if is_gguf(model_dir):
         content, beside = gguf_tokenizer(GGUFModel(model_dir))

@@ -1,4 +1,4 @@
-"""Fits a cost model to real steps, from a short calibration or from a step log on file."""
+"""Fits a cost model to real steps: steps of a short calibration run, or of a step log in a file."""
 
 from __future__ import annotations
 
@@ -22,40 +22,42 @@ __all__ = ["StepTimes", "calibrate", "describe_fit", "fit_core", "fit_deployment
 _PROMPTS: Final = (16, 200, 64)
 _ANSWER: Final = 12
 _USUAL: Final = "genoa-9654"
-"""A machine with a typical ratio of arithmetic to bandwidth, for CPUs without matrix units."""
+"""Machine whose costs are the prior of a fit: a CPU without matrix units, with a typical ratio of speed to
+bandwidth."""
 _LONG_PROMPTS: Final = (32, 96, 200, 400, 800, 1600)
-_MOST_FITTED_ROWS: Final = 64
+_MAX_FITTED_ROWS: Final = 64
 
 
 class StepTimes:
-    """Subscriber to a core's events that collects the samples of a cost model."""
+    """Subscriber to the events of an engine core. It collects the duration of each step for a cost model."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[StepFeatures, float]] = []
         self.lines: list[str] = []
-        """The records as JSON, one per line."""
+        """Step records as lines of JSON."""
         self._last_end = 0.0
 
     def landed(self, record: StepRecord) -> None:
-        """A step has ended."""
-        # With look-ahead a step is scheduled while the one before is still running.
+        """Record a step that has ended."""
+        # With look-ahead, a step is scheduled while the previous step is still running.
         self.steps.append((record.features, record.end - max(record.start, self._last_end)))
         self.lines.append(record.to_json())
         self._last_end = record.end
 
 
-def calibrate(core: EngineCore, limits: ModelLimits, most_rows: int) -> StepTimes:
-    """Time real steps: batches of 1, 2, 4, ... up to ``most_rows`` rows, and prompts of many lengths.
+def calibrate(core: EngineCore, limits: ModelLimits, max_rows: int) -> StepTimes:
+    """Time steps of a real engine: batches of 1, 2, 4, ... up to ``max_rows`` rows, and prompts of many lengths.
 
-    Everything runs twice, forwards and backwards, so that a slow moment of the machine does not affect one size alone.
-    The core must be idle. It takes some 280 steps for 64 rows. Prompts are cut to the room of model and cache.
+    All sizes run twice, the second time in reverse order, so that a slow moment of the machine does not affect only one
+    size. The core must be idle. For 64 rows the calibration takes about 280 steps. Prompts are shortened to fit the
+    model and the KV cache.
     """
     room = min(limits.max_model_len, core.kv.capacity_tokens + 1)
-    counts = sorted({min(1 << power, most_rows) for power in range(most_rows.bit_length() + 1)})
+    counts = sorted({min(1 << power, max_rows) for power in range(max_rows.bit_length() + 1)})
     batches = [[(_PROMPTS[row % len(_PROMPTS)], _ANSWER) for row in range(count)] for count in counts]
     batches += [[(length, 3)] for length in _LONG_PROMPTS]
-    # Rows with short and with long contexts, because otherwise the costs of the two could not be separated.
-    batches += [[(16, _ANSWER)] * min(most_rows, 24), [(900, _ANSWER)] * min(most_rows, 4)]
+    # Rows with short and with long contexts, so that the cost of a row and the cost of its context can be separated.
+    batches += [[(16, _ANSWER)] * min(max_rows, 24), [(900, _ANSWER)] * min(max_rows, 4)]
     times, serial = StepTimes(), 0
     try:
         for index, batch in enumerate([[(16, 4)], *batches, *batches[::-1]]):
@@ -65,7 +67,7 @@ def calibrate(core: EngineCore, limits: ModelLimits, most_rows: int) -> StepTime
             for prompt, answer in batch:
                 answer = min(answer, room // 2)
                 prompt = min(prompt, room - answer)
-                # Each prompt begins with its own number, so that none is found in the prefix cache.
+                # Each prompt has its own prefix ids, so that it is never found in the prefix cache.
                 own = tuple(range(serial, serial - (-prompt // PREFIX_BLOCK)))
                 serial += len(own)
                 requests.append(TracedRequest(arrival=0.0, prompt_tokens=prompt, output_tokens=answer, prefix_ids=own))
@@ -76,9 +78,10 @@ def calibrate(core: EngineCore, limits: ModelLimits, most_rows: int) -> StepTime
 
 
 def fit_steps(steps: list[tuple[StepFeatures, float]], shape: ModelShape | None = None) -> CostModel:
-    """A cost model from real steps. ``shape`` gives the prior, up to a factor, where there are no steps.
+    """Fit a cost model to (features, seconds) of real steps.
 
-    Raises ConfigError when there are too few steps.
+    ``shape`` gives the prior for sizes without steps; its scale is fitted, too. Raises ConfigError when there are too
+    few steps.
     """
     count = sum(seconds > 0 for _, seconds in steps)
     if count < 16:
@@ -89,17 +92,20 @@ def fit_steps(steps: list[tuple[StepFeatures, float]], shape: ModelShape | None 
 
 
 def describe_fit(model: CostModel, steps: list[tuple[StepFeatures, float]]) -> str:
-    """Quality of the model, in a few words."""
+    """Text that says how well the model predicts these steps."""
     errors = model.errors(steps)
-    half, most = errors[len(errors) // 2], errors[int(0.9 * len(errors))]
-    return f"fitted on {len(errors):,} real steps, half of them within {half:.0%} and nine of ten within {most:.0%}"
+    p50, p90 = errors[len(errors) // 2], errors[int(0.9 * len(errors))]
+    return f"fitted on {len(errors):,} real steps, half of them within {p50:.0%} and nine of ten within {p90:.0%}"
 
 
 def fit_core(core: EngineCore, limits: ModelLimits, machine: str, shape: ModelShape) -> tuple[Deployment, StepTimes]:
-    """Time steps of a real, idle engine (:func:`calibrate`), and fit a deployment with its KV cache to them."""
-    times = calibrate(core, limits, min(core.scheduler.batch.max_running, _MOST_FITTED_ROWS))
+    """Time steps of a real, idle engine (:func:`calibrate`), and fit a cost model to them.
+
+    Returns (deployment with this cost model and the engine's KV cache, step times).
+    """
+    times = calibrate(core, limits, min(core.scheduler.batch.max_running, _MAX_FITTED_ROWS))
     size = core.executor.block_size
-    # bytes of K and V in their dtype, which may differ from the model's
+    # the dtype of K and V may differ from that of the model
     kv_bytes = sum(core.executor.block_bytes) // size
     memory = core.executor.cache_groups[0].num_blocks * size * kv_bytes
     deployment = fit_deployment(machine, shape, times.steps, memory, limits.max_model_len)
@@ -109,7 +115,10 @@ def fit_core(core: EngineCore, limits: ModelLimits, machine: str, shape: ModelSh
 def fit_deployment(
     machine: str, shape: ModelShape, steps: list[tuple[StepFeatures, float]], memory: int, max_model_len: int
 ) -> Deployment:
-    """A model on the machine on which the steps were timed. Raises ConfigError when there are too few steps."""
+    """Deployment whose cost model is fitted to real steps. ``memory`` is the size of the KV cache in bytes.
+
+    Raises ConfigError when there are too few steps.
+    """
     cost = fit_steps(steps, shape)
     return Deployment(
         machine=machine,
@@ -123,8 +132,10 @@ def fit_deployment(
 
 
 def read_steps(path: Path) -> list[tuple[StepFeatures, float]]:
-    """Steps of a log on file (one JSON object per line), or of a recording of the live view. Raises ConfigError with
-    the number of a bad line."""
+    """Read (features, seconds) of each step from a step log (one JSON object per line) or a recording of the live view.
+
+    Raises ConfigError with the line number for an invalid line.
+    """
     steps: list[tuple[StepFeatures, float]] = []
     last_end = 0.0
     try:
@@ -137,7 +148,7 @@ def read_steps(path: Path) -> list[tuple[StepFeatures, float]]:
         return read_recording(text.encode()).steps
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            fields = json.loads(line)
+            fields = {"adapter_bytes": 0.0, **json.loads(line)}  # logs of earlier versions have no adapters
             features = StepFeatures(*(float(fields[name]) for name in StepFeatures._fields))  # type: ignore[arg-type]
             start, end = float(fields["start"]), float(fields["end"])
         except (ValueError, TypeError, KeyError, RecursionError):

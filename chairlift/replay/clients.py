@@ -1,4 +1,4 @@
-"""The clients of a trace: when each request is sent, and how it is admitted."""
+"""Simulates the clients of a trace: determines when each request is sent, and passes it to the engine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ __all__ = ["Clients", "enter"]
 
 
 class Clients:
-    """Clients of a trace. A request is sent at its time, after the earlier turn of its session has ended, and within
-    the limit of requests in flight."""
+    """Determines when the requests of a trace are sent and cancelled.
 
-    def __init__(self, trace: Sequence[TracedRequest], begin: float, most: int | None) -> None:
+    A request is sent at its time, but not before the previous turn of its session has ended. If ``max_concurrency`` is
+    given, at most that many requests are in flight, as with that many users who each wait for an answer.
+    """
+
+    def __init__(self, trace: Sequence[TracedRequest], begin: float, max_concurrency: int | None) -> None:
         self._trace, self._begin = trace, begin
-        self._places = None if most is None else deque([begin] * most)
-        """For each user of a closed loop: since when it has no request in flight."""
+        self._idle_users = None if max_concurrency is None else deque([begin] * max_concurrency)
+        """For each user without a request in flight: the time at which the last request ended."""
         self._later: dict[str, deque[int]] = {}
         order = list(range(len(trace)))
         if any(request.session for request in trace):
@@ -45,41 +48,42 @@ class Clients:
 
     @property
     def done(self) -> bool:
-        """Whether all requests are sent that need no other one to end."""
+        """Whether no request can be sent until another request ends. (Also true when all requests are sent.)"""
         return not self._ready
 
     def next_event(self) -> float | None:
-        """Time at which the next request is sent or leaves, if no other one ends before."""
-        sent = self._ready[0][0] if self._ready and self._places is None else None
-        if self._ready and self._places:
-            sent = max(self._ready[0][0], self._places[0])
+        """Time at which the next request is sent or cancelled, unless another request ends earlier."""
+        sent = self._ready[0][0] if self._ready and self._idle_users is None else None
+        if self._ready and self._idle_users:
+            sent = max(self._ready[0][0], self._idle_users[0])
         return min(
             (when for when in (sent, *[each[0] for each in self._leaving[:1]]) if when is not None), default=None
         )
 
     def send(self, now: float) -> tuple[int, float] | None:
-        """The next request to send at ``now``, and the time at which it became ready."""
-        if not self._ready or self._ready[0][0] > now or (self._places is not None and not self._places):
+        """(index of the next request to send, time at which it became ready). None if no request is ready at
+        ``now``."""
+        if not self._ready or self._ready[0][0] > now or (self._idle_users is not None and not self._idle_users):
             return None
         when, index = heapq.heappop(self._ready)
-        if self._places is not None:
-            when = max(when, self._places.popleft())
+        if self._idle_users is not None:
+            when = max(when, self._idle_users.popleft())
         patience = self._trace[index].cancel_ms
         if patience is not None:
             heapq.heappush(self._leaving, (when + patience / 1000, index))
         return index, when
 
     def leaving(self, now: float) -> list[int]:
-        """Requests whose client leaves now, answered or not."""
-        over = []
+        """Indices of the requests whose client disconnects by ``now``, including requests that have ended."""
+        indices = []
         while self._leaving and self._leaving[0][0] <= now:
-            over.append(heapq.heappop(self._leaving)[1])
-        return over
+            indices.append(heapq.heappop(self._leaving)[1])
+        return indices
 
     def ended(self, index: int, now: float) -> None:
-        """A request has ended: its user, and the next turn of its session, may continue."""
-        if self._places is not None:
-            self._places.append(now)
+        """Record that a request has ended, so that its user and the next turn of its session may continue."""
+        if self._idle_users is not None:
+            self._idle_users.append(now)
         turns = self._later.get(self._trace[index].session)
         if turns:
             later = turns.popleft()
@@ -88,41 +92,41 @@ class Clients:
 
 def enter(
     add: Callable[[PreparedRequest], object],
-    door: InputProcessor,
+    inputs: InputProcessor,
     request: TracedRequest,
     index: int,
     arrival: float,
     collector: Collector,
 ) -> bool:
-    """Check a request that was sent at ``arrival`` and ``add`` it. Returns False when it is refused.
+    """Check a request that was sent at ``arrival``, and pass it to ``add``. Returns False when it is refused.
 
-    Policies that ignore promises get none.
+    Latency targets and priorities are passed on only if the scheduling policy uses them.
     """
-    asked: dict[str, Any] = {}
-    if door.limits.service_classes is not None:
+    fields: dict[str, Any] = {}
+    if inputs.limits.service_classes is not None:
         names = ("priority", "service_tier", "ttft_ms", "tpot_ms", "deadline_ms")
-        asked = {name: getattr(request, name) or None for name in names}
-    params = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True, seed=0, **asked)
-    prompt = prompt_token_ids(request, index, door.limits.vocab_size)
+        fields = {name: getattr(request, name) or None for name in names}
+    params = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True, seed=0, **fields)
+    prompt = prompt_token_ids(request, index, inputs.limits.vocab_size)
     name, timing = str(index), RequestTiming(dataclasses.replace(request, arrival=arrival), index)
     if collector.watch is not None:
         collector.watch(timing)
     try:
-        prepared = door.prepare(name, prompt, params, arrival, tenant=request.tenant)
+        prepared = inputs.prepare(name, prompt, params, arrival, tenant=request.tenant)
         add(prepared)
     except RequestError as error:
         timing.error = str(error)
         collector.over(timing, arrival)
         return False
     service = prepared.service
-    promised = {
+    targets = {
         "ttft_ms": service.first_token_by - arrival,
         "tpot_ms": service.seconds_per_token,
         "deadline_ms": service.finish_by - arrival,
     }
     of_class: dict[str, Any] = {
         name: 1000 * seconds
-        for name, seconds in promised.items()
+        for name, seconds in targets.items()
         if seconds < math.inf and getattr(request, name) is None
     }
     timing.request = dataclasses.replace(timing.request, **of_class)

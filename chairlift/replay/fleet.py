@@ -1,9 +1,10 @@
-"""A trace through several replicas behind a door, on a virtual clock.
+"""Simulates a trace on a fleet of several replicas, on a virtual clock.
 
-Each replica is the real engine core with a clock of its own; the door is the one that serves
-(:mod:`chairlift.distributed.door`). Events are handled in the order of their times: a request arrives, a step ends, a
-replica fails, starts or is drained. So the simulation is exact to the token, for the times that the cost model gives to
-steps. Replicas may start late, die, and be updated one after another; the door may hear of events late.
+Each replica is a real engine core with its own clock. The door, which holds waiting requests and chooses replicas, is
+the real code as well (:mod:`chairlift.distributed.door`). Events are handled in the order of their times: a request
+arrives, a step ends, or a replica fails, starts or is drained. So every token has the time that follows from the cost
+model's step times. Replicas can start late, die, and be updated one after another, and messages to the door can be
+delayed.
 """
 
 from __future__ import annotations
@@ -34,41 +35,45 @@ from chairlift.scheduler.policies import policy_from_config
 
 __all__ = ["FleetPlan", "FleetReport", "replay_fleet"]
 
-_MOST_REPLICAS: Final = 16
+_MAX_REPLICAS: Final = 16
 _SCALE_SECONDS: Final = 1.0
-"""Seconds between two decisions about the number of replicas."""
+"""Time in seconds between two decisions about the number of replicas."""
 _LOWEST: Final = 1 << 30
-"""Priority of the newcomer whose wait decides: behind everybody."""
+"""Priority of a hypothetical new request, after all others. Its forecast wait determines the number of replicas."""
 _TOKEN: Final = 1
-"""Token in every simulated answer."""
+"""Id of every token in simulated answers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlan:
-    """A fleet and what happens to it. Times are in seconds from the start of the trace. Raises ConfigError."""
+    """Settings of a simulated fleet, and the failures and updates that happen to it.
+
+    Times are in seconds from the start of the trace. Raises ConfigError for values out of range.
+    """
 
     replicas: int
     routing: str = "forecast"
     door_delay: float = 0.0
-    """Seconds until the door hears of a token or an end."""
+    """Delay in seconds until the door learns of a first token or of the end of a request."""
     start_seconds: float = 0.0
-    """Seconds that a replica takes to start again after a failure or an update."""
+    """Time in seconds that a replica needs to start again after a failure or an update."""
     failures: tuple[tuple[int, float], ...] = ()
-    """(replica, time) at which it dies, with its cache and its requests."""
+    """(index of a replica, time at which it dies). Its cache and its running requests are lost."""
     resume: bool = False
-    """Whether a request continues on another replica, after its delivered tokens, when its replica dies. Otherwise it
-    ends with an error, unless nothing was delivered."""
+    """Whether a request whose replica dies continues on another replica after its delivered tokens. Otherwise it ends
+    with an error, unless no token was delivered."""
     rollout_at: float | None = None
-    """When replicas begin to be updated, one at a time: drained, then started again."""
+    """Time at which an update of all replicas begins. One replica after another is drained and started again. None: no
+    update."""
     least: int | None = None
-    """Fewest replicas, if their number follows the traffic: it starts there and is at most ``replicas``. None: all
-    serve all the time."""
+    """Minimum number of replicas, if the number follows the load. It starts at the minimum and is at most ``replicas``.
+    None: all replicas serve all the time."""
     calm_seconds: float = 30.0
-    """Seconds with little load after which a replica is taken away."""
+    """Time in seconds with little load after which a replica is removed."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.replicas <= _MOST_REPLICAS:
-            raise ConfigError(f"replicas must be from 1 to {_MOST_REPLICAS}, got {self.replicas}")
+        if not 1 <= self.replicas <= _MAX_REPLICAS:
+            raise ConfigError(f"replicas must be from 1 to {_MAX_REPLICAS}, got {self.replicas}")
         for name in ("door_delay", "start_seconds", "calm_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be 0 or more seconds, got {getattr(self, name)}")
@@ -89,33 +94,33 @@ class FleetReport:
     replicas: int
     routing: str
     served: ServedTrace
-    """All replicas together. ``utilisation`` is the mean of the replicas'."""
+    """Results of all replicas together. ``utilisation`` is the mean over the replicas."""
     requests_by_replica: tuple[int, ...]
-    """Requests sent to each replica, those that came again after a failure included."""
+    """Number of requests sent to each replica. A request that is sent again after a failure is counted again."""
     broken: int
-    """Requests that ended with an error because their replica died."""
+    """Number of requests that ended with an error because their replica died."""
     moved: int
-    """Requests that were sent again to another replica, without or with tokens."""
+    """Number of requests that were sent to another replica because their replica died."""
     hit_rate: float
-    """Share of the prompts' tokens that came from prefix caches."""
+    """Fraction of the prompt tokens that were found in prefix caches."""
     least: int | None
-    """Fewest replicas, if their number followed the traffic."""
+    """Minimum number of replicas, if the number followed the load."""
     mean_replicas: float
-    """Mean number of replicas that served or started, which is what they cost."""
+    """Mean number of replicas that served or were starting. The cost of the fleet is proportional to it."""
     peak_replicas: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """The report as data for JSON."""
         return dataclasses.asdict(self)
 
 
 class _Simulated:
-    """A replica: an engine core on a clock of its own, and what the door knows of it."""
+    """A simulated replica: an engine core with its own clock, and the door's state of this replica (``view``)."""
 
     def __init__(self, view: Replica, make: Callable[[VirtualClock], EngineCore], timings: dict[str, Any]) -> None:
         self.view, self._make = view, make
         self.life = 0
-        """Number of times that it died: events of an earlier life mean nothing."""
+        """Number of restarts. Events that were scheduled before the last restart are ignored."""
         self.clock, self.idle = VirtualClock(), True
         self.core = make(self.clock)
         self.collector = Collector(None, self.core.scheduler.membership.held)
@@ -123,7 +128,7 @@ class _Simulated:
         self.num_sent = self.num_preemptions = 0
         self.draining = self.leaving = False
         self.on_since: float | None = None
-        """Since when it serves or starts; None while it is off."""
+        """Time since which the replica serves or is starting. None while it is off."""
         self.on_seconds = 0.0
 
     def switch_off(self, now: float) -> None:
@@ -131,7 +136,7 @@ class _Simulated:
         self.on_since, self.leaving = None, False
 
     def restart(self) -> None:
-        """A new core, with nothing in its cache."""
+        """Replace the core by a new core with an empty cache."""
         self.life += 1
         self.num_preemptions += self.core.scheduler.num_preemptions
         self.core.shutdown()
@@ -141,7 +146,7 @@ class _Simulated:
 
 
 class _Fleet:
-    """The events of one simulation."""
+    """A simulation of a fleet: the replicas, the door, and a queue of events."""
 
     def __init__(
         self,
@@ -172,9 +177,9 @@ class _Fleet:
         self.door = Door(views, router_from_name(plan.routing), policy_from_config(whole))
         self._keep_prefixes = bool(cached)
         self._prepared: dict[str, PreparedRequest] = {}
-        """Unfinished requests, as they were sent or as they continue on another replica."""
+        """Id -> unfinished request. If it continues on another replica, its prompt includes the delivered tokens."""
         self._whole: dict[str, PreparedRequest] = {}
-        """Unfinished requests, as they were sent."""
+        """Id -> unfinished request as it arrived."""
         self.collector = Collector(None, self.replicas[0].core.scheduler.membership.held)
         self.collector.timings = self.timings
         self.clients = Clients(trace, 0.0, users)
@@ -187,7 +192,7 @@ class _Fleet:
         heapq.heappush(self._events, (when, next(self._order), what))
 
     def run(self) -> None:
-        """Handle events until there are none."""
+        """Handle events until no event is left."""
         for replica in self.replicas[: self.plan.least]:
             replica.view.accepting, replica.on_since = True, self.now
         self.peak = len(self.replicas[: self.plan.least])
@@ -226,7 +231,7 @@ class _Fleet:
         self._queue(prepared)
 
     def _queue(self, prepared: PreparedRequest) -> None:
-        """Let a request wait at the door."""
+        """Add a request to the queue of the door."""
         self._prepared[prepared.request_id] = prepared
         keys = prefix_keys(prepared.prompt_token_ids, prepared.cache_salt) if self._keep_prefixes else []
         self.door.add(prepared.make_sequences()[0], keys, self.now)
@@ -252,7 +257,7 @@ class _Fleet:
             self._wake(replica)
 
     def _over(self, name: str) -> None:
-        """A request is over for its client and for the door."""
+        """Record that a request has ended: at once for its client, and after the delay for the door."""
         del self._prepared[name], self._whole[name]
         self.clients.ended(int(name), self.now)
         tokens = self.timings[name].tokens
@@ -269,7 +274,7 @@ class _Fleet:
     # -- replicas --------------------------------------------------------------------------------------------------
 
     def _wake(self, replica: _Simulated) -> None:
-        """Schedule a step of an idle replica as soon as possible."""
+        """Schedule the next step of an idle replica, if it has work."""
         if replica.idle and replica.core.has_work:
             replica.idle, life = False, replica.life
             self.at(max(self.now, replica.clock.now()), lambda: self._step(replica, life))
@@ -310,14 +315,14 @@ class _Fleet:
                 self._stop(replica)
 
     def _die(self, replica: _Simulated) -> None:
-        """Kill a replica: all its requests are lost, and it starts again."""
+        """Let a replica die. Its requests move or end, and it starts again."""
         if replica.on_since is None:
             return
         unstarted, started = self.door.lose(replica.view)
         replica.restart()
         for request in (*unstarted, *started):
             name = request.request_id
-            if name not in self._prepared:  # it has ended, and the door had not been told yet
+            if name not in self._prepared:  # the request has ended, but the door does not know it yet
                 continue
             timing = self.timings[name]
             if not timing.tokens or self.plan.resume:
@@ -334,7 +339,7 @@ class _Fleet:
         self._begin(replica)
 
     def _begin(self, replica: _Simulated) -> None:
-        """Let a replica serve when it has started."""
+        """Start a replica. It accepts requests after ``start_seconds``."""
         life = replica.life
         self.at(self.now + self.plan.start_seconds, lambda: self._accept(replica, life))
 
@@ -343,14 +348,14 @@ class _Fleet:
             replica.view.accepting = True
 
     def _scale(self) -> None:
-        """Change the number of replicas by what the door foresees."""
+        """Change the number of replicas according to the forecast of the door."""
         on = [each for each in self.replicas if each.on_since is not None and not each.leaving]
         serving = [each for each in on if each.view.accepting]
         made = self.forecast.make(self.door, self.now)
         if made is not None:
             self._newcomer_starts = max(made.newcomers.values(), default=self.now)
         wait = max(0.0, self._newcomer_starts - self.now) if len(self.door) else 0.0
-        if len(self.door) and not wait:  # the rate is not known, or the forecast was wrong
+        if len(self.door) and not wait:  # the rate is unknown or the forecast was wrong: use the wait so far
             wait = self.now - next(self.door.line(self.now)).arrival_time
         inside = sum(each.view.num_requests for each in serving) + len(self.door)
         load = inside / (self._rows * len(serving)) if serving else 1.0
@@ -370,13 +375,13 @@ class _Fleet:
             self.at(self.now + _SCALE_SECONDS, self._scale)
 
     def _stop(self, replica: _Simulated) -> None:
-        """A replica has finished its requests and is taken away."""
+        """Switch off a replica that has finished its requests."""
         replica.restart()
         replica.view.lost()
         replica.switch_off(self.now)
 
     def _drain(self, index: int) -> None:
-        """Send no more requests to a replica, and update it when it is empty."""
+        """Send no more requests to a replica, and update it when its last request has ended."""
         replica = self.replicas[index]
         replica.view.accepting, replica.draining = False, True
         if replica.idle and not replica.core.has_work:
@@ -395,15 +400,15 @@ class _Fleet:
 
 
 def _rest_of(prepared: PreparedRequest, delivered: int) -> PreparedRequest:
-    """The request that continues another one after the tokens that were delivered."""
+    """Request that continues ``prepared`` after ``delivered`` tokens: these tokens become part of the prompt."""
     if not delivered:
         return prepared
-    left = prepared.max_tokens - delivered
+    remaining = prepared.max_tokens - delivered
     return dataclasses.replace(
         prepared,
         prompt_token_ids=[*prepared.prompt_token_ids, *[_TOKEN] * delivered],
-        max_tokens=left,
-        params=dataclasses.replace(prepared.params, max_tokens=left),
+        max_tokens=remaining,
+        params=dataclasses.replace(prepared.params, max_tokens=remaining),
     )
 
 
@@ -419,10 +424,10 @@ def replay_fleet(
     *,
     max_concurrency: int | None = None,
 ) -> FleetReport:
-    """Simulate a trace on a fleet. The same arguments give the same report, bit for bit.
+    """Simulate a trace on a fleet. Equal arguments give identical reports.
 
-    ``max_concurrency`` is as in :func:`~chairlift.replay.replay.serve_trace`. Raises ConfigError for settings that the
-    deployment has no room for.
+    ``max_concurrency`` is that of :func:`~chairlift.replay.replay.serve_trace`. Raises ConfigError for settings that
+    need more memory or context length than the deployment has.
     """
     fleet = _Fleet(plan, config, deployment, trace, max_concurrency)
     fleet.run()

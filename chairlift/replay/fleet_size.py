@@ -1,8 +1,8 @@
-"""How many replicas a traffic needs so that promises are kept.
+"""Determines by simulation how many replicas some traffic needs to meet its latency targets ("promises").
 
-Up to 16 replicas are simulated token by token. A larger traffic is divided: every k-th session with the times it has,
-on a fleet of its own. The answer is k times that of a part. The error of this division is measured on the part itself,
-which is divided once more.
+Up to 16 replicas are simulated token by token. If they are not enough, only a part of the traffic is simulated: every
+k-th session, with unchanged times. The result is k times the number of replicas for the part. To estimate the error of
+this division, the part is divided once more and simulated again.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ __all__ = ["FleetSize", "part_of", "smallest_fleet"]
 
 _MOST: Final = 16
 _LEAST_REQUESTS: Final = 100
-"""Fewest requests in a part that is simulated."""
+"""Minimum number of requests in a part that is simulated."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSize:
-    """Smallest fleet for a traffic."""
+    """Result of the search for the smallest fleet."""
 
     parts: int
-    """Number of parts into which the traffic was divided. The reports are about one of them."""
+    """Number of parts into which the traffic was divided. The reports are about one part."""
     rate: float | None
-    """Requests of the whole traffic that come per second; None for users who wait for their answers."""
+    """Requests per second of the whole traffic. None for a closed loop of users, and if all arrive at once."""
     tried: tuple[FleetReport, ...]
-    """Fleets that were simulated, by size."""
+    """Reports of all simulated fleets, ordered by size."""
     chosen: FleetReport | None
-    """The smallest that keeps the target; None if more replicas do not help."""
+    """Report of the smallest fleet that meets the target. None if more replicas do not help."""
     failing: FleetReport | None
-    """One replica more than ``chosen``, of which one dies in the middle of the traffic."""
+    """Report of a fleet with one more replica than ``chosen``, in which a replica dies in the middle of the traffic."""
     halved: tuple[FleetReport, FleetReport] | None
-    """The error of dividing, if the traffic was divided: a part on an even number of replicas, and half of that part on
-    half of them."""
+    """(report of a part on an even number of replicas, report of half of this part on half of the replicas). Their
+    difference shows the error of the division. None if the traffic was not divided."""
 
     @property
     def replicas(self) -> int | None:
-        """Replicas for the whole traffic, without a spare."""
+        """Number of replicas for the whole traffic, without a spare replica."""
         return None if self.chosen is None else self.parts * self.chosen.replicas
 
     @property
     def division_error(self) -> float | None:
-        """Difference between a part and its half in the share of requests with kept promises, 0 to 1."""
+        """Difference between a part and its half in the fraction of requests that meet their targets, from 0 to 1."""
         if self.halved is None:
             return None
         whole, half = (each.served.goodput or 0.0 for each in self.halved)
@@ -68,10 +68,12 @@ def smallest_fleet(
     max_concurrency: int | None = None,
     most: int = _MOST,
 ) -> FleetSize:
-    """Search for the smallest fleet that keeps the promises of the share ``target`` of the requests.
+    """Search for the smallest fleet in which at least the fraction ``target`` of the requests meets its latency
+    targets.
 
-    ``start_seconds`` is the time in which a replica that died is back. A fleet has at most ``most`` replicas before the
-    traffic is divided. Raises ConfigError for a trace without promises, or with too few requests to be divided.
+    ``start_seconds`` is the time that a replica needs to start again after a failure. If ``most`` replicas are not
+    enough, the traffic is divided. Raises ConfigError for a trace without latency targets, and for a trace with too few
+    requests to be divided.
     """
     if not any(limit is not None for each in trace for limit in (each.ttft_ms, each.tpot_ms, each.deadline_ms)):
         raise ConfigError("the traffic has no promises to keep; give some with --slo ttft:500,tpot:80")
@@ -88,14 +90,14 @@ def smallest_fleet(
         if search.kept(high):
             break
         goodput = search.tried[high].served.goodput or 0.0
-        if goodput <= best:  # a part is no easier for as many replicas: the promises are too narrow
+        if goodput <= best:  # a smaller part did not help, so the targets cannot be met with any number of replicas
             return FleetSize(parts=parts, rate=rate, tried=search.by_size(), chosen=None, failing=None, halved=None)
         best, parts = goodput, 2 * parts
         if len(part_of(trace, 2 * parts)) < _LEAST_REQUESTS:
             raise ConfigError(
                 f"{most} replicas are too few, and the traffic of {len(trace)} requests is too short to be divided into"
-                f" {parts} parts; simulate at least {3 * parts * _LEAST_REQUESTS} requests (--num-prompts), or promise"
-                " less"
+                f" {parts} parts; simulate at least {3 * parts * _LEAST_REQUESTS} requests (--num-prompts), or relax"
+                " the promises"
             )
     while high - low > 1:
         middle = (low + high) // 2
@@ -121,7 +123,7 @@ def smallest_fleet(
 
 @dataclasses.dataclass(slots=True)
 class _Search:
-    """Fleets that serve one part of the traffic."""
+    """Simulates one part of the traffic on fleets of different sizes."""
 
     part: list[TracedRequest]
     parts: int
@@ -130,7 +132,7 @@ class _Search:
     target: float
     max_concurrency: int | None
     common: dict[str, Any]
-    """Fields of every FleetPlan."""
+    """Fields that all FleetPlans have in common, name -> value."""
     tried: dict[int, FleetReport] = dataclasses.field(default_factory=dict)
 
     def simulate(self, replicas: int, **more: Any) -> FleetReport:
@@ -139,7 +141,7 @@ class _Search:
         return replay_fleet(self.part, self.config, self.deployment, plan, max_concurrency=users)
 
     def kept(self, replicas: int) -> bool:
-        """Whether so many replicas keep the target."""
+        """Whether a fleet of this size meets the target."""
         if replicas not in self.tried:
             self.tried[replicas] = self.simulate(replicas)
         return (self.tried[replicas].served.goodput or 0.0) >= self.target
@@ -149,7 +151,7 @@ class _Search:
 
 
 def part_of(trace: Sequence[TracedRequest], parts: int) -> list[TracedRequest]:
-    """One of ``parts`` parts of a trace, in which every session is whole and every time as it was."""
+    """One of ``parts`` parts of a trace. Sessions are not divided, and times do not change."""
     return [
         request
         for number, request in enumerate(trace)

@@ -1,8 +1,8 @@
-"""Machines from their data sheets, models from their shapes, and the cost of a model on a machine.
+"""Tables of known machines and models, and the cost of a model's steps on a machine.
 
-Bandwidth and arithmetic are the vendors' figures for dense bfloat16 (without sparsity). The shares of them that kernels
-reach, and the time between steps, are assumptions. So all results from this table are *modelled, unvalidated*, and are
-marked so wherever they are printed; only a cost model fitted to real steps is not.
+Bandwidth and arithmetic speed are the vendors' values for dense bfloat16. The fractions of them that kernels reach, and
+the time between steps, are assumptions. So all results from these tables are called *modelled, unvalidated* wherever
+they are printed. A cost model that is fitted to real steps is not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODELLED: Final = "modelled, unvalidated"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """One GPU, or one CPU socket with all its memory channels in use."""
+    """Speed and memory of a GPU, or of a CPU socket whose memory channels are all in use."""
 
     name: str
     bandwidth: float
@@ -47,13 +47,13 @@ class Machine:
     memory: float
     """Memory in bytes."""
     bandwidth_share: float
-    """Share of the bandwidth reached when reading weights and KV."""
+    """Fraction of ``bandwidth`` that kernels reach when they read weights and KV."""
     operation_share: float
-    """Share of the operations reached by large products."""
+    """Fraction of ``operations`` that large matrix multiplications reach."""
     step_seconds: float
-    """Fixed seconds per step: launches, scheduling and so on."""
+    """Fixed time per step in seconds, for launches, scheduling and so on."""
     kv_share: float
-    """Share of the memory for weights and KV together."""
+    """Fraction of ``memory`` that is available for weights and KV cache together."""
 
 
 def _gpu(name: str, terabytes: float, teraflops: float, gigabytes: float) -> Machine:
@@ -61,8 +61,8 @@ def _gpu(name: str, terabytes: float, teraflops: float, gigabytes: float) -> Mac
 
 
 def _cpu(name: str, cores: int, gigahertz: float, per_cycle: int, gigabytes_per_second: float) -> Machine:
-    """A CPU. ``per_cycle`` is the number of bfloat16 operations per core and cycle; the clock is the base clock, which
-    products can sustain."""
+    """A CPU. ``per_cycle`` is the number of bfloat16 operations per core and cycle. ``gigahertz`` is the base clock,
+    which matrix multiplications can sustain."""
     operations = cores * gigahertz * 1e9 * per_cycle
     return Machine(name, gigabytes_per_second * 1e9, operations, 256e9, 0.75, 0.5, 0.0005, 0.5)
 
@@ -83,7 +83,8 @@ MACHINES: Final = {
         _gpu("rtx-5090", 1.792, 209, 32),
         _gpu("rtx-4090", 1.008, 165, 24),
         _gpu("rtx-3090", 0.936, 71, 24),
-        # AMX: 2,048 operations per cycle. AVX-512 BF16: 64 on Zen 4, 128 on Zen 5. Neoverse: four BFMMLA of 32.
+        # Operations per core and cycle: 2,048 with AMX, 64 with AVX-512 BF16 on Zen 4 and 128 on Zen 5. Neoverse runs
+        # four BFMMLA instructions of 32 operations.
         _cpu("sapphire-rapids-8480", 56, 2.0, 2048, 307.2),
         _cpu("emerald-rapids-8592", 64, 1.9, 2048, 358.4),
         _cpu("granite-rapids-6980p", 128, 2.0, 2048, 844.8),
@@ -93,33 +94,34 @@ MACHINES: Final = {
         _cpu("ryzen-9950x", 16, 4.3, 128, 89.6),
     )
 }
-"""Machines by name."""
+"""Name -> machine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Cost of a decoder in weights and cached tokens. All weights and KV have ``itemsize`` bytes."""
+    """Numbers of weights of a decoder model, and sizes of its cached tokens. Weights and KV have ``itemsize`` bytes."""
 
     name: str
     body_params: int
-    """Weights that every token passes: all except embedding and output head."""
+    """Number of weights that are used for every token: all except embedding and output head."""
     head_params: int
-    """Weights of the output head, which only sampled tokens pass."""
+    """Number of weights of the output head, which is used only for sampled tokens."""
     embedding_params: int
-    """Parameters of an embedding that is not also the head. It is looked up, never read as a whole."""
+    """Number of weights of the embedding, or 0 if it is also the output head. A step reads only a few of its rows."""
     kv_width: int
-    """Elements of K (or of V) per token in all layers together."""
+    """Number of elements of K (or of V) per token, in all layers together."""
     q_width: int
-    """Elements of the queries per token in all layers together."""
+    """Number of elements of the queries per token, in all layers together."""
     max_model_len: int
     itemsize: int = 2
     unchosen_params: int = 0
-    """Weights of experts beyond those of one token, which are in :attr:`body_params`. A step counts as reading all of
-    them, as it does if its batch is a few times the number of experts."""
+    """Number of weights of the experts that a token does not use. (The experts that it uses are in
+    :attr:`body_params`.) A step is assumed to read all of them, which is true if the batch is a few times the number of
+    experts."""
 
     @classmethod
     def of(cls, name: str, network: ModelConfig, itemsize: int = 2) -> ModelShape:
-        """Shape of a network. Windows are not modelled: every layer counts as full attention."""
+        """Shape of a model from its configuration. Sliding windows are ignored: every layer has full attention."""
         hidden, layers = network.hidden_size, network.num_hidden_layers
         q, kv = network.num_attention_heads * network.head_dim, network.num_key_value_heads * network.head_dim
         attention, head = hidden * (q + 2 * kv) + q * hidden, hidden * network.vocab_size
@@ -144,17 +146,17 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
+        """Size of all weights in bytes."""
         params = self.body_params + self.unchosen_params + self.head_params + self.embedding_params
         return params * self.itemsize
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V per token."""
+        """Size of K and V in bytes per token."""
         return 2 * self.kv_width * self.itemsize
 
     def on(self, machine: Machine) -> Roofline:
-        """Costs of this model on a machine."""
+        """Predicted costs of this model's steps on a machine."""
         bandwidth = machine.bandwidth * machine.bandwidth_share
         operations = machine.operations * machine.operation_share
         params = self.body_params + self.head_params
@@ -165,13 +167,14 @@ class ModelShape:
             context_seconds=max(self.kv_bytes / bandwidth, 4 * self.q_width / operations),
             pair_seconds=4 * self.q_width / operations,
             step_seconds=machine.step_seconds,
+            adapter_byte_seconds=1 / bandwidth,
         )
 
 
 def _known(
     name: str, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], vocab: int, tied: bool, length: int
 ) -> ModelShape:
-    """A known model. ``heads`` are (number of query heads, number of KV heads, their size)."""
+    """Shape of a known model. ``heads`` is (number of query heads, number of KV heads, size of a head)."""
     q, kv, head = heads[0] * heads[2], heads[1] * heads[2], hidden * vocab
     return ModelShape(
         name=name,
@@ -199,11 +202,14 @@ MODELS: Final = {
         _known("llama-3-70b", 8192, 28_672, 80, (64, 8, 128), 128_256, False, 8192),
     )
 }
-"""Models by name, in bfloat16."""
+"""Name -> shape of a known model, in bfloat16."""
 
 
 def shape_from_name(name: str) -> ModelShape:
-    """A known model, or the shape in a directory's config.json. Raises ConfigError and ModelLoadError."""
+    """Shape of a known model, or of the model in a directory with a config.json.
+
+    Raises ConfigError for an unknown name, and ModelLoadError for an invalid config.json.
+    """
     if name in MODELS:
         return MODELS[name]
     if (Path(name) / "config.json").is_file():
@@ -217,7 +223,7 @@ def shape_from_name(name: str) -> ModelShape:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A model on a machine: all inputs of a simulation."""
+    """A model on a machine, as a simulation needs it: cost model, sizes and limits."""
 
     machine: str
     model: str
@@ -226,16 +232,16 @@ class Deployment:
     kv_memory_bytes: int
     max_model_len: int
     validity: str = MODELLED
-    """``modelled, unvalidated``, or the number of real steps behind the cost model."""
+    """``modelled, unvalidated``, or how well the cost model fits real steps."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """The deployment as data for JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {"cost": self.cost.to_dict()}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Deployment:
-        """The inverse of :meth:`to_dict`. Raises ConfigError for other data."""
+        """Create a deployment from the data of :meth:`to_dict`. Raises ConfigError for other data."""
         texts, numbers = (
             ("machine", "model", "validity"),
             ("kv_bytes_per_token", "kv_memory_bytes", "max_model_len"),
@@ -252,7 +258,8 @@ class Deployment:
 
 
 def deploy(machine_name: str, shape: ModelShape) -> Deployment:
-    """A model on a machine of the table. Raises ConfigError for an unknown machine, or one that is too small."""
+    """Deployment of a model on a machine of :data:`MACHINES`. Raises ConfigError for an unknown machine, and for a
+    machine with too little memory."""
     machine = MACHINES.get(machine_name)
     if machine is None:
         raise ConfigError(f"machine must be one of {', '.join(MACHINES)}; got {machine_name!r}")
@@ -273,7 +280,7 @@ def deploy(machine_name: str, shape: ModelShape) -> Deployment:
 
 
 def read_deployment(path: Path) -> Deployment:
-    """Read a file of :func:`write_deployment`. Raises ConfigError."""
+    """Read a file of :func:`write_deployment`. Raises ConfigError if it cannot be read or is not such a file."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -286,6 +293,6 @@ def read_deployment(path: Path) -> Deployment:
 
 
 def write_deployment(path: Path, deployment: Deployment) -> None:
-    """Write a cost model and its origin as JSON."""
+    """Write a deployment with its cost model as JSON."""
     with replacing(path) as file:
         file.write(json.dumps(deployment.to_dict()) + "\n")

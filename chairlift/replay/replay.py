@@ -1,9 +1,9 @@
-"""Serves a trace with the real engine on a virtual clock, to predict what settings do to this traffic, in seconds.
+"""Serves a trace with the real engine on a virtual clock, to predict within seconds how settings affect this traffic.
 
-Scheduler, KV cache and engine core are the real ones. Only the executor computes nothing, and a step takes the time of
-the cost model. Requests arrive at their times, also in the middle of a step, and are seen at the next step, as in a
-busy engine. The same :func:`serve_trace` drives a real engine on the system's clock, so measured and simulated figures
-mean the same. Simulating a deployment from a profile of its steps is Vidur's idea (MLSys 2024).
+The scheduler, the KV cache and the engine core are the real code. Only the executor is simulated: it computes nothing,
+and a step takes the time that the cost model predicts. A request that arrives during a step is seen at the next step,
+as in a real engine. :func:`serve_trace` can also drive a real engine on the system's clock, so measured and simulated
+results have the same meaning. Vidur (MLSys 2024) introduced simulation from a profile of steps.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from chairlift.config import CacheGroup, EngineConfig
+from chairlift.engine.adapters import Adapters
 from chairlift.engine.clock import Clock, VirtualClock
 from chairlift.engine.core import EngineCore
 from chairlift.engine.input_processor import InputProcessor, ModelLimits
@@ -28,13 +29,13 @@ from chairlift.step_batch import Masks, SampledTokens
 __all__ = ["RequestTiming", "ServedTrace", "SimExecutor", "SimReport", "replay", "serve_trace", "simulated_core"]
 
 _VOCAB_SIZE: Final = 2**31 - 1
-"""Vocabulary of simulated models, so large that different prompts have different beginnings."""
+"""Vocabulary size of simulated models. It is so large that the first token of every block of a prompt is unique."""
 _TOKEN: Final = 1
-_MOST_HOST_BLOCKS: Final = 1 << 22
+_MAX_HOST_BLOCKS: Final = 1 << 22
 
 
 class _Pending:
-    """Tokens that are available at a time of the clock."""
+    """Sampled tokens that become available at a given time."""
 
     __slots__ = ("_clock", "_ready_at", "_tokens")
 
@@ -47,9 +48,10 @@ class _Pending:
 
 
 class SimExecutor:
-    """Executor whose steps take the predicted time, one after another. It returns a dummy token per sample position.
+    """Executor whose steps take the time that the cost model predicts. It returns a dummy token per sample position.
 
-    Copies to and from host memory take additional time, at the cost model's bandwidth. On the system's clock it sleeps.
+    Steps run one after another. Copies to and from host memory take additional time, at the cost model's bandwidth.
+    With the system's clock, the executor sleeps.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class SimExecutor:
         self._free_at = 0.0
 
     def execute(self, out: SchedulerOutput) -> SchedulerOutput:
-        seconds = self._cost.step_seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks))
+        features = StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks, out.adapter_bytes)
+        seconds = self._cost.step_seconds(features)
         if out.swap_out or out.swap_in:
             seconds += self._cost.copy_seconds((len(out.swap_out) + len(out.swap_in)) * self.block_bytes[0])
         self._free_at = max(self._free_at, self._clock.now()) + seconds
@@ -75,12 +78,12 @@ class SimExecutor:
         return _Pending(SampledTokens([_TOKEN] * count), self._clock, self._free_at)
 
     def shutdown(self) -> None:
-        """Do nothing: all resources are freed with the object."""
+        """Do nothing: the executor has no resources to release."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimReport:
-    """A served trace, and the validity of its figures."""
+    """Result of a simulated trace, and how reliable its cost model is."""
 
     machine: str
     model: str
@@ -89,7 +92,7 @@ class SimReport:
     served: ServedTrace
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """The report as data for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -105,23 +108,27 @@ def serve_trace(
     max_concurrency: int | None = None,
     watch: Watch | None = None,
 ) -> ServedTrace:
-    """Serve a trace to its end, greedily and with exactly its lengths. Arrivals count from now on the core's clock.
+    """Serve a trace to its end, with greedy sampling and answers of exactly the requested lengths.
 
-    ``timings`` gets one entry per admitted request. A turn of a session is sent at its time or when the turn before has
-    ended, whichever is later. A request with ``cancel_ms`` is aborted at that time. With ``max_concurrency`` at most
-    that many requests are in flight, as in a closed loop of users.
+    Arrival times count from the call, on the clock of ``core``. The core can be simulated or real, and must be idle.
 
-    It works for simulated and real cores; the core must be idle. Raises RequestError when an admitted request fails and
-    there is no watcher. Refused requests, and those dropped at their deadline, are counted.
+    - A turn of a chat is sent at its time or when the previous turn has ended, whichever is later.
+    - A request with ``cancel_ms`` is aborted after that time.
+    - With ``max_concurrency``, at most that many requests are in flight, as in a closed loop of users.
+    - ``timings``, if given, gets one entry per admitted request.
+    - ``watch``, if given, is called when a request is sent and when it has ended.
+
+    Requests that are refused, or dropped at their deadline, are counted in the result. Raises RequestError when an
+    admitted request fails and there is no ``watch``.
     """
-    clock, door = core.clock, InputProcessor(limits, None, core.kv, seed=0)
+    clock, inputs = core.clock, InputProcessor(limits, None, core.kv, seed=0)
     collector = Collector(watch, core.scheduler.membership.held)
     refused, preemptions = 0, core.scheduler.num_preemptions
     clients = Clients(trace, clock.now(), max_concurrency)
     while core.has_work or not clients.done:
         now = clock.now()
         while (sent := clients.send(now)) is not None:
-            if not enter(core.add, door, trace[sent[0]], *sent, collector):
+            if not enter(core.add, inputs, trace[sent[0]], *sent, collector):
                 refused += 1
                 clients.ended(sent[0], now)
         _let_go(core, clients, collector, now)
@@ -130,7 +137,7 @@ def serve_trace(
             if event is not None:
                 clock.wait_until(event)
             elif not clients.done:
-                raise InvariantError("requests are left that nobody will ever send")
+                raise InvariantError("some requests of the trace can never be sent")
             continue
         outputs = core.step()
         if outputs is not None:
@@ -149,7 +156,7 @@ def serve_trace(
 
 
 def _let_go(core: EngineCore, clients: Clients, collector: Collector, now: float) -> None:
-    """Abort requests whose client has left, and note other requests that leave a static batch with them."""
+    """Abort requests whose client has disconnected, and record other requests that leave a static batch with them."""
     for index in clients.leaving(now):
         timing = collector.timings.get(str(index))
         if timing is None or timing.left >= 0:
@@ -158,16 +165,17 @@ def _let_go(core: EngineCore, clients: Clients, collector: Collector, now: float
         collector.over(timing, now)
         mates = [ended for ended in core.abort([str(index)]) if ended.sequence_id != str(index)]
         collector.end(mates, now)
-        for gone in (index, *(int(ended.sequence_id) for ended in mates)):
-            clients.ended(gone, now)
+        for ended_index in (index, *(int(ended.sequence_id) for ended in mates)):
+            clients.ended(ended_index, now)
 
 
 def simulated_core(
-    deployment: Deployment, config: EngineConfig, clock: Clock | None = None
+    deployment: Deployment, config: EngineConfig, clock: Clock | None = None, adapters: Adapters | None = None
 ) -> tuple[EngineCore, ModelLimits]:
-    """An engine core, on a new virtual clock unless one is given, and the limits of its model.
+    """Create (simulated engine core, limits of its model). The default clock is a new virtual clock.
 
-    Raises ConfigError for settings for which the deployment has no room.
+    Its steps also take the time to read the ``adapters`` of their rows, by their ``nbytes``. Raises ConfigError for
+    settings that need more memory or context length than the deployment has.
     """
     cache, scheduler = config.cache, config.scheduler
     longest = config.model.max_model_len or deployment.max_model_len
@@ -178,17 +186,17 @@ def simulated_core(
     num_blocks = cache.num_kv_blocks
     if num_blocks is None:
         memory = cache.kv_cache_memory_bytes or deployment.kv_memory_bytes
-        most = -(-scheduler.max_num_seqs * longest // cache.block_size) + 1
-        num_blocks = min(memory // (deployment.kv_bytes_per_token * cache.block_size), most)
+        needed = -(-scheduler.max_num_seqs * longest // cache.block_size) + 1
+        num_blocks = min(memory // (deployment.kv_bytes_per_token * cache.block_size), needed)
     if num_blocks < 2:
         raise ConfigError("the KV cache has no room for two blocks; raise kv_cache_memory_bytes or lower block_size")
     clock = clock or VirtualClock()
     host_bytes, block_bytes = cache.swap_space_bytes, deployment.kv_bytes_per_token * cache.block_size
     host_blocks = -(-num_blocks // 10) if host_bytes is None else host_bytes // block_bytes
-    if host_blocks > _MOST_HOST_BLOCKS:
+    if host_blocks > _MAX_HOST_BLOCKS:
         raise ConfigError(
             f"swap_space_bytes holds {host_blocks:,} blocks of this model, and a simulation has room for"
-            f" {_MOST_HOST_BLOCKS:,}; lower it to {_MOST_HOST_BLOCKS * block_bytes}"
+            f" {_MAX_HOST_BLOCKS:,}; lower it to {_MAX_HOST_BLOCKS * block_bytes}"
         )
     executor = SimExecutor(
         deployment.cost,
@@ -197,18 +205,17 @@ def simulated_core(
         block_size=cache.block_size,
         bytes_per_token=deployment.kv_bytes_per_token,
     )
-    core = EngineCore(executor, scheduler, max_model_len=longest, cache=cache, clock=clock)
+    core = EngineCore(executor, scheduler, max_model_len=longest, cache=cache, clock=clock, adapters=adapters)
     return core, ModelLimits(_VOCAB_SIZE, longest, (), scheduler.promises)
 
 
 def replay(
     trace: Sequence[TracedRequest], config: EngineConfig, deployment: Deployment, *, max_concurrency: int | None = None
 ) -> SimReport:
-    """Simulate a trace. The same trace, settings and cost model give the same report, bit for bit.
+    """Simulate a trace. Equal traces, settings and cost models give identical reports.
 
-    ``max_concurrency`` is that of :func:`serve_trace`.
-
-    Raises ConfigError for settings for which the deployment has no room.
+    ``max_concurrency`` is that of :func:`serve_trace`. Raises ConfigError for the same errors as
+    :func:`simulated_core`.
     """
     core, limits = simulated_core(deployment, config)
     served = serve_trace(core, trace, limits, max_concurrency=max_concurrency)

@@ -1,4 +1,4 @@
-"""Results of a trace that an engine core serves: times of each request, and totals."""
+"""Results of serving a trace: times of each request, and totals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Collector", "Percentiles", "RequestTiming", "ServedTrace", "Watch"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Percentiles of times in seconds; zeros without times."""
+    """Mean and percentiles of times in seconds. All are 0 if there are no times."""
 
     mean: float
     p50: float
@@ -28,7 +28,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float] | NDArray[np.float64]) -> Percentiles:
-        """Percentiles, interpolated between the nearest values."""
+        """Mean and percentiles of ``values``. Percentiles are interpolated between the nearest values."""
         if not len(values):
             return cls(0.0, 0.0, 0.0, 0.0)
         p50, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()
@@ -37,68 +37,68 @@ class Percentiles:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServedTrace:
-    """Result of a trace. Times in seconds."""
+    """Results of a served trace. Times are in seconds."""
 
     requests: int
-    """Requests that were served to their end."""
+    """Number of requests that were served to their end."""
     refused: int
-    """Requests that were refused, because they can never fit or need a feature that is off."""
+    """Number of requests that were refused because they can never fit or need a feature that is off."""
     dropped: int
-    """Requests that were dropped because they could no longer meet their deadline."""
+    """Number of requests that were dropped because they could no longer meet their deadline."""
     cancelled: int
-    """Requests whose client left; they count nowhere else."""
+    """Number of requests whose client disconnected. They are not counted in any other field."""
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens read from the prefix cache."""
+    """Number of prompt tokens that were found in the prefix cache."""
     output_tokens: int
     seconds: float
     """Time from the first sent request to the last token."""
     requests_per_second: float
     output_tokens_per_second: float
     ttft: Percentiles
-    """Time to the first token, from the sending. The other percentiles are over requests too, except the gaps between
-    tokens."""
+    """Time from sending a request to its first token, over requests."""
     tpot: Percentiles
-    """Time per output token after the first. Like the next field it is meaningless if ``delivered_whole``."""
+    """Time per output token after the first token, over requests. Not meaningful if ``delivered_whole``."""
     itl: Percentiles
-    """Gaps between tokens, over all tokens."""
+    """Time between consecutive tokens of a request, over all tokens. Not meaningful if ``delivered_whole``."""
     e2e: Percentiles
     queue: Percentiles
-    """From arrival to the first step."""
+    """Time from the arrival of a request to its first step, over requests."""
     steps: int
     mean_rows: float
     """Mean number of requests in a step."""
     utilisation: float
-    """Share of the time in which a step ran."""
+    """Fraction of the time during which a step ran."""
     preemptions: int
     preemption_rate: float
-    """Requests preempted at least once, divided by requests that ended."""
+    """Number of requests that were preempted at least once, divided by the number of requests that ended."""
     goodput: float | None
-    """Share of the requests with promises (ttft_ms, tpot_ms, deadline_ms) that were all kept; None without promises."""
+    """Fraction of the requests with latency targets (ttft_ms, tpot_ms, deadline_ms) that met all of them. None if no
+    request has targets."""
     delivered_whole: bool = False
-    """Whether answers are delivered as a whole, as in static batches. There is then no time between tokens."""
+    """Whether all tokens of an answer are delivered at once, as in static batches, so that tokens have no times."""
 
 
 @dataclasses.dataclass(slots=True)
 class RequestTiming:
-    """Times of one request on the core's clock; -1 means "not yet"."""
+    """Times of one request on the clock of the engine core. -1 means that the event has not happened yet."""
 
     request: TracedRequest
-    """The request, with the time at which it was sent as its arrival."""
+    """The request. Its ``arrival`` is the time at which it was sent, on the core's clock."""
     index: int
-    """Index in the trace."""
+    """Index of the request in the trace."""
     started: float = -1.0
     times: list[float] = dataclasses.field(default_factory=list)
-    """Delivery times of its tokens. A static batch delivers all of them at its end."""
+    """Time at which each token was delivered. A static batch delivers all tokens at its end."""
     left: float = -1.0
-    """Time at which it ended, for any reason; in a static batch, the end of the batch."""
+    """Time at which the request ended, for any reason. In a static batch, the end of the batch."""
     cached_tokens: int = 0
     ended: bool = False
     dropped: bool = False
     cancelled: bool = False
     preempted: bool = False
     error: str = ""
-    """Reason why it was refused or failed."""
+    """Reason why the request was refused or failed. Empty otherwise."""
 
     @property
     def tokens(self) -> int:
@@ -118,29 +118,29 @@ class RequestTiming:
 
     @property
     def kept(self) -> bool | None:
-        """Whether its promises were kept; None without promises."""
+        """Whether the request met its latency targets. None if it has no targets."""
         if self.dropped:
             return False
         request, arrival = self.request, self.request.arrival
-        promised = [
+        targets = [
             (request.ttft_ms, self.first - arrival),
             (request.tpot_ms, self.tpot),
             (request.deadline_ms, self.last - arrival),
         ]
-        met = [seconds * 1000 <= limit for limit, seconds in promised if limit is not None]
+        met = [seconds * 1000 <= limit for limit, seconds in targets if limit is not None]
         return all(met) if met else None
 
 
 Watch = Callable[[RequestTiming], None]
-"""Called twice per request: when it is sent, and when it has ended."""
+"""Function that is called twice per request: when the request is sent, and when it has ended."""
 
 
 class Collector:
-    """Collects the results of steps. It reads nothing twice, because with many rows it is the most expensive part of a
-    simulated step."""
+    """Collects the results of steps. It does little work per token, because with many rows it takes the largest part of
+    the time of a simulated step."""
 
     def __init__(self, watch: Watch | None, held: bool) -> None:
-        """Create a collector. With ``held`` nothing is delivered before the end of a batch."""
+        """Create a collector. ``held``: whether batches are static, which deliver all tokens at their end."""
         self.timings: dict[str, RequestTiming] = {}
         self.watch, self._held = watch, held
         self.steps = self.rows = 0
@@ -156,7 +156,7 @@ class Collector:
         self.end(outputs.finished, now)
 
     def end(self, finished: Iterable[FinishedSequence], now: float) -> None:
-        """Note requests that have left. Raises RequestError for one that failed, unless there is a watcher."""
+        """Record requests that have ended. Raises RequestError for a failed request if there is no ``watch``."""
         for ended in finished:
             timing = self.timings[ended.sequence_id]
             timing.ended = ended.finish_reason is FinishReason.LENGTH
@@ -169,7 +169,7 @@ class Collector:
             self.over(timing, now)
 
     def over(self, timing: RequestTiming, now: float) -> None:
-        """Note that a request will not change any more."""
+        """Record that a request has ended, and call ``watch``."""
         timing.left = now
         if self._held and timing.ended:
             timing.times = [now] * timing.tokens
@@ -177,12 +177,12 @@ class Collector:
             self.watch(timing)
 
     def begin_again(self) -> None:
-        """The next steps are those of a new core, which numbers them from the beginning."""
+        """Prepare for the steps of a new core, which numbers its steps from the beginning."""
         self._last_step = 0
 
     def step(self, core: EngineCore) -> None:
         record = core.step_log[-1] if len(core.step_log) else None
-        if record is None or record.step == self._last_step:  # it only has requests that came too late
+        if record is None or record.step == self._last_step:  # no step was computed
             return
         self._last_step = record.step
         self.steps += 1
@@ -198,7 +198,7 @@ class Collector:
         over = [timing for timing in self.timings.values() if timing.ended or timing.dropped]
         times = [timing.times for timing in self.timings.values() if timing.times]
         gaps = np.diff(np.fromiter(itertools.chain.from_iterable(times), float))
-        # gaps between tokens of different requests
+        # indices of the gaps between tokens of two requests, which are removed
         between = np.cumsum([len(each) for each in times[:-1]], dtype=int) - 1
         kept = [each for each in (timing.kept for timing in over) if each is not None]
         per_second = 1 / seconds if seconds > 0 else 0.0

@@ -1,11 +1,12 @@
-"""Compares a recording with static batching of the same requests on the same machine at the same times.
+"""Compares a recording of an engine with simulated static batching of the same requests at the same times.
 
-The recorded figures are measured, and come first. A cost model is fitted to the recorded steps, and static batching is
-simulated with it. The recorded run is simulated as well: if the cost model is inaccurate, or its simulation differs
-from the recording, no comparison is made, and the reason is given.
+The recorded values are measured, and are reported first. A cost model is fitted to the recorded steps, and static
+batching is simulated with it. The recorded run is simulated, too. If the cost model is inaccurate, or if this
+simulation differs from the recording, there is no comparison, and the error says why.
 
-``python -c "... main()" . static`` reads a recording and writes one line that compares, then a recording of the static
-run; with ``demo`` it writes a recording of a simulated example.
+:func:`main` runs in a process of its own. It reads a recording from standard input and writes one line with the
+comparison, followed by a recording of the static run. With the argument ``demo`` it writes a recording of a simulated
+example.
 """
 
 from __future__ import annotations
@@ -31,38 +32,38 @@ from chairlift.scheduler.cost_model import CostModel, Roofline
 
 __all__ = ["compare", "compare_sides", "demo", "main", "recorded_config", "recorded_deployment", "recorded_trace"]
 
-_MOST_REQUESTS: Final = 4000
-_MOST_BYTES: Final = 256 << 20
+_MAX_REQUESTS: Final = 4000
+_MAX_BYTES: Final = 256 << 20
 _DEMO_BLOCK: Final = 16
-_MOST_ERROR: Final = 0.2
-"""Largest median relative error of a cost model that is used."""
+_MAX_ERROR: Final = 0.2
+"""Maximum median relative error of the cost model for which a comparison is made."""
 _ALIKE: Final = 1.25
-"""Largest factor between the recording and its simulation for which the simulator is trusted."""
+"""Maximum ratio between recorded and simulated times for which a comparison is made."""
 _DROPPED: Final = ("governor", "late_requests", "scheduling_policy")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Side:
-    """Figures of one way of batching. Seconds, from arrival."""
+    """Results of one batching mode. Times are in seconds from the arrival of a request."""
 
     tokens_per_second: float
     first_p50: float
-    """Median time until the first token could be read; in a static batch that is its end."""
+    """Median time until the client gets the first token. In a static batch, this is the end of the batch."""
     whole_p50: float
     whole_p99: float
     seconds: float
     """Time from the first arrival to the end of the last request."""
     held_share: float
-    """Share of computed answer tokens of ended requests that stayed in their batch."""
+    """Fraction of the computed output tokens that belong to rows which had ended but stayed in their static batch."""
 
 
 def recorded_trace(recording: Recording) -> list[TracedRequest]:
-    """Requests of a recording, from its first arrival on. Raises ConfigError when there are none."""
-    requests = recording.arrivals[-_MOST_REQUESTS:]
+    """Requests of a recording as a trace that begins with the first arrival. Raises ConfigError if there is none."""
+    requests = recording.arrivals[-_MAX_REQUESTS:]
     if not requests:
         raise ConfigError(
-            "the recording has no request whose lengths of prompt and answer are known: "
-            "only those of requests that came while /live was open are known; record for longer, with that page open"
+            "the recording has no request with known lengths of prompt and answer: the lengths are known only for"
+            " requests that arrived while /live was open; record for longer, with that page open"
         )
     begin = requests[0].arrival
     return [
@@ -72,17 +73,17 @@ def recorded_trace(recording: Recording) -> list[TracedRequest]:
 
 
 def recorded_config(recording: Recording, **changes: Any) -> EngineConfig:
-    """Settings of the recorded engine that a simulation uses."""
+    """Settings of the recorded engine, as far as a simulation uses them, with ``changes``."""
     about = recording.about
     settings = {name: value for name, value in about["settings"].items() if name not in _DROPPED}
     if (settings | changes).get("batching", "continuous") == "continuous":
-        settings.pop("preferred_batch_sizes", None)  # setting of an engine that is compared with this one
+        settings.pop("preferred_batch_sizes", None)  # not a setting of continuous batching
     settings |= {name: about[name] for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")}
     return EngineConfig.from_flat(settings | changes)
 
 
 def recorded_deployment(recording: Recording) -> Deployment:
-    """The machine of the recorded steps. Raises ConfigError when there are too few steps."""
+    """Deployment with a cost model that is fitted to the recorded steps. Raises ConfigError for too few steps."""
     cost = fit_steps(recording.steps)
     about = recording.about
     bytes_per_token = max(1, about["block_bytes"] // about["block_size"])
@@ -100,22 +101,28 @@ def recorded_deployment(recording: Recording) -> Deployment:
 def _simulate(
     trace: Sequence[TracedRequest], config: EngineConfig, deployment: Deployment
 ) -> tuple[ServedTrace, bytes]:
-    """Serve a trace on a virtual clock. Returns the results, and a recording of every step."""
+    """Simulate a trace. Returns (results, recording of all steps)."""
     core, limits = simulated_core(deployment, config)
-    recorder = StepRecorder(core, most_bytes=_MOST_BYTES)
+    recorder = StepRecorder(core, most_bytes=_MAX_BYTES)
     served = serve_trace(core, trace, limits)
     return served, recorder.take()
 
 
 def compare(data: bytes) -> bytes:
-    """One line of JSON that compares the two ways of batching, then the recording of the static run. Raises
-    ConfigError."""
+    """Compare a recording with static batching. Returns one line of JSON with the results, followed by the recording of
+    the static run.
+
+    Raises ConfigError if no comparison is possible.
+    """
     line, lines = compare_sides(read_recording(data))
     return json.dumps({"compare": line}).encode() + b"\n" + lines
 
 
 def compare_sides(recording: Recording, **settings: Any) -> tuple[dict[str, Any], bytes]:
-    """Figures of both ways of batching, and the recording of the static run. Raises ConfigError."""
+    """Compare a recording with static batching. Returns (results of both batching modes, recording of the static run).
+
+    ``settings`` replace settings of the recorded engine. Raises ConfigError if no comparison is possible.
+    """
     trace, deployment = recorded_trace(recording), recorded_deployment(recording)
     _check_fit(recording, deployment)
     recorded = recorded_config(recording)
@@ -141,16 +148,19 @@ def compare_sides(recording: Recording, **settings: Any) -> tuple[dict[str, Any]
 def _check_fit(recording: Recording, deployment: Deployment) -> None:
     """Raise ConfigError if the cost model is too inaccurate for a comparison."""
     errors = deployment.cost.errors(recording.steps)
-    off = errors[len(errors) // 2]
-    if off > _MOST_ERROR:
+    median_error = errors[len(errors) // 2]
+    if median_error > _MAX_ERROR:
         raise ConfigError(
-            f"no comparison: the step model misses half of the {len(errors):,} recorded steps by more than {off:.0%}"
-            f" (allowed: {_MOST_ERROR:.0%}); record for longer, while nothing else runs on the machine"
+            f"no comparison: the step model misses half of the {len(errors):,} recorded steps by more than"
+            f" {median_error:.0%} (allowed: {_MAX_ERROR:.0%}); record for longer, while the machine runs nothing else"
         )
 
 
 def _measured(recording: Recording, count: int) -> _Side:
-    """Results of the last ``count`` requests of a recording that have ended. Raises ConfigError when none has."""
+    """Measured results of the last ``count`` requests of a recording, without requests that have not ended.
+
+    Raises ConfigError if no request has ended.
+    """
     done = [each for each in recording.arrivals[-count:] if each.ended is not None]
     if not done:
         raise ConfigError("no comparison: no recorded request has ended yet; record for longer")
@@ -170,14 +180,15 @@ def _measured(recording: Recording, count: int) -> _Side:
 
 def _check_alike(measured: _Side, simulated: _Side) -> None:
     """Raise ConfigError if the simulation of the recorded engine differs from the recording."""
-    for what, ran, made in (
+    for what, recorded, simulated_seconds in (
         ("an answer (median)", measured.whole_p50, simulated.whole_p50),
         ("all of them", measured.seconds, simulated.seconds),
     ):
-        if not ran / _ALIKE <= made <= ran * _ALIKE:
+        if not recorded / _ALIKE <= simulated_seconds <= recorded * _ALIKE:
             raise ConfigError(
-                f"no comparison: {what} took {_seconds(ran)}, and takes {_seconds(made)} in a simulation of the same"
-                " engine, so simulated static batches would say nothing; record for longer, and from an idle engine on"
+                f"no comparison: {what} took {_seconds(recorded)}, but {_seconds(simulated_seconds)} in a simulation of"
+                " the same engine, so a simulation of static batches would not be reliable; record for longer, and"
+                " begin while the engine is idle"
             )
 
 
@@ -206,7 +217,7 @@ def _side(served: ServedTrace, recording: Recording, held: bool) -> _Side:
 
 
 def _words(continuous: _Side, static: _Side, measured: _Side | None) -> list[str]:
-    """The difference in sentences. ``measured`` is the recording, of continuous batching."""
+    """Sentences about the difference. ``measured`` has the recorded results, if continuous batching was recorded."""
 
     def times(more: float, less: float) -> str:
         ratio = more / less if less > 0 else 1.0
@@ -239,7 +250,8 @@ def _seconds(value: float) -> str:
 
 
 def demo() -> bytes:
-    """A recording of the real scheduler on a simulated machine: bursts, short and long answers, and a small cache."""
+    """Recording of an example: the real scheduler on a simulated machine with a small KV cache. The traffic has bursts,
+    and short and long answers."""
     rng = np.random.default_rng(7)
     trace, now = [], 0.0
     for burst in range(7):
@@ -247,7 +259,7 @@ def demo() -> bytes:
             now += float(rng.exponential(0.06))
             prompt = int(np.clip(rng.lognormal(4.8, 0.7), 16, 600))
             answer = int(np.clip(rng.lognormal(3.7 if rng.random() < 0.7 else 5.2, 0.5), 6, 300))
-            # some prompts have equal beginnings, and share blocks
+            # some prompts have a common prefix
             system = tuple(range(4)) if rng.random() < 0.4 else ()
             prompt += _DEMO_BLOCK * len(system)
             trace.append(
@@ -270,7 +282,8 @@ def demo() -> bytes:
 
 
 def main() -> None:
-    """Run the command in the last argument. Exit code 2 for a recording that cannot be simulated."""
+    """Run the command in the last argument: ``demo``, or a comparison. The exit code is 2 if no comparison is
+    possible."""
     os.nice(10)  # lower priority than the engine
     try:
         out = demo() if sys.argv[-1] == "demo" else compare(sys.stdin.buffer.read())

@@ -1,4 +1,4 @@
-"""One request of a trace: its lengths, times and tenant, never its text."""
+"""A request of a trace: its lengths, times and tenant, but not its text."""
 
 from __future__ import annotations
 
@@ -10,58 +10,58 @@ from chairlift.errors import ConfigError
 __all__ = ["PREFIX_BLOCK", "TracedRequest", "check_number", "prompt_token_ids"]
 
 PREFIX_BLOCK: Final = 512
-"""Default number of tokens that one prefix id stands for, as in Mooncake's traces."""
+"""Default number of prompt tokens that one prefix id covers, as in Mooncake's traces."""
 
-_MOST_TOKENS: Final = 1 << 24
-_MOST_ID: Final = 1 << 62
+_MAX_TOKENS: Final = 1 << 24
+_MAX_ID: Final = 1 << 62
 _FIRST_ID: Final = 10
-"""Smallest token id of a prompt, because lower ones are special tokens in most vocabularies."""
+"""Smallest token id of a generated prompt. Lower ids are special tokens in most vocabularies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TracedRequest:
-    """One request of a trace. Raises ConfigError when a value is out of range."""
+    """A request of a trace. Raises ConfigError when a value is out of range."""
 
     arrival: float
-    """Seconds from the start of the trace. A later turn of a chat is sent at this time, or when the turn before has
-    been answered, whichever is later."""
+    """Time in seconds from the start of the trace. A later turn of a chat is sent at this time or when the previous
+    turn has been answered, whichever is later."""
     prompt_tokens: int
-    """Tokens of the whole prompt, including earlier turns."""
+    """Number of tokens of the whole prompt, including earlier turns."""
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()
-    """Ids of the prompt's first blocks of ``prefix_block`` tokens: prompts with the same ids and block size begin with
-    the same tokens. The last block may reach beyond the prompt. Ids are small numbers, or hashes of up to 62 bits."""
+    """Ids of the first blocks of the prompt; a block has ``prefix_block`` tokens. Prompts whose first ids are equal
+    begin with equal tokens. The last block may reach beyond the prompt. Ids are numbers below 2**62, such as hashes."""
     prefix_block: int = PREFIX_BLOCK
-    """Number of tokens that one prefix id stands for."""
+    """Number of prompt tokens that one prefix id covers."""
     session: str = ""
-    """Chat to which this turn belongs; empty for a single request."""
+    """Name of the chat that this turn belongs to. Empty for a single request."""
     turn: int = 0
-    """Number in the session, from 0. Turns of a session are sent one after another in this order. Numbers may be
-    missing, since a trace may begin in the middle of a chat."""
+    """Number of the turn in its chat, from 0. The turns of a chat are sent one after another in this order. Numbers can
+    be missing, because a trace can begin in the middle of a chat."""
     cancel_ms: float | None = None
-    """Milliseconds after which the client leaves if the answer is not complete. None: it does not leave."""
+    """Time in ms after which the client disconnects if the answer is not complete. None: it never disconnects."""
     tenant: str = ""
     priority: int = 0
-    """Lower goes first."""
+    """Priority of the request. A lower number is served first."""
     service_tier: str = ""
     ttft_ms: float | None = None
-    """Promised time to the first token, in ms; None without a promise. The next two fields are also in ms or None."""
+    """Target for the time to the first token, in ms. None: no target."""
     tpot_ms: float | None = None
-    """Promised time per output token after the first."""
+    """Target for the time per output token after the first, in ms. None: no target."""
     deadline_ms: float | None = None
-    """Promised time from arrival to the end."""
+    """Target for the time from arrival to the end of the answer, in ms. None: no target."""
 
     def __post_init__(self) -> None:
         check_number("timestamp", self.arrival, (int, float), 0, 1e12)
-        check_number("input_length", self.prompt_tokens, (int,), 1, _MOST_TOKENS)
-        check_number("output_length", self.output_tokens, (int,), 1, _MOST_TOKENS)
+        check_number("input_length", self.prompt_tokens, (int,), 1, _MAX_TOKENS)
+        check_number("output_length", self.output_tokens, (int,), 1, _MAX_TOKENS)
         check_number("priority", self.priority, (int,), -(2**31), 2**31)
         check_number("block_size", self.prefix_block, (int,), 16, 1 << 16)
         check_number("turn", self.turn, (int,), 0, 2**31)
         for number in self.prefix_ids:
-            # a function call per number would double the time to read
-            if type(number) is not int or not 0 <= number <= _MOST_ID:
-                check_number("a hash id", number, (int,), 0, _MOST_ID)
+            # without this test, a function call per id would double the time for reading a trace
+            if type(number) is not int or not 0 <= number <= _MAX_ID:
+                check_number("a hash id", number, (int,), 0, _MAX_ID)
         for name, limit in (
             ("ttft_ms", self.ttft_ms),
             ("tpot_ms", self.tpot_ms),
@@ -84,17 +84,18 @@ class TracedRequest:
 
 
 def prompt_token_ids(request: TracedRequest, index: int, vocab_size: int) -> list[int]:
-    """A prompt of the request's length. It equals another's as far as their prefix ids are equal, and then differs.
+    """Generate a prompt of the request's length. Two prompts are equal in the blocks in which their prefix ids are
+    equal, and differ after these blocks.
 
-    ``index`` is the request's index in the trace. A block repeats the few ids that spell its number in base
-    ``vocab_size - 10``, so the first tokens of two different blocks differ. Raises ConfigError when the vocabulary has
-    fewer than two ids for prompts.
+    ``index`` is the index of the request in the trace. A block repeats a few token ids, which are the digits of its
+    prefix id in base ``vocab_size - 10``, so different blocks have different first tokens. Raises ConfigError when the
+    vocabulary has fewer than two ids for prompts.
     """
     base, size = vocab_size - _FIRST_ID, request.prefix_block
     if base < 2:
         raise ConfigError(f"prompts are made of ids from {_FIRST_ID} on, but vocab_size is {vocab_size}")
     digits = 1
-    while base**digits <= 2 * _MOST_ID:
+    while base**digits <= 2 * _MAX_ID:
         digits += 1
 
     def block(number: int, tokens: int) -> list[int]:
@@ -107,7 +108,7 @@ def prompt_token_ids(request: TracedRequest, index: int, vocab_size: int) -> lis
     prompt: list[int] = []
     for number in request.prefix_ids:
         prompt += block(number, size)
-    own = block(-1 - index, max(0, request.prompt_tokens - len(prompt)))  # negative, so that it equals no prefix id
+    own = block(-1 - index, max(0, request.prompt_tokens - len(prompt)))  # a negative number is never a prefix id
     return (prompt + own)[: request.prompt_tokens]
 
 

@@ -1,4 +1,4 @@
-"""From logits to tokens, without state: a request draws the same tokens alone and in any batch.
+"""From logits to tokens, without state: a request draws the same tokens in any batch.
 
 Importing this package does not import torch. Modules that need torch are imported by name::
 

@@ -1,4 +1,4 @@
-"""Reasons why a row has no token, in words. Needs no torch."""
+"""Error texts for rows that get no token. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def raw_reason(highest: float) -> str:
 
 
 def output_reason(error: Exception) -> str:
-    """Reason of an answer whose output could not be made. It names the type of the error, and no contents."""
+    """Error text for an answer whose output could not be made. It has the error's type, but no text of the request."""
     return f"its output could not be made ({type(error).__name__}); the server's log says more"
 
 

@@ -1,8 +1,8 @@
 """Gumbel noise from a fixed counter-based generator, and the arg max over noisy scores.
 
 Sampling from ``softmax(score)`` is ``argmax(score + G)`` with independent Gumbel noise ``G`` (the Gumbel-max trick).
-Here ``G`` is a pure function of ``(seed, position, token id)``, so the drawn token depends on nothing else. This is
-the whole definition, for anyone who writes it in another language; all integers are unsigned::
+Here ``G`` is a pure function of ``(seed, position, token id)``, so the drawn token depends on nothing else. The
+complete definition, for implementations in other languages, is as follows; all integers are unsigned::
 
     key      = (seed mod 2^32, seed div 2^32)                          seed has 64 bits
     counter  = (id div 4, position mod 2^32, 0, 0)
@@ -11,8 +11,9 @@ the whole definition, for anyone who writes it in another language; all integers
     G        = float32(-log(-log(u)))                                  logarithms in float64, rounded once, at the end
     token    = argmax over ids of float32(score + G)                   lowest id on a tie
 
-Rounding once from float64 makes ``G`` independent of the mathematical library: two libraries whose logarithms are
-right to one unit in the last place disagree on a float32 about once in 10^8 values, and then by its last bit.
+``G`` is rounded only once, from float64, so it hardly depends on the mathematical library: two libraries with an error
+of at most one unit in the last place give different float32 values about once in 10^8 values, and then they differ only
+in the last bit.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _COUNTERS_PER_CHUNK = 1 << 15
-"""1.5 MiB of temporaries. Up to this size torch uses one thread, so no operation waits for other threads."""
+"""Number of counters per chunk: 1.5 MiB of temporary tensors. Up to this size torch uses a single thread, so no
+operation waits for other threads."""
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -45,8 +47,8 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple
     """
     c0, c1, c2, c3, k0, k1 = (word.clone(memory_format=torch.contiguous_format) for word in (*counter, *key))
     for _ in range(_ROUNDS):
-        # The products wrap modulo 2^64, which keeps all their bits. c1 and c3 may carry rubbish above bit 31: they only
-        # enter an exclusive or whose result is masked.
+        # The products wrap modulo 2^64, which keeps all their bits. c1 and c3 may have wrong bits above bit 31, but
+        # these bits are masked after the exclusive or.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         torch.bitwise_right_shift(p1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
         torch.bitwise_right_shift(p0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
@@ -90,7 +92,8 @@ def gumbel_argmax(scores: Tensor, seeds: Sequence[int], positions: Sequence[int]
         scores = torch.nn.functional.pad(scores, (0, -scores.shape[1] % 4), value=-math.inf)
     top, top_id = scores.max(dim=-1)
     reached = top + gumbel_noise(seeds, positions, top_id.unsqueeze(-1)).squeeze(-1)
-    # The allowance covers every float32 rounding below. A larger one keeps more ids and never changes the answer.
+    # The tolerance covers every float32 rounding below. A larger tolerance keeps more ids, and never changes the
+    # result.
     bar = reached - (1e-3 + reached.abs() * 2.0**-20)
     possible = scores >= (bar - 33 * math.log(2)).unsqueeze(-1)
     rows, groups = possible.view(torch.int32).nonzero(as_tuple=True)  # four ids share a counter
@@ -115,7 +118,7 @@ def gumbel_argmax(scores: Tensor, seeds: Sequence[int], positions: Sequence[int]
 
 
 def _row_words(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Both key words and the position word of each row, int64 ``[R, 1]``."""
+    """(low key words, high key words, position words) of the rows, each int64 ``[R, 1]``."""
     words = [
         (seed & _MASK, seed >> 32 & _MASK, position & _MASK) for seed, position in zip(seeds, positions, strict=True)
     ]

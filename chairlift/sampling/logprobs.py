@@ -19,22 +19,22 @@ _VALUES_PER_SLICE = 1 << 20  # 8 MiB of float64 at a time
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position of the text: of the token there, and of the most likely ones."""
+    """Log-probabilities at one position of the text: of the token at the position, and of the most likely tokens."""
 
     token_ids: npt.NDArray[np.int32]
-    """``[1 + N]``: the token itself, then the N most likely, best first (lowest id first among equals)."""
+    """``[1 + N]``: the token itself, then the N most likely tokens, best first (of equal ones the lowest id first)."""
     logprobs: npt.NDArray[np.float32]
-    """``[1 + N]``: natural logarithms, in the same order."""
+    """``[1 + N]``: natural logarithms of the probabilities, in the same order as ``token_ids``."""
     rank: int
-    """1 plus the number of strictly more likely tokens, so a greedy token always has rank 1. (The N most likely tokens
-    are ranked by their place: 1 to N.)"""
+    """Rank of the token itself: 1 plus the number of tokens that are strictly more likely. So a greedy token always has
+    rank 1. (The N most likely tokens have ranks 1 to N by their order.)"""
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of one given token per row, and of the most likely ones.
+    """Log-probabilities of one given token per row, and of the most likely tokens of the row.
 
-    For generated text pass the rows that were sampled and their tokens. For prompt log-probabilities pass the rows of
-    prompt positions 0 to n - 2 and the prompt's tokens 1 to n - 1.
+    For generated text, pass the rows that were sampled and the sampled tokens. For prompt log-probabilities, pass the
+    rows of prompt positions 0 to n - 2, and the prompt's tokens 1 to n - 1.
 
     Args:
         logits: raw logits ``[R, V]`` in any floating dtype. Work is done in slices of rows, so memory beyond the
@@ -59,10 +59,10 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: Seque
 
 def _slice_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: Sequence[int]) -> list[TokenLogprobs]:
     raw = logits.to(torch.float32)
-    # A float32 sum over 150,000 flat logits has an error of 1e-4 on processors with short vector registers.
+    # A float32 sum over 150,000 almost equal logits has an error of 1e-4 on processors with short vector registers.
     logprobs = torch.log_softmax(raw, dim=-1, dtype=torch.float64)
     chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).unsqueeze(-1)
-    # Ranks compare logits, because rounding can give two different logits the same log-probability.
+    # Ranks compare logits, because rounding can give the same log-probability to two different logits.
     ranks = (raw > raw.gather(-1, chosen)).sum(dim=-1, dtype=torch.int32) + 1
     best = rank_token_ids(raw, max(num_logprobs))[1]
     ids = torch.cat((chosen, best), dim=-1)

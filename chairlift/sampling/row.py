@@ -1,4 +1,4 @@
-"""Sampling parameters of one answer in the executor. Needs no torch, so that the engine can make them."""
+"""Sampling parameters of one answer, for the executor. Needs no torch, so that the engine can make them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ __all__ = ["SamplingRow"]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SamplingRow:
-    """Sampling parameters of one answer, made once at admission and never changed."""
+    """Sampling parameters of one answer. They are made once at admission and never change."""
 
     params: SamplingParams
     seed: int
-    """Unsigned 64 bits, from :func:`~chairlift.sampling.seeds.sample_seed`."""
+    """Seed as an unsigned 64-bit number, from :func:`~chairlift.sampling.seeds.sample_seed`."""
     num_prompt_tokens: int
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens masked until ``min_tokens`` were generated: the caller's, and end of sequence unless ``ignore_eos``."""
+    """Tokens that are masked until ``min_tokens`` tokens were generated: the caller's stop tokens, and the
+    end-of-sequence tokens unless ``ignore_eos``."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    """Token ids of each bad word; none is empty."""
+    """Token ids of each bad word; each has at least one id."""
     tag: int = 0
-    """Tag of the KV. Rows with different tags (cache salt) never share KV, even with equal tokens."""
+    """Number made from the cache salt. Rows with different tags never share KV, even if their tokens are equal."""
     reshapes: bool = dataclasses.field(init=False)
-    """Whether any setting can change which token has the highest logit."""
+    """Whether any parameter can change which token has the highest logit."""
     plain_greedy: bool = dataclasses.field(init=False)
-    """Whether the token is the arg max of the raw logits, and nothing else is reported."""
+    """Whether the token is the arg max of the raw logits, and no log-probabilities are reported."""
 
     def __post_init__(self) -> None:
         params = self.params
@@ -45,9 +46,11 @@ class SamplingRow:
         self.plain_greedy = params.greedy and not self.reshapes and params.logprobs is None
 
     def masked_token_ids(self, history: npt.NDArray[np.int32]) -> list[int]:
-        """Ids that must not come next: last tokens of bad words that have begun, and stop tokens before ``min_tokens``.
+        """Ids that must not come next: last tokens of bad words whose other tokens were just generated, and stop tokens
+        before ``min_tokens``.
 
-        ``history`` is prompt and output so far. An id may occur twice, and may lie outside the vocabulary.
+        ``history`` has the tokens of prompt and output so far. The result may have an id twice, and ids outside the
+        vocabulary.
         """
         masked: list[int] = []
         if self.bad_word_ids:

@@ -1,9 +1,9 @@
 """The sampler: one token per row, from the model's logits and the request's parameters.
 
-It has no state and no random generator. A row's token is a function of its logits, its parameters and its tokens so
-far. The order is that of vLLM: grammar mask, allowed ids, bias, bad words, ``min_tokens``; repetition, then presence
-and frequency penalties; for rows that are not greedy temperature, min-p, top-k, top-p and the draw. Log-probabilities
-come from the raw logits.
+It has no state and no random generator. A row's token depends only on its logits, its parameters and its tokens so far.
+The order of transforms is vLLM's: grammar mask, allowed ids, bias, bad words, ``min_tokens``; then repetition penalty,
+presence and frequency penalties; then, for rows that are not greedy, temperature, min-p, top-k, top-p and the random
+draw. Log-probabilities come from the raw logits.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _Ids = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(slots=True)
 class SamplerOutput:
-    """The drawn tokens, in the order of the rows."""
+    """The drawn tokens, one per row, in the order of the rows."""
 
     token_ids: list[int]
-    """-1 where no token could be drawn; :attr:`errors` says why."""
+    """Token id per row; -1 if no token could be drawn (see :attr:`errors`)."""
     logprobs: list[TokenLogprobs | None]
-    """None for rows that did not ask for them, and for failed rows."""
+    """One entry per row; None for a row that did not ask for log-probabilities, and for a failed row."""
     errors: dict[int, str]
-    """Row -> reason, only for rows without a token. Usually empty."""
+    """Row -> reason why it has no token. Only failed rows have an entry, so it is usually empty."""
 
 
 class Sampler:
-    """Draws one token for each row of logits. It has no state, so threads may share it."""
+    """Draws one token for each row of logits. It has no state, so several threads may use the same object."""
 
     def __call__(
         self,
@@ -71,7 +71,7 @@ class Sampler:
             raise ValueError(f"{len(logits)} rows of logits, {len(rows)} rows, {len(tokens)} token lists: must agree")
         if not rows:
             return SamplerOutput([], [], {})
-        highest, argmax = logits.max(dim=-1)  # NaN wins; the lowest id wins a tie
+        highest, argmax = logits.max(dim=-1)  # NaN counts as highest; on a tie the lowest id is taken
         token_ids: list[int] = argmax.tolist()
         output = SamplerOutput(token_ids, [None] * len(rows), {})
         for i, value in _not_finite(highest):
@@ -91,7 +91,8 @@ class Sampler:
         masks: Masks,
         output: SamplerOutput,
     ) -> None:
-        """Replace the arg max in rows with other parameters. It works in slices, so that float32 copies stay small."""
+        """Replace the arg max in rows whose parameters require more than that. Works in slices of rows, so that float32
+        copies stay small."""
         shaped = [i for i, row in enumerate(rows) if i in masks or row.reshapes or not row.params.greedy]
         shaped = [i for i in shaped if i not in output.errors]
         step = max(1, _VALUES_PER_SLICE // logits.shape[1])
@@ -131,7 +132,7 @@ class Sampler:
 
 
 def _reshape(scores: Tensor, rows: Sequence[SamplingRow], tokens: Sequence[npt.NDArray[np.int32]]) -> None:
-    """Apply, in place, the settings that can change the arg max."""
+    """Apply, in place, the parameters that can change the arg max."""
     if not any(row.reshapes for row in rows):
         return
     allowed, bias, masked, seen, generated = (_Pairs(scores) for _ in range(5))
@@ -186,7 +187,7 @@ def _truncate(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 class _Pairs:
-    """Collects (row, token id, value) triples of a batch as flat tensors; ids outside the vocabulary are left out."""
+    """Collects (row, token id, value) triples of a batch as flat tensors. Ids outside the vocabulary are left out."""
 
     def __init__(self, scores: Tensor) -> None:
         self._device = scores.device
@@ -213,27 +214,27 @@ class _Pairs:
         return len(self._rows) > 1
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Rows and token ids, int64 ``[K]`` each."""
+        """(rows, token ids) of the collected triples, each int64 ``[K]``."""
         rows, ids = np.concatenate(self._rows), np.concatenate(self._token_ids)
         return torch.from_numpy(rows).to(self._device), torch.from_numpy(ids).to(self._device)
 
     def values(self) -> Tensor:
-        """Values, float32 ``[K]``."""
+        """Values of the collected triples, float32 ``[K]``."""
         return torch.from_numpy(np.concatenate(self._values)).to(self._device)
 
 
 def _report_logprobs(logits: Tensor, rows: Sequence[SamplingRow], output: SamplerOutput) -> None:
-    """Add log-probabilities of the raw logits for the rows that want them and drew a token."""
-    asked = [
+    """Add log-probabilities of the raw logits for the rows that asked for them and got a token."""
+    reporting = [
         (i, row.params.logprobs)
         for i, row in enumerate(rows)
         if row.params.logprobs is not None and i not in output.errors
     ]
-    if not asked:
+    if not reporting:
         return
-    part = logits if len(asked) == len(rows) else logits[_index(logits, asked)]
-    found = token_logprobs(part, [output.token_ids[i] for i, _ in asked], [count for _, count in asked])
-    for (i, _), logprobs in zip(asked, found, strict=True):
+    part = logits if len(reporting) == len(rows) else logits[_index(logits, reporting)]
+    found = token_logprobs(part, [output.token_ids[i] for i, _ in reporting], [count for _, count in reporting])
+    for (i, _), logprobs in zip(reporting, found, strict=True):
         output.logprobs[i] = logprobs
 
 
@@ -246,5 +247,6 @@ def _floats(like: Tensor, values: Iterable[float]) -> Tensor:
 
 
 def _not_finite(highest: Tensor) -> list[tuple[int, float]]:
-    """Rows whose highest value is NaN or infinite. It needs one transfer from the device."""
+    """(row, highest value) of each row whose highest value is NaN or infinite. It needs one transfer from the
+    device."""
     return [(i, value) for i, value in enumerate(highest.tolist()) if not math.isfinite(value)]

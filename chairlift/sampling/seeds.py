@@ -1,4 +1,4 @@
-"""Seeds: one 64-bit number per answer, from the request's seed and the answer's index."""
+"""Seeds: one 64-bit number per answer, made from the request's seed and the answer's index."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 def sample_seed(seed: int, sample_index: int) -> int:
     """Hash a request's ``seed`` and the index of one of its ``n`` answers to an unsigned 64-bit seed.
 
-    This function never changes, because "same seed, same text" depends on it. Any integer is taken modulo 2**64, so
-    negative seeds are allowed. For one request seed, distinct indices never collide, because both steps are bijections.
-    The mixing function is SplitMix64's (Steele, Lea and Flood, OOPSLA 2014).
+    This function must never change, because "same seed, same text" depends on it. The seed is taken modulo 2**64, so
+    negative seeds are allowed. For one request seed, different indices give different results, because both steps are
+    bijections. The mixing function is SplitMix64's (Steele, Lea and Flood, OOPSLA 2014).
 
     Raises:
         ValueError: ``sample_index`` is negative.

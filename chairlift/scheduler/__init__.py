@@ -1,1 +1,2 @@
-"""THE BRAIN: who computes what in the next step. Standard library only: no tensors, no clocks, no threads."""
+"""The scheduler: decides which tokens of which requests the next step computes. Standard library only: no tensors, no
+clocks, no threads."""

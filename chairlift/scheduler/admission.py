@@ -1,4 +1,4 @@
-"""The waiting queue: lanes in policy order, and a bounded search past requests that do not fit."""
+"""The waiting queue: requests in lanes and in policy order, with a limited search past requests that do not fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _first(entry: tuple[_Key, Request]) -> _Key:
 
 
 class _Lane:
-    """Waiting requests that differ in their policy order only. Preempted ones go first."""
+    """Waiting requests that differ only in their policy order. Preempted requests come first."""
 
     __slots__ = ("by_size", "keys", "requests", "served_at")
 
@@ -26,16 +26,16 @@ class _Lane:
         self.keys: list[_Key] = []
         self.requests: list[Request] = []
         self.by_size: list[tuple[_Key, Request]] = []
-        """The same requests by standing, then preempted ones last, then by size."""
+        """The same requests as (sort key, request). Sorted by standing, then preempted requests last, then by size."""
         self.served_at = 0.0
-        """Time at which a request of this lane last joined."""
+        """Time at which a request of this lane last joined the batch."""
 
 
 class WaitingQueue:
     """Waiting requests in policy order.
 
-    If the first request does not fit, up to ``look_ahead`` requests behind it are tried. A request that was passed
-    ``max_times_passed`` times is not passed any more.
+    If the first request does not fit, up to ``look_ahead`` later requests are tried. After later requests have passed a
+    request ``max_times_passed`` times, no more requests may pass it.
     """
 
     def __init__(self, policy: Policy, look_ahead: int = 8, max_times_passed: int = 16) -> None:
@@ -43,7 +43,7 @@ class WaitingQueue:
         self.look_ahead = look_ahead
         self.max_times_passed = max_times_passed
         self.num_changes = 0
-        """Number of requests that came or went."""
+        """Number of times that a request entered or left the queue."""
         self._lanes: dict[Hashable, _Lane] = {}
         self._places: dict[str, tuple[Hashable, _Key, _Key]] = {}
 
@@ -54,7 +54,7 @@ class WaitingQueue:
         return request.request_id in self._places
 
     def __iter__(self) -> Iterator[Request]:
-        """All waiting requests, lane by lane."""
+        """Iterate over all waiting requests, lane by lane."""
         for lane in self._lanes.values():
             yield from lane.requests
 
@@ -63,7 +63,7 @@ class WaitingQueue:
         return min((request.arrival_time for request in self), default=0.0)
 
     def first_but_for_age(self, now: float) -> Request:
-        """First request in policy order if age did not count."""
+        """Request that would be first in policy order if waiting time did not count."""
         heads = [lane.requests[0] for lane in self._lanes.values()]
         return min(heads, key=lambda head: self.policy.rank(head, 0.0, now)) if len(heads) > 1 else heads[0]
 
@@ -75,15 +75,16 @@ class WaitingQueue:
         at = bisect.bisect_right(lane.keys, key)
         lane.keys.insert(at, key)
         lane.requests.insert(at, request)
-        # A preempted request goes first in policy order. By size it goes last: it may need many blocks for few tokens,
-        # and requests behind it would wait until it fits.
+        # A preempted request goes first in policy order. In order of size it goes last: it may need many blocks for few
+        # tokens, and the requests after it would have to wait until it fits.
         preempted = float(request.status is not RequestStatus.WAITING)
         size_key = (*self.policy.standing(request), preempted, request.size, request.sequence)
         bisect.insort(lane.by_size, (size_key, request), key=_first)
         self._places[request.request_id] = (name, key, size_key)
 
     def remove(self, request: Request, served_at: float | None = None) -> None:
-        """Take a request out of the queue. ``served_at`` is the time, if it joins the batch."""
+        """Remove a request from the queue. ``served_at`` is the time if the request joins the batch; None if it
+        leaves."""
         self.num_changes += 1
         name, key, size_key = self._places.pop(request.request_id)
         lane = self._lanes[name]
@@ -102,9 +103,10 @@ class WaitingQueue:
             del self._lanes[name]
 
     def line(self, now: float) -> Iterator[Request]:
-        """Yield all waiting requests in policy order. Lanes are compared again for each request.
+        """Yield all waiting requests in policy order. The lanes are compared again for each request.
 
-        The request just yielded may be removed. After any other change, call this again.
+        The caller may remove the request that was just yielded. After any other change of the queue, it must call this
+        method again.
         """
         passed = dict.fromkeys(self._lanes, 0)
         while passed:
@@ -120,11 +122,13 @@ class WaitingQueue:
                 del passed[name]
 
     def size_order(self, request: Request) -> _Key:
-        """Sort key of the part of a step that goes by size: standing, then size, then arrival."""
+        """Sort key for the part of a step's tokens that goes to the smallest requests: standing, then size, then
+        arrival."""
         return (*self.policy.standing(request), request.size, request.sequence)
 
     def smallest(self, now: float) -> Iterator[Request]:
-        """Smallest request of each lane that has the rank of the queue's head, in the order of the lanes."""
+        """Yield the smallest request of each lane whose standing equals that of the first lane, in the order of the
+        lanes."""
         names = list(self._lanes)
         if len(names) > 1:
             names.sort(key=lambda name: self._rank(name, 0, now))
@@ -136,13 +140,13 @@ class WaitingQueue:
                 yield request
 
     def catch_up(self, original: WaitingQueue) -> None:
-        """Take the lanes' ages from ``original``. This queue holds copies of its requests."""
+        """Copy the lanes' ages from ``original``. This queue must hold copies of its requests."""
         for name, lane in self._lanes.items():
             if name in original._lanes:
                 lane.served_at = original._lanes[name].served_at
 
     def may_pass(self, passed: list[Request]) -> bool:
-        """Whether a request behind the last of ``passed``, which did not fit, may be tried."""
+        """Whether a request after the last of ``passed`` may be tried. ``passed`` are requests that did not fit."""
         return len(passed) <= self.look_ahead and passed[-1].times_passed < self.max_times_passed
 
     def _rank(self, name: Hashable, at: int, now: float) -> _Key:

@@ -1,4 +1,4 @@
-"""How long will an answer be? The estimate comes from the answers that ended last."""
+"""Estimates how long an answer will be, from the answers that ended last."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from chairlift.request import Request
 
 __all__ = ["AnswerLengths"]
 
-_LEAST_OF_A_CLASS: Final = 20
-"""Least number of ended answers for an estimate. A class with fewer uses the answers of all classes."""
+_MIN_ANSWERS: Final = 20
+"""Minimum number of ended answers for an estimate. A class with fewer uses the answers of all classes."""
 
 
 class AnswerLengths:
     """Lengths of the newest ``capacity`` answers, over all classes of service and per class.
 
-    An answer that ``max_tokens`` cut off would have been at least as long. Leaving it out, or counting it as it is,
-    makes answers look too short. The estimate of Kaplan and Meier (1958) avoids both. Beyond the longest answer seen
-    it continues as an exponential distribution (Brown, Hollander and Korwar, 1974).
+    An answer that ``max_tokens`` cut off would have been longer. If such answers were left out, or counted with their
+    cut length, the estimate would be too short. The Kaplan-Meier estimate (1958) avoids both errors. Beyond the longest
+    answer seen, the curve continues as an exponential distribution (Brown, Hollander and Korwar, 1974).
     """
 
     def __init__(self, capacity: int = 512) -> None:
@@ -29,16 +29,17 @@ class AnswerLengths:
         self._classes: defaultdict[str, _Curve] = defaultdict(lambda: _Curve(capacity))
 
     def add(self, request: Request) -> None:
-        """Learn from the answer of an ended request."""
+        """Add the answer of an ended request to the statistics."""
         reason = request.finish_reason
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             for curve in (self._all, self._classes[request.service.service_class]):
                 curve.add(request.num_output_tokens, cut=reason is FinishReason.LENGTH)
 
     def knows(self, request: Request) -> bool:
-        """Whether enough similar answers have ended by themselves, or ``min_tokens`` fixes this one's length."""
-        most = request.max_total_tokens - request.num_prompt_tokens
-        return request.min_tokens >= most or self._curve(request).num_ended >= _LEAST_OF_A_CLASS
+        """Whether an estimate is possible: enough similar answers have ended by themselves, or ``min_tokens`` fixes the
+        length."""
+        max_tokens = request.max_total_tokens - request.num_prompt_tokens
+        return request.min_tokens >= max_tokens or self._curve(request).num_ended >= _MIN_ANSWERS
 
     def expected(self, request: Request) -> int:
         """Expected total number of tokens of the request's answer."""
@@ -52,21 +53,21 @@ class AnswerLengths:
 
     def _curve(self, request: Request) -> _Curve:
         own = self._classes.get(request.service.service_class)
-        return self._all if own is None or own.count < _LEAST_OF_A_CLASS else own
+        return self._all if own is None or own.count < _MIN_ANSWERS else own
 
 
 class _Curve:
-    """Survival curve: the share of answers that are longer than a given number of tokens."""
+    """Survival curve: the fraction of answers that are longer than a given number of tokens."""
 
     def __init__(self, capacity: int) -> None:
         self._recent: deque[tuple[int, bool]] = deque(maxlen=capacity)
         self._is_fitted = False
         self._at: list[int] = []
-        """Lengths at which the share falls, ascending, from 0 on."""
+        """Lengths in tokens at which the fraction decreases, ascending, beginning with 0."""
         self._share: list[float] = []
-        """Share of longer answers, from each of these lengths to the next."""
+        """Fraction of longer answers, from each length in ``_at`` to the next."""
         self._area: list[float] = []
-        """Area under the curve of those shares, from 0 to each of the lengths."""
+        """Area under the curve, from 0 to each length in ``_at``."""
         self._longest = 0
 
     @property
@@ -75,23 +76,24 @@ class _Curve:
 
     @property
     def num_ended(self) -> int:
-        """Number of recent answers that ended by themselves, not cut off."""
+        """Number of recent answers that ended by themselves and were not cut off."""
         return sum(not cut for _, cut in self._recent)
 
     def add(self, num_tokens: int, *, cut: bool) -> None:
         self._recent.append((num_tokens, cut))
         self._is_fitted = False
 
-    def rest(self, so_far: int, most: int) -> float:
-        """Mean number of further tokens of answers longer than ``so_far``, if cut off at ``most`` tokens."""
+    def rest(self, so_far: int, limit: int) -> float:
+        """Mean number of further tokens of answers that are longer than ``so_far``, if they are cut off at ``limit``
+        tokens."""
         self._fit()
         share = self._upto(so_far)[1]
         if not share:  # no answer was that long
-            return float(most - so_far)
-        return (self._upto(most)[0] - self._upto(so_far)[0]) / share
+            return float(limit - so_far)
+        return (self._upto(limit)[0] - self._upto(so_far)[0]) / share
 
     def _upto(self, length: int) -> tuple[float, float]:
-        """(area under the curve up to a length, share at that length)."""
+        """(area under the curve up to ``length``, fraction of longer answers at ``length``)."""
         index = bisect_right(self._at, length) - 1
         area, share, start = self._area[index], self._share[index], self._at[index]
         if length <= self._longest or not self._longest or share in (0.0, 1.0):
@@ -105,13 +107,13 @@ class _Curve:
             return
         self._is_fitted = True
         self._at, self._share, self._area, self._longest = [0], [1.0], [0.0], 0
-        left = len(self._recent)
+        remaining = len(self._recent)
         for length, cut in sorted(self._recent):  # at equal length, answers that were cut off come last
             if not cut:
                 if length > self._at[-1]:
                     self._area.append(self._area[-1] + self._share[-1] * (length - self._at[-1]))
                     self._at.append(length)
                     self._share.append(self._share[-1])
-                self._share[-1] *= 1 - 1 / left
-            left -= 1
+                self._share[-1] *= 1 - 1 / remaining
+            remaining -= 1
             self._longest = length

@@ -1,9 +1,10 @@
-"""The requests of a scheduler: the waiting ones, the running ones with their rows, and moves between both."""
+"""The requests of a scheduler: waiting requests, running requests with their rows, and the moves between both."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from chairlift.kv_cache.manager import KVCacheManager
@@ -13,7 +14,7 @@ from chairlift.request import SIZE_UNKNOWN, Request, RequestStatus
 from chairlift.scheduler.admission import WaitingQueue
 from chairlift.scheduler.decode_rows import DecodeRows
 from chairlift.scheduler.membership import Membership
-from chairlift.scheduler.output import FAILED_ROW, NewRow, SchedulerOutput
+from chairlift.scheduler.output import FAILED_ROW, Chunk, NewRow, SchedulerOutput
 from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.preemption import PreemptionMode, is_pinned
 from chairlift.scheduler.prompt_share import PromptShare
@@ -22,10 +23,10 @@ __all__ = ["Batch"]
 
 
 class Batch:
-    """Rows and blocks of all requests.
+    """All unfinished requests, with the rows and blocks of the running ones.
 
-    A request is in one of four states: it waits, it runs in a row, it is a sibling that waits for the prompt of the
-    request it forks from, or it is not ready yet.
+    A request is in one of four states: it waits in the queue; it runs in a row; it waits for its source request to
+    compute their common prompt; or it is not ready yet.
     """
 
     def __init__(
@@ -45,63 +46,69 @@ class Batch:
     ) -> None:
         self.kv, self.policy, self.membership, self.waiting = kv, policy, membership, waiting
         self.max_running = max_running
-        """Number of rows."""
+        """Maximum number of running requests; each has a row."""
         self.running_limit = max_running
-        """Rows that may be taken. It may change between steps; a lower limit preempts no request."""
+        """Number of rows that may be used now. It may change between steps; a lower limit preempts no request."""
         self.token_budget = token_budget
-        """Most tokens of a step. It may be lowered between steps. Every running request gets one token in any case."""
+        """Maximum number of tokens in a step; may be lowered between steps. Each running request gets at least one."""
         self.watermark = watermark
-        """Share of each block pool that stays free when a request joins running ones, beside what is reserved."""
+        """Fraction of each block pool that stays free at admissions, in addition to reserved blocks."""
         self.prompt_share = PromptShare(1.0 if membership.closed else policy_share)
-        """Whether the batch is closed to newcomers (static batching, the baseline). It prefills in policy order."""
+        """Divides the prompt tokens. A closed batch (static batching, the baseline) computes them in policy order."""
         self.preemption = preemption
         self.max_preemptions = 0 if preemption.never else max_preemptions
         self.max_loras = max_loras
-        """Most different adapters of running requests; 0: any number."""
+        """Maximum number of different adapters among the running requests; 0: no limit."""
         self.adapters: Counter[int] = Counter()
-        """Adapters of running requests -> how many of them have it."""
+        """``adapter_id`` -> number of running requests with this adapter."""
+        self.adapter_sizes: Mapping[int, int] = {}
+        """``adapter_id`` -> size of the adapter in bytes, set by the owner of the adapters (default: 0)."""
         self.requests: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.unready: dict[str, Request] = {}
-        """Requests whose grammar is being compiled, or whose adapter is read. They take their place in the waiting
-        queue when they are ready."""
+        """Request id -> request that waits for its grammar, adapter or images, and is not in the queue yet."""
         self.reserve: dict[str, Request] = {}
-        """Short requests that run in reserved rows and blocks."""
+        """Request id -> short request that runs in a reserved row with reserved blocks."""
         self.paced: dict[str, float] = {}
-        """Request id -> longest seconds per token, for running requests that have such a limit."""
+        """Request id -> maximum seconds per token, for running requests with such a limit."""
         self.decodes = DecodeRows(kv.block_size)
-        """Rows that take one token in every step."""
+        """Running requests that compute one token in every step."""
         self.catching_up: list[Request] = []
         """Running requests with more than one token to compute."""
         self.stops: Counter[int] = Counter({FAILED_ROW: 1})
         """Stop token -> number of running requests that it ends."""
+        self._begin_steps()
+
+    def _begin_steps(self) -> None:
+        """Initialise what changes from step to step."""
         self.step = 0
-        """Number of the last step that had something to execute."""
+        """Index of the last step that had something to execute."""
         self.now = 0.0
         """Time at which the newest step was scheduled."""
         self.num_computed_tokens = 0
-        """Computed positions of all running requests together."""
-        self.free_slots = list(range(max_running - 1, -1, -1))
+        """Number of computed positions, summed over all running requests."""
+        self.free_slots = list(range(self.max_running - 1, -1, -1))
         self.left: list[int] = []
-        """Rows given up since the newest step."""
+        """Rows that requests left since the newest step."""
         self.num_vacated = 0
-        """Number of rows released so far."""
+        """Number of times that a request left its row."""
         self.epoch = 0
-        """Changes whenever tokens of steps in flight may have lost their request."""
+        """Counter that grows when tokens of steps in flight may belong to requests that left their row."""
 
     @property
     def unready_for(self) -> str:
-        """Missing part of the first request that is not ready: ``grammar`` or ``adapter``; empty without one."""
+        """What the first request in ``unready`` waits for: ``grammar``, ``adapter`` or ``image``. Empty if all are
+        ready."""
         return next(iter(self.unready.values())).waits_for or "grammar" if self.unready else ""
 
     @property
     def free_rows(self) -> int:
-        """Number of requests that may still join."""
+        """Number of additional requests that may join now."""
         return max(0, self.running_limit - len(self.running))
 
     @property
     def open_rows(self) -> int:
-        """Number of requests that may still join without using a reserved row."""
+        """Number of additional requests that may join now without a reserved row."""
         return max(0, self.free_rows - self._unused_rows)
 
     @property
@@ -109,20 +116,20 @@ class Batch:
         return max(0, self.prompt_share.reserved_rows(self.running_limit) - len(self.reserve))
 
     def _unused_blocks(self) -> float:
-        """Share of the blocks that is reserved and not taken. Only short requests may join with these."""
+        """Fraction of the blocks that is reserved for short requests and not used by them."""
         share = self.prompt_share.reserved_blocks(self.running_limit)
         if share and self.reserve:
             pools = enumerate(zip(self.kv.pools, self.kv.layout.kinds, strict=True))
-            taken = [
+            used = [
                 sum(len(short.block_ids[group]) for short in self.reserve.values()) / pool.capacity
                 for group, (pool, kind) in pools
                 if kind.grows
             ]
-            share -= max(taken, default=0.0)
+            share -= max(used, default=0.0)
         return max(0.0, share)
 
     def may_use_reserve(self, request: Request) -> bool:
-        """Whether a waiting request is short, and the reserve has a row and blocks for it."""
+        """Whether a waiting request is short, and a reserved row and reserved blocks are free for it."""
         if not self.free_rows or not self._unused_rows:
             return False
         if request.size > self.prompt_share.short_tokens(self.token_budget):
@@ -132,22 +139,24 @@ class Batch:
 
     @property
     def has_prefill_work(self) -> bool:
-        """Whether a prompt is being computed, or a waiting request has a free row."""
+        """Whether a prompt is being computed, or a waiting request could get a free row."""
         prompts = any(request.num_computed_tokens < request.progress_mark for request in self.catching_up)
         return prompts or bool(self.waiting and self.free_rows)
 
-    def num_prefill_tokens(self, most: int) -> int:
-        """Known tokens that are not computed, of running requests and of those first in line, at most ``most``."""
+    def num_prefill_tokens(self, limit: int) -> int:
+        """Number of known tokens that still must be computed, over running requests and the first waiting requests, at
+        most ``limit``."""
         total = sum(request.num_tokens - request.num_computed_tokens for request in self.catching_up)
-        if self.free_rows and total < most:
+        if self.free_rows and total < limit:
             for request in islice(self.waiting, self.free_rows):
                 total += len(request.token_ids)
-                if total >= most:
+                if total >= limit:
                     break
-        return min(total, most)
+        return min(total, limit)
 
     def wait(self, request: Request, now: float) -> None:
-        """Queue a request that has arrived or has lost its row. A request that is not ready is queued later."""
+        """Add a request that has arrived or has lost its row to the waiting queue. A request that is not ready is
+        queued later."""
         if not request.is_ready:
             self.unready[request.request_id] = request
             return
@@ -158,21 +167,31 @@ class Batch:
         self.waiting.add(request)
 
     def refile(self, request: Request) -> None:
-        """Move a waiting request to its new place, after its order has changed."""
+        """Move a waiting request to its new position in the queue, after its order has changed."""
         if request in self.waiting:
             self.waiting.remove(request)
             self.waiting.add(request)
 
+    def adapter_bytes(self, chunks: Iterable[tuple[Request, Chunk]], *, with_decodes: bool) -> int:
+        """Bytes of the adapters of a step with these chunks, each counted once; ``with_decodes``: and all decode
+        rows."""
+        if not self.adapters:
+            return 0
+        used = {request.adapter_id for request, _ in chunks}
+        if with_decodes:
+            used |= self.decodes.adapters
+        return sum([self.adapter_sizes.get(adapter, 0) for adapter in used])
+
     def has_adapter_room(self, request: Request) -> bool:
-        """Whether a waiting request's adapter fits beside the adapters of running requests. True for a request without
-        one."""
+        """Whether the steps have room for the adapter of a waiting request. True for a request without an adapter."""
         adapter = request.adapter_id
         if not adapter or not self.max_loras or adapter in self.adapters:
             return True
         return len(self.adapters) < self.max_loras
 
     def admit(self, request: Request, out: SchedulerOutput, *, reserved: bool = False) -> bool:
-        """Give a waiting request a row and blocks, or nothing. With ``reserved`` both come from the reserve."""
+        """Give a waiting request a row and blocks. Returns False, and changes nothing, if it does not fit. With
+        ``reserved``, row and blocks are taken from those reserved for short requests."""
         if not self.has_adapter_room(request):
             out.held_up_by = out.held_up_by or "adapter"
             return False
@@ -180,7 +199,7 @@ class Batch:
         if pinned and not self.policy.may_stay(request):
             out.held_up_by = out.held_up_by or "reservation"
             return False
-        watermark = self.kept_free(reserved) if self.running else 0.0
+        watermark = self.free_fraction(reserved) if self.running else 0.0
         share = not pinned or self.preemption.never
         if request.status is RequestStatus.SWAPPED:
             admission = self.kv.swap_in(request, request.reserve, watermark, out.step, share=share)
@@ -190,12 +209,12 @@ class Batch:
             self.seat(request, admission, out, reserved)
         return admission is not None
 
-    def kept_free(self, reserved: bool = False) -> float:
-        """Share of each block pool that stays free when a request joins running ones."""
+    def free_fraction(self, reserved: bool = False) -> float:
+        """Fraction of each block pool that must stay free when a request joins running ones."""
         return self.watermark + (0.0 if reserved else self._unused_blocks())
 
     def seat(self, request: Request, admission: Admission, out: SchedulerOutput, reserved: bool) -> None:
-        """Give a row to a waiting request that has its blocks."""
+        """Give a row to a waiting request that has got its blocks."""
         self.waiting.remove(request, self.now)
         if not request.was_preempted:
             request.num_cached_tokens = admission.num_computed_tokens
@@ -224,13 +243,14 @@ class Batch:
         out.joined.append(NewRow(request.slot, request.request_id, tokens, prompt, computed, tables, *how))
 
     def put_back(self, request: Request) -> None:
-        """Undo an admission before anything was computed for it."""
+        """Undo the admission of a request for which nothing was computed yet."""
         self.vacate(request)
         request.move_to(RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING)
         self.wait(request, self.now)
 
     def vacate(self, request: Request) -> None:
-        """Give up row and blocks. Blocks stay taken until the last step in flight that may touch them has run."""
+        """Take row and blocks from a running request. The blocks become free after the last step in flight that may use
+        them."""
         self.num_vacated += 1
         if request.finish_reason is not FinishReason.ERROR:
             self.kv.publish_confirmed(request)
@@ -261,7 +281,7 @@ class Batch:
         self.epoch += 1
 
     def remove(self, request: Request, now: float) -> None:
-        """Take a request out for good, wherever it is."""
+        """Remove a request for good, in any of the four states."""
         if request.slot >= 0:
             self.vacate(request)
         elif request in self.waiting:
@@ -277,7 +297,7 @@ class Batch:
         self.release_siblings(request, now)
 
     def release_siblings(self, request: Request, now: float) -> None:
-        """Queue the other answers of the prompt. Its KV can be forked now, or never will be."""
+        """Queue the requests that wait for this request's prompt. They can fork from it now, or never."""
         for sibling in request.siblings:
             self.wait(sibling, now)
         request.siblings = []

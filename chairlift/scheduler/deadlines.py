@@ -1,4 +1,4 @@
-"""Which requests must start by when to keep their deadlines, and which cannot keep them any more."""
+"""Computes when requests must start to meet their deadlines, and finds requests that cannot meet them any more."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from chairlift.request import Request
 __all__ = ["Deadlines", "Estimate", "EstimateOf"]
 
 _URGENT_SHARE = 0.5
-"""A request may preempt running work for its deadline once this share of its slack is gone."""
+"""Fraction of a request's slack that must have passed before the request may preempt others for its deadline."""
 
 
 class Estimate(NamedTuple):
-    """Expected times and answer length of a request. Times in seconds."""
+    """Expected times and answer length of a request. Times are in seconds."""
 
     to_first: float = 0.0
-    """Expected time from its first step to its first token."""
+    """Expected time from the request's first step to its first token."""
     to_first_at_least: float = 0.0
-    """Lower bound of ``to_first``, by the shortest steps seen."""
+    """Lower bound of ``to_first``, from the shortest steps seen."""
     num_tokens: int | None = None
-    """Expected number of tokens of its answer; None if unknown."""
+    """Expected number of tokens of the answer; None if unknown."""
     per_token: float = 0.0
     """Expected time per token at the present load."""
     per_token_alone: float = 0.0
-    """Expected time per token without other requests."""
+    """Expected time per token without other requests in the batch."""
 
 
 EstimateOf = Callable[[Request], Estimate]
-"""Function that estimates one request."""
+"""Function that makes the estimate for one request."""
 
 
 class Deadlines:
-    """Sets ``start_by`` of requests with deadlines: the latest time at which they must start.
+    """Sets ``start_by`` of requests with deadlines: the latest time at which a request must start.
 
-    Least slack first fails under overload: the most hopeless requests would go first, and all would be late. So two
-    groups leave this order. A request is *doubtful* if it would be late even alone, with an answer of expected length.
-    A request is *lost* if it will be late in any case. The second test uses no guess of the answer's length and no
-    step time that was never seen.
+    The policy serves the request with the least slack first. Under overload this order alone would fail: requests that
+    are late anyway would come first, and make all others late too. So two groups leave the order. A request is
+    *doubtful* if it would be late even without other requests, with an answer of expected length. A request is *lost*
+    if it will be late in any case; this test uses neither an estimate of the answer's length nor a step time that was
+    never measured.
     """
 
     def __init__(self, estimate: EstimateOf | None = None) -> None:
@@ -52,7 +53,7 @@ class Deadlines:
     def add(self, request: Request) -> None:
         """Watch a request that has arrived, if it has a deadline."""
         service = request.service
-        if not service.has_deadline:  # an estimate looks the whole prompt up in the prefix cache, which costs time
+        if not service.has_deadline:  # no estimate: it would search the prefix cache for the whole prompt
             return
         estimate = self.estimate_of(request)
         num_tokens = estimate.num_tokens or request.max_total_tokens - request.num_prompt_tokens
@@ -61,7 +62,7 @@ class Deadlines:
         heapq.heappush(self._due, (min(self._lost_and_doubtful_at(request, estimate)), request.sequence, request))
 
     def lost(self, now: float) -> Iterator[Request]:
-        """Yield each request that cannot keep its deadline any more, once, and remove its deadline."""
+        """Yield, once, each request that cannot meet its deadline any more, and remove its deadline."""
         while self._due and self._due[0][0] < now:
             _, _, request = heapq.heappop(self._due)
             service = request.service
@@ -85,20 +86,20 @@ class Deadlines:
         return moved
 
     def is_urgent(self, request: Request, now: float) -> bool:
-        """Whether a request may take rows and blocks from running work for its deadline."""
+        """Whether a request may take rows and blocks from running requests because of its deadline."""
         return now >= request.start_by - _URGENT_SHARE * (request.start_by - request.arrival_time)
 
     @staticmethod
     def _lost_and_doubtful_at(request: Request, estimate: Estimate) -> tuple[float, float]:
-        """(time at which the request is lost, time at which it is doubtful). The second is infinite once the request
-        runs or is doubtful already."""
+        """(time from which the request is lost, time from which it is doubtful). The second is infinite if the request
+        runs or is already doubtful."""
         service = request.service
-        least = max(1, request.min_tokens) - request.num_output_tokens
+        min_remaining = max(1, request.min_tokens) - request.num_output_tokens
         if request.num_output_tokens:
-            return service.finish_by - max(0, least) * estimate.per_token_alone, math.inf
+            return service.finish_by - max(0, min_remaining) * estimate.per_token_alone, math.inf
         first = estimate.to_first_at_least if request.slot < 0 else 0.0
         lost, doubtful = (
             min(service.first_token_by, service.finish_by - (count - 1) * estimate.per_token_alone) - first
-            for count in (least, max(least, estimate.num_tokens or 0))
+            for count in (min_remaining, max(min_remaining, estimate.num_tokens or 0))
         )
         return lost, doubtful if request.slot < 0 and request.start_by < math.inf else math.inf

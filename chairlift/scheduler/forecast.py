@@ -1,8 +1,8 @@
-"""Forecast of request starts: the scheduler's own code runs ahead on a copy of its state, with a simulated clock.
+"""Forecasts when requests start: the scheduler's own code runs on a copy of its state, with a simulated clock.
 
-The copy has every request's place, tokens and blocks, the same policy and the same limits. Step times come from the
-cost model. Steps in flight run again in the copy, because they have just begun. Answer lengths are estimated from
-answers that ended. :class:`~chairlift.engine.calibration.Calibration` measures how good forecasts are.
+The copy has the position, tokens and blocks of every request, the same policy and the same limits. Step times come from
+the cost model. Steps in flight run again in the copy, because they have just begun. Answer lengths are estimated from
+ended answers. :class:`~chairlift.engine.calibration.Calibration` measures the accuracy of the forecasts.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ from chairlift.scheduler.scheduler import Scheduler
 __all__ = ["Forecast", "StepSeconds", "foresee"]
 
 StepSeconds = Callable[[StepFeatures], float]
-"""Function: features of a step -> seconds from the end of the step before to its end."""
+"""Function from the features of a step to the seconds between the end of the previous step and its own end."""
 
 _TOKEN: Final = 1
 _ANY_SIZE: Final = 1 << 40
-"""Size of a newcomer. It is unknown, so smallest-first order must not help it."""
-_NEWCOMER: Final = "\0newcomer of "  # no caller's id begins like that: ids come from the front's own generator
+"""Size of a newcomer. Its real size is unknown; with this size, smallest-first order gives it no advantage."""
+_NEWCOMER: Final = "\0newcomer of "  # no real request id begins like this, because the front end generates the ids
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecast times of requests' first steps, in seconds on the engine's clock."""
+    """Forecast times of the requests' first steps, in seconds on the engine's clock. A newcomer is a request that would
+    arrive now."""
 
     made_at: float
     starts: dict[str, float]
-    """Forecast start of each waiting request, in the order in which they will start."""
+    """Id of a waiting request -> forecast start, in the order of the starts."""
     newcomers: dict[str, float]
-    """Forecast start of a newcomer, by class of service, of the tenant that has most requests here."""
+    """Class of service -> forecast start of a newcomer whose tenant is ``tenant``."""
     seconds_per_start: float
-    """Mean time between two starts. Each request that came since the forecast adds this much."""
+    """Mean seconds between two starts. Each request that arrived after the forecast adds this time to a wait."""
     strangers: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Forecast start of a newcomer, by class of service, of a tenant that has no requests here."""
+    """Class of service -> forecast start of a newcomer whose tenant has no requests in the engine."""
     tenant: str | None = None
-    """Tenant that has most requests."""
+    """Tenant that has the most requests in the engine."""
 
     def wait_of(self, service_class: str, now: float, num_since: int = 0, *, stranger: bool = False) -> float:
-        """Seconds that a newcomer would wait. ``num_since`` requests came since the forecast was made."""
+        """Seconds that a newcomer would wait. ``num_since`` requests arrived after the forecast was made. ``stranger``:
+        its tenant has no requests in the engine."""
         newcomers = self.strangers if stranger and self.strangers else self.newcomers
         start = newcomers.get(service_class)
         if start is None:
@@ -64,15 +66,15 @@ def foresee(
     classes: dict[str, int],
     *,
     depth: int = 0,
-    most_steps: int = 512,
+    max_steps: int = 512,
 ) -> Iterator[Forecast | None]:
-    """Run ahead one step per item. The last item is the forecast, all others are None.
+    """Simulate one step per item. The last item is the forecast; all other items are None.
 
-    ``classes`` maps classes of service to the priority of a newcomer. Like the engine, the copy schedules ``depth``
-    steps beyond the newest known tokens. Starts beyond ``most_steps`` are extrapolated from the rate until then. The
-    scheduler may go on meanwhile: it is never changed, and only the copy is read after the first item.
+    ``classes`` maps class of service -> priority of a newcomer. Like the engine, the copy schedules ``depth`` steps
+    ahead. Starts later than ``max_steps`` steps are extrapolated from the rate of starts before. The scheduler may
+    continue to run between two items: it is never changed, and after the first item only the copy is read.
     """
-    line = [request.request_id for request in scheduler.waiting.line(now)]
+    waiting = [request.request_id for request in scheduler.waiting.line(now)]
     starts: dict[str, float] = {}
     twin = _copy(scheduler, lengths, now, starts)
     flights: deque[tuple[SchedulerOutput, float]] = deque()
@@ -85,11 +87,11 @@ def foresee(
     tenants = Counter(request.service.tenant for request in scheduler.requests.values())
     busiest = max(tenants, key=lambda tenant: (tenants[tenant], tenant), default=_NEWCOMER)
     names = _add_newcomers(twin, classes, busiest, now)
-    missing, clock = {*line, *names}, now
+    missing, clock = {*waiting, *names}, now
     yield None
-    for _ in range(most_steps):
+    for _ in range(max_steps):
         out = twin.schedule(clock)
-        for name in missing & starts.keys():  # their start is known, so they must not delay others
+        for name in missing & starts.keys():  # its start is known, so it must not delay other requests
             missing.remove(name)
             twin.abort(name, clock)
         if out.num_tokens:
@@ -113,30 +115,30 @@ def foresee(
             break
         yield None
     pace = max(clock - now, 1e-9) / max(1, len(starts.keys() - names.keys()))
-    for place, name in enumerate([name for name in [*line, *names] if name in missing], start=1):
-        starts[name] = clock + place * pace
-    yield _forecast(now, starts, names, pace if line else 0.0, busiest)
+    for rank, name in enumerate([name for name in [*waiting, *names] if name in missing], start=1):
+        starts[name] = clock + rank * pace
+    yield _forecast(now, starts, names, pace if waiting else 0.0, busiest)
 
 
 def _forecast(
     now: float, starts: dict[str, float], names: dict[str, tuple[str, bool]], pace: float, busiest: str
 ) -> Forecast:
-    """Make a forecast from all start times. ``names`` are the newcomers' as :func:`_add_newcomers` returns them."""
+    """Make a forecast from all start times. ``names`` is the result of :func:`_add_newcomers`."""
     came = {label: starts.pop(name) for name, label in names.items()}
     strangers = {label: start for (label, is_stranger), start in came.items() if is_stranger}
     newcomers = {label: start for (label, is_stranger), start in came.items() if not is_stranger} or strangers
-    waiting = dict(sorted(starts.items(), key=lambda item: item[1]))
-    return Forecast(now, waiting, newcomers, pace, strangers, busiest)
+    in_order = dict(sorted(starts.items(), key=lambda item: item[1]))
+    return Forecast(now, in_order, newcomers, pace, strangers, busiest)
 
 
 def _seconds(seconds: StepSeconds, out: SchedulerOutput) -> float:
-    return seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks))
+    return seconds(StepFeatures.of(out.num_decodes, out.context_tokens, out.chunks, out.adapter_bytes))
 
 
 class _NewcomersDisplaceNobody:
-    """Wraps a policy so that hypothetical newcomers displace no request.
+    """Wraps a policy so that the simulated newcomers displace no request.
 
-    The time at which a newcomer would displace a request is its start, and goes into ``starts``.
+    When a newcomer would displace a request, this time is stored in ``starts`` as its start.
     """
 
     def __init__(self, policy: Policy, starts: dict[str, float]) -> None:
@@ -154,7 +156,7 @@ class _NewcomersDisplaceNobody:
 
 
 def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float, starts: dict[str, float]) -> Scheduler:
-    """Copy the scheduler with its running requests, as they were before the steps in flight."""
+    """Copy the scheduler with its running requests, in the state before the steps in flight."""
     kv = scheduler.kv
     groups = [dataclasses.replace(group, num_host_blocks=0) for group in kv.layout.groups]
     steps = kv.layout.max_step_tokens
@@ -170,7 +172,7 @@ def _copy(scheduler: Scheduler, lengths: AnswerLengths, now: float, starts: dict
 
 
 def _queue(twin: Scheduler, scheduler: Scheduler, lengths: AnswerLengths, now: float) -> None:
-    """Add copies of the waiting requests."""
+    """Add copies of the waiting requests to ``twin``."""
     for request in scheduler.waiting.line(now):
         twin.add(_like(request, lengths))
     twin.waiting.catch_up(scheduler.waiting)
@@ -178,7 +180,7 @@ def _queue(twin: Scheduler, scheduler: Scheduler, lengths: AnswerLengths, now: f
 
 
 def _add_newcomers(twin: Scheduler, classes: dict[str, int], busiest: str, now: float) -> dict[str, tuple[str, bool]]:
-    """Add a request of each class for the busiest tenant and for an unknown tenant.
+    """Add one simulated newcomer per class for the busiest tenant, and one per class for an unknown tenant.
 
     Returns request id -> (class, whether its tenant is the unknown one).
     """
@@ -194,8 +196,8 @@ def _add_newcomers(twin: Scheduler, classes: dict[str, int], busiest: str, now: 
 
 
 def _like(request: Request, lengths: AnswerLengths) -> Request:
-    """Copy a request with the same size and standing, and an answer of the expected length."""
-    # An ended request that is held in its batch is held in the copy, too. It gets no more tokens.
+    """Copy a request with the same size and order, and with an answer of the expected length."""
+    # An ended request that is held in its static batch is also held in the copy, and gets no more tokens.
     num_tokens = request.num_output_tokens + 1 if request.finish_reason else lengths.expected(request)
     copy = Request(
         request.request_id,

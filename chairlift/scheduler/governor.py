@@ -1,13 +1,15 @@
-"""A governor moves three settings while the engine runs: rows, tokens of a step, and blocks kept free at admission.
+"""A governor changes three settings while the engine runs: number of rows, tokens per step, and fraction of blocks that
+stays free at admission.
 
-About once a second, between two steps, it gets plain numbers about the time since the last call and proposes settings.
-It never touches a request: a lower limit takes effect as requests leave.
-:class:`~chairlift.scheduler.governor_loop.GovernorLoop` keeps its proposals within guard rails.
+About once a second, between two steps, it gets measurements since the last call and proposes settings. It never ends or
+preempts a request: a lower limit takes effect when requests leave.
+:class:`~chairlift.scheduler.governor_loop.GovernorLoop` limits its proposals.
 
 :class:`RuleGovernor` aims at fewer than 2 % preempted requests, and at latency targets if there are any. It forecasts
-the memory that requests take side by side if prompts and answers are as long as recent ones (the idea of LightLLM's
-Past-Future scheduler, ASPLOS 2025, with means in place of distributions). It corrects errors of the forecast as TCP
-corrects its window: up slowly while memory is free and requests wait, down by a factor when requests are preempted.
+the memory that the running requests need if prompts and answers are as long as recent ones (the idea of LightLLM's
+Past-Future scheduler, ASPLOS 2025, with means instead of distributions). It corrects errors of the forecast as TCP
+corrects its window: it increases the limit slowly while memory is free and requests wait, and decreases it by a factor
+when requests are preempted.
 """
 
 from __future__ import annotations
@@ -37,30 +39,31 @@ __all__ = [
 _MARGIN = 4.5
 _NEARLY_FREE = 1.25
 HEALTHY, UNHEALTHY = 0.02, 0.05
-"""Shares of requests preempted at least once. Below the first the engine is healthy, above the second it is not."""
+"""Fractions of requests that are preempted at least once. Below the first value the engine is healthy, above the second
+it is not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings that a governor moves."""
+    """The settings that a governor may change."""
 
     running: int
-    """Largest number of running requests."""
+    """Maximum number of running requests."""
     tokens: int
     """Token budget of a step, at least ``running``."""
     watermark: float
-    """Share of the KV blocks kept free when a request joins a running batch."""
+    """Fraction of the KV blocks that stays free when a request joins a running batch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bounds:
-    """Lower and upper limits of settings, both included."""
+    """Lowest and highest allowed settings, both inclusive."""
 
     least: Settings
     most: Settings
 
     def clamp(self, wanted: Settings) -> Settings:
-        """The nearest settings within the bounds whose budget has a token for every row."""
+        """The settings nearest to ``wanted`` that are within the bounds and have at least one token per row."""
         running = max(self.least.running, min(wanted.running, self.most.running))
         tokens = max(self.least.tokens, running, min(wanted.tokens, self.most.tokens))
         watermark = max(self.least.watermark, min(wanted.watermark, self.most.watermark))
@@ -69,71 +72,72 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Targets:
-    """Target latencies in seconds. Infinite means no target."""
+    """Target latencies in seconds. Infinite means that there is no target."""
 
     ttft: float = math.inf
-    """Time from arrival to the first token."""
+    """Target for the time from arrival to the first token."""
     tpot: float = math.inf
-    """Time per token after the first."""
+    """Target for the time per token after the first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Figures since the governor was last called. Times in seconds. Zero where nothing was measured."""
+    """Measurements since the governor was last called. Times are in seconds; 0 means that nothing was measured."""
 
     settings: Settings
-    """Settings in force."""
+    """Settings in use now."""
     seconds: float
-    """Length of this interval."""
+    """Length of the measured interval."""
     running: int
-    """Requests that run now."""
+    """Number of requests that run now."""
     waiting: int
-    """Requests that wait now."""
+    """Number of requests that wait now."""
     oldest_wait: float
-    """Wait in seconds of the oldest waiting request."""
+    """Waiting time of the oldest waiting request."""
     kv_use: float
-    """Largest share of the KV blocks that requests held."""
+    """Largest fraction of the KV blocks that requests used at once."""
     capacity_tokens: int
-    """Positions that fit into the KV cache, for requests of recent lengths."""
+    """Number of positions that fit into the KV cache, for requests of recent lengths."""
     preemption_rate: float
-    """Requests preempted for the first time divided by finished requests, over about the last hundred."""
+    """Requests preempted for the first time divided by finished requests, over about the last hundred finished
+    requests."""
     finished: int
     preempted: int
-    """Requests preempted for the first time."""
+    """Number of requests preempted for the first time."""
     prompt_length: float
     """Mean number of prompt tokens of recent requests, without tokens from the prefix cache."""
     answer_length: float
-    """Generated tokens, those of running requests included, divided by finished requests."""
+    """Generated tokens divided by finished requests. The tokens of running requests are included."""
     context_length: float
     """Mean number of computed positions of running requests."""
     prefill_share: float
-    """Share of the computed tokens that belong to prompts."""
+    """Fraction of the computed tokens that belong to prompts."""
     tokens_per_second: float
-    """Answer tokens per second."""
+    """Generated tokens per second."""
     step_p50: float
     step_p99: float
     ttft: float
     """Mean time to first token."""
     tpot: float
-    """Mean time between tokens."""
+    """Mean time between two tokens of a request."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Proposal:
-    """Settings that a governor proposes, with the reason in words."""
+    """Settings that a governor proposes, and the reason as text."""
 
     settings: Settings
     why: str
 
 
 class Governor(Protocol):
-    """Proposes settings. It uses no clock and no randomness: equal observations give equal proposals."""
+    """Proposes settings. It uses neither a clock nor randomness: equal observations give equal proposals."""
 
     @property
     def name(self) -> str: ...
 
     def decide(self, now: float, seen: Observation) -> Proposal | None:
-        """Proposed settings, or None to keep the present ones. ``now`` is in seconds on the engine's clock."""
+        """Proposed settings, or None to keep the present settings. ``now`` is in seconds on the engine's clock."""
         ...
 
 
@@ -141,29 +145,30 @@ class Governor(Protocol):
 
 
 def rows_that_fit(seen: Observation) -> float:
-    """Number of requests of recent lengths that fit into the KV cache side by side.
+    """Number of requests of recent lengths that fit into the KV cache at the same time.
 
-    At a random moment a running answer is about as long as the mean answer, when lengths vary as in chats, because long
-    answers run for longer.
+    The result counts the mean answer length per request. If lengths vary as in chats, a running answer has about this
+    length at a random time, because long answers run longer.
     """
     return seen.capacity_tokens / max(1.0, seen.prompt_length + seen.answer_length)
 
 
 def expected_growth(seen: Observation) -> float:
-    """Largest further share of the KV cache that the running requests will need at once.
+    """Largest additional fraction of the KV cache that the running requests will need at once.
 
-    If each step ends a fixed share of the answers, n requests of mean length c and mean answer r hold n (c + t)
-    exp(-t / r) positions after t more steps. The maximum is at t = r - c. This is a mean. The first request leaves
-    after r / n steps, in which all grow by r together. A margin of a few r covers a later leave.
+    Assume that each step ends a fixed fraction of the answers. Then n requests with mean context c and mean answer
+    length r hold n (c + t) exp(-t / r) positions after t more steps, with the maximum at t = r - c. This is a mean
+    value: the first request leaves after r / n steps on average, while all requests together grow by r. A margin of a
+    few r covers the case that it leaves later.
     """
     mean, context = seen.answer_length, seen.context_length
     growth = seen.running * (mean * math.exp(context / mean - 1) - context) if mean > context else 0.0
     return (growth + _MARGIN * mean) / seen.capacity_tokens
 
 
-def rows_in_time(seen: Observation, costs: Costs, seconds: float, most: int) -> int:
-    """Largest number of rows, at least 1, that decode in steps of at most ``seconds``."""
-    low, high = 1, max(1, most)
+def rows_in_time(seen: Observation, costs: Costs, seconds: float, limit: int) -> int:
+    """Maximum number of rows, at least 1, with which a decode step takes at most ``seconds``."""
+    low, high = 1, max(1, limit)
     while low < high:
         middle = (low + high + 1) // 2
         step = StepFeatures(middle, int(middle * seen.context_length))
@@ -171,25 +176,25 @@ def rows_in_time(seen: Observation, costs: Costs, seconds: float, most: int) -> 
     return low
 
 
-def tokens_in_time(seen: Observation, costs: Costs, seconds: float, most: int) -> int:
-    """Largest token budget with which a step of the running rows takes at most ``seconds``."""
-    rows = min(seen.running, most - 1)
-    return rows + costs.chunk_budget(rows, int(rows * seen.context_length), seconds, max(1, most - rows))
+def tokens_in_time(seen: Observation, costs: Costs, seconds: float, limit: int) -> int:
+    """Maximum token budget with which a step that includes the running rows takes at most ``seconds``."""
+    rows = min(seen.running, limit - 1)
+    return rows + costs.chunk_budget(rows, int(rows * seen.context_length), seconds, max(1, limit - rows))
 
 
-def tokens_for_throughput(seen: Observation, costs: Costs, most: int) -> int:
-    """Token budget with which prompts delay running answers least.
+def tokens_for_throughput(seen: Observation, costs: Costs, limit: int) -> int:
+    """Token budget with which prompts delay running requests least.
 
-    Up to the ridge of the roofline, prompt tokens are nearly free in a step that reads the weights anyway (SARATHI,
-    2023). The budget must also have room for the prompts that replace ended rows. A larger budget only makes some
-    steps long, while other steps read the weights for decodes alone.
+    A step reads all weights in any case, so prompt tokens cost almost nothing until computing takes longer than reading
+    (SARATHI, 2023). The budget must also have room for the prompts of the requests that replace ended ones. A larger
+    budget would only make some steps long, while other steps read the weights only for decodes.
     """
-    rows = min(seen.running, most - 1)
+    rows = min(seen.running, limit - 1)
     context = int(rows * seen.context_length)
-    alone = costs.model.step_seconds(StepFeatures(max(1, rows), context))
-    free = costs.chunk_budget(rows, context, _NEARLY_FREE * alone, max(1, most - rows))
+    decode_seconds = costs.model.step_seconds(StepFeatures(max(1, rows), context))
+    free = costs.chunk_budget(rows, context, _NEARLY_FREE * decode_seconds, max(1, limit - rows))
     steady = 1.25 * rows * seen.prompt_length / max(1.0, seen.answer_length)
-    return min(most, rows + int(max(free, steady)))
+    return min(limit, rows + int(max(free, steady)))
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------
@@ -197,7 +202,7 @@ def tokens_for_throughput(seen: Observation, costs: Costs, most: int) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Round:
-    """Sums since the last correction."""
+    """Sums of the observations since the last correction."""
 
     finished: int = 0
     preempted: int = 0
@@ -212,40 +217,41 @@ class _Round:
 
 
 class RuleGovernor:
-    """Governor with fixed rules: a forecast and its correction."""
+    """Governor with fixed rules: it forecasts how many requests fit, and corrects the forecast."""
 
     name = "rules"
 
     def __init__(self, bounds: Bounds, targets: Targets, costs: Costs) -> None:
         self._bounds, self._targets, self._costs = bounds, targets, costs
         self._factor = 1.0
-        """Correction factor of the forecast number of rows that fit."""
+        """Correction factor for the forecast number of rows that fit."""
         self._round = _Round()
         self._slack = 1.0
-        """Longest step with prompts, as a multiple of the target. Steps without prompts take less than the target."""
+        """Limit for the time of a step with prompts, as a multiple of the target. It is above 1 when steps without
+        prompts are faster than the target."""
 
     def decide(self, now: float, seen: Observation) -> Proposal | None:
-        most, target = self._bounds.most, self._targets.tpot
+        upper, target = self._bounds.most, self._targets.tpot
         because = self._correct(seen)
         fit = rows_that_fit(seen) * self._factor
-        running = int(min(fit, most.running))
+        running = int(min(fit, upper.running))
         whys = [f"{because}; {fit:.1f} requests fit"]
         if target < math.inf:
-            in_time = rows_in_time(seen, self._costs, target, most.running)
+            in_time = rows_in_time(seen, self._costs, target, upper.running)
             running = min(running, in_time)
             whys.append(f"{in_time} keep the pace")
         watermark = max(self._bounds.least.watermark, expected_growth(seen) / self._factor)
-        tokens = tokens_for_throughput(seen, self._costs, most.tokens)
+        tokens = tokens_for_throughput(seen, self._costs, upper.tokens)
         if target < math.inf:
             self._pace(seen)
-            tokens = tokens_in_time(seen, self._costs, target * self._slack, most.tokens)
+            tokens = tokens_in_time(seen, self._costs, target * self._slack, upper.tokens)
         return Proposal(Settings(running, tokens, watermark), ", ".join(whys))
 
     def _correct(self, seen: Observation) -> str:
-        """Correct the factor, and return the reason.
+        """Update the correction factor, and return the reason as text.
 
-        It is increased additively and decreased multiplicatively (Chiu and Jain, 1989), once per generation of
-        requests: the effect shows when the requests that it admitted have ended.
+        The factor is increased in small steps and decreased more strongly (Chiu and Jain, 1989), at most once per
+        generation of requests: the effect is visible only when the requests that were admitted with it have ended.
         """
         self._round.add(seen)
         turn, rate = self._round, seen.preemption_rate

@@ -1,4 +1,4 @@
-"""Runs a governor: collects its observations, limits and applies its proposals, and keeps a log of both."""
+"""Runs a governor: collects its observations, limits and applies its proposals, and logs both."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from chairlift.scheduler.scheduler import Scheduler
 __all__ = ["Decision", "GovernorLoop", "Window", "governor_from_config"]
 
 _USUAL_PROMPT, _USUAL_ANSWER, _USUAL_COUNT = 64, 160, 4
-"""Tokens per prompt, tokens per answer and number of assumed requests that a window starts with. Real requests soon
-outweigh them."""
+"""Tokens per prompt, tokens per answer, and number of assumed requests with these lengths at the start of a window.
+Real requests soon outweigh them."""
 
 _log = logging.getLogger("chairlift.governor")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """One entry of the audit log."""
+    """One entry of the log of decisions."""
 
     now: float
     """Time in seconds on the engine's clock."""
@@ -43,7 +43,7 @@ class Decision:
     before: Settings
     after: Settings
     applied: bool
-    """False in shadow mode."""
+    """Whether the settings were applied; false in shadow mode."""
     why: str
     seen: Observation
 
@@ -64,7 +64,8 @@ def _short(value: float) -> str:
 
 
 class _Ratio:
-    """Ratio of two counts that forgets old ones: the denominator is kept at or below ``memory``."""
+    """Ratio of two sums that forgets old values: both sums are scaled down so that the denominator is at most
+    ``memory``."""
 
     __slots__ = ("_lower", "_memory", "_upper")
 
@@ -95,7 +96,7 @@ class Window:
         self._answers.add(_USUAL_COUNT * _USUAL_ANSWER, _USUAL_COUNT)
         self._num_finished = scheduler.preemption_rate.num_finished
         self._ever_preempted: set[str] = set()
-        """Live requests that were preempted at least once."""
+        """Ids of unfinished requests that were preempted at least once."""
         self._begin(now)
 
     def _begin(self, now: float) -> None:
@@ -108,7 +109,7 @@ class Window:
         self._known = len(self._ever_preempted)
 
     def saw(self, out: SchedulerOutput, result: StepResult, seconds: float, now: float) -> None:
-        """Count a step that ended at ``now``, ``seconds`` after it began."""
+        """Count a step that took ``seconds`` and ended at ``now``."""
         self._steps.append(seconds)
         self._gaps += out.num_decodes
         self._waited += out.num_decodes * seconds
@@ -137,7 +138,7 @@ class Window:
         steps, computed = sorted(self._steps), self._tokens + self._prefill
         oldest = scheduler.waiting.oldest_arrival if waiting else now
         kv, length = scheduler.kv, max(1, round(self._prompts.value() + self._answers.value()))
-        # A sliding window releases blocks, so longer requests take no more of them.
+        # A sliding window releases blocks, so a longer request does not need more blocks.
         per_block = [max(kv.block_size, length / kv.layout.blocks_for(group, length)) for group in range(len(kv.pools))]
         seen = Observation(
             settings=settings,
@@ -168,11 +169,11 @@ class Window:
 
 
 class GovernorLoop:
-    """Calls a governor every ``interval`` seconds and applies its proposal within the guard rails.
+    """Calls a governor every ``interval`` seconds and applies its proposals within the limits of the guard rails.
 
-    It begins with as many requests as fit if all have usual lengths, because no request that joined can be taken back
-    before the first one has ended. With ``shadow`` no decision is applied, but later ones assume that it was. The last
-    ``capacity`` decisions are kept in ``decisions``.
+    Its first limit is the number of requests that fit if all have usual lengths. A higher first limit could admit too
+    many requests, and a lower limit later would not remove them from the batch. With ``shadow`` no decision is applied,
+    but later decisions assume that it was. ``decisions`` has the last ``capacity`` decisions.
     """
 
     def __init__(
@@ -191,18 +192,18 @@ class GovernorLoop:
         self.num_decisions = 0
         self._scheduler = scheduler
         self.settings = Settings(scheduler.batch.running_limit, scheduler.batch.token_budget, scheduler.batch.watermark)
-        """Settings in force. In shadow mode, the settings that would be."""
+        """Settings in use. In shadow mode: the settings that would be in use."""
         self.rails = GuardRails(self.settings, bounds)
         self.window = Window(scheduler, now)
         self._due = now + interval
         seen = self.window.close(now, self.settings)
         room = max(self.settings.watermark, expected_growth(seen))
         start = bounds.clamp(Settings(int(rows_that_fit(seen)), self.settings.tokens, room))
-        if start != self.settings:  # the guard rails do not count this as a move, so the next one may come at once
+        if start != self.settings:  # the guard rails do not count this change, so the next may follow at once
             self._set(now, start, "nothing is known yet", seen)
 
     def govern(self, now: float) -> None:
-        """Call the governor if it is time. Must run between two steps."""
+        """Call the governor if the interval has passed. Must be called between two steps."""
         if now < self._due:
             return
         self._due = now + self.interval
@@ -234,14 +235,14 @@ class GovernorLoop:
 def governor_from_config(
     config: SchedulerConfig, scheduler: Scheduler, costs: Costs, now: float
 ) -> GovernorLoop | None:
-    """The governor loop for these settings; None if it is off. Raises ConfigError for a custom class that cannot be
-    used."""
+    """The governor loop for these settings; None if the governor is off. Raises ConfigError for a custom class that
+    cannot be used."""
     if config.governor == "off":
         return None
-    most, reserved = config.max_running, sum(each.min_seqs for each in (config.promises or {}).values())
-    # Reserved rows of classes must stay available, and prompts must make progress.
-    least = Settings(reserved + 1, min(config.max_num_batched_tokens, 64), min(config.admission_watermark, 0.01))
-    bounds = Bounds(least, Settings(most, config.max_num_batched_tokens, max(config.admission_watermark, 0.4)))
+    max_rows, reserved = config.max_running, sum(each.min_seqs for each in (config.promises or {}).values())
+    # Rows reserved for classes must stay available, and prompts must make progress.
+    lowest = Settings(reserved + 1, min(config.max_num_batched_tokens, 64), min(config.admission_watermark, 0.01))
+    bounds = Bounds(lowest, Settings(max_rows, config.max_num_batched_tokens, max(config.admission_watermark, 0.4)))
     targets = Targets(
         math.inf if config.governor_ttft_ms is None else config.governor_ttft_ms / 1000,
         math.inf if config.governor_tpot_ms is None else config.governor_tpot_ms / 1000,

@@ -1,4 +1,5 @@
-"""Limits for a governor's proposals: bounds, small steps, no moves to and fro, and a way back after harm."""
+"""Limits for a governor's proposals: bounds, small steps, no oscillation, and a return to the configured settings after
+harm."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _WATERMARK_STEP = 0.04
 class GuardRails:
     """Limits a governor's proposals.
 
-    Settings stay within bounds, move in small steps and do not turn round too soon. Changes that cost throughput are
-    undone for a while.
+    Settings stay within bounds, change in small steps, and do not change direction too soon. After a change that costs
+    throughput, the configured settings are used for a while.
     """
 
     def __init__(
@@ -31,21 +32,22 @@ class GuardRails:
     ) -> None:
         self.configured, self.bounds = configured, bounds
         self._cool_down = cool_down
-        """Seconds before a setting may turn round."""
+        """Minimum seconds before a setting may change in the opposite direction."""
         self._worst_drop, self._patience = worst_drop, patience
         self._hold = self._first_hold = hold
         self._held_until = float("-inf")
         self._moved: dict[str, tuple[int, float]] = {}
-        """Direction and time of each setting's last move."""
+        """Name of a setting -> (direction, time) of its last change."""
         self._busy: deque[tuple[float, float]] = deque(maxlen=patience)
-        """(tokens per second, share of prompts) of windows in which work waited, since the last notable change."""
+        """(tokens per second, fraction of prompt tokens) of each window in which requests waited, since the last large
+        change."""
         self._base = configured
-        """Settings at the last notable change."""
+        """Settings after the last large change."""
         self._before: tuple[float, float] | None = None
-        """Means of ``_busy`` before the last notable change, until that change is judged."""
+        """Mean of ``_busy`` before the last large change; None after that change was judged."""
 
     def harmed(self, now: float, seen: Observation) -> str:
-        """Reason to return to the configured settings for a while, or "". Each notable change is judged once."""
+        """Reason to return to the configured settings for a while, or "". Each large change is judged once."""
         if not seen.waiting or not seen.tokens_per_second:
             return ""
         self._busy.append((seen.tokens_per_second, seen.prefill_share))
@@ -53,7 +55,8 @@ class GuardRails:
             return ""
         (speed, share), (was, share_was) = self._mean(), self._before
         self._before = None
-        # Other traffic has another speed. And fewer preemptions cost throughput, which the configured settings keep.
+        # Different traffic has a different speed, so it is not compared. With many preemptions it is not compared
+        # either: avoiding them costs throughput, and the configured settings would preempt more.
         unlike = abs(share - share_was) > 0.1 or seen.preemption_rate > UNHEALTHY
         if unlike or speed >= was * (1 - self._worst_drop) or seen.settings == self.configured:
             return ""
@@ -62,23 +65,23 @@ class GuardRails:
         return f"{speed:.0f} tokens/s after {was:.0f} before; the configured settings, for a while"
 
     def held(self, now: float) -> bool:
-        """Whether the configured settings are in force because a change did harm."""
+        """Whether the configured settings are in use because a change did harm."""
         return now < self._held_until
 
-    def limit(self, now: float, current: Settings, wanted: Settings) -> Settings:
-        """The allowed settings that are nearest to ``wanted``."""
-        wanted = self.bounds.clamp(wanted)
-        running = self._step("running", now, current.running, wanted.running)
-        tokens = self._step("tokens", now, current.tokens, wanted.tokens)
+    def limit(self, now: float, current: Settings, proposed: Settings) -> Settings:
+        """The allowed settings that are nearest to ``proposed``."""
+        proposed = self.bounds.clamp(proposed)
+        running = self._step("running", now, current.running, proposed.running)
+        tokens = self._step("tokens", now, current.tokens, proposed.tokens)
         watermark = current.watermark
-        if abs(wanted.watermark - watermark) >= _WATERMARK_STEP / 2 and self._may_turn(
-            "watermark", now, wanted.watermark - watermark
+        if abs(proposed.watermark - watermark) >= _WATERMARK_STEP / 2 and self._may_reverse(
+            "watermark", now, proposed.watermark - watermark
         ):
-            watermark += max(-_WATERMARK_STEP, min(wanted.watermark - watermark, _WATERMARK_STEP))
+            watermark += max(-_WATERMARK_STEP, min(proposed.watermark - watermark, _WATERMARK_STEP))
         return self.bounds.clamp(Settings(running, tokens, watermark))
 
     def moved(self, now: float, before: Settings, after: Settings) -> None:
-        """Note a change of the settings that is in force from now on."""
+        """Note that the settings were changed."""
         for field in dataclasses.fields(Settings):
             old, new = getattr(before, field.name), getattr(after, field.name)
             if old != new:
@@ -87,17 +90,18 @@ class GuardRails:
             self._base, self._before = after, self._mean()
             self._busy.clear()
 
-    def _step(self, name: str, now: float, at: int, wanted: int) -> int:
-        """Move ``at`` towards ``wanted``: up by at most an eighth (at least 1), down by at most a half.
+    def _step(self, name: str, now: float, at: int, proposed: int) -> int:
+        """Next value of a setting on the way from ``at`` to ``proposed``: at most an eighth (at least 1) higher, or at
+        most a half lower.
 
-        It stays for a change of less than a twentieth, and for a turn within the cool-down.
+        The value stays the same if the change is less than a twentieth, or reverses a change within the cool-down.
         """
-        aim = max(at // 2, min(wanted, at + max(1, at // 8)))
+        aim = max(at // 2, min(proposed, at + max(1, at // 8)))
         if abs(aim - at) < max(1.0, at / 20):
             return at
-        return aim if self._may_turn(name, now, aim - at) else at
+        return aim if self._may_reverse(name, now, aim - at) else at
 
-    def _may_turn(self, name: str, now: float, change: float) -> bool:
+    def _may_reverse(self, name: str, now: float, change: float) -> bool:
         direction, when = self._moved.get(name, (0, 0.0))
         return direction * change >= 0 or now - when >= self._cool_down
 

@@ -1,4 +1,5 @@
-"""Checks of the scheduler's state between two steps. Cheap enough for tests and simulation, not for production."""
+"""Checks of the scheduler's state between two steps. They are fast enough for tests and simulation, not for
+production."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ __all__ = ["check_batch"]
 
 
 def check_batch(batch: Batch) -> None:
-    """Raise InvariantError unless every request is in exactly one place and all counts agree."""
+    """Raise InvariantError unless every request is in exactly one state and all counters are right."""
     running = batch.running.values()
     slots = [request.slot for request in running]
     if sorted(slots + batch.free_slots) != list(range(batch.max_running)):
@@ -23,8 +24,8 @@ def check_batch(batch: Batch) -> None:
     if batch.reserve.keys() - batch.running.keys():
         raise InvariantError(f"{batch.reserve} have reserved rows, but do not run")
     siblings = [sibling for request in batch.requests.values() for sibling in request.siblings]
-    places = Counter(id(request) for request in [*batch.waiting, *running, *siblings, *batch.unready.values()])
-    if set(places) != {id(request) for request in batch.requests.values()} or max(places.values(), default=1) > 1:
+    counts = Counter(id(request) for request in [*batch.waiting, *running, *siblings, *batch.unready.values()])
+    if set(counts) != {id(request) for request in batch.requests.values()} or max(counts.values(), default=1) > 1:
         raise InvariantError("a request is lost, or waits and runs at the same time")
     if any(request.is_ready for request in batch.unready.values()) or not all(r.is_ready for r in batch.waiting):
         raise InvariantError("a request is ready and does not wait, or waits and is not ready")

@@ -1,7 +1,7 @@
-"""Rules for when requests may join a batch and when they may leave it.
+"""Rules that say when requests may join a batch and when they may leave it.
 
-``continuous`` is iteration-level scheduling (Orca, OSDI 2022). ``static`` and ``dynamic`` are the baselines it is
-measured against: request-level batches as FasterTransformer and Triton's dynamic batcher run them.
+``continuous`` is iteration-level scheduling (Orca, OSDI 2022). ``static`` and ``dynamic`` are baselines for comparison:
+request-level batches as in FasterTransformer and in Triton's dynamic batcher.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ class _Waiting(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Membership:
-    """Rules by which a batch begins and ends."""
+    """Rules that say how a batch begins and ends."""
 
     name: str
     closed: bool
-    """Requests join only when the batch is empty, all together."""
+    """Requests join only when the batch is empty, and all at the same time."""
     held: bool
-    """A finished row keeps computing, and nothing is delivered, until the whole batch has ended."""
+    """A finished row computes on, and no output is delivered, until all rows of the batch have finished."""
     batch_wait: float = 0.0
-    """Seconds a closed batch waits for more requests before it fires unfilled."""
+    """Seconds that a closed batch waits for more requests before it starts although it is not full."""
     preferred_sizes: tuple[int, ...] = ()
-    """Sizes at which a closed batch fires without waiting for more, ascending (Triton's preferred_batch_size)."""
+    """Sizes at which a closed batch starts without waiting for more requests, ascending (Triton's
+    preferred_batch_size)."""
 
     def places(self, waiting: _Waiting, num_running: int, free_slots: int, now: float) -> int:
-        """How many waiting requests may join in this step."""
+        """Number of waiting requests that may join in this step."""
         if not self.closed:
             return free_slots
         if num_running or not len(waiting):
@@ -48,35 +49,37 @@ class Membership:
         return self._ready_size(waiting, free_slots)
 
     def fires_at(self, waiting: _Waiting, free_slots: int) -> float:
-        """Time at which the requests in ``waiting`` may join, if nothing runs and no other request comes."""
+        """Time at which the requests in ``waiting`` may join, if nothing runs and no other request arrives."""
         ready = not self.closed or self._ready_size(waiting, free_slots)
         return waiting.oldest_arrival + (0.0 if ready else self.batch_wait)
 
     def _ready_size(self, waiting: _Waiting, free_slots: int) -> int:
-        """The largest size that need not wait for more requests: a full batch, else a preferred size, else 0."""
+        """Number of waiting requests with which a closed batch may start now: a full batch, otherwise the largest
+        preferred size that is reached, otherwise 0."""
         if len(waiting) >= free_slots:
             return free_slots
         return max((size for size in self.preferred_sizes if size <= len(waiting)), default=0)
 
     def lacks(self, places: int) -> str:
-        """Resource that the next waiting request lacks when it does not join although ``places`` requests may."""
+        """Resource that the next waiting request lacks if it does not join. ``places`` is the number of requests that
+        may still join."""
         return "tokens" if places else "batch" if self.closed else "slots"
 
     def needs_budget(self) -> int:
-        """Tokens of the step's budget that must be left for one more request to join."""
+        """Number of tokens that the step's budget must have left before one more request may join."""
         return 0 if self.closed else 1
 
-    def prepare(self, batch: Sequence[Request], most: int) -> None:
-        """Set how many positions each row of ``batch`` computes, before it joins. ``most`` bounds any row."""
+    def prepare(self, batch: Sequence[Request], limit: int) -> None:
+        """Set how many positions each row of ``batch`` computes, before it joins; at most ``limit``."""
         if self.held:
             longest = max((request.max_total_tokens - request.num_prompt_tokens for request in batch), default=0)
             for request in batch:
                 own = request.max_total_tokens - 1
-                request.limit = max(own, min(request.num_prompt_tokens + longest - 1, most))
+                request.limit = max(own, min(request.num_prompt_tokens + longest - 1, limit))
 
 
 def membership_from_name(name: str, batch_wait_ms: float = 0.0, preferred_sizes: tuple[int, ...] = ()) -> Membership:
-    """``continuous``, ``static`` or ``dynamic``; raises ConfigError for anything else."""
+    """Rules for ``continuous``, ``static`` or ``dynamic``. Raises ConfigError for any other name."""
     wait = batch_wait_ms / 1000.0
     known = {
         "continuous": Membership("continuous", closed=False, held=False),

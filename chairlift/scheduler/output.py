@@ -1,4 +1,4 @@
-"""Messages between scheduler and executor: steps as differences one way, token ids the other way."""
+"""Messages between scheduler and executor. Steps go to the executor as differences; token ids come back."""
 
 from __future__ import annotations
 
@@ -13,124 +13,129 @@ from chairlift.vision.spans import ImageSpan
 __all__ = ["FAILED_ROW", "Chunk", "NewRow", "SchedulerOutput", "StepResult"]
 
 FAILED_ROW = -1
-"""Token id that stands for 'this row has no token': its logits were not finite."""
+"""Value in place of a token id for a row without a token, because its logits were not finite."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that takes a row of the InputBatch."""
+    """A request that gets a row of the InputBatch."""
 
     slot: int
     request_id: str
     token_ids: list[int]
-    """All tokens known: the prompt, and after a preemption what was generated as well."""
+    """All known tokens: the prompt and, after a preemption, also the tokens generated so far."""
     num_prompt_tokens: int
     num_computed_tokens: int
     block_ids: list[list[int]]
-    """Block table per cache group."""
+    """Block tables: one list of block ids per cache group."""
     sampling: Any
-    """The executor's own description of how this row samples. The scheduler does not read it."""
+    """Sampling parameters of the row, for the executor. The scheduler does not read them."""
     adapter_id: int = 0
-    """Number of the adapter that its tokens are computed with; 0: none."""
+    """Number of the request's adapter; 0 for no adapter."""
     images: tuple[ImageSpan, ...] = ()
-    """Positions of its prompt that are rows of images."""
+    """Positions of the prompt whose inputs are rows of encoded images."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """``num_tokens`` known tokens of one row, from position ``start`` on."""
+    """``num_tokens`` known tokens of one row, from position ``start`` on, that a step computes."""
 
     slot: int
     start: int
     num_tokens: int
     samples: int
-    """Number of sample positions: the last ``samples`` of the tokens yield a token each. 0: none, 1: only the last."""
+    """Number of sample positions: each of the last ``samples`` tokens of the chunk yields a sampled token. 0 means
+    none."""
     why: str
-    """``prefill``, ``recompute`` (after a preemption), ``stalled`` (a decode that had to wait for a block), or
-    ``verify`` (a decode with drafts)."""
+    """Reason for the chunk: ``prefill``, ``recompute`` (after a preemption), ``stalled`` (a decode that had to wait for
+    a block), or ``verify`` (a decode with drafts)."""
     drafts: tuple[int, ...] = ()
-    """Proposed tokens at the end of the chunk. Each of them, and the known token before them, is a sample position."""
+    """Proposed tokens at the end of the chunk. The token before them, and each draft, is a sample position."""
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
 
     def num_accepted(self, tokens: Sequence[int]) -> int:
-        """Number of right drafts, when ``tokens`` were drawn at the sample positions.
+        """Number of right drafts. ``tokens`` were sampled at the chunk's sample positions.
 
-        Drafts are right up to the first that differs from the token drawn in its place. That token is right too, so
-        one more token than the result is known.
+        Drafts are right up to the first one that differs from the token sampled at its position. That sampled token is
+        right too, so the row gets one token more than the result.
         """
-        for place, draft in enumerate(self.drafts):
-            if tokens[place] != draft:
-                return place
+        for index, draft in enumerate(self.drafts):
+            if tokens[index] != draft:
+                return index
         return len(self.drafts)
 
 
 @dataclasses.dataclass(slots=True)
 class SchedulerOutput:
-    """One step, as differences from the step before. Applied in the order of the fields.
+    """One step, as differences from the previous step. The executor applies the fields in their order.
 
-    Sample positions, and so the token ids that come back, are numbered: first the decode rows in the order of the last
-    ``decode_slots`` sent, then the sample positions of the chunks.
+    Sample positions, and the token ids that come back for them, have this order: first the decode rows in the order of
+    the newest ``decode_slots``, then the sample positions of the chunks.
     """
 
     step: int
     left: list[int] = dataclasses.field(default_factory=list)
-    """Rows given up since the last step."""
+    """Rows that requests left since the previous step."""
     joined: list[NewRow] = dataclasses.field(default_factory=list)
     new_blocks: list[tuple[int, NewBlocks]] = dataclasses.field(default_factory=list)
-    """(slot, blocks appended to its table)."""
+    """(slot, blocks appended to the slot's block table)."""
     swap_out: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, block, host block) to save in host memory, before anything of this step is written."""
+    """(group, block, host block) to save in host memory, before this step writes anything."""
     copies: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    """(group, source block, destination block), copied before this step writes anything else."""
+    """(group, source block, destination block) to copy before this step writes anything else."""
     swap_in: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     """(group, host block, block) to copy back from host memory before this step computes anything. Applied after
-    ``copies``, because a block may be the source of a copy and then the destination of a swap-in."""
+    ``copies``, because a block may be the source of a copy and also the destination of a swap-in."""
     decode_slots: tuple[int, ...] | None = None
-    """Rows that compute their newest token and sample, from this step on. None if they are the same as before."""
+    """Rows that compute their newest token and sample, in this step and later steps. None: the same rows as before."""
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     num_decodes: int = 0
     num_tokens: int = 0
-    """Tokens computed in this step; 0 means there is nothing to execute."""
+    """Number of tokens computed in this step; 0 means that there is nothing to execute."""
     num_recomputed: int = 0
-    """Tokens in this step that had been computed before and were lost to a preemption."""
+    """Number of tokens in this step that were computed before and lost by a preemption."""
 
-    # The fields below are for the step log and the cost model. An executor that computes does not read them.
+    # The fields below are for the step log and the cost model. A real executor does not read them.
     decode_rows: tuple[tuple[str, int], ...] = ()
     """(request id, slot) of every decode row."""
     chunk_ids: list[str] = dataclasses.field(default_factory=list)
     preempted: list[str] = dataclasses.field(default_factory=list)
     preempted_for: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Request preempted since the step before -> request that needed its row or blocks; "" for none in particular."""
+    """Id of a request preempted since the previous step -> id of the request that needed its row or blocks; "" if there
+    is none."""
     stalled: tuple[str, ...] = ()
-    """Ids of decoding requests that wait for a block from this step on."""
+    """Ids of decoding requests that begin to wait for a block in this step."""
     held_up_by: str = ""
-    """What the first waiting request lacks: ``slots``, ``blocks``, ``tokens``, ``reservation`` (rows reserved for
-    another class), ``adapter`` (the step has as many adapters as it may) or ``batch``.
+    """What the first waiting request lacks: ``slots``, ``blocks``, ``tokens``, ``reservation`` (the free rows are
+    reserved for another class), ``adapter`` (the step has the maximum number of adapters) or ``batch`` (a closed batch
+    runs).
 
-    ``grammar``, ``adapter`` or ``image`` if all waiting requests have a grammar that is being compiled, an adapter that
-    is being read, or images that are being encoded. Empty if no request waits. Set also in a step that has nothing to
-    execute.
+    The value is ``grammar``, ``adapter`` or ``image`` if the queue is empty and a request waits until its grammar is
+    compiled, its adapter is read, or its images are encoded. It is empty if no request waits. It is also set in a step
+    that has nothing to execute.
     """
     context_tokens: int = 0
     """Positions that all decode rows attend to together. The cost of a decode grows with it."""
+    adapter_bytes: int = 0
+    """Bytes of the adapters of all rows, each adapter counted once."""
     num_waiting: int = 0
     num_held: int = 0
-    """Finished decode rows that compute until their static batch ends (``batching="static"``)."""
+    """Number of finished decode rows that compute on until their static batch ends (``batching="static"``)."""
     blocks: BlockCounts | None = None
     unused_slots: int = 0
-    """Positions allocated in block tables but not computed: internal fragmentation."""
+    """Number of positions in allocated blocks that are not computed (internal fragmentation)."""
     padding_avoided: int = 0
-    """Tokens a padded engine would have computed beyond ``num_tokens`` in a batch of these rows."""
+    """Number of additional tokens that an engine with padding would compute for these rows."""
 
 
 @dataclasses.dataclass(slots=True)
 class StepResult:
-    """Result of an update."""
+    """Result of :meth:`Scheduler.update`."""
 
     sampled: Sequence[Request | None]
-    """Per sample position: the request whose token was accepted, or None where it was dropped."""
+    """One entry per sample position: the request that got the token, or None if the token was dropped."""
     finished: list[Request]
-    """Requests that left for good, and may be delivered."""
+    """Requests that have ended; their output may be delivered."""

@@ -1,4 +1,4 @@
-"""Make a policy from settings, and load plugins."""
+"""Makes the policy from the settings, and loads custom classes."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ def policy_from_config(config: SchedulerConfig, estimate: EstimateOf | None = No
 
 
 def load_policy(path: str) -> Policy:
-    """Make the policy ``module:Class`` without arguments. Raises ConfigError that names a missing member."""
+    """Make the policy ``module:Class``, without arguments. Raises ConfigError; it names a member that the class
+    lacks."""
     members = [name for name in dir(type(FCFS)) if not name.startswith("_")]
     base = "chairlift.scheduler.policy.FirstComeFirstServed"
     return cast(Policy, load_plugin("scheduling_policy", path, lambda owner: owner(), members, base))
 
 
 def load_plugin(setting: str, path: str, make: Callable[[Any], Any], members: list[str], example: str) -> Any:
-    """Import the class ``module:Class`` and return ``make`` of it.
+    """Import the class ``module:Class`` and return ``make(class)``.
 
-    Raises ConfigError when that fails, or when the result lacks one of ``members``.
+    Raises ConfigError if this fails, or if the result lacks one of ``members``.
     """
     module_name, _, class_name = path.partition(":")
     if "" not in sys.path:
-        sys.path.append("")  # the installed command and the engine's process do not search the current directory
+        sys.path.append("")  # search the current directory too; the installed command does not by itself
     try:
         plugin = make(getattr(importlib.import_module(module_name), class_name))
     except Exception as error:

@@ -1,8 +1,8 @@
-"""Policies decide which request is next, which is preempted, and how a step's tokens are divided.
+"""Policies decide which request is next, which request is preempted, and how the tokens of a step are divided.
 
-:class:`Policy` is the public interface for policies of one's own (``--scheduling-policy module:Class``). Start from
-:class:`FirstComeFirstServed`, override what differs, and run ``chairlift sim gate module:Class`` before it
-meets traffic.
+:class:`Policy` is the public interface for custom policies (``--scheduling-policy module:Class``). Derive a class from
+:class:`FirstComeFirstServed`, override the methods that differ, and run ``chairlift sim gate module:Class`` before you
+use it for real traffic.
 """
 
 from __future__ import annotations
@@ -15,41 +15,42 @@ from chairlift.request import Request
 __all__ = ["FCFS", "FirstComeFirstServed", "Policy", "Resource"]
 
 Resource = Literal["slots", "blocks", "tokens"]
-"""What two requests can compete for: a row, KV blocks, a share of the step's token budget."""
+"""Resource that two requests can compete for: a row, KV blocks, or tokens of the step's budget."""
 
 
 class Policy(Protocol):
-    """The interface that the scheduler calls. ``now`` is in seconds on the engine's clock.
+    """Interface of a scheduling policy. ``now`` is in seconds on the engine's clock.
 
-    The scheduler keeps its invariants whatever a policy answers: no request is preempted twice without progress in
-    between or too often, none starves behind one that does not fit, and budgets hold.
+    The scheduler guarantees the following, whatever a policy returns: no request is preempted too often, or twice
+    without progress in between; no request starves because another one does not fit; budgets are respected.
     """
 
     name: str
     preemptive: bool
-    """Whether :meth:`outranks` is ever true. If not, it is never called, and running work is only preempted for blocks
-    that other running work needs."""
+    """Whether :meth:`outranks` can return true. If not, it is never called, and running requests are preempted only for
+    blocks that other running requests need."""
 
     def fork(self) -> Policy:
-        """A policy with the same settings that has seen no request, for forecasts on a copy of the state."""
+        """A policy with the same settings that has seen no request, for forecasts on a copy of the scheduler."""
         ...
 
     def catch_up(self, original: Policy) -> None:
-        """Take the history of ``original``. Called on a fork after all requests were added to it."""
+        """Copy the history of ``original``. Called on a fork after all requests were added to the fork."""
         ...
 
     def order(self, request: Request) -> tuple[float, ...]:
-        """Sort key within a lane. A smaller request goes first, and keeps its blocks when running work is short of
-        them. The key must not change while the request waits in one place."""
+        """Sort key within a lane. The request with the smaller key goes first, and keeps its blocks when running
+        requests lack blocks. The key must not change while the request waits in the queue."""
         ...
 
     def lane(self, request: Request) -> Hashable:
-        """Waiting requests of one lane differ by :meth:`order` only; lanes are compared by :meth:`rank`."""
+        """Lane of a waiting request. Requests of one lane are sorted by :meth:`order`; lanes are sorted by
+        :meth:`rank`."""
         ...
 
     def rank(self, head: Request, waited: float, now: float) -> tuple[float, ...]:
-        """Sort key of a lane with first request ``head``. ``waited`` is the time in seconds since a request of the lane
-        last joined, or since ``head`` came. The key may change from one call to the next."""
+        """Sort key of a lane. ``head`` is its first request. ``waited`` is the number of seconds since a request of the
+        lane last joined, or since ``head`` arrived. The key may change between two calls."""
         ...
 
     def outranks(self, request: Request, running: Request, resource: Resource, now: float) -> bool:
@@ -57,35 +58,38 @@ class Policy(Protocol):
         ...
 
     def yields(self, running: Request, needy: Request) -> bool:
-        """Whether ``running`` may be preempted for blocks that ``needy``, also running, needs. Never in a circle."""
+        """Whether ``running`` may be preempted for blocks that ``needy``, also a running request, needs. The relation
+        must have no cycle."""
         ...
 
     def victim(self, candidates: Iterable[Request]) -> Request | None:
-        """The request to preempt, or None. A running request that needs blocks is a candidate too. It waits if the
-        result is None or itself."""
+        """The request to preempt, or None. A running request that needs blocks is also a candidate. It waits if the
+        result is None or the request itself."""
         ...
 
     def share(self, needs: Sequence[tuple[Request, int]], budget: int) -> Iterable[tuple[Request, int]]:
         """Divide a step's token budget between requests with several tokens to compute.
 
-        ``needs`` has (request, tokens to compute) in order of admission. The result has each request at most once, and
-        at most ``budget`` tokens in all.
+        ``needs`` has (request, tokens to compute) in order of admission. The result has (request, assigned tokens):
+        each request at most once, and at most ``budget`` tokens in total.
         """
         ...
 
     def standing(self, request: Request) -> tuple[float, ...]:
-        """Sort key that goes before size, when the rest of a step's prompt budget goes to the smallest requests.
+        """Sort key that takes precedence over size when the rest of a step's prompt budget goes to the smallest
+        requests.
 
-        Smaller goes first. The key must not change while the request waits in one place.
+        The request with the smaller key goes first. The key must not change while the request waits in the queue.
         """
         ...
 
     def reserved_tokens(self, needs: Sequence[tuple[Request, int]]) -> int:
-        """Tokens of a step that are reserved for some of ``needs`` (as in :meth:`share`). They never go by size."""
+        """Number of tokens of a step that are reserved for some of ``needs`` (as in :meth:`share`). They are always
+        assigned in policy order."""
         ...
 
     def observe(self, running: Iterable[Request], now: float) -> None:
-        """Called before waiting requests are compared with running ones."""
+        """Called before waiting requests are compared with running requests."""
         ...
 
     def may_stay(self, request: Request) -> bool:
@@ -93,32 +97,32 @@ class Policy(Protocol):
         ...
 
     def late(self, now: float) -> Iterable[Request]:
-        """Requests that cannot keep their deadline any more. Each is reported once."""
+        """Requests that cannot meet their deadline any more. Each is reported once."""
         ...
 
     def moved(self) -> Iterable[Request]:
-        """Waiting requests with a changed lane or order, each once for every change. Called after :meth:`late`."""
+        """Waiting requests whose lane or order has changed, once for every change. Called after :meth:`late`."""
         ...
 
     def queued(self, request: Request, now: float) -> None:
-        """A request begins to wait: it has arrived, or was preempted."""
+        """Called when a request begins to wait: it has arrived, or was preempted."""
         ...
 
     def joined(self, request: Request) -> None:
-        """A request has a row from this step on."""
+        """Called when a request gets a row."""
         ...
 
     def left(self, request: Request) -> None:
-        """A request leaves its row. Its number of computed tokens is still set."""
+        """Called when a request leaves its row. Its number of computed tokens is still set."""
         ...
 
     def forgotten(self, request: Request) -> None:
-        """A request has ended, whether it ran or waited."""
+        """Called when a request has ended, whether it ran or waited."""
         ...
 
 
 class FirstComeFirstServed:
-    """Arrival order; the latest arrival is preempted (vLLM's and Orca's order)."""
+    """Order of arrival; the latest arrival is preempted first (the order of vLLM and Orca)."""
 
     name = "fcfs"
     preemptive = False
@@ -151,13 +155,13 @@ class FirstComeFirstServed:
         for request, num_tokens in sorted(needs, key=self._chunk_order) if len(needs) > 1 else needs:
             if budget <= 0:
                 return
-            given = min(num_tokens, budget)
-            budget -= given
-            yield request, given
+            assigned = min(num_tokens, budget)
+            budget -= assigned
+            yield request, assigned
 
     def _chunk_order(self, need: tuple[Request, int]) -> tuple[float, ...]:
         request = need[0]
-        return (request.num_computed_tokens < request.progress_mark, *self.order(request))  # who stalled goes first
+        return (request.num_computed_tokens < request.progress_mark, *self.order(request))  # stalled requests first
 
     def standing(self, request: Request) -> tuple[float, ...]:
         return ()

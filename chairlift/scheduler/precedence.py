@@ -1,4 +1,4 @@
-"""One order of precedence: reservation, then deadline, then priority, then fairness, then arrival."""
+"""The policy ``priority``: reservations take precedence over deadlines, then come priorities, fairness and arrival."""
 
 from __future__ import annotations
 
@@ -16,40 +16,43 @@ __all__ = ["Precedence"]
 
 
 _OWED_SHARE = 0.75
-"""Fraction of its fair share of rows that a tenant may take by preemption. If tenants could take more, they would
+"""Fraction of its fair number of rows that a tenant may take by preemption. If tenants could take more, they would
 preempt each other without end."""
 
 _STARVING = 8
-"""Ageing periods after which a lane that got nothing goes before deadlines as well."""
+"""Number of ageing periods after which a lane without any admission also takes precedence over deadlines."""
 
 
 class Precedence(FirstComeFirstServed):
     """The policy ``priority``.
 
-    * A class below its reserved rows, blocks or step tokens takes them back from the requests that borrowed them.
-    * Requests with a deadline go by least slack, which is the latest time at which they must start by ``estimate``.
+    * A class that uses fewer rows, blocks or step tokens than are reserved for it takes them back from the requests
+      that use them.
+    * Requests with a deadline are ordered by the latest time at which they must start, computed with ``estimate``.
       :class:`~chairlift.scheduler.deadlines.Deadlines` says what happens to requests that will be late.
-    * A lower ``priority`` number displaces running work of a higher number. A lane gains one level for each
-      ``ageing_seconds`` in which none of its requests joined. Age changes the waiting order only and takes no row. A
-      request that joined after eight times as long keeps its row against priority, or it would starve.
-    * Between tenants of one priority, virtual token counters decide, then fewer rows for the tenant's weight, then
-      arrival. A tenant is *owed* rows if it has had less service and wants, running and waiting, no more than three
-      quarters of its share of the rows, or one row. It takes them from a tenant with more than its share and more than
-      one row. So a tenant that asks for little does not wait for one that asks for all.
+    * A request with a lower ``priority`` number displaces running requests with a higher number. A lane gains one
+      level for each ``ageing_seconds`` in which none of its requests joined. Age changes only the order of the queue;
+      it takes no row from a running request. A request that joined after eight times ``ageing_seconds`` keeps its row
+      against requests of a better priority; otherwise it would starve.
+    * Tenants with requests of one priority are ordered by their virtual token counters, then by the number of rows
+      per weight, then by arrival. A tenant is *owed* a row if two conditions hold: it got less service than another
+      tenant, and its running and waiting requests are no more than three quarters of its fair number of rows, or one
+      row. It takes the row from a tenant with more rows than its fair number and more than one row. So a tenant with
+      few requests does not wait for a tenant with many.
 
     Bounds in steps, for R rows, budget T and requests of at most L positions, with continuous batching and mixed
-    steps. Prompts that are being computed are done after ``P = ceil(R * L / (T - R + 1))`` steps. Requests that may
-    not be preempted end ``L`` steps later. D is the look-ahead, W is ``max_times_passed``.
+    steps: prompts that are being computed are complete after ``P = ceil(R * L / (T - R + 1))`` steps. Requests that
+    may not be preempted end ``L`` steps later. D is the look-ahead, W is ``max_times_passed``.
 
-    * A class below its reserved rows gets one back within ``P + D + 1`` steps, if blocks suffice for all rows. A class
-      below its reserved blocks joins within ``(W + 1) * (P + L + D + 1)``. Reserved step tokens are there in every
-      step, as far as decodes leave any.
+    * A class with fewer rows than reserved gets one back within ``P + D + 1`` steps, if there are blocks for all rows.
+      A request of a class with fewer blocks than reserved joins within ``(W + 1) * (P + L + D + 1)`` steps. Reserved
+      step tokens are available in every step, as far as decodes leave tokens.
     * The head of the lowest of N lanes starts within ``N * (W + 1) * (P + L + D + 1)`` steps after it has waited for
       ``8 * ageing_seconds``.
-    * A tenant that is owed rows has one within ``P + D + 1`` steps, if blocks suffice for all rows and others may be
-      preempted.
-    * :class:`~chairlift.scheduler.fairness.VirtualTokenCounters` has the bound of fair shares. Age goes before fair
-      shares, so that bound holds as long as no request waits for ``ageing_seconds``.
+    * A tenant that is owed a row gets it within ``P + D + 1`` steps, if there are blocks for all rows and other
+      requests may be preempted.
+    * :class:`~chairlift.scheduler.fairness.VirtualTokenCounters` gives the bound of fairness between tenants. Age
+      takes precedence over fairness, so that bound holds only while no request waits for ``ageing_seconds``.
     """
 
     name = "priority"
@@ -71,14 +74,14 @@ class Precedence(FirstComeFirstServed):
         self._ageing = ageing_seconds
         self._deadlines = Deadlines(estimate)
         self._rows: Counter[str] = Counter()
-        """Number of running requests per class."""
+        """Class of service -> number of its running requests."""
         self._tenant_rows: Counter[str] = Counter()
         self._row = 1.0
-        """Total weight of the tenants with requests, per row."""
+        """Sum of the weights of all tenants with requests, divided by the number of rows."""
         self._running: Iterable[Request] = ()
         self._settled = self._counted = True
         self._blocks: Counter[str] = Counter()
-        """Number of blocks per class, in its fullest cache group. See :meth:`_used`."""
+        """Class of service -> number of its blocks in its fullest cache group. See :meth:`_used`."""
         self._reserves_blocks = any(each.min_blocks for each in classes.values())
         self._reserves_tokens = any(each.min_step_tokens for each in classes.values())
         self._known: set[str] = set()
@@ -139,12 +142,13 @@ class Precedence(FirstComeFirstServed):
         return request.priority < running.priority and running.start_by == math.inf
 
     def _is_owed(self, request: Request, running: Request) -> bool:
-        """Whether ``request``'s tenant is owed a row, and the tenant of ``running`` has more than its share."""
+        """Whether the tenant of ``request`` is owed a row, and the tenant of ``running`` has more than its fair number
+        of rows."""
         tenant, other = request.service.tenant, running.service.tenant
         if tenant == other or self.counters[tenant] > self.counters[other]:
             return False
-        wanted = self._tenant_rows[tenant] + self.counters.num_waiting(tenant)
-        few = wanted * self._row <= max(_OWED_SHARE * self.counters.weight(tenant), self._row)
+        num_requests = self._tenant_rows[tenant] + self.counters.num_waiting(tenant)
+        few = num_requests * self._row <= max(_OWED_SHARE * self.counters.weight(tenant), self._row)
         return few and self._tenant_rows[other] * self._row > max(self.counters.weight(other), self._row)
 
     def yields(self, running: Request, needy: Request) -> bool:
@@ -155,7 +159,7 @@ class Precedence(FirstComeFirstServed):
         return super().yields(running, needy)
 
     def victim(self, candidates: Iterable[Request]) -> Request | None:
-        # At equal standing the victim is of the tenant with most service, and cheapest to compute again.
+        # Among equal requests, the victim belongs to the tenant that got the most service, and is the latest arrival.
         return max(candidates, key=self._weakness, default=None)
 
     def _weakness(self, request: Request) -> tuple[float, ...]:
@@ -170,20 +174,20 @@ class Precedence(FirstComeFirstServed):
         shares, open_to_all = [], budget - sum(floors.values())
         for request, num_tokens in sorted(needs, key=self._chunk_order):
             name = request.service.service_class
-            given = min(num_tokens, floors[name] + max(0, open_to_all), budget)
-            budget -= given
-            own = min(given, floors[name])
+            assigned = min(num_tokens, floors[name] + max(0, open_to_all), budget)
+            budget -= assigned
+            own = min(assigned, floors[name])
             floors[name] -= own
-            open_to_all -= given - own
-            shares.append((request, given))
+            open_to_all -= assigned - own
+            shares.append((request, assigned))
         return shares
 
     def _floors(self, needs: Sequence[tuple[Request, int]]) -> dict[str, int]:
-        """Class -> tokens of a step that are reserved for it and that it needs."""
-        wanted: Counter[str] = Counter()
+        """Class of service -> number of step tokens that are reserved for it and that it needs now."""
+        needed: Counter[str] = Counter()
         for request, num_tokens in needs:
-            wanted[request.service.service_class] += num_tokens
-        return {name: min(self._class(name).min_step_tokens, wanted[name]) for name in wanted}
+            needed[request.service.service_class] += num_tokens
+        return {name: min(self._class(name).min_step_tokens, needed[name]) for name in needed}
 
     def standing(self, request: Request) -> tuple[float, ...]:
         return (request.start_by, request.priority)
@@ -202,7 +206,7 @@ class Precedence(FirstComeFirstServed):
         return self._classes.get(name, self._no_class)
 
     def _claims(self, request: Request, resource: Resource) -> bool:
-        """Whether the request's class has less of ``resource`` than is reserved for it."""
+        """Whether the class of the request has less of ``resource`` than is reserved for it."""
         name = request.service.service_class
         own = self._class(name)
         if resource == "slots":
@@ -212,7 +216,7 @@ class Precedence(FirstComeFirstServed):
         return own.min_step_tokens > 0
 
     def _within(self, request: Request, resource: Resource) -> bool:
-        """Whether the request's class has no more of ``resource`` than is reserved for it."""
+        """Whether the class of the request has at most as much of ``resource`` as is reserved for it."""
         name = request.service.service_class
         own = self._class(name)
         if resource == "slots":
@@ -231,8 +235,10 @@ class Precedence(FirstComeFirstServed):
 
     def may_stay(self, request: Request) -> bool:
         name = request.service.service_class
-        kept = sum(max(0, own.min_seqs - self._rows[other]) for other, own in self._classes.items() if other != name)
-        return self._rows[name] < self._class(name).min_seqs or self._rows.total() + kept < self._max_running
+        still_reserved = sum(
+            max(0, own.min_seqs - self._rows[other]) for other, own in self._classes.items() if other != name
+        )
+        return self._rows[name] < self._class(name).min_seqs or self._rows.total() + still_reserved < self._max_running
 
     # -- deadlines -----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Which requests may be preempted, how, and how often that happens."""
+"""Rules that say which requests may be preempted and how, and a count of how often that happens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = [
 
 
 class PreemptionCosts(Protocol):
-    """Seconds, as measured."""
+    """Measured costs of preemption, in seconds."""
 
     def recompute_seconds(self, num_tokens: int) -> float:
         """Seconds to compute ``num_tokens`` lost positions of one request again."""
         ...
 
     def swap_seconds(self, num_blocks: Sequence[int]) -> float:
-        """Seconds to copy ``num_blocks`` blocks, one number per cache group, to host memory and back."""
+        """Seconds to copy blocks to host memory and back. ``num_blocks`` has the number of blocks per cache group."""
         ...
 
 
@@ -37,9 +37,9 @@ class PreemptionCosts(Protocol):
 class PreemptionMode:
     """How running requests are preempted.
 
-    ``recompute`` drops KV: only the end of it if running work needs a few blocks, else all of it. ``swap`` keeps KV in
-    host memory as long as there is room. ``auto`` takes the cheaper of both. With ``none`` no request is preempted,
-    so requests join only with blocks for the longest answer they may give (TGI's rule).
+    ``recompute`` drops KV: only the last blocks if a running request needs a few blocks, otherwise all of it. ``swap``
+    saves KV in host memory while there is room. ``auto`` chooses the cheaper of both. With ``none`` no request is
+    preempted, so a request joins only if there are blocks for its longest possible answer (TGI's rule).
     """
 
     name: str = "recompute"
@@ -62,16 +62,18 @@ class PreemptionMode:
 
 
 def is_pinned(request: Request, max_preemptions: int) -> bool:
-    """Whether a request was preempted so often that it never is again. It joins only with all blocks it may need."""
+    """Whether a request was preempted so often that it may not be preempted again. It joins only with all blocks that
+    it may need."""
     return request.num_preemptions >= max_preemptions
 
 
 def may_be_preempted(request: Request, max_preemptions: int, step: int) -> bool:
     """Whether a running request may be preempted in ``step``.
 
-    It may not if it joined in this step, has no new token since its last preemption, is pinned, or is complete. A
-    request that still waits for its lost blocks may lose more. Every request is admitted with blocks for all its known
-    tokens, so a request that may not be preempted can always produce its next token, and the wait for it is bounded.
+    It may not be preempted if it joined in this step, has no new token since its last preemption, is pinned, or is
+    complete. A request that still waits for lost blocks may lose more blocks. Every request is admitted with blocks for
+    all its known tokens. So a request that may not be preempted can always compute its next token, and others wait for
+    it only for a limited time.
     """
     return (
         request.finish_reason is None
@@ -89,7 +91,7 @@ def may_be_preempted(request: Request, max_preemptions: int, step: int) -> bool:
 def candidates(
     running: Iterable[Request], needy: Request, policy: Policy, max_preemptions: int, step: int
 ) -> Iterable[Request]:
-    """Running requests that may be preempted for blocks that ``needy`` needs. ``needy`` may be among them."""
+    """Running requests that may be preempted for blocks that ``needy`` needs. ``needy`` can be one of them."""
     for request in running:
         if may_be_preempted(request, max_preemptions, step) and (request is needy or policy.yields(request, needy)):
             yield request
@@ -99,7 +101,8 @@ RECOMPUTE = PreemptionMode()
 
 
 class PreemptionRate:
-    """Numbers of finished and of preempted requests, and the preempted share over the last ``window`` seconds."""
+    """Counts finished requests and preempted requests, and gives the fraction of preempted ones over the last
+    ``window`` seconds."""
 
     def __init__(self, window: float = 60.0) -> None:
         self.window = window

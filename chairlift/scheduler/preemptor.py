@@ -1,4 +1,5 @@
-"""Preemption of running requests, for running ones that need blocks or waiting ones that outrank them."""
+"""Preemption of running requests, for other running requests that need blocks or for waiting requests that outrank
+them."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from chairlift.scheduler.step import Step
 __all__ = ["Preemptor"]
 
 _ASK_AGAIN_STEPS = 4
-"""Steps between two comparisons of the queue with a full batch, while no request comes or goes. Only time changes the
-order then."""
+"""Number of steps between two comparisons of the queue with a full batch, if no request came or left. Meanwhile only
+the passing of time can change the order."""
 
 
 class Preemptor:
-    """Preempts running requests of ``batch`` by recompute, by swap, or by dropping the end of their KV only, as
-    :class:`~chairlift.scheduler.preemption.PreemptionMode` says."""
+    """Preempts running requests of ``batch`` as :class:`~chairlift.scheduler.preemption.PreemptionMode` says: by
+    recompute, by swap, or by dropping only the last blocks of their KV."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -25,26 +26,29 @@ class Preemptor:
         self.running, self.waiting = batch.running, batch.waiting
         self.num_preemptions = 0
         self.num_swaps = self.num_tails = 0
-        """Preemptions that kept the KV in host memory, and preemptions that dropped only the end of the KV."""
+        """Number of preemptions that saved the KV in host memory, and number that dropped only the last blocks of the
+        KV."""
         self.preempted_for: dict[str, str] = {}
-        """Request preempted since the newest step -> request that needed its blocks or row; "" for none."""
+        """Id of a request preempted since the newest step -> id of the request that needed its blocks or row; "" if
+        there is none."""
         self.swap_out: list[tuple[int, int, int]] = []
-        """(group, block, host block) that the next step saves in host memory."""
+        """(group, block, host block) to save in host memory in the next step."""
         self._refused_state: tuple[int, int] | None = None
-        """(changes of the queue, rows vacated) when the first waiting request last outranked no running one; None if
-        it outranked one."""
+        """(changes of the queue, vacated rows) when the first waiting request outranked no running request at the last
+        comparison; None if it outranked one."""
         self._compared_at = 0
-        """Step in which waiting requests were last compared with a full batch."""
+        """Index of the step in which waiting requests were last compared with a full batch."""
 
     def make_room(self, request: Request, num_tokens: int, step: Step) -> bool:
-        """Get blocks for the request's first ``num_tokens`` positions, and preempt others if necessary."""
+        """Get blocks for the request's first ``num_tokens`` positions, and preempt other requests if necessary. Returns
+        False if it gets none."""
         while True:
             grown = self.kv.tables.extend(request, num_tokens, self.batch.step)
             if grown is not None:
                 step.out.new_blocks += [(request.slot, blocks) for blocks in grown]
                 return True
             if self.membership.closed or not self.kv.tables.num_missing(request, num_tokens):
-                return False  # steps in flight still hold the blocks; the request gets them in the next step
+                return False  # steps in flight still use the blocks; the request gets them in the next step
             victims = candidates(self.running.values(), request, self.policy, self.batch.max_preemptions, step.out.step)
             victim = self.policy.victim(victims)
             if victim is None or victim is request:  # the weakest request waits, and keeps its blocks
@@ -55,7 +59,8 @@ class Preemptor:
                 self.preempt(victim, step)
 
     def admit_ahead(self, step: Step, budget: int) -> None:
-        """Before the budget is spent, admit waiting requests that may take rows and blocks from running ones."""
+        """Before the token budget is assigned, admit waiting requests that may take rows and blocks from running
+        requests."""
         state = (self.waiting.num_changes, self.batch.num_vacated)
         if (
             not self.batch.free_rows
@@ -67,14 +72,15 @@ class Preemptor:
         self.policy.observe(self.running.values(), self.batch.now)
         while self.waiting:
             head = next(self.waiting.line(self.batch.now))
-            if self._takes_its_place(head, step, budget):
+            if self._admit_or_displace(head, step, budget):
                 continue
-            # A request that is first for its age takes no row from others. The first one without age may.
+            # A request that is first only because it waited long takes no row from others. The request that would be
+            # first without waiting times may.
             other = head if self.batch.free_rows else self.waiting.first_but_for_age(self.batch.now)
-            if other is head or not self._takes_its_place(other, step, budget):
+            if other is head or not self._admit_or_displace(other, step, budget):
                 return
 
-    def _takes_its_place(self, head: Request, step: Step, budget: int) -> bool:
+    def _admit_or_displace(self, head: Request, step: Step, budget: int) -> bool:
         ahead = [r for r in self.batch.catching_up if not self.policy.outranks(head, r, "tokens", self.batch.now)]
         if sum(request.num_tokens - request.num_computed_tokens for request in ahead) >= budget:
             self._refused_state = None
@@ -87,7 +93,8 @@ class Preemptor:
         return let_in or (self._displace(head, step) and self.batch.admit(head, step.out))
 
     def _displace(self, head: Request, step: Step) -> bool:
-        """Preempt running work for a waiting request, but only if it can then join once steps in flight have landed."""
+        """Preempt running requests for a waiting request, but only if it can then join as soon as the steps in flight
+        have ended. Returns whether the preemptions were made."""
         outranks, now = self.policy.outranks, self.batch.now
 
         def able(resource: Resource) -> list[Request]:
@@ -108,13 +115,13 @@ class Preemptor:
         reserve, leaving = head.reserve, able("blocks")
         if evicted is not None and evicted not in leaving:
             leaving.append(evicted)  # its blocks come free with its row
-        if self.kv.lacks(head, reserve, self.batch.kept_free(), leaving):
+        if self.kv.lacks(head, reserve, self.batch.free_fraction(), leaving):
             return False
         head.times_passed = self.waiting.max_times_passed  # no other request may take the blocks freed for this one
         if evicted is not None:
             self.preempted_for[evicted.request_id] = head.request_id
             self.preempt(evicted, step)
-        while self.kv.lacks(head, reserve, self.batch.kept_free()):
+        while self.kv.lacks(head, reserve, self.batch.free_fraction()):
             victim = self.policy.victim(able("blocks"))
             if victim is None:
                 return False
@@ -123,7 +130,7 @@ class Preemptor:
         return True
 
     def preempt(self, request: Request, step: Step | None) -> None:
-        """Take row and blocks from a running request and queue it again.
+        """Take row and blocks from a running request, and put it into the queue again.
 
         ``step`` is the step that is being scheduled, or None between two steps.
         """
@@ -140,7 +147,7 @@ class Preemptor:
 
     @staticmethod
     def _computed_before(request: Request, step: Step | None) -> int:
-        """Computed positions of the request without those of the step that is being scheduled."""
+        """Number of the request's computed positions, without those of the step that is being scheduled."""
         done = request.num_computed_tokens
         if step is not None:
             done -= sum(chunk.num_tokens for other, chunk in step.chunks if other is request)
@@ -149,12 +156,13 @@ class Preemptor:
 
     def _count_preemption(self, request: Request, done: int) -> None:
         request.num_ever_computed = max(request.num_ever_computed, done)
-        if not request.short_of_blocks:  # else this is the same preemption: it loses more for the same shortage
+        if not request.short_of_blocks:  # otherwise this continues a preemption that was counted before
             request.num_preemptions += 1
             self.num_preemptions += 1
 
     def _take_from(self, request: Request, step: Step, done: int) -> None:
-        """Remove the request from the step that is being scheduled. ``done`` positions were computed before it."""
+        """Remove the request from the step that is being scheduled. ``done`` is the number of its positions that
+        earlier steps compute."""
         out = step.out
         out.chunks = [chunk for chunk in out.chunks if chunk.slot != request.slot]
         step.chunks = [entry for entry in step.chunks if entry[0] is not request]
@@ -168,15 +176,17 @@ class Preemptor:
         request.num_computed_tokens = done
 
     def _swap_is_cheaper(self, request: Request, num_blocks: int) -> bool:
-        """Whether swapping all of a request's KV costs less than dropping ``num_blocks`` blocks at its end."""
+        """Whether swapping all of a request's KV costs less than recomputing its last ``num_blocks`` blocks."""
         room = all(len(table) <= self.kv.swap_pool.num_free(group) for group, table in enumerate(request.block_ids))
         return room and self.batch.preemption.saves(request, num_blocks * self.kv.block_size)
 
     def _swap(self, request: Request, done: int) -> bool:
-        """Save the KV of a preempted request in host memory, if the mode says so and there is room."""
-        # One token is left to compute, so that the next can be sampled.
+        """Save the KV of a preempted request in host memory, if the preemption mode says so and there is room. Returns
+        whether it was saved."""
+        # At least one token must be computed again, so that the next token can be sampled.
         num_tokens = min(done, len(request.token_ids) - 1)
-        # A prompt with requested log-probabilities is computed again, because a report in flight is dropped.
+        # A prompt whose log-probabilities were requested is computed again, because its report in a step in flight is
+        # dropped.
         if num_tokens <= 0 or not request.may_share or not self.batch.preemption.saves(request, num_tokens):
             return False
         self.kv.publish_confirmed(request)
@@ -184,29 +194,33 @@ class Preemptor:
         if copies is None:
             return False
         self.swap_out += copies
-        self.num_swaps += not request.short_of_blocks  # else it was counted when it lost its end
+        self.num_swaps += not request.short_of_blocks  # otherwise it was counted when it lost its last blocks
         return True
 
     def _drop_tail(self, request: Request, num_blocks: int, step: Step) -> bool:
-        """Take ``num_blocks`` blocks at the end of a running request. It waits in its row until it gets them back.
+        """Take the last ``num_blocks`` blocks from a running request. It stays in its row and waits until it gets new
+        blocks.
 
-        The blocks that it keeps need no recompute. False if no block would be left, or none may be taken.
+        The blocks that it keeps need no recompute. Returns False if no block would remain, or if none may be taken.
         """
         done = self._computed_before(request, step)
-        # One known token stays uncomputed, so that the next can be sampled. Results of steps in flight are dropped.
-        kept = self.kv.tables.num_left(request, num_blocks, min(done, len(request.token_ids) - 1))
-        last = request.num_preemptions + 1 >= self.batch.max_preemptions  # once pinned, it must not wait holding blocks
-        if kept <= 0 or last or not (self.batch.preemption.drops_tails and request.may_share):
+        # One known token stays uncomputed, so that the next token can be sampled. Results of steps in flight are
+        # dropped.
+        remaining = self.kv.tables.num_remaining(request, num_blocks, min(done, len(request.token_ids) - 1))
+        last = (
+            request.num_preemptions + 1 >= self.batch.max_preemptions
+        )  # a pinned request must not hold blocks while it waits
+        if remaining <= 0 or last or not (self.batch.preemption.drops_tails and request.may_share):
             return False
         self.kv.publish_confirmed(request)
-        if not self.kv.tables.shrink(request, kept, self.batch.step):
+        if not self.kv.tables.shrink(request, remaining, self.batch.step):
             return False
         self._take_from(request, step, done)
         self.num_tails += not request.short_of_blocks
         self._count_preemption(request, done)
         self.policy.left(request)
-        self.batch.num_computed_tokens -= request.num_computed_tokens - kept
-        request.num_computed_tokens = kept
+        self.batch.num_computed_tokens -= request.num_computed_tokens - remaining
+        request.num_computed_tokens = remaining
         request.progress_mark = len(request.token_ids)
         request.resumed_at_step = step.out.step
         request.short_of_blocks = True
@@ -215,7 +229,8 @@ class Preemptor:
         return True
 
     def break_stall(self) -> None:
-        """Preempt the weakest request when all wait for blocks that prefix sharing keeps in use."""
+        """Preempt the weakest request, for the case that all requests wait for blocks that stay in use because prefixes
+        are shared."""
         able = [
             r for r in self.running.values() if r.finish_reason is None and not is_pinned(r, self.batch.max_preemptions)
         ]

@@ -1,4 +1,4 @@
-"""Modes that decide which work a step does: decode rows, chunks of prompts, or both."""
+"""Modes that decide what a step computes: decode rows, chunks of prompts, or both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Turn(enum.Enum):
     MIXED = "mixed"
     DECODE = "decode"
     PREFILL = "prefill"
-    """Chunks only. Decode rows rest, unless there is nothing to prefill."""
+    """Only chunks of prompts. Decode rows pause, unless there is no prompt to compute."""
 
 
 class PrefillMode(Protocol):
@@ -32,7 +32,7 @@ class PrefillMode(Protocol):
 
 
 class _Mixed:
-    """Decode rows first, the rest of the budget for chunks (Sarathi-Serve, OSDI 2024)."""
+    """Decode rows first, then chunks with the rest of the budget (Sarathi-Serve, OSDI 2024)."""
 
     name = "mixed"
 
@@ -41,9 +41,9 @@ class _Mixed:
 
 
 class _PrefillFirst:
-    """Prefill with the whole budget while there are prompts, then decode (vLLM's first scheduler).
+    """While there are prompts, steps compute only prompts; then they decode (vLLM's first scheduler).
 
-    Rows fill up soonest, but running answers pause.
+    New requests start as early as possible, but running requests pause meanwhile.
     """
 
     name = "prefill_first"
@@ -53,7 +53,8 @@ class _PrefillFirst:
 
 
 class _DecodeFirst:
-    """Prompts wait until fewer than ``share`` of the rows decode. Running answers are smooth, new ones start later."""
+    """Prompts wait until fewer than a fraction ``share`` of the rows decode. Running requests are not disturbed, but
+    new ones start later."""
 
     name = "decode_first"
 
@@ -72,7 +73,8 @@ class _DecodeFirst:
 
 
 class _Separate:
-    """Steps of one kind. They alternate if there is work of both kinds (as in FasterTransformer and TGI)."""
+    """Each step has one kind of work. The kinds alternate if there is work of both kinds (as in FasterTransformer and
+    TGI)."""
 
     name = "separate"
 
@@ -90,9 +92,9 @@ class _Separate:
 class _Auto:
     """Chooses a mode by the cost model.
 
-    ``mixed`` while one mixed step is predicted to take no longer than two separate steps. Else ``prefill_first`` if
-    prompts dominate, ``separate`` if not. Prompts dominate by the measured ratio of prompt tokens to decode rows. A
-    hysteresis keeps the mode from changing to and fro.
+    The mode is ``mixed`` while one mixed step is predicted to take no longer than two separate steps. Otherwise it is
+    ``prefill_first`` if there are many prompt tokens per decode row, and ``separate`` if there are few. A hysteresis
+    prevents frequent changes of the mode.
     """
 
     name = "auto"
@@ -101,15 +103,15 @@ class _Auto:
         self._costs = costs
         self._max_tokens = max_tokens
         self._ratio = 1.0
-        """Prompt tokens per decode row, as a running mean."""
+        """Running mean of the number of prompt tokens per decode row."""
         self._cost = 1.0
-        """Seconds of a mixed step divided by those of two separate steps, as a running mean."""
+        """Running mean of: seconds of a mixed step divided by the seconds of two separate steps."""
         self._mode: PrefillMode = MIXED
         self._modes = {mode.name: mode for mode in (MIXED, _PrefillFirst(), _Separate())}
 
     @property
     def current(self) -> str:
-        """Name of the mode in use."""
+        """Name of the mode in use now."""
         return self._mode.name
 
     def turn(self, batch: Batch) -> Turn:
@@ -131,7 +133,7 @@ _PROMPTS_DOMINATE = 32.0
 
 
 def prefill_mode_from_name(name: str, costs: Costs, max_tokens: int) -> PrefillMode:
-    """A new mode. ``max_tokens`` is a step's token budget. Raises ConfigError for an unknown name."""
+    """A new mode. ``max_tokens`` is the token budget of a step. Raises ConfigError for an unknown name."""
     if name == "auto":
         return _Auto(costs, max_tokens)
     modes: dict[str, type[PrefillMode]] = {mode.name: mode for mode in (_Mixed, _PrefillFirst, _DecodeFirst, _Separate)}

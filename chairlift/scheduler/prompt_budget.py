@@ -1,4 +1,4 @@
-"""Hands the prompt tokens of a step out to running and waiting requests."""
+"""Assigns the prompt tokens of a step to running and waiting requests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from chairlift.scheduler.step import Step
 __all__ = ["PromptBudget"]
 
 _ADAPTERS_LOOKED_PAST = 64
-"""Most waiting requests that are looked past in a step because the steps have no room for their adapter."""
+"""Maximum number of waiting requests per step that are skipped because the step has no room for their adapter."""
 
 
 class PromptBudget:
-    """Gives the token budget that decodes leave to chunks of running requests and to waiting requests that join."""
+    """Assigns the token budget that decodes leave: to chunks of running requests, and to waiting requests that join."""
 
     def __init__(self, batch: Batch, preemptor: Preemptor, max_model_len: int) -> None:
         self.batch, self.preemptor = batch, preemptor
@@ -30,9 +30,9 @@ class PromptBudget:
         self.max_model_len = max_model_len
 
     def run(self, step: Step, budget: int, turn: Turn) -> None:
-        """Hand out the prompt budget: a fraction in policy order, then the rest to the smallest requests.
+        """Assign the prompt budget: a fraction in policy order, then the rest to the smallest requests.
 
-        Running and waiting requests take part alike. Tokens that one side cannot use pass to the other.
+        Both parts go to running and to waiting requests. Tokens that one part cannot use are added to the other part.
         """
         out = step.out
         rows, rest = list(self.batch.catching_up), 0
@@ -43,9 +43,9 @@ class PromptBudget:
         if self.batch.prompt_share.by_size and budget > 0 and (rows or self.waiting):
             part = self.batch.prompt_share.split(budget, self.policy.reserved_tokens(self._needs(rows)))
             rest, budget = budget - part, part
-            rows, younger = self._split_at_the_line(rows)
-        kept = min(budget, self.policy.reserved_tokens(self._needs(younger))) if younger else 0
-        budget = self._run_chunks(step, budget - kept, rows) + kept
+            rows, younger = self._split_at_first_waiting(rows)
+        reserved = min(budget, self.policy.reserved_tokens(self._needs(younger))) if younger else 0
+        budget = self._run_chunks(step, budget - reserved, rows) + reserved
         for row in younger:
             budget = self._admit(step, budget, row)
             budget = self._run_chunks(step, budget, [row])
@@ -59,13 +59,14 @@ class PromptBudget:
         if not out.chunks:
             self.batch.prompt_share.carried = step.carried
 
-    def _split_at_the_line(self, rows: list[Request]) -> tuple[list[Request], list[Request]]:
-        """(rows before the first waiting request, rows behind it in policy order). The latter joined for their size."""
+    def _split_at_first_waiting(self, rows: list[Request]) -> tuple[list[Request], list[Request]]:
+        """(running requests before the first waiting request in policy order, running requests after it). The latter
+        joined because they are small."""
         head = next(self.waiting.line(self.batch.now)) if self.waiting and rows else None
         if head is None:
             return rows, []
-        order, place = self.policy.order, self.policy.order(head)
-        younger = [r for r in rows if r.num_computed_tokens < r.progress_mark and order(r) > place]
+        order, head_order = self.policy.order, self.policy.order(head)
+        younger = [r for r in rows if r.num_computed_tokens < r.progress_mark and order(r) > head_order]
         if not younger:
             return rows, []
         return [r for r in rows if r not in younger], sorted(younger, key=order)
@@ -75,7 +76,7 @@ class PromptBudget:
         return [(request, request.num_tokens - request.num_computed_tokens) for request in rows]
 
     def _run_smallest(self, step: Step, budget: int) -> int:
-        """Give the rest of the budget to the smallest requests that run or may join. Returns the budget left."""
+        """Assign the rest of the budget to the smallest requests that run or may join. Returns the remaining budget."""
 
         def order(request: Request) -> tuple[bool, tuple[float, ...]]:
             return request.num_computed_tokens < request.progress_mark, size_order(request)
@@ -87,13 +88,13 @@ class PromptBudget:
         while budget > 0 and (rows or newcomer):
             if newcomer and not (rows and size_order(rows[0]) < size_order(newcomer)):
                 request, newcomer = newcomer, None
-                if self._lets_in(request, step):
-                    # Its size is known only now, because a prompt to fork from or a cached prefix may be gone.
+                if self._admit_smallest(request, step):
+                    # The size is known only now, because the request to fork from or a cached prefix may be gone.
                     insort(rows, request, key=order)
                     newcomer = self._smallest_newcomer(step)
                 continue
             request = rows.popleft()
-            if request.slot < 0:  # preempted a moment ago
+            if request.slot < 0:  # this step has just preempted it
                 continue
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             had = self._take_back_chunk(request, step) if request.request_id in begun else 0
@@ -105,7 +106,8 @@ class PromptBudget:
         return budget
 
     def _smallest_newcomer(self, step: Step) -> Request | None:
-        """The smallest waiting request that may join and has the same standing as the first in policy order."""
+        """The smallest waiting request that may join and has the same standing as the first request in policy order;
+        None if there is none."""
         if step.out.preempted or not self.waiting or not self.batch.free_rows:
             return None
         may_pass, joins = self._may_pass(step), self._adapters_that_may_join(step)
@@ -117,16 +119,18 @@ class PromptBudget:
         return None
 
     def _may_pass(self, step: Step) -> bool:
-        """Whether requests may join before the first waiting one and before those that did not fit in this step."""
+        """Whether requests may join before the first waiting request and before requests that did not fit in this
+        step."""
         head = next(self.waiting.line(self.batch.now))
         if head.times_passed >= self.waiting.max_times_passed:
             return False
         return not step.passed or self.waiting.may_pass(step.passed)
 
-    def _lets_in(self, request: Request, step: Step) -> bool:
-        """Give the smallest newcomer an open row and blocks, else reserved ones, which only short requests may take.
+    def _admit_smallest(self, request: Request, step: Step) -> bool:
+        """Admit the smallest waiting request. It gets an ordinary row and blocks; if there are none and it is short, a
+        reserved row and reserved blocks.
 
-        False if it does not fit, or if this step has preempted a request since the newcomer was chosen.
+        Returns False if it does not fit, or if this step has preempted a request since ``request`` was chosen.
         """
         out = step.out
         if out.preempted:
@@ -142,19 +146,19 @@ class PromptBudget:
         return False
 
     def _adapters_that_may_join(self, step: Step) -> Callable[[Request], bool]:
-        """Whether a newcomer's adapter may join, and no request has waited too long because its own adapter may
-        not."""
+        """A function that says whether a waiting request may join as far as its adapter matters: the step has room for
+        the adapter, and no other request has waited too long for room for its own adapter."""
         batch = self.batch
         if not batch.max_loras:
             return lambda request: True
         first = islice(self.waiting.line(batch.now), _ADAPTERS_LOOKED_PAST)
         step.blocked = [other for other in first if not batch.has_adapter_room(other)]
-        is_open = not self._door_closed(step)
+        is_open = not self._adapters_must_wait(step)
         return lambda request: not request.adapter_id or (is_open and batch.has_adapter_room(request))
 
-    def _door_closed(self, step: Step) -> bool:
-        """Whether a request has been passed too often because of its adapter. Then no later request with an adapter
-        joins until running adapters have ended."""
+    def _adapters_must_wait(self, step: Step) -> bool:
+        """Whether other requests have passed a request too often because the step had no room for its adapter. Then no
+        later request with an adapter joins until running adapters have ended."""
         return any(other.adapter_passes >= self.waiting.max_times_passed for other in step.blocked)
 
     def _pass_blocked(self, request: Request, step: Step) -> None:
@@ -164,51 +168,52 @@ class PromptBudget:
 
     @staticmethod
     def _upto(request: Request, num_tokens: int) -> int:
-        """Number of positions that need blocks before the next ``num_tokens`` tokens are computed.
+        """Number of leading positions that need blocks before the next ``num_tokens`` tokens are computed.
 
-        A request that lost blocks resumes with blocks for all its known tokens, as if it joined again.
+        A request that lost blocks resumes only with blocks for all its known tokens, as if it joined again.
         """
         return request.num_tokens if request.short_of_blocks else request.num_computed_tokens + num_tokens
 
     def _run_chunks(self, step: Step, budget: int, rows: list[Request]) -> int:
-        """Divide the budget between running requests with more than one token to compute. Returns the budget left."""
+        """Divide the budget between running requests with more than one token to compute. Returns the remaining
+        budget."""
         rows, short = [r for r in rows if r.slot >= 0], True
         while rows and budget > 0 and short:
             short, needs = False, self._needs(rows)
             for request, num_tokens in list(self.policy.share(needs, budget)):
                 num_tokens = min(num_tokens, budget)
-                if num_tokens <= 0 or request.slot < 0:  # preempted a moment ago, for the one before it
+                if num_tokens <= 0 or request.slot < 0:  # this step has just preempted it for an earlier request
                     continue
                 rows.remove(request)
                 if self.preemptor.make_room(request, self._upto(request, num_tokens), step):
                     budget -= num_tokens
                     self._take_chunk(request, num_tokens, step)
-                else:  # its tokens go to requests that got none: their windows may release blocks
+                else:  # its tokens go to the other requests, whose windows may release blocks
                     short = True
             rows = [r for r in rows if r.slot >= 0]
         return budget
 
     def _admit(self, step: Step, budget: int, before: Request | None = None) -> int:
-        """Admit waiting requests in policy order while budget, rows and blocks last. Returns the budget left.
+        """Admit waiting requests in policy order while there are tokens, rows and blocks. Returns the remaining budget.
 
-        With ``before``, only requests that go before this running one are admitted.
+        With ``before``, only requests before this running request in policy order are admitted.
         """
         out = step.out
         waiting = self.waiting
-        if not waiting or out.preempted:  # rows and blocks of a preempted request go to no newcomer
+        if not waiting or out.preempted:  # no newcomer may take the row and blocks of a preempted request
             return budget
         if step.passed and not waiting.may_pass(step.passed):
             return budget
-        places = self.membership.places(waiting, len(self.running), self.batch.open_rows, self.batch.now)
-        if not places or budget < self.membership.needs_budget():
-            out.held_up_by = out.held_up_by or self.membership.lacks(places)
+        num_places = self.membership.places(waiting, len(self.running), self.batch.open_rows, self.batch.now)
+        if not num_places or budget < self.membership.needs_budget():
+            out.held_up_by = out.held_up_by or self.membership.lacks(num_places)
             return budget
         closed = self.membership.closed
-        looked_at = places + (0 if closed else waiting.look_ahead)
+        looked_at = num_places + (0 if closed else waiting.look_ahead)
         if self.batch.max_loras and not closed:
             looked_at += _ADAPTERS_LOOKED_PAST
         batch: Iterable[Request] = islice(waiting.line(self.batch.now), looked_at)
-        if closed:  # the length of each row depends on all requests that join, so exactly these must be known
+        if closed:  # the length of each row depends on all requests that join, so they must be known now
             batch = list(batch)
             self.membership.prepare(batch, min(self.max_model_len - 1, self.kv.capacity_tokens))
         passed, step.blocked = step.passed, []
@@ -217,8 +222,8 @@ class PromptBudget:
                 break
             if request in passed:
                 continue
-            if not places or budget < self.membership.needs_budget():
-                out.held_up_by = out.held_up_by or self.membership.lacks(places)
+            if not num_places or budget < self.membership.needs_budget():
+                out.held_up_by = out.held_up_by or self.membership.lacks(num_places)
                 break
             if request.adapter_id and not closed and self._is_blocked(request, step):
                 continue
@@ -228,7 +233,7 @@ class PromptBudget:
                 if not waiting.may_pass(passed):
                     break
                 continue
-            places -= 1
+            num_places -= 1
             for other in passed:
                 other.times_passed += 1
             self._pass_blocked(request, step)
@@ -239,12 +244,12 @@ class PromptBudget:
         return budget
 
     def _is_blocked(self, request: Request, step: Step) -> bool:
-        """Whether to skip a request because of its adapter, or because an earlier one has waited too long for its
-        adapter."""
+        """Whether to skip a request, because the step has no room for its adapter or because an earlier request has
+        waited too long for such room."""
         room = self.batch.has_adapter_room(request)
         if not room:
             step.blocked.append(request)
-        elif not self._door_closed(step):
+        elif not self._adapters_must_wait(step):
             return False
         step.out.held_up_by = step.out.held_up_by or "adapter"
         return True
@@ -267,9 +272,11 @@ class PromptBudget:
                 step.finals.append(request)
 
     def _take_back_chunk(self, request: Request, step: Step) -> int:
-        """Undo the chunk that a request has in this step, so that it can get a longer one. Returns its tokens, or 0.
+        """Undo the chunk that a request has in this step, so that it can get a longer chunk. Returns the number of its
+        tokens, or 0.
 
-        A row has one chunk, because blocks behind its window must stay until the whole chunk is computed.
+        A row has only one chunk per step, because the blocks that its window leaves must stay until the whole chunk is
+        computed.
         """
         index = next((i for i, (other, _) in enumerate(step.chunks) if other is request), None)
         if index is None:

@@ -1,4 +1,4 @@
-"""How the prompt budget of a step is divided: a fraction in policy order, the rest to the smallest requests."""
+"""Divides the prompt budget of a step: a fraction in policy order, the rest to the smallest requests."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ from chairlift.errors import ConfigError
 __all__ = ["DEFAULT_POLICY_SHARE", "PromptShare"]
 
 DEFAULT_POLICY_SHARE = 0.75
-"""Measured with ``benchmarks/fair_share.py``: see benchmarks/README.md."""
+"""Default of ``policy_share``, measured with ``benchmarks/fair_share.py`` (see benchmarks/README.md)."""
 
 _ROWS_PER_RESERVED = 32
-"""One in this many rows is reserved for short requests. With fewer rows none is: it would cost throughput."""
+"""Number of rows per row that is reserved for short requests. A batch with fewer rows reserves none, because a reserved
+row would cost throughput."""
 _BLOCK_RESERVE = 1 / 64
-"""Share of the blocks that only short requests may take when they join. In the default cache it holds a few short
+"""Fraction of the blocks that only short requests may take when they join. In the default cache it holds a few short
 prompts."""
 
 
 class PromptShare:
-    """Divides each step's prompt budget between policy order and smallest first, and reserves rows for short requests.
+    """Divides each step's prompt budget into a part in policy order and a part for the smallest requests, and reserves
+    rows for short requests.
 
-    A *short* request has no more tokens to compute than the smallest-first part of one full step.
+    A request is *short* if the tokens that it has to compute fit into the part for the smallest requests of one full
+    step.
 
-    With the fraction f in policy order, A the prompt tokens handed out since a request of p tokens joined, V the
-    uncomputed prompt work before it in policy order and S the work with smaller keys, its prompt is computed by
-    ``A = (V + p) / f`` and by ``A = (p + S) / (1 - f)``, each plus one step and the look-ahead depth. The key is
-    the number of tokens that a request has to compute when it joins; it never changes while the request runs.
+    Bound: let a request have p prompt tokens, let f be ``fraction``, V the prompt tokens of requests before it in
+    policy order, and S the prompt tokens of smaller requests. Its prompt is computed when
+    ``min((V + p) / f, (p + S) / (1 - f))`` prompt tokens were assigned since it joined, plus one step and the
+    look-ahead. The size of a request is the number of tokens that it has to compute when it joins; it does not change
+    while the request runs.
 
     Args:
-        fraction: Share of the budget in policy order, from 0.25 to 1. With 1 nothing goes by size.
+        fraction: Fraction of the budget in policy order, from 0.25 to 1. With 1 the smallest requests get no part.
 
     Raises:
         ConfigError: The fraction is outside these limits.
@@ -40,7 +44,8 @@ class PromptShare:
             raise ConfigError(f"policy_share must be from 0.25 to 1, got {fraction}; 1 hands out all in policy order")
         self.fraction = fraction
         self.carried = 1.0 - fraction
-        """Fraction of a token that the policy side is owed, at most 1. The policy side gets the first token."""
+        """Fraction of a token, at most 1, that the part in policy order still has to get from earlier steps. At the
+        start it is such that this part gets the first token."""
 
     @property
     def by_size(self) -> bool:
@@ -48,9 +53,9 @@ class PromptShare:
         return self.fraction < 1.0
 
     def split(self, budget: int, reserved: int) -> int:
-        """Tokens of ``budget`` that are handed out in policy order. The rest goes to the smallest requests.
+        """Number of tokens of ``budget`` that are assigned in policy order. The rest goes to the smallest requests.
 
-        The policy reserves ``reserved`` of them for some requests. All of these are in the result.
+        ``reserved`` tokens are reserved by the policy for some requests. They are all included in the result.
         """
         part = budget - (1.0 - self.fraction) * max(0, budget - reserved) + self.carried
         whole = min(budget, math.floor(part))
@@ -58,13 +63,13 @@ class PromptShare:
         return whole
 
     def short_tokens(self, token_budget: int) -> int:
-        """The most tokens that a short request has to compute."""
+        """Maximum number of tokens that a short request has to compute."""
         return int((1.0 - self.fraction) * token_budget)
 
     def reserved_rows(self, rows: int) -> int:
-        """Number of ``rows`` rows that only short requests may take."""
+        """Number of rows, out of ``rows``, that only short requests may take."""
         return rows // _ROWS_PER_RESERVED if self.by_size else 0
 
     def reserved_blocks(self, rows: int) -> float:
-        """Share of each block pool that only short requests may take when they join, with ``rows`` rows."""
+        """Fraction of each block pool that only short requests may take when they join, if there are ``rows`` rows."""
         return _BLOCK_RESERVE if self.reserved_rows(rows) else 0.0

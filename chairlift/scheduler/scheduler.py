@@ -1,11 +1,12 @@
-"""The loop that rebuilds the batch at every step (iteration-level scheduling; Orca, OSDI 2022).
+"""Builds a new batch for every step (iteration-level scheduling; Orca, OSDI 2022).
 
-A step takes, in this order: the decode rows, one token each; chunks of running requests that have more than one token
-to compute (Sarathi-Serve's stall-free mix, OSDI 2024); and waiting requests, as long as budget, rows and blocks last.
+A step has, in this order: the decode rows, with one token each; chunks of running requests that have more than one
+token to compute (Sarathi-Serve's stall-free mix, OSDI 2024); and waiting requests, while there are tokens, rows and
+blocks.
 
-Steady decode costs the scheduler next to nothing. All decoding requests advance with one shared clock. A timing wheel
-names the requests that need a block, or end, at a given tick. A step in which no request joins, leaves or needs a block
-touches no request, and its update only appends the tokens.
+Steady decoding costs the scheduler almost nothing. All decoding requests advance with one shared clock. A timing wheel
+finds the requests that need a block, or end, at a given tick. If no request joins, leaves or needs a block, scheduling
+a step reads no request, and its update only appends the tokens.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ __all__ = ["Scheduler"]
 class Scheduler:
     """Decides which tokens each step computes.
 
-    Callers ``add`` and ``abort`` requests. They ``schedule`` a step, run it, and ``update`` with the sampled tokens.
-    ``schedule`` may be called again before ``update`` (look-ahead), because positions advance when they are scheduled.
-    A result for a request that has left meanwhile is dropped and counted in ``num_late``.
+    Callers ``add`` and ``abort`` requests. They call ``schedule`` for a step, run the step, and call ``update`` with
+    the sampled tokens. ``schedule`` may be called again before ``update`` (look-ahead), because positions advance
+    already when they are scheduled. A token for a request that has left meanwhile is dropped and counted in
+    ``num_late``.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Scheduler:
             policy,
             membership or membership_from_name("continuous"),
             WaitingQueue(policy, look_ahead, max_times_passed),
-            # Every running request must be able to take one token in every step, or decodes could starve each other.
+            # Every running request must be able to take one token in every step; otherwise some decodes could starve.
             max_running=min(max_num_seqs, max_num_batched_tokens),
             token_budget=max_num_batched_tokens,
             watermark=watermark,
@@ -87,16 +89,16 @@ class Scheduler:
         self.preemptor = Preemptor(batch)
         self.prompts = PromptBudget(batch, self.preemptor, max_model_len)
         self.drafts = None if speculator is None else Drafts(batch, speculator, guide)
-        """None without drafts. With drafts, a step must be updated before the next one is scheduled."""
+        """None without speculative decoding. With drafts, a step must be updated before the next one is scheduled."""
         self.preemption_rate = PreemptionRate()
         self.prefill_mode = prefill_mode
         self.drop_late = drop_late
         self.costs = costs
         self.num_late = 0
         self.num_past_deadline = 0
-        """Requests that could not keep their deadline any more."""
+        """Number of requests that could not meet their deadline any more."""
         self.dropped: list[Request] = []
-        """Late requests that were ended. The caller of :meth:`schedule` takes them from here."""
+        """Late requests that were ended. The caller of :meth:`schedule` must take them from this list."""
         self._no_decodes = DecodeRows(kv.block_size)
         self._sent_slots: tuple[int, ...] = ()
         self._flights: dict[int, Step] = {}
@@ -105,7 +107,7 @@ class Scheduler:
     def twin(self, kv: KVCacheManager, policy: Policy) -> Scheduler:
         """Return an empty scheduler over another KV cache, with the settings before the steps in flight.
 
-        It swaps nothing and prefills in mode ``mixed``.
+        The new scheduler does not swap, and its prefill mode is ``mixed``.
         """
         batch, waiting = self.batch, self.waiting
         twin = Scheduler(
@@ -126,6 +128,7 @@ class Scheduler:
             max_loras=batch.max_loras,
         )
         twin._arrivals = self._arrivals
+        twin.batch.adapter_sizes = batch.adapter_sizes
         twin.batch.running_limit, twin.batch.token_budget = batch.running_limit, batch.token_budget
         oldest = next(iter(self._flights.values()), None)
         twin.batch.prompt_share.carried = batch.prompt_share.carried if oldest is None else oldest.carried
@@ -133,7 +136,7 @@ class Scheduler:
 
     @property
     def step(self) -> int:
-        """Number of the last step that had something to execute."""
+        """Index of the last step that had something to execute."""
         return self.batch.step
 
     @property
@@ -142,7 +145,7 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were scheduled and not yet updated."""
+        """Number of steps that were scheduled and not updated yet."""
         return len(self._flights)
 
     def chunks_in_flight(self) -> dict[str, int]:
@@ -159,7 +162,7 @@ class Scheduler:
         return bool(self.requests)
 
     def next_event(self, now: float) -> float | None:
-        """Time at which :meth:`schedule` has work again without new requests; None if it will have none."""
+        """Time at which :meth:`schedule` next has work if no request arrives; None if it will have none."""
         if self.running or self._flights:
             return now
         if not self.waiting:
@@ -167,13 +170,15 @@ class Scheduler:
         fires = self.membership.fires_at(self.waiting, self.batch.free_rows)
         droppable = self.waiting if self.drop_late else ()
         deadlines = [t for r in droppable for t in (r.service.first_token_by, r.service.finish_by)]
-        # Late requests are dropped by the first step after their deadline, so it must be later than the deadline.
+        # A late request is dropped by the first step after its deadline, so the returned time must be later than the
+        # deadline.
         return min([fires, *(math.nextafter(t, math.inf) for t in deadlines if t >= self.batch.now)])
 
     def add(self, request: Request) -> None:
         """Queue a request.
 
-        Raises RequestError for an id that is in use, PromptTooLongError if the request could never fit.
+        Raises RequestError for an id that is in use, and PromptTooLongError if the request does not fit into the empty
+        cache.
         """
         if request.request_id in self.requests:
             raise RequestError(f"request id {request.request_id!r} is already in use; choose another")
@@ -187,8 +192,8 @@ class Scheduler:
         if self.drafts is not None:
             self.drafts.added(request)
         self._arrivals += 1
-        request.sequence = request.sequence or self._arrivals  # a copy stands where its original does
-        source = None if self.membership.closed else request.source  # a closed batch takes all answers together
+        request.sequence = request.sequence or self._arrivals  # a copy keeps the number of its original
+        source = None if self.membership.closed else request.source  # in a closed batch all answers join together
         if source is not None and not source.is_finished and source.num_computed_tokens < source.num_prompt_tokens:
             source.siblings.append(request)
         else:
@@ -204,33 +209,34 @@ class Scheduler:
         num_in_flight: int,
         reserved: bool = False,
     ) -> None:
-        """Give a row to the copy of a request that runs in another scheduler.
+        """Give a row to ``request``, the copy of a request (``original``) that runs in another scheduler.
 
-        The copy has the state before the ``num_in_flight`` steps in flight there. ``begins`` is the first position of
-        their chunks, None without chunks. ``twins`` maps, per cache group, block ids there to block ids here. With
-        ``reserved`` the row is a reserved one.
+        The copy gets the state before the ``num_in_flight`` steps in flight of the other scheduler. ``begins`` is the
+        first position of the request's chunks in these steps; None if it has none. ``twins`` has, per cache group, a
+        map from block ids of the other scheduler to block ids of this one. With ``reserved`` the row is a row reserved
+        for short requests.
         """
         self.batch.now = now
         self.add(request)
         known, computed = len(request.token_ids), original.num_computed_tokens if begins is None else begins
         decodes = begins is None and (original.decoding or computed >= known)
-        held = request.finish_reason is not None  # a held row computes beyond its known tokens, up to its limit
-        if held and original.decoding:
+        is_held = request.finish_reason is not None  # a held row computes beyond its known tokens, up to its limit
+        if is_held and original.decoding:
             computed = max(known - 1, computed - num_in_flight)
-        request.num_computed_tokens = computed if held else min(computed, known - 1)
+        request.num_computed_tokens = computed if is_held else min(computed, known - 1)
         request.short_of_blocks = original.short_of_blocks
         self.kv.tables.adopt(request, original, twins)
         self.batch.seat(request, Admission(request.num_computed_tokens, []), SchedulerOutput(self.batch.step), reserved)
         request.num_charged_tokens = original.num_charged_tokens
         request.size = original.size
         request.progress_mark = original.progress_mark
-        if held or decodes:
+        if is_held or decodes:
             self.batch.catching_up.remove(request)
-        if decodes and not (held and computed >= request.limit):
+        if decodes and not (is_held and computed >= request.limit):
             self.decodes.start([request])
 
     def schedule(self, now: float) -> SchedulerOutput:
-        """Return the next step. An output with ``num_tokens == 0`` must not be executed or updated."""
+        """Return the next step. If its ``num_tokens`` is 0, it must be neither executed nor updated."""
         self.batch.now = now
         for request in list(self.decodes.retiring):
             self.decodes.stop(request)
@@ -243,7 +249,7 @@ class Scheduler:
         turn = self.prefill_mode.turn(self.batch)
         if turn is not Turn.PREFILL:
             self._run_decodes(step)
-        if turn is Turn.DECODE and not self.decodes.count:  # all decode rows were preempted
+        if turn is Turn.DECODE and not self.decodes.count:  # no decode row remains
             turn = Turn.MIXED
         budget = max(self.batch.token_budget, len(self.running)) - out.num_decodes
         if self.batch.paced and self.costs is not None and budget > 1:
@@ -277,7 +283,7 @@ class Scheduler:
 
     def _run_decodes(self, step: Step) -> None:
         stalled = [request for request in self.decodes.due() if not self._prepare_next_position(request, step)]
-        # A request that has also lost blocks since then is in ``catching_up`` already.
+        # A stalled request that has also lost blocks is in ``catching_up`` already.
         self.batch.catching_up[:0] = [r for r in stalled if r.slot >= 0 and r not in self.batch.catching_up]
         if stalled:
             step.out.stalled = tuple([request.request_id for request in stalled])
@@ -290,8 +296,9 @@ class Scheduler:
         step.runs_decodes = True
 
     def _prepare_next_position(self, request: Request, step: Step) -> bool:
-        """Get a block for a decoding request that needs one, and note its last token. False if it has to wait."""
-        if not request.decoding:  # preempted a moment ago, for another request of this tick
+        """Get a block for a decoding request that needs one, and note if its last token comes next. Returns False if it
+        has to wait for a block."""
+        if not request.decoding:  # this step has just preempted it for another request
             return True
         request.due_at = -1
         position = request.num_computed_tokens
@@ -310,7 +317,8 @@ class Scheduler:
         return True
 
     def _seal(self, step: Step) -> None:
-        """Freeze the step's rows. Requests whose chunk reaches their last token decode from the next step on."""
+        """Complete the description of the step. Requests whose chunk reaches their last known token decode from the
+        next step on."""
         out = step.out
         if self.decodes.stale:
             self.decodes.rebuild()
@@ -318,7 +326,7 @@ class Scheduler:
         out.num_decodes = len(decodes.requests)
         out.num_tokens = out.num_decodes + sum(chunk.num_tokens for chunk in out.chunks)
         if not out.num_tokens:
-            for row in out.joined:  # this step is not executed, so the executor never learns of these rows
+            for row in out.joined:  # this step is not executed, so the executor does not know these rows
                 self.batch.put_back(self.running[row.request_id])
             if not self._flights and not self.membership.held:
                 self.preemptor.break_stall()
@@ -345,10 +353,14 @@ class Scheduler:
     def _describe(self, step: Step) -> None:
         out = step.out
         out.chunk_ids = [request.request_id for request, _ in step.chunks]
+        out.adapter_bytes = self.batch.adapter_bytes(step.chunks, with_decodes=out.num_decodes > 0)
         if out.num_decodes:
             prompts = sum(request.num_computed_tokens for request in self.batch.catching_up)
             prompts += sum(chunk.end for chunk in out.chunks if chunk.samples and not chunk.drafts)
-            for number, older in self._flights.items():  # these rows only wait for their last token
+            for (
+                number,
+                older,
+            ) in self._flights.items():  # these rows have computed all positions, and wait for their last token
                 last = [r for r in older.finals if r.slot >= 0 and r.resumed_at_step <= number and not r.decoding]
                 prompts += sum(request.num_computed_tokens for request in last)
             out.context_tokens = self.batch.num_computed_tokens - prompts
@@ -360,7 +372,8 @@ class Scheduler:
         out.padding_avoided = longest * (out.num_decodes + len(out.chunks)) - out.num_tokens
 
     def update(self, out: SchedulerOutput, tokens: Sequence[int], now: float) -> StepResult:
-        """Take the tokens that step ``out`` sampled. Steps are updated in the order in which they were scheduled."""
+        """Store the tokens that step ``out`` sampled. Steps must be updated in the order in which they were
+        scheduled."""
         flight = self._flights.pop(out.step)
         self.kv.step_done(out.step)
         sampled = flight.sampled
@@ -382,7 +395,7 @@ class Scheduler:
                 finished += self._end(request, FinishReason.ERROR, None, now)
         for request, chunk in flight.chunks:
             if request.slot >= 0 and request.resumed_at_step <= out.step:
-                # A held row computes beyond its known tokens. Wrong drafts do not count as computed.
+                # A held row computes beyond its known tokens. Rejected drafts do not count as computed.
                 end = request.num_computed_tokens if chunk.drafts else chunk.end
                 self.kv.publish(request, min(end, len(request.token_ids)))
                 if chunk.end >= request.num_prompt_tokens:
@@ -398,7 +411,7 @@ class Scheduler:
         return StepResult(sampled, finished)
 
     def fail_step(self, out: SchedulerOutput, now: float) -> StepResult:
-        """Step ``out`` did not run: every request in it ends with an error, and none of its KV is shared."""
+        """Handle a step that failed: every request in it ends with an error, and its KV is not shared."""
         flight = self._flights.pop(out.step)
         self.kv.step_done(out.step)
         rows = [*(r for r in flight.sampled if r is not None), *(request for request, _ in flight.chunks)]
@@ -407,7 +420,7 @@ class Scheduler:
         for request_id in self.kv.swapped_since(out.step):
             self.kv.drop_swapped(self.requests[request_id])
             self.requests[request_id].move_to(RequestStatus.PREEMPTED)
-        for request in rows:  # also requests that lost blocks since: the blocks that they kept were computed here
+        for request in rows:  # also requests that lost their last blocks: this step computed their other blocks
             if request.slot >= 0 and request.admitted_at_step <= out.step and request.finish_reason is None:
                 self.kv.forget(request)
                 finished += self._end(request, FinishReason.ERROR, None, now)
@@ -416,7 +429,7 @@ class Scheduler:
         return StepResult([], finished)
 
     def _accept_some(self, flight: Step, tokens: Sequence[int]) -> list[Request | None]:
-        """Append the sampled tokens, and drop the tokens of requests that left while the step was in flight."""
+        """Append the sampled tokens, and drop tokens of requests that left while the step was in flight."""
         accepted: list[Request | None] = []
         for request, token in zip(flight.sampled, tokens, strict=True):
             if request is None or request.finish_reason is not None or request.slot < 0:
@@ -433,10 +446,12 @@ class Scheduler:
     def finish(
         self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None, now: float = 0.0
     ) -> list[Request]:
-        """End a request for a reason found outside: its caller left, a stop string, an error.
+        """End a request for a reason that the scheduler cannot see: its caller left, a stop string was found, or an
+        error occurred.
 
-        Returns the requests that have left for good. The list is empty if the id is unknown, has ended already, or
-        belongs to a static batch that still runs. It has several if a static batch ends with this request.
+        Returns the requests that have left. The list is empty if the id is unknown, if the request has ended already,
+        or if it belongs to a static batch that still runs. It has several requests if a static batch ends with this
+        request.
         """
         request = self.requests.get(request_id)
         if request is None or (request.finish_reason is not None and reason is not FinishReason.ABORT):
@@ -444,25 +459,26 @@ class Scheduler:
         return self._end(request, reason, stop_reason, now)
 
     def ready(self, request: Request, now: float) -> None:
-        """Queue a request whose grammar is compiled. Nothing happens if it has left."""
+        """Queue a request that has become ready (see :attr:`Request.is_ready`). Does nothing if it has left."""
         request.is_ready = True
         if self.batch.unready.pop(request.request_id, None) is not None:
             self.batch.wait(request, now)
 
     def abort(self, request_id: str, now: float = 0.0) -> list[Request]:
-        """End a request in any state, at once; nothing happens when the id is unknown or has ended."""
+        """End a request in any state, at once. Does nothing if the id is unknown or the request has ended."""
         return self.finish(request_id, FinishReason.ABORT, None, now)
 
     def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None, now: float) -> list[Request]:
-        """Finish a request. In a static batch its row stays until all rows have finished."""
+        """Finish a request. In a static batch its row stays until all rows have finished. Returns the requests that
+        leave now."""
         if request.finish_reason is None:
             request.finish_reason, request.stop_reason = reason, stop_reason
-        held, leaving = self.membership.held, [request]
-        if held and request.slot >= 0 and reason in (FinishReason.STOP, FinishReason.LENGTH):
+        is_static, leaving = self.membership.held, [request]
+        if is_static and request.slot >= 0 and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.batch.epoch += 1
             self.decodes.stale = True
             leaving = []
-        if held and all(mate.finish_reason is not None for mate in self.running.values()):
+        if is_static and all(mate.finish_reason is not None for mate in self.running.values()):
             leaving += [mate for mate in self.running.values() if mate not in leaving]
         for leaver in leaving:
             self.batch.remove(leaver, now)
@@ -472,7 +488,8 @@ class Scheduler:
         return leaving
 
     def preempt(self, request_id: str) -> bool:
-        """Preempt by recompute between two steps, as if blocks had run short. False when it may not be preempted."""
+        """Preempt a request by recompute between two steps, as if there were too few blocks. Returns False if it may
+        not be preempted."""
         request = self.running.get(request_id)
         if request is None or self.membership.held:
             return False
@@ -482,9 +499,9 @@ class Scheduler:
         return True
 
     def weights_changed(self, *, recompute: bool) -> None:
-        """Stop sharing the KV computed so far. With ``recompute`` it is not read again either.
+        """Stop sharing the KV computed so far. With ``recompute``, running requests compute their KV again.
 
-        No step may be in flight. KV in host memory is computed again in any case.
+        No step may be in flight. KV in host memory is always computed again.
         """
         self.kv.forget_all(self.running.values())
         for request in [self.requests[request_id] for request_id in self.kv.swapped]:
@@ -498,5 +515,5 @@ class Scheduler:
             self.batch.wait(request, self.batch.now)
 
     def check_invariants(self) -> None:
-        """Raise InvariantError unless every request is in exactly one place and all counts agree."""
+        """Raise InvariantError unless every request is in exactly one state and all counters are right."""
         check_batch(self.batch)

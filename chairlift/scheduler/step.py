@@ -1,4 +1,4 @@
-"""A step from when it is scheduled until its tokens arrive."""
+"""A step, from the time it is scheduled until its tokens arrive."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ __all__ = ["Step"]
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """``out`` goes to the executor. The other fields are for the scheduler, when the step's tokens arrive."""
+    """A scheduled step. ``out`` goes to the executor; the scheduler uses the other fields when the step's tokens
+    arrive."""
 
     out: SchedulerOutput
     carried: float
-    """Part of a token that the policy side of the prompt budget was owed before this step."""
+    """Value of :attr:`PromptShare.carried` before this step."""
     runs_decodes: bool = False
     sampled: Sequence[Request | None] = ()
     appends: Sequence[Callable[[int], Any]] = ()
     chunks: list[tuple[Request, Chunk]] = dataclasses.field(default_factory=list)
     verifies: list[tuple[Request, Chunk]] = dataclasses.field(default_factory=list)
-    """Chunks with drafts. They are the last ones in ``chunks``."""
+    """Chunks with drafts. They are the last entries of ``chunks``."""
     passed: list[Request] = dataclasses.field(default_factory=list)
-    """Waiting requests that did not fit when they were tried."""
+    """Waiting requests that were tried in this step and did not fit."""
     blocked: list[Request] = dataclasses.field(default_factory=list)
-    """Waiting requests whose adapter the steps have no room for."""
+    """Waiting requests that were skipped because the step has no room for their adapter."""
     finals: list[Request] = dataclasses.field(default_factory=list)
     """Requests whose last token this step samples."""
     epoch: int = 0

@@ -1,1 +1,2 @@
-"""The OpenAI-compatible HTTP server. It handles HTTP, templates and text; the engine runs in its own process."""
+"""The OpenAI-compatible HTTP server. This process handles HTTP, chat templates and text; the engine runs in its own
+process."""

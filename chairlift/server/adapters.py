@@ -1,7 +1,8 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter: change the served adapters while the server runs.
 
-Names and bodies are vLLM's. A caller of these endpoints controls answers to all clients, and the directories that are
-read. So they need the API key named ``admin``, and adapters must be below ``--lora-dir``.
+Names and bodies are vLLM's. A caller of these endpoints changes the generated text of all clients, and chooses
+directories that the server reads. So the endpoints need the API key named ``admin``, and adapters must be below
+``--lora-dir``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class LoadRequest(msgspec.Struct, kw_only=True):
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
     """Directory below ``--lora-dir`` on the server's machine: relative to it, or absolute."""
     load_inplace: bool = False
-    """Replace the adapter of that name. Requests that have begun continue with the old one."""
+    """Replace the loaded adapter of the same name. Running requests continue with the old adapter."""
 
 
 class UnloadRequest(msgspec.Struct, kw_only=True):
@@ -44,23 +45,24 @@ class UnloadRequest(msgspec.Struct, kw_only=True):
 
 
 class _Module(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's form of an item of ``--lora-modules``."""
+    """An item of ``--lora-modules`` in vLLM's JSON form."""
 
     name: str
     path: str
     base_model_name: str | None = None
-    """A name of the served model."""
+    """Base model of the adapter: must be one of the served model's names."""
 
 
 class AdapterReply(msgspec.Struct, kw_only=True):
-    """Result of the change."""
+    """The response of both endpoints: the adapter's name, and whether it is loaded now."""
 
     lora_name: str
     loaded: bool
 
 
-def _place(state: ServerState, given: str) -> tuple[Path, str]:
-    """The directory that a body names, and the one it must lie in."""
+def _adapter_directory(state: ServerState, given: str) -> tuple[Path, str]:
+    """(adapter directory, ``--lora-dir``). Raises ApiError 400 if the adapter directory is not inside
+    ``--lora-dir``."""
     if state.config.lora_dir is None:
         message = "adapters are loaded from below --lora-dir, and the server was started without"
         raise ApiError(400, message, code="not_enabled", param="lora_path")
@@ -77,34 +79,35 @@ def _place(state: ServerState, given: str) -> tuple[Path, str]:
 
 
 async def _load(request: Request) -> Response:
-    """Load an adapter. The answer comes when requests can use it."""
+    """Load an adapter. The response is sent when the adapter is ready for use."""
     state: ServerState = request.app.state.server
     check_admin(request)
-    asked, ignored = parse(LoadRequest, await read_json(request))
-    if asked.lora_name in state.model_names:
-        message = f"{asked.lora_name!r} is a name of the model itself; choose another"
+    payload, ignored = parse(LoadRequest, await read_json(request))
+    if payload.lora_name in state.model_names:
+        message = f"{payload.lora_name!r} is a name of the model itself; choose another"
         raise ApiError(400, message, code="invalid_value", param="lora_name")
-    path, root = _place(state, asked.lora_path)
+    path, root = _adapter_directory(state, payload.lora_path)
     try:
-        await state.engine.load_adapter(asked.lora_name, path, root=root, in_place=asked.load_inplace)
+        await state.engine.load_adapter(payload.lora_name, path, root=root, in_place=payload.load_inplace)
     except (ConfigError, ModelLoadError, RequestError) as error:
         raise ApiError(400, f"{error}; nothing was changed", code="invalid_value") from None
-    return json_response(AdapterReply(lora_name=asked.lora_name, loaded=True), warning_headers(ignored))
+    return json_response(AdapterReply(lora_name=payload.lora_name, loaded=True), warning_headers(ignored))
 
 
 async def _unload(request: Request) -> Response:
-    """Unload an adapter. The answer comes at once; requests that have begun continue."""
+    """Unload an adapter. The response is sent at once; running requests keep the adapter until they end."""
     state: ServerState = request.app.state.server
     check_admin(request)
-    asked, ignored = parse(UnloadRequest, await read_json(request))
-    if not state.engine.unload_adapter(asked.lora_name):
-        message = f"the adapter {asked.lora_name!r} is not loaded; GET /v1/models lists those that are"
+    payload, ignored = parse(UnloadRequest, await read_json(request))
+    if not state.engine.unload_adapter(payload.lora_name):
+        message = f"the adapter {payload.lora_name!r} is not loaded; GET /v1/models lists those that are"
         raise ApiError(404, message, code="model_not_found", param="lora_name")
-    return json_response(AdapterReply(lora_name=asked.lora_name, loaded=False), warning_headers(ignored))
+    return json_response(AdapterReply(lora_name=payload.lora_name, loaded=False), warning_headers(ignored))
 
 
 def _named(state: ServerState, module: str) -> tuple[str, str]:
-    """Name and path of an item of ``--lora-modules``, which is ``name=path``, or vLLM's JSON object. ConfigError."""
+    """(name, path) of an item of ``--lora-modules``. The item is ``name=path``, or a JSON object as in vLLM. Raises
+    ConfigError."""
     name, _, path = module.partition("=")
     if module.lstrip().startswith("{"):
         try:
@@ -121,7 +124,7 @@ def _named(state: ServerState, module: str) -> tuple[str, str]:
 
 
 async def load_modules(state: ServerState) -> None:
-    """Load the adapters of ``--lora-modules``. Raises ConfigError for one that cannot be."""
+    """Load the adapters of ``--lora-modules``. Raises ConfigError if an adapter cannot be loaded."""
     for module in state.config.lora_modules:
         name, path = _named(state, module)
         if name in state.model_names:

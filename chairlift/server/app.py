@@ -1,7 +1,8 @@
-"""The ASGI application: checks before each endpoint, and the handling of errors after it.
+"""The ASGI application: checks before each endpoint, and error handling after it.
 
-The order is: a request id, the Host allow-list, the origin or the API key, the drain, then routing. Every error, from
-the first check to a bug in an endpoint, becomes an OpenAI error object, or Anthropic's on the paths of its API.
+The order of the checks is: request id, Host allow-list, origin or API key, drain. Then the request is routed. Every
+error, from the first check to a bug in an endpoint, becomes an OpenAI error object. On the paths of Anthropic's API it
+becomes Anthropic's error object.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from chairlift.server import (
     weights,
 )
 from chairlift.server.auth import Auth, HostCheck, check_origin
-from chairlift.server.batch_worker import INSIDE
+from chairlift.server.batch_worker import INTERNAL_CALLER
 from chairlift.server.cors import allows_origin, with_cors
 from chairlift.server.errors import ApiError, error_response, to_api_error
 from chairlift.server.limits import release_body
@@ -62,7 +63,7 @@ _DRAIN_RETRY_SECONDS: Final = 5
 
 
 def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> ASGIApp:
-    """The application for ``state``, with all endpoints, or with the given ``routes`` only."""
+    """The ASGI application for ``state``: with all endpoints, or only with ``routes`` if given."""
     if routes is None:
         endpoints = (
             *(chat, completions, responses, messages, pooling, tokens, models, queue, traffic, openapi, pages, live),
@@ -73,7 +74,8 @@ def make_app(state: ServerState, routes: Sequence[BaseRoute] | None = None) -> A
 
 
 class _App:
-    """The ASGI callable. It does not buffer as middleware would: chunks of a stream go straight to the connection."""
+    """The ASGI callable. Unlike middleware it does not buffer: chunks of a stream are written to the connection at
+    once."""
 
     def __init__(self, state: ServerState, routes: Sequence[BaseRoute]) -> None:
         self._state = state
@@ -96,8 +98,8 @@ class _App:
         counted = scope["path"].startswith("/v1/")
         self._state.num_in_progress += counted
         try:
-            if INSIDE in scope:
-                scope["state"] |= scope[INSIDE]
+            if INTERNAL_CALLER in scope:
+                scope["state"] |= scope[INTERNAL_CALLER]
             else:
                 self._admit(scope)
             await self._router(scope, exchange.receive, exchange.send)
@@ -105,10 +107,10 @@ class _App:
             return
         except Exception as error:
             chat = scope["path"] == "/v1/chat/completions"
-            told = to_api_error(error, self._state, exchange.request_id, chat=chat)
-            turned_away = told.code == "engine_unavailable" and not getattr(error, "taken", False)
+            api_error = to_api_error(error, self._state, exchange.request_id, chat=chat)
+            turned_away = api_error.code == "engine_unavailable" and not getattr(error, "taken", False)
             self._state.engine.stats.rejected.update(("unavailable",) if turned_away else ())
-            response = error_response(told, scope["path"], exchange.request_id)
+            response = error_response(api_error, scope["path"], exchange.request_id)
             if exchange.status is not None:
                 raise  # in the middle of an answer, only closing the connection can report an error
             await response(scope, receive, exchange.send)
@@ -153,7 +155,7 @@ class _App:
 
 
 class _Exchange:
-    """Data of one request and its answer for the log."""
+    """Data of one request and its response, for the log."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -177,14 +179,14 @@ class _Exchange:
             self.status = message["status"]
             self._first_byte = time.monotonic()
             extra = [(b"x-request-id", self.request_id.encode()), (b"x-content-type-options", b"nosniff")]
-            taken = {name.lower() for name, _ in message["headers"]}
-            message["headers"] = [*message["headers"], *(pair for pair in extra if pair[0] not in taken)]
+            present = {name.lower() for name, _ in message["headers"]}
+            message["headers"] = [*message["headers"], *(pair for pair in extra if pair[0] not in present)]
         else:
             self._bytes_out += len(message.get("body", b""))
         await self._send(message)
 
     def log(self) -> None:
-        """Log one line, without any text of request or answer."""
+        """Log one line about the exchange. It contains no text of the prompt or of the output."""
         now = time.monotonic()
         log_event(
             _logger,
@@ -209,21 +211,21 @@ def _json(content: Any, status: int = 200) -> Response:
 
 
 def _unavailable(state: ServerState) -> str:
-    """Reason why the server cannot answer now, in general words; empty when it can. Everybody may read it; the log has
-    the details."""
+    """Reason why the server cannot serve requests now, in general words; empty when it can. Clients without a key may
+    read the reason, so details are only in the log."""
     engine = state.engine
     return engine.check_health() if engine.state is EngineState.READY else f"the engine is {engine.state.value}"
 
 
 async def _health(request: Request) -> Response:
-    """Answer 200 while requests make progress."""
+    """Respond 200 while requests make progress, otherwise 503."""
     state: ServerState = request.app.state.server
     reason = _unavailable(state)
     return _json({"status": "unavailable", "reason": reason}, 503) if reason else _json({"status": "ok"})
 
 
 async def _ready(request: Request) -> Response:
-    """Answer 200 while new requests are accepted."""
+    """Respond 200 while new requests are accepted, otherwise 503."""
     state: ServerState = request.app.state.server
     engine = state.engine
     if engine.state is EngineState.READY and not state.draining:

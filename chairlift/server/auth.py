@@ -1,9 +1,11 @@
 """Access control: API keys, and the host names of the server.
 
-Everything but four routes without data needs a key. Open routes are recognised by the path exactly as it was sent:
-nothing is decoded, folded or joined first, so no spelling of another path can pass for an open one. The Host header is
-compared with a list of names, so that a web page cannot reach the server through a domain name that its owner points at
-this machine (DNS rebinding). Without keys, requests from web pages of another origin are refused.
+All paths need a key, except a few paths without data (``OPEN_PATHS``). An open path is recognised by the path exactly
+as it was sent: the server does not decode, fold or join it first. So no other spelling can make a protected path look
+open.
+
+The Host header is compared with a list of allowed names. Otherwise a web page could reach the server through a domain
+name that points at this machine (DNS rebinding). Without keys, requests from web pages of another origin are refused.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ __all__ = [
 ]
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/", "/live", "/live/"})
-"""Paths that need no key: two answers for probes, and pages without data."""
+"""Paths that need no key: two health probes, and pages without data."""
 
 PAGES: Final = OPEN_PATHS | {"/docs"}
-"""Paths that a page of another origin may link to, embed or request: they do no work and take no place in a queue."""
+"""Paths that a page of another origin may link to, embed or request. These paths do no work and use no queue slot."""
 
 ADMIN: Final = "admin"
-"""Name of the keys that see the requests of every tenant: times, lengths and numbers, never texts."""
+"""Name of the API keys that may see the requests of every tenant: times, lengths and counts, never texts."""
 
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 _HOST: Final = re.compile(r"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_-][A-Za-z0-9._-]{0,252})(?::[0-9]{1,5})?")
@@ -56,10 +58,10 @@ _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
 def load_keys(config: ServerConfig) -> dict[str, str]:
-    """API keys from the settings and the key file -> their tenants. Raises ConfigError.
+    """API key -> tenant, from the settings and the key file. Raises ConfigError.
 
     In the file a name may come before the key, and several keys may have the same name. A key without a name has the
-    tenant ``key-`` and twelve hexadecimal digits of its hash, from which the key cannot be recovered.
+    tenant ``key-`` and twelve hexadecimal digits of the key's hash. The key cannot be recovered from these digits.
     """
     lines = []
     if config.api_key_file is not None:
@@ -88,13 +90,14 @@ def load_keys(config: ServerConfig) -> dict[str, str]:
 
 
 def _named_key(line: str) -> tuple[str, str]:
-    """Name and key of a line. A line of another form is returned as a key, and fails the later check."""
+    """(name, key) of a line of the key file. A malformed line is returned whole as the key, and a later check rejects
+    it."""
     name, *rest = line.split()
     return (name, rest[0]) if len(rest) == 1 and _NAME.fullmatch(name) else ("", line)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a socket bound to this numeric address is reachable from this machine only."""
+    """Whether a socket bound to this numeric address can be reached only from this machine."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -112,29 +115,27 @@ def check_exposure(address: str, keys: Collection[str], insecure: bool) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Caller:
-    """Sender of a request."""
+    """The client that sent a request."""
 
     holder: str = ""
-    """Owner of the KV cache that its requests share: made from its API key if there are several, otherwise empty."""
+    """Owner of the request's prefix-cache entries: derived from the API key if there are several keys, otherwise
+    empty."""
     tenant: str = ""
-    """Tenant that is charged: the name of its API key, or its ``user`` if there are no keys."""
+    """Tenant that is charged for the request: the name of its API key. Without keys: the request's ``user`` field."""
     request_id: str = ""
     """The X-Request-Id of the request."""
     arrived: float | None = None
-    """Time at which the whole request had arrived, on the monotonic clock."""
+    """Time at which the last byte of the request arrived, on the monotonic clock."""
 
     def sees(self, tenant: str) -> bool:
-        """Whether it may see a tenant's requests: its own; all with the key named ``admin``; all where keys do not
-        distinguish callers."""
+        """Whether this caller may see the tenant's requests. A caller sees its own requests. It sees all requests if
+        its key is named ``admin``, or if all callers have the same key or no key."""
         return not self.holder or self.tenant in (tenant, ADMIN)
 
 
 def caller_of(keys: Mapping[str, str], tenant: str) -> Caller | None:
-    """A caller for a tenant whose requests are not sent by a client, as if with one of its keys; None if no key is
-    left.
-
-    ``keys`` are those of the server, with the tenant of each.
-    """
+    """A caller for requests that the server itself sends for ``tenant``, as if with one of the tenant's keys. None if
+    the tenant has no key any more. ``keys`` maps each API key of the server to its tenant."""
     if not keys:
         return Caller()
     for key, name in keys.items():
@@ -152,7 +153,7 @@ def check_admin(request: Request) -> None:
 
 
 class Auth:
-    """Checks bearer tokens against keys. Without keys everything is allowed."""
+    """Checks bearer tokens against the API keys. Without keys every request is allowed."""
 
     def __init__(self, keys: Mapping[str, str]) -> None:
         self._tenants = {_digest(key.encode()): tenant for key, tenant in keys.items()}
@@ -160,13 +161,12 @@ class Auth:
     def check(
         self, path: str, raw_path: bytes, authorization: Sequence[bytes], x_api_key: Sequence[bytes] = ()
     ) -> Caller:
-        """The caller of a request; an anonymous one on open paths.
+        """The caller of a request; an anonymous caller on open paths. Raises ApiError 401 if the path needs a key and
+        no valid key was sent.
 
-        Raises ApiError 401 unless the path is open or one of the keys was sent.
-
-        ``path`` and ``raw_path`` are the decoded and the raw path. ``authorization`` and ``x_api_key`` are the values
-        of all headers of these names, which must agree if both are present. The time does not depend on which key is
-        right, or on how much of a wrong key is.
+        ``path`` is the decoded and ``raw_path`` the raw path. ``authorization`` and ``x_api_key`` are the values of
+        all headers with these names. If a request has both headers, they must contain the same key. The time of the
+        check does not reveal which key matched, or how many characters of a wrong key are right.
         """
         if not self._tenants or (path in OPEN_PATHS and raw_path == path.encode()):
             return Caller()
@@ -188,11 +188,9 @@ class Auth:
 
 
 def salt_for(holder: str, salt: str) -> str:
-    """Salt of the prefix cache, so that nobody can detect the cached prompts of one key by their speed with another
-    key.
-
-    ``holder`` is the :class:`Caller`'s, ``salt`` the request's own ``cache_salt``.
-    """
+    """Salt for the prefix cache, different for each API key. Without it a client could measure response times to find
+    out which prompts another key has cached. ``holder`` is ``Caller.holder``, ``salt`` the request's own
+    ``cache_salt``."""
     return hashlib.sha256(f"{holder} {salt}".encode()).hexdigest() if holder else salt
 
 
@@ -200,8 +198,8 @@ class HostCheck:
     """Checks names and addresses in Host headers.
 
     Allowed are the loopback names, the listening address, the name of this machine, and names from the settings. A
-    server that listens on all addresses also allows its numeric ones, which need no name server. With keys and no names
-    in the settings, all names are allowed, because a page that reached the server by rebinding has no key.
+    server that listens on all addresses also allows any numeric address, because DNS rebinding needs a name. With keys
+    and no names in the settings, all names are allowed: a page that reaches the server by DNS rebinding has no key.
     """
 
     def __init__(self, host: str, allowed: Sequence[str], has_keys: bool) -> None:
@@ -227,11 +225,11 @@ class HostCheck:
 
 
 def check_origin(path: str, host: bytes, sites: Sequence[bytes], origins: Sequence[bytes]) -> None:
-    """Raise ApiError 403 for a request that a browser sends for a page of another origin.
+    """Raise ApiError 403 for a request that a browser sends on behalf of a page of another origin.
 
-    ``sites`` and ``origins`` are the values of all Sec-Fetch-Site and Origin headers, ``host`` is the Host header's.
-    Browsers write both headers; pages cannot. Programs that send neither are no browsers. With keys this check is not
-    needed, because a browser does not add a key by itself.
+    ``sites`` and ``origins`` are the values of all Sec-Fetch-Site and Origin headers, ``host`` is the value of the
+    Host header. The browser sets Sec-Fetch-Site and Origin, and pages cannot change them. A client that sends neither
+    header is not a browser. With keys this check is not needed, because a browser does not add a key by itself.
     """
     if path in PAGES:
         return
@@ -251,7 +249,8 @@ def check_origin(path: str, host: bytes, sites: Sequence[bytes], origins: Sequen
 
 
 def _same_origin(origin: bytes, host: bytes) -> bool:
-    """Whether both name the same server. A reverse proxy may have removed the port from Host."""
+    """Whether the Origin and Host headers name the same server. The port may be missing in Host, because a reverse
+    proxy may remove it."""
     scheme, _, place = origin.strip().lower().partition(b"://")
     name = host.strip().lower()
     if _HOST_PORT.search(name) is None:

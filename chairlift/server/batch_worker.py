@@ -1,8 +1,8 @@
-"""Answers the requests of batches through the application, a few at a time, in the class of service for patient work.
+"""Sends the requests of batches to the application, a few at a time, in the class of service ``flex``.
 
-A request of a batch passes the same checks and endpoint as a client's. A request that finds no room, or whose engine
-died, is sent again later. Everything that must survive a restart is in the :class:`~chairlift.batches.BatchStore`, so
-unanswered requests are sent again afterwards.
+A request of a batch passes the same checks and endpoint as a client's request. If the queue is full or the engine
+died, the request is sent again later. All progress is stored in the :class:`~chairlift.batches.BatchStore`, so after a
+restart of the server the unanswered requests are sent again.
 """
 
 from __future__ import annotations
@@ -27,31 +27,34 @@ from chairlift.engine.async_engine import EngineState
 from chairlift.server.auth import caller_of
 from chairlift.server.state import ServerState
 
-__all__ = ["INSIDE", "BatchWorker", "open_store", "working"]
+__all__ = ["INTERNAL_CALLER", "BatchWorker", "open_store", "working"]
 
-INSIDE: Final = "chairlift.inside"
-"""Key of an ASGI scope that this process made. Its value replaces the caller that the access checks would find."""
-_PAGE: Final = 64
-"""Number of requests of a batch that are read from the store at a time."""
-_LOOK_SECONDS: Final = 1.0
-"""Seconds between checks of conditions that have no event: times, the engine, the queue."""
-_TROUBLE_SECONDS: Final = 10.0
-"""Pause in seconds after an error of the disk."""
+INTERNAL_CALLER: Final = "chairlift.inside"
+"""Key in an ASGI scope that marks a request made by this process. Its value is the :class:`Caller` to use, so the
+access checks are skipped."""
+_LOADED_AT_ONCE: Final = 64
+"""Number of requests that are read from the store at a time, per batch."""
+_CHECK_SECONDS: Final = 1.0
+"""Seconds between checks of conditions that have no event: deadlines, the state of the engine, the queue length."""
+_ERROR_SECONDS: Final = 10.0
+"""Pause in seconds after a disk error."""
 _MAX_ATTEMPTS: Final = 5
-"""Tries of a request that loses its engine or times out, before the error becomes its answer."""
+"""Maximum number of attempts per request when the engine dies or the request times out. Then the error is stored as
+the request's result."""
 _MAX_DELAY: Final = 30.0
 _T = TypeVar("_T")
 _log: Final = logging.getLogger("chairlift.server")
 
 
 def open_store(config: ServerConfig) -> BatchStore | None:
-    """The store of the settings; None if they name none. Raises ConfigError."""
+    """The batch store from the settings; None if no directory is set. Raises ConfigError."""
     return None if config.batch_dir is None else BatchStore(config.batch_dir)
 
 
 @contextlib.asynccontextmanager
 async def working(state: ServerState, app: ASGIApp) -> AsyncIterator[None]:
-    """Answer batches inside the block, if the server has a store, which is closed at the end."""
+    """Context manager: process batches while the block runs, if the server has a batch store. Closes the store at the
+    end."""
     if state.batches is None:
         yield
         return
@@ -70,9 +73,9 @@ class _Work:
 
     queue: deque[Pending] = dataclasses.field(default_factory=deque)
     reached: int = 0
-    """Last line that was read from the store."""
+    """Number of the last input line that was read from the store."""
     tasks: dict[int, asyncio.Task[None]] = dataclasses.field(default_factory=dict)
-    """Running requests by line."""
+    """Line number -> task of the running request."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,23 +87,23 @@ class _Reply:
 
 
 class BatchWorker:
-    """The batches of one server. One event loop owns it; one thread calls the store."""
+    """Processes the batches of one server. All methods run on one event loop; calls of the store run on one thread."""
 
     def __init__(self, state: ServerState, store: BatchStore) -> None:
         self.store = store
         self.uploads = asyncio.Semaphore(2)
-        """Held during the upload of a file."""
+        """Limits concurrent file uploads to two."""
         self._state = state
         self._thread = ThreadPoolExecutor(1, "batches")
         self._works: dict[str, _Work] = {}
         self._news = asyncio.Event()
 
     async def call(self, work: Callable[[BatchStore], _T]) -> _T:
-        """Call the store on its thread."""
+        """Run ``work`` with the store, on the store's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, self.store)
 
     def wake(self) -> None:
-        """Wake the worker: there is something new."""
+        """Tell the worker that a batch or its status has changed."""
         self._news.set()
 
     def close(self) -> None:
@@ -110,19 +113,19 @@ class BatchWorker:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of running requests."""
+        """Number of running batch requests."""
         return sum(len(work.tasks) for work in self._works.values())
 
     async def run(self, app: ASGIApp) -> None:
-        """Run until the server drains. Unanswered requests are sent again after the next start."""
+        """Run until the server drains. After the next start, unanswered requests are sent again."""
         try:
             while not self._state.draining:
-                pause = _LOOK_SECONDS
+                pause = _CHECK_SECONDS
                 try:
                     await self._turn(app)
                 except (OSError, sqlite3.Error) as error:
-                    _log.error("batches stand still for %g s: %s", _TROUBLE_SECONDS, error)
-                    pause = _TROUBLE_SECONDS
+                    _log.error("batches pause for %g s: %s", _ERROR_SECONDS, error)
+                    pause = _ERROR_SECONDS
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), pause)
                 self._news.clear()
@@ -140,7 +143,7 @@ class BatchWorker:
             await self._fill([batch for batch in active if batch.status == "in_progress"], app)
 
     async def _advance(self, batch: BatchRecord, now: int) -> None:
-        """Move a batch to its next status, if it is time."""
+        """Move a batch to its next status, if its conditions are met."""
         work = self._works.setdefault(batch.id, _Work())
         if batch.status == "validating":
             longest = self._state.config.max_body_bytes + (1 << 16)
@@ -161,26 +164,26 @@ class BatchWorker:
         _log.info("batch %s: %s", batch.id, end)
 
     async def _more(self, batch: BatchRecord, work: _Work) -> bool:
-        """Whether the batch has a request to send. Loads requests into its queue."""
+        """Load further requests of a batch into its queue. Returns whether the batch has a request to send."""
         if not work.queue:
             reached = work.reached
-            found = await self.call(lambda store: store.pending(batch.id, reached, _PAGE))
+            found = await self.call(lambda store: store.pending(batch.id, reached, _LOADED_AT_ONCE))
             work.queue += (each for each in found if each.line not in work.tasks)
             work.reached = found[-1].line if found else reached
         return bool(work.queue)
 
     async def _fill(self, batches: list[BatchRecord], app: ASGIApp) -> None:
-        """Send as many requests as allowed, of the batches in turn. While other requests wait for the engine, only one
-        runs."""
+        """Send requests of the batches in turn, up to the limit. While other clients' requests wait for the engine,
+        only one batch request runs."""
         info, engine = self._state.engine.info, self._state.engine
         rows = 1 if info is None else info.max_num_seqs
-        most = self._state.config.batch_max_in_flight or max(1, rows // 2)
+        limit = self._state.config.batch_max_in_flight or max(1, rows // 2)
         started = True
         while started:
             started = False
             for batch in batches:
                 work = self._works.setdefault(batch.id, _Work())
-                if self.num_in_flight >= (1 if engine.num_queued else most) or not await self._more(batch, work):
+                if self.num_in_flight >= (1 if engine.num_queued else limit) or not await self._more(batch, work):
                     continue
                 self._start(batch, work, work.queue.popleft(), app)
                 started = True
@@ -193,7 +196,7 @@ class BatchWorker:
     def _ended(self, work: _Work, pending: Pending, task: asyncio.Task[None]) -> None:
         work.tasks.pop(pending.line, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("line %d of a batch is asked again: %s", pending.line, error, exc_info=error)
+            _log.error("line %d of a batch is sent again: %s", pending.line, error, exc_info=error)
             work.queue.clear()
             work.reached = 0  # start again at the first unanswered line
             return  # retry at the next check, not at once
@@ -207,7 +210,7 @@ class BatchWorker:
     # -- one request ---------------------------------------------------------------------------------------------
 
     async def _answer(self, batch: BatchRecord, pending: Pending, app: ASGIApp) -> None:
-        """Send a request until there is an answer, and store it."""
+        """Send a request, with retries, until there is a final response, and store the response."""
         content = await self.call(lambda store: store.read(batch.input_file_id, pending))
         line = read_line(content, batch.endpoint)
         caller = caller_of(self._state.api_keys, batch.owner)
@@ -218,7 +221,7 @@ class BatchWorker:
             self._state.engine.stats.batch_requests["failed"] += 1
             return
         scope = _scope(batch.endpoint, line.body, f"{batch.id}-{pending.line}")
-        scope[INSIDE] = {
+        scope[INTERNAL_CALLER] = {
             "caller": dataclasses.replace(caller, request_id=f"{batch.id}-{pending.line}"),
             "is_batch": True,
         }
@@ -232,7 +235,7 @@ class BatchWorker:
                 break
             await asyncio.sleep(reply.retry_after)
             while self._state.engine.state is not EngineState.READY:
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(_CHECK_SECONDS)
         answer = answer_line(line.custom_id, reply.status, reply.request_id, reply.body)
         good = 200 <= reply.status < 300
         await self.call(lambda store: store.record(batch.id, pending.line, answer, good))
@@ -263,7 +266,7 @@ def _scope(path: str, body: bytes, request_id: str) -> dict[str, Any]:
 
 
 async def _ask(app: ASGIApp, scope: Scope, body: bytes) -> _Reply:
-    """Answer of the application to a request that did not come over HTTP."""
+    """Send a request to the application without HTTP, and return the response."""
     given = False
     status, headers, parts = 500, dict[bytes, bytes](), list[bytes]()
 

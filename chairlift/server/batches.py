@@ -1,4 +1,4 @@
-"""/v1/batches: files of requests, answered within a day while the engine has no urgent work."""
+"""/v1/batches: files of requests that are processed within a day, when the engine has no urgent work."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["BatchList", "BatchObject", "BatchRequest", "routes"]
 
 _WINDOWS: Final = {"24h": 86_400}
 _MAX_ACTIVE: Final = 100
-"""Most unfinished batches per owner."""
+"""Maximum number of unfinished batches per owner."""
 _Id = Annotated[str, Meta(max_length=64)]
 
 
 class ExpiresAfter(msgspec.Struct, kw_only=True):
-    """Lifetime of the output files."""
+    """Lifetime of the output files, counted from ``anchor``."""
 
     anchor: Annotated[str, Meta(max_length=64)]
-    """Always created_at."""
+    """Start of the lifetime: always ``created_at``."""
     seconds: Annotated[int, Meta(ge=EXPIRES[0], le=EXPIRES[1])]
 
 
@@ -39,17 +39,18 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     """The body of POST /v1/batches."""
 
     input_file_id: _Id
-    """A file of JSON lines with custom_id, method, url and body."""
+    """Id of an uploaded file: JSON lines with custom_id, method, url and body."""
     endpoint: _Id
-    """The url of all lines of the file."""
+    """Path of the endpoint for all requests of the file, such as /v1/chat/completions. It equals the ``url`` of every
+    line."""
     completion_window: _Id
-    """Always 24h."""
+    """Time limit of the batch: always ``24h``."""
     metadata: (
         Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
         | None
     ) = None
     output_expires_after: ExpiresAfter | None = None
-    """Without it, output files are kept until a client deletes them."""
+    """If missing, output files are kept until a client deletes them."""
 
 
 class BatchError(msgspec.Struct, kw_only=True):
@@ -62,14 +63,14 @@ class BatchError(msgspec.Struct, kw_only=True):
 
 
 class BatchErrors(msgspec.Struct, kw_only=True):
-    """All reasons."""
+    """All reasons why a batch failed."""
 
     object: Literal["list"] = "list"
     data: list[BatchError]
 
 
 class RequestCounts(msgspec.Struct, kw_only=True):
-    """Numbers of lines in the input file."""
+    """Number of requests in the input file, and how many of them succeeded or failed."""
 
     total: int
     completed: int
@@ -77,7 +78,7 @@ class RequestCounts(msgspec.Struct, kw_only=True):
 
 
 class BatchObject(msgspec.Struct, kw_only=True):
-    """One batch."""
+    """A batch in the form of the API."""
 
     id: str
     object: Literal["batch"] = "batch"
@@ -132,40 +133,40 @@ def _object(request: Request, record: BatchRecord) -> BatchObject:
 async def create_batch(request: Request) -> Response:
     """Create a batch from the requests of a file."""
     worker, owner = batch_worker(request), owner_of(request)
-    asked, ignored = parse(BatchRequest, await read_json(request))
-    _check(asked)
-    source = await worker.call(lambda store: store.file(asked.input_file_id, owner))
+    payload, ignored = parse(BatchRequest, await read_json(request))
+    _check(payload)
+    source = await worker.call(lambda store: store.file(payload.input_file_id, owner))
     if source is None or source.purpose != "batch":
-        message = f"input_file_id must be a file of yours with the purpose batch; got {asked.input_file_id!r:.80}"
+        message = f"input_file_id must be a file of yours with the purpose batch; got {payload.input_file_id!r:.80}"
         raise ApiError(400, message, code="file_not_found", param="input_file_id")
     num_active = len(await worker.call(lambda store: store.active(owner)))
     if num_active >= _MAX_ACTIVE:
         message = f"you have {num_active} batches that have not ended, and {_MAX_ACTIVE} may be; wait for one to end"
         raise ApiError(400, message, code="too_many_batches")
-    kept = asked.output_expires_after
+    expiry = payload.output_expires_after
     record = await worker.call(
         lambda store: store.add_batch(
             source,
-            asked.endpoint,
+            payload.endpoint,
             now=int(time.time()),
-            seconds=_WINDOWS[asked.completion_window],
-            window=asked.completion_window,
-            metadata=json.dumps(asked.metadata),
-            output_seconds=None if kept is None else kept.seconds,
+            seconds=_WINDOWS[payload.completion_window],
+            window=payload.completion_window,
+            metadata=json.dumps(payload.metadata),
+            output_seconds=None if expiry is None else expiry.seconds,
         )
     )
     worker.wake()
     return json_response(_object(request, record), warning_headers(ignored))
 
 
-def _check(asked: BatchRequest) -> None:
+def _check(payload: BatchRequest) -> None:
     for name, known in (("endpoint", ENDPOINTS), ("completion_window", tuple(_WINDOWS))):
-        if getattr(asked, name) not in known:
-            message = f"{name} must be {' or '.join(known)}; got {getattr(asked, name)!r}"
+        if getattr(payload, name) not in known:
+            message = f"{name} must be {' or '.join(known)}; got {getattr(payload, name)!r}"
             raise ApiError(400, message, code="invalid_value", param=name)
-    kept = asked.output_expires_after
-    if kept is not None and kept.anchor != "created_at":
-        message = f"output_expires_after.anchor must be created_at; got {kept.anchor!r}"
+    expiry = payload.output_expires_after
+    if expiry is not None and expiry.anchor != "created_at":
+        message = f"output_expires_after.anchor must be created_at; got {expiry.anchor!r}"
         raise ApiError(400, message, code="invalid_value", param="output_expires_after.anchor")
 
 
@@ -193,7 +194,7 @@ async def show_batch(request: Request) -> Response:
 
 
 async def cancel_batch(request: Request) -> Response:
-    """Cancel a batch; it keeps the answers that it has. A finished batch is unchanged."""
+    """Cancel a batch. Results that exist are kept. A finished batch does not change."""
     worker, record = batch_worker(request), await _found(request)
     await worker.call(lambda store: store.cancel(record.id, int(time.time())))
     worker.wake()

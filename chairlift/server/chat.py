@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: generates the next message of a conversation."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ __all__ = ["ARGUMENTS", "ChatCompletion", "ChosenLogprob", "chosen_logprob", "ro
 _encode: Final = msgspec.json.encode
 _TEXTS: Final = ("content", "reasoning")
 ARGUMENTS: Final = 4096
-"""Most characters of a tool call's arguments in one delta."""
+"""Maximum number of characters of a tool call's arguments in one delta."""
 
 
 class TokenLogprob(msgspec.Struct):
-    """A token among the most likely ones."""
+    """One of the most likely tokens at a position."""
 
     token: str
     logprob: float
@@ -52,7 +52,7 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChosenLogprob(msgspec.Struct):
-    """The chosen token, and the most likely ones."""
+    """The sampled token at a position, and the most likely tokens there."""
 
     token: str
     logprob: float
@@ -61,18 +61,18 @@ class ChosenLogprob(msgspec.Struct):
 
 
 class ChoiceLogprobs(msgspec.Struct):
-    """One entry per token of the answer."""
+    """Log-probabilities of an output. The list has one entry per output token."""
 
     content: list[ChosenLogprob]
     refusal: None = None
 
 
 class CalledFunction(msgspec.Struct):
-    """Part of :class:`ToolCall`."""
+    """Function name and arguments of a :class:`ToolCall`."""
 
     name: str
     arguments: str
-    """JSON text of an object."""
+    """The arguments: a JSON object, as text."""
 
 
 class ToolCall(msgspec.Struct):
@@ -84,34 +84,34 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """The answer."""
+    """The generated message."""
 
     role: str
     content: str | None
-    """null if there are only tool calls."""
+    """Generated text; null if the message has only tool calls."""
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    """Another name of reasoning_content for other clients."""
+    """The same text as ``reasoning_content``, under the name that some other clients read."""
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One of the ``n`` answers."""
+    """One of the ``n`` generated messages."""
 
     index: int
     message: ChatMessage
     logprobs: ChoiceLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    """Stop token or stop string that ended it."""
+    """Stop token or stop string that ended the output; null if it ended otherwise."""
     token_ids: list[int] | UnsetType = UNSET
     tool_call_errors: list[str] | UnsetType = UNSET
-    """Errors of text that began like a tool call and stayed in the content."""
+    """Descriptions of malformed tool calls. Their text stays in ``content``."""
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """The reply without streaming."""
+    """The response without streaming."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -119,7 +119,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     service_tier: str
-    """The class of service that was used."""
+    """Class of service that the request got."""
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
@@ -128,7 +128,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 async def create_chat_completion(request: Request) -> Response:
-    """Answer a conversation."""
+    """Generate the next message of a conversation."""
     state: ServerState = request.app.state.server
     chat, ignored = parse(ChatRequest, await read_json(request))
     run = await begin_chat(request, chat, ignored)
@@ -138,7 +138,7 @@ async def create_chat_completion(request: Request) -> Response:
     (output,) = await collect(run.streams)
     meter, texts = Meter(run.streams, predicted=chat.prediction is not None), run.texts
     meter.note(0, output)
-    most, pieces = chat.prompt_logprobs, Pieces()
+    num_prompt_logprobs, pieces = chat.prompt_logprobs, Pieces()
     readings = [run.reading() for _ in output.outputs]
     read = list(zip(output.outputs, readings, strict=True))
     choices = [_choice(chat, answer, texts, pieces, reading if run.plan.reads else None) for answer, reading in read]
@@ -148,7 +148,9 @@ async def create_chat_completion(request: Request) -> Response:
         **head,
         choices=choices,
         usage=meter.usage(),
-        prompt_logprobs=UNSET if most is None else prompt_logprobs(output.prompt_logprobs, texts, most, pieces),
+        prompt_logprobs=UNSET
+        if num_prompt_logprobs is None
+        else prompt_logprobs(output.prompt_logprobs, texts, num_prompt_logprobs, pieces),
         prompt_token_ids=run.prompt if chat.return_token_ids else UNSET,
         timing=timing([output], chat.return_timing),
     )
@@ -158,7 +160,7 @@ async def create_chat_completion(request: Request) -> Response:
 def _choice(
     chat: ChatRequest, answer: CompletionOutput, texts: TokenTexts, pieces: Pieces, reading: AnswerReading | None
 ) -> ChatChoice:
-    """A finished answer. ``reading`` finds the calls and the reasoning in it."""
+    """The choice for a finished output. ``reading`` finds the tool calls and the reasoning in its text."""
     logprobs, top = None, chat.top_logprobs or 0
     if answer.logprobs is not None:
         content = json_items(chosen_logprob(entry, top, texts) for entry in answer.logprobs)
@@ -180,17 +182,18 @@ def _choice(
 
 
 def _read_into(choice: ChatChoice, events: Sequence[Event]) -> None:
-    """Copy the content, reasoning and calls of an answer into its message."""
-    told = {kind: "".join(e.text for e in events if isinstance(e, Piece) and e.kind == kind) for kind in _TEXTS}
+    """Copy the content, reasoning and tool calls of an output into the choice's message."""
+    texts = {kind: "".join(e.text for e in events if isinstance(e, Piece) and e.kind == kind) for kind in _TEXTS}
     calls = [ToolCall(e.id, CalledFunction(e.name, e.arguments)) for e in events if isinstance(e, Call)]
     message = choice.message
-    message.content = told["content"] or (None if calls else "")
+    message.content = texts["content"] or (None if calls else "")
     message.tool_calls = calls or UNSET
-    message.reasoning = message.reasoning_content = told["reasoning"] or UNSET
+    message.reasoning = message.reasoning_content = texts["reasoning"] or UNSET
 
 
 def _finish_reason(answer: CompletionOutput, reading: AnswerReading) -> str | None:
-    """``tool_calls`` for a complete answer with calls that the model chose to make."""
+    """Finish reason of an output: ``tool_calls`` if it has complete calls that the model chose to make, otherwise the
+    engine's."""
     called = answer.finish_reason is FinishReason.STOP and reading.ids and not reading.named
     return "tool_calls" if called else answer.finish_reason
 
@@ -200,14 +203,14 @@ def _logprobs(entries: Sequence[Mapping[int, Logprob]], top: int, texts: TokenTe
 
 
 def chosen_logprob(entry: Mapping[int, Logprob], top: int, texts: TokenTexts) -> ChosenLogprob:
-    """One token of an answer in the form of replies, with the ``top`` most likely ones."""
+    """Log-probability of one output token in the form of the response, with the ``top`` most likely tokens."""
     written = [
         (top + 1 if each.rank is None else each.rank, _token_logprob(token_id, each, texts))
         for token_id, each in entry.items()
     ]
     chosen = written[0][1]
     best = sorted((pair for pair in written if pair[0] <= top), key=lambda pair: pair[0])
-    # The chosen token may tie with the last of them; then it comes first.
+    # The sort is stable, and ``written`` begins with the sampled token: it comes first among tokens of equal rank.
     return ChosenLogprob(chosen.token, chosen.logprob, chosen.bytes, [each for _, each in best[:top]])
 
 
@@ -216,7 +219,7 @@ def _token_logprob(token_id: int, entry: Logprob, texts: TokenTexts) -> TokenLog
 
 
 class _ChatChunks(ChunkWriter):
-    """The events of a streamed chat completion."""
+    """Writes the events of a streamed chat completion."""
 
     def __init__(self, head: Mapping[str, Any], run: ChatRun) -> None:
         chat = run.chat
@@ -240,12 +243,12 @@ class _ChatChunks(ChunkWriter):
         )
 
     def choices(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> Iterator[bytes]:
-        told = answer.token_ids and (self._ids or self._continuous or answer.logprobs)
+        has_details = answer.token_ids and (self._ids or self._continuous or answer.logprobs)
         if self._readings:
-            yield from self._read(answer, bool(told))
-        elif answer.text or told:
+            yield from self._read(answer, bool(has_details))
+        elif answer.text or has_details:
             for part in parts(answer, self._top):
-                yield self._news(part, b'{"content":%b}' % _encode(part.text))
+                yield self._choice_of(part, b'{"content":%b}' % _encode(part.text))
         if answer.finish_reason is not None:
             reason: str | None = answer.finish_reason
             more = b""
@@ -256,21 +259,22 @@ class _ChatChunks(ChunkWriter):
             end = (answer.index, _encode(reason), _encode(answer.stop_reason), more)
             yield b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b%b}' % end
 
-    def _read(self, answer: CompletionOutput, told: bool) -> Iterator[bytes]:
-        """Deltas of the new part of an answer. The first delta has the log-probabilities and ids."""
+    def _read(self, answer: CompletionOutput, has_details: bool) -> Iterator[bytes]:
+        """Deltas for the new part of an output. The first delta carries the log-probabilities and token ids, if
+        ``has_details``."""
         reading = self._readings[answer.index]
         before = len(reading.ids)
         events = reading.read(answer.text, answer.token_ids, answer.finish_reason is not None)
         if self._counts:
             self.meter.reasoning_tokens = sum(each.reasoning_tokens for each in self._readings)
         deltas = [delta for event in events for delta in _deltas(event, reading.ids, before)]
-        if told:
+        if has_details:
             for part in parts(answer, self._top):
-                yield self._news(part, deltas.pop(0) if deltas else b'{"content":""}')
+                yield self._choice_of(part, deltas.pop(0) if deltas else b'{"content":""}')
         for delta in deltas:
             yield b'%b%b,"logprobs":null,"finish_reason":null}' % (self._openings[answer.index], delta)
 
-    def _news(self, answer: CompletionOutput, delta: bytes) -> bytes:
+    def _choice_of(self, answer: CompletionOutput, delta: bytes) -> bytes:
         logprobs = b"null"
         if answer.logprobs:
             logprobs = _encode(_logprobs(answer.logprobs, self._top, self._texts))
@@ -279,7 +283,8 @@ class _ChatChunks(ChunkWriter):
 
 
 def _deltas(event: Event, ids: Sequence[str], before: int) -> Iterator[bytes]:
-    """Deltas of one event: a text; or a call's index, id and name, then its arguments."""
+    """Deltas of one event. A text gives one delta. A tool call gives a delta with index, id and name, then deltas with
+    the arguments. ``before``: number of calls before this event."""
     if isinstance(event, Call):
         index = ids.index(event.id, before)
         name = b'{"name":%b,"arguments":""}' % _encode(event.name)

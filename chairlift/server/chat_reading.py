@@ -1,4 +1,4 @@
-"""Readers that find tool calls and reasoning in the answers to a chat request."""
+"""Find tool calls and reasoning in the outputs of a chat request."""
 
 from __future__ import annotations
 
@@ -28,57 +28,58 @@ from chairlift.tool_calls import (
     Thinking,
     Tools,
     check_tools,
-    held_to,
+    output_constraint,
     reasoning_format_of,
     thinking_of,
     tool_format_of,
 )
 from chairlift.tool_calls.formats import ReasoningFormat, ToolFormat
 
-__all__ = ["AnswerReading", "ChatPlan", "chat_plan", "held_params", "limited_params", "opened_by", "plan_prompt"]
+__all__ = ["AnswerReading", "ChatPlan", "chat_plan", "constrained_params", "limited_params", "opened_by", "plan_prompt"]
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _ALPHABET: Final = string.ascii_letters + string.digits
 _TAIL: Final = 64
-"""Number of last tokens of the prompt in which the begin of reasoning is searched."""
+"""Number of tokens at the end of the prompt that are searched for the start of reasoning."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatPlan:
-    """Plan for reading the answers to one chat request."""
+    """Describes how to read the outputs of one chat request."""
 
     tools: Tools
     variables: Mapping[str, Any]
     """Variables for the chat template."""
     tool_format: ToolFormat | None = None
-    """Format of tool calls; None: calls are not read."""
+    """Format of tool calls; None: the text is not searched for calls."""
     reasoning: ReasoningFormat | None = None
-    """Format of reasoning; None: reasoning is not separated from the answer."""
+    """Format of reasoning; None: reasoning stays part of the text."""
     include_reasoning: bool = True
     hidden: tuple[str, ...] = ()
-    """Special tokens to remove from the text, if the engine keeps them for the reader; otherwise empty."""
+    """Texts of special tokens. The engine leaves them in the output so that the reader can find marks; the reader then
+    removes them. Usually empty."""
     thinking: Thinking = Thinking.NONE
-    """Whether the answer may begin with reasoning, or begins inside it."""
+    """Whether the output may contain reasoning, and whether it begins inside reasoning that the prompt opened."""
 
     @property
     def reads(self) -> bool:
-        """Whether answers contain anything besides text."""
+        """Whether the output may contain tool calls or reasoning, so that it must be read."""
         return self.tool_format is not None or self.reasoning is not None
 
 
-def plan_prompt(state: ServerState, asked: ChatRequest | TokenizeRequest, ignored: list[str]) -> ChatPlan:
+def plan_prompt(state: ServerState, payload: ChatRequest | TokenizeRequest, ignored: list[str]) -> ChatPlan:
     """Plan for the tools and variables of a prompt. Names of ignored fields are added to ``ignored``. Raises
     ApiError."""
     template = state.engine.chat_template
     choice, parallel = None, None
-    variables = template_variables(asked.chat_template_kwargs)
-    if isinstance(asked, ChatRequest):
-        choice, parallel = asked.tool_choice, asked.parallel_tool_calls
-        variables = _with_effort(asked.reasoning_effort, variables, template or "", ignored)
-        if (most := _budget(asked)) is not None and "thinking_budget" in (template or ""):
-            variables = {"thinking_budget": most, **variables}
+    variables = template_variables(payload.chat_template_kwargs)
+    if isinstance(payload, ChatRequest):
+        choice, parallel = payload.tool_choice, payload.parallel_tool_calls
+        variables = _with_effort(payload.reasoning_effort, variables, template or "", ignored)
+        if (max_reasoning := _budget(payload)) is not None and "thinking_budget" in (template or ""):
+            variables = {"thinking_budget": max_reasoning, **variables}
     try:
-        tools = check_tools(asked.tools, choice, parallel)
+        tools = check_tools(payload.tools, choice, parallel)
     except RequestError as error:
         param = str(error).partition(" ")[0]
         raise ApiError(400, str(error), code="invalid_value", param=param) from None
@@ -92,7 +93,8 @@ def plan_prompt(state: ServerState, asked: ChatRequest | TokenizeRequest, ignore
 
 
 def _with_effort(effort: str | None, variables: dict[str, Any], template: str, ignored: list[str]) -> dict[str, Any]:
-    """Add ``reasoning_effort`` in the template's form: by that name, or ``none`` as ``enable_thinking=false``."""
+    """Add ``reasoning_effort`` to the variables, in the form that the chat template uses: under its own name, or, for
+    ``none``, as ``enable_thinking=false``."""
     if effort is None:
         return variables
     if effort not in EFFORTS:
@@ -107,7 +109,8 @@ def _with_effort(effort: str | None, variables: dict[str, Any], template: str, i
 
 
 def chat_plan(state: ServerState, chat: ChatRequest, ignored: list[str]) -> ChatPlan:
-    """Plan for reading the answers to a request. Raises ApiError."""
+    """Make the plan for reading the outputs of a chat request. Names of ignored fields are added to ``ignored``.
+    Raises ApiError."""
     plan = plan_prompt(state, chat, ignored)
     template, config = state.engine.chat_template, state.config
     reasoning = None
@@ -129,7 +132,8 @@ def chat_plan(state: ServerState, chat: ChatRequest, ignored: list[str]) -> Chat
 
 
 def _with_special_tokens(plan: ChatPlan, tokenizer: Tokenizer | None, hide: bool) -> ChatPlan:
-    """Keep special tokens that are marks of a format in the text; the reader removes the other ones."""
+    """Make the engine keep special tokens in the text if they mark tool calls or reasoning. The reader then removes
+    the other special tokens."""
     if tokenizer is None or not hide:
         return plan
     marks = (*(plan.tool_format.markers if plan.tool_format else ()),)
@@ -140,7 +144,8 @@ def _with_special_tokens(plan: ChatPlan, tokenizer: Tokenizer | None, hide: bool
 
 
 def opened_by(plan: ChatPlan, chat: ChatRequest, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> ChatPlan:
-    """The plan, updated by whether the prompt ends inside reasoning."""
+    """The plan, with ``thinking`` set from the end of the prompt: whether the output begins inside reasoning, may
+    begin reasoning, or has none."""
     marks = plan.reasoning
     if marks is None or tokenizer is None:
         return plan
@@ -153,20 +158,21 @@ def opened_by(plan: ChatPlan, chat: ChatRequest, tokenizer: Tokenizer | None, pr
     return dataclasses.replace(plan, thinking=thinking_of(marks, tail))
 
 
-def held_params(plan: ChatPlan, chat: ChatRequest, params: SamplingParams) -> SamplingParams:
-    """``params`` with a grammar for the whole answer: its reasoning, then calls or content. Raises ApiError."""
-    asked = params.structured_outputs
+def constrained_params(plan: ChatPlan, chat: ChatRequest, params: SamplingParams) -> SamplingParams:
+    """``params`` with a grammar for the whole output: reasoning, then tool calls or content. Raises ApiError."""
+    requested = params.structured_outputs
     with naming(chat):
-        whole = held_to(asked, plan.tools, plan.tool_format, plan.reasoning, plan.thinking)
-        return params if whole is asked else dataclasses.replace(params, structured_outputs=whole)
+        whole = output_constraint(requested, plan.tools, plan.tool_format, plan.reasoning, plan.thinking)
+        return params if whole is requested else dataclasses.replace(params, structured_outputs=whole)
 
 
 def limited_params(
     plan: ChatPlan, chat: ChatRequest, tokenizer: Tokenizer | None, params: SamplingParams
 ) -> SamplingParams:
-    """``params`` with the request's thinking budget. Raises ApiError where it cannot be kept."""
-    most = _budget(chat)
-    if most is None:
+    """``params`` with the request's limit on reasoning tokens. Raises ApiError if the model or template does not allow
+    such a limit."""
+    max_reasoning = _budget(chat)
+    if max_reasoning is None:
         return params
     shape = plan.reasoning
     if shape is None or tokenizer is None:
@@ -184,7 +190,7 @@ def limited_params(
             raise _no_budget(f"{text} is no token of its own in the model's vocabulary; use max_tokens")
     after = shape.goes_on + ("" if plan.tools.offered else shape.content)
     budget = ThinkingBudget(
-        max_tokens=most,
+        max_tokens=max_reasoning,
         end=int(end or 0),
         begin=tuple(begin),
         after=tuple(tokenizer.encode(after, False) if after else ()),
@@ -193,9 +199,9 @@ def limited_params(
 
 
 def _budget(chat: ChatRequest) -> int | None:
-    """Most tokens of reasoning; None for no limit."""
-    asked = chat.thinking_budget if chat.thinking_token_budget is None else chat.thinking_token_budget
-    return None if asked == -1 else asked
+    """Maximum number of reasoning tokens; None for no limit."""
+    budget = chat.thinking_budget if chat.thinking_token_budget is None else chat.thinking_token_budget
+    return None if budget == -1 else budget
 
 
 def _no_budget(why: str) -> ApiError:
@@ -204,7 +210,7 @@ def _no_budget(why: str) -> ApiError:
 
 
 class AnswerReading:
-    """Reads one answer as it grows. ``ids`` are the ids of its calls, in order."""
+    """Reads one output as it grows. ``ids`` are the ids of its tool calls, in order."""
 
     def __init__(self, plan: ChatPlan, tokenizer: Tokenizer | None, skips: bool) -> None:
         self._reader = AnswerReader(
@@ -217,42 +223,43 @@ class AnswerReading:
         )
         self._include_reasoning = plan.include_reasoning
         self.named = plan.tools.choice == "named"
-        """Whether the request named the function to call."""
+        """Whether ``tool_choice`` in the request names the function to call."""
         self._size = functools.partial(_num_bytes, tokenizer, skips)
         self._starts: list[int] = []
-        """Bytes of the text before each token."""
+        """Byte offset in the text at which each token begins."""
         self._bytes = 0
         self.ids: list[str] = []
         self.broken: list[str] = []
 
     def read(self, text: str, token_ids: Sequence[int], ended: bool) -> list[Event]:
-        """New events from this text and these tokens. Calls get an id; parts that the client does not want are
-        dropped."""
+        """Read new text and tokens, and return the new events. Every call gets an id. Parts that the client does not
+        want are dropped."""
         for token_id in token_ids:
             self._starts.append(self._bytes)
             self._bytes += self._size(token_id)
         events = self._reader.feed(text) + (self._reader.finish() if ended else [])
-        told: list[Event] = []
+        result: list[Event] = []
         for event in events:
             if isinstance(event, Broken):
                 self.broken.append(event.reason)
             elif isinstance(event, Call):
-                told.append(dataclasses.replace(event, id=self._new_id(event)))
+                result.append(dataclasses.replace(event, id=self._new_id(event)))
             elif event.kind == "content" or self._include_reasoning:
-                told.append(event)
-        return told
+                result.append(event)
+        return result
 
     @property
     def reasoning_tokens(self) -> int:
-        """Number of reasoning tokens so far, including marks."""
+        """Number of reasoning tokens so far, including the begin and end marks."""
         return self._reader.num_reasoning_tokens(self._starts)
 
-    def is_reasoning(self, place: int) -> bool:
-        """Whether the token at this index of the answer is reasoning or its mark."""
-        return self._reader.is_reasoning(self._starts[place])
+    def is_reasoning(self, index: int) -> bool:
+        """Whether the output token at this index is reasoning or one of its marks."""
+        return self._reader.is_reasoning(self._starts[index])
 
     def _new_id(self, call: Call) -> str:
-        """The id that the model gave the call, or a new one of nine letters and digits, which all templates accept."""
+        """Id of a tool call: the model's own id, or a new one of nine letters and digits, a form that all templates
+        accept."""
         found = call.id
         while not found or found in self.ids:
             found = "call" + "".join(secrets.choice(_ALPHABET) for _ in range(5))

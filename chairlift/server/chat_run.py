@@ -1,7 +1,7 @@
-"""A chat from its request to its answer. Every endpoint for conversations translates its request and then uses this
-module.
+"""Runs a chat, from the parsed request to the engine's output.
 
-So validation, admission and reading of tools and reasoning are the same for every form of request.
+Every endpoint for conversations translates its request to a chat and then uses this module. So request checks,
+queueing and the reading of tool calls and reasoning are the same for every API.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ from starlette.requests import Request
 from chairlift.engine.info import EngineInfo
 from chairlift.engine.output_stream import OutputStream
 from chairlift.sampling_params import SamplingParams
-from chairlift.server.chat_reading import AnswerReading, ChatPlan, chat_plan, held_params, limited_params, opened_by
+from chairlift.server.chat_reading import (
+    AnswerReading,
+    ChatPlan,
+    chat_plan,
+    constrained_params,
+    limited_params,
+    opened_by,
+)
 from chairlift.server.errors import ApiError
 from chairlift.server.limits import until_tokens
-from chairlift.server.logprob_room import hold_logprobs
+from chairlift.server.logprob_room import reserve_logprobs
 from chairlift.server.models import adapter_named, check_model, generating_info
-from chairlift.server.promises import class_of, read_promises
+from chairlift.server.promises import class_of, read_scheduling_fields
 from chairlift.server.protocol import ChatRequest, TokenizeRequest, no_prompt_logprobs_in_stream, sampling_params
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import TokenTexts, reply_head, submit_all, truncate
@@ -35,27 +42,27 @@ __all__ = ["ChatRun", "begin_chat", "encode_messages"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatRun:
-    """A chat that the engine computes."""
+    """A chat that was sent to the engine."""
 
     chat: ChatRequest
     model: str
-    """Model name in the answer."""
+    """Model name for the response."""
     info: EngineInfo
     plan: ChatPlan
     params: SamplingParams
     prompt: list[int]
     streams: list[OutputStream]
-    """One stream with all ``n`` answers."""
+    """A list with one stream, which has all ``n`` outputs."""
     texts: TokenTexts
     was_shortened: bool = False
-    """Whether the answer may be shorter than ``max_tokens``, because no more fits."""
+    """Whether ``max_tokens`` was reduced because prompt and output would exceed the model's length."""
 
     def head(self, prefix: str) -> dict[str, Any]:
-        """First fields of replies and chunks of chat completions."""
+        """First fields of chat completion responses and chunks."""
         return reply_head(prefix, self.model, self.info, self.streams)
 
     def reading(self) -> AnswerReading:
-        """Make a reader for one of the answers."""
+        """A new reader for one of the outputs."""
         return AnswerReading(self.plan, self.texts.tokenizer, self.params.skip_special_tokens)
 
 
@@ -67,15 +74,16 @@ async def begin_chat(
     shorten: bool = False,
     thinking_hint: int | None = None,
 ) -> ChatRun:
-    """Check a chat, lay it out and send it to the engine. Names of ignored fields are added to ``ignored``.
+    """Check a chat, turn its messages into a prompt, and send the prompt to the engine. Names of ignored fields are
+    added to ``ignored``.
 
-    With ``shorten``, an answer whose ``max_tokens`` do not fit beside the prompt gets the remaining room.
-    ``thinking_hint`` is a thinking_token_budget that is ignored where it cannot be kept. Raises ApiError, RequestError,
-    TemplateError, OverloadedError or EngineDeadError.
+    With ``shorten``, a ``max_tokens`` that is too large for the model's length is reduced to the remaining length.
+    ``thinking_hint`` is a thinking_token_budget that is ignored if the model cannot apply it. Raises ApiError,
+    RequestError, TemplateError, OverloadedError or EngineDeadError.
     """
     state: ServerState = request.app.state.server
     model = check_model(state, chat.model)
-    caller = read_promises(request, chat, ignored)
+    caller = read_scheduling_fields(request, chat, ignored)
     info = generating_info(state)
     if chat.prediction is not None and not info.takes_predictions:
         ignored.append("prediction")
@@ -89,7 +97,7 @@ async def begin_chat(
             raise ApiError(400, message, code="invalid_value", param="truncate_prompt_tokens")
         prompt = truncate(laid_out, chat.truncate_prompt_tokens, info, params.max_tokens)
     plan = opened_by(plan, chat, state.engine.tokenizer, laid_out)
-    params = limited_params(plan, chat, state.engine.tokenizer, held_params(plan, chat, params))
+    params = limited_params(plan, chat, state.engine.tokenizer, constrained_params(plan, chat, params))
     if thinking_hint is not None:
         hinted = msgspec.structs.replace(chat, thinking_token_budget=thinking_hint)
         try:
@@ -100,7 +108,7 @@ async def begin_chat(
     shortened = shorten and params.max_tokens is not None and 1 <= room < params.max_tokens
     if shortened:
         params = dataclasses.replace(params, max_tokens=room)
-    hold_logprobs(request, chat, [prompt])
+    reserve_logprobs(request, chat, [prompt])
     whose: dict[str, Any] = {"caller": caller, "adapter": adapter_named(state, model), "images": images}
     streams = await submit_all(state, [prompt], params, chat, stream=bool(chat.stream), **whose)
     texts = TokenTexts(state.engine.tokenizer, bool(chat.return_tokens_as_token_ids))
@@ -115,7 +123,7 @@ async def encode_messages(state: ServerState, request: ChatRequest | TokenizeReq
 async def lay_out_messages(
     state: ServerState, request: ChatRequest | TokenizeRequest, plan: ChatPlan
 ) -> tuple[list[int], PlacedImages | None]:
-    """Token ids of a conversation, and its images if it has any. Raises ApiError, RequestError or TemplateError."""
+    """(token ids, images) of a conversation; None for no images. Raises ApiError, RequestError or TemplateError."""
     opens = request.add_generation_prompt
     if opens and request.continue_final_message:
         message = "add_generation_prompt and continue_final_message exclude each other; leave one out"

@@ -1,4 +1,4 @@
-"""POST /v1/completions: continues a text."""
+"""POST /v1/completions: continues one or more texts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from chairlift.sampling_params import SamplingParams
 from chairlift.server.errors import ApiError
 from chairlift.server.infilling import Infilling, infilling
 from chairlift.server.limits import read_json, until_tokens
-from chairlift.server.logprob_room import hold_logprobs
+from chairlift.server.logprob_room import reserve_logprobs
 from chairlift.server.models import adapter_named, check_model, generating_info
 from chairlift.server.pieces import Pieces, json_items, respond
-from chairlift.server.promises import class_of, read_promises
+from chairlift.server.promises import class_of, read_scheduling_fields
 from chairlift.server.protocol import (
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
@@ -41,9 +41,9 @@ from chairlift.server.streaming import (
     Timing,
     TokenTexts,
     Usage,
-    beside,
     collect,
     finite,
+    on_thread_if_long,
     parts,
     prompt_logprobs,
     reply_head,
@@ -58,37 +58,38 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["TextCompletion", "routes"]
 
 _MAX_LIST_ENTRIES: Final = 1 << 18
-"""Most entries of lists that the engine gets once per prompt. 64 copies of a vocabulary would take gigabytes there."""
+"""Maximum number of entries in lists such as ``logit_bias``, over all prompts of a request. The engine gets a copy of
+each list per prompt; 64 copies as long as a vocabulary would take gigabytes."""
 _encode: Final = msgspec.json.encode
 _Entries = Sequence[Mapping[int, Logprob] | None]
 
 
 class TextLogprobs(msgspec.Struct):
-    """Log-probabilities of tokens. Each list has one entry per token."""
+    """Log-probabilities of tokens. Every list has one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Offset of each token in the choice's text."""
+    """Offset of each token in the choice's text, in characters."""
 
 
 class TextChoice(msgspec.Struct, kw_only=True):
-    """One answer to one prompt."""
+    """One output for one prompt."""
 
     index: int
     text: str
     logprobs: TextLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    """Stop token or stop string that ended it."""
+    """Stop token or stop string that ended the output; null if it ended otherwise."""
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
 class TextCompletion(msgspec.Struct, kw_only=True):
-    """The reply without streaming."""
+    """The response without streaming."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -96,82 +97,88 @@ class TextCompletion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     service_tier: str
-    """The class of service that was used."""
+    """Class of service that the request got."""
     choices: list[TextChoice]
     usage: Usage
     timing: Timing | UnsetType = UNSET
-    """Timing of the prompt that took longest."""
+    """Timing of the prompt whose outputs took longest."""
 
 
 async def create_completion(request: Request) -> Response:
-    """Continue one or more prompts."""
+    """Generate continuations of one or more prompts."""
     state: ServerState = request.app.state.server
-    asked, ignored = parse(CompletionRequest, await read_json(request))
-    model = check_model(state, asked.model)
-    given = asked.prompts()
-    caller = read_promises(request, asked, ignored)
+    payload, ignored = parse(CompletionRequest, await read_json(request))
+    model = check_model(state, payload.model)
+    given = payload.prompts()
+    caller = read_scheduling_fields(request, payload, ignored)
     info = generating_info(state)
-    if asked.prediction is not None and not info.takes_predictions:
+    if payload.prediction is not None and not info.takes_predictions:
         ignored.append("prediction")
-    between = infilling(state, asked, given)
-    params = _params(asked, info.sampling_defaults, () if between is None else between.ends)
+    between = infilling(state, payload, given)
+    params = _params(payload, info.sampling_defaults, () if between is None else between.ends)
     _check_lists(params, len(given))
     state.engine.check_room(len(given), class_of(params))
-    async with until_tokens(request, asked):
+    async with until_tokens(request, payload):
         prompts = [
-            truncate(ids, asked.truncate_prompt_tokens, info, params.max_tokens, _num_added(state, asked, prompt))
-            for prompt, ids in zip(given, await _encode_prompts(state, asked, given, between), strict=True)
+            truncate(ids, payload.truncate_prompt_tokens, info, params.max_tokens, _num_added(state, payload, prompt))
+            for prompt, ids in zip(given, await _encode_prompts(state, payload, given, between), strict=True)
         ]
-        echoes = await _echoes(state, asked, given, prompts) if asked.echo else None
-        places = [await _places(state, asked, prompt) for prompt in given]
-    writer = _Writer(asked, prompts, state.engine.tokenizer, echoes, places)
-    hold_logprobs(request, asked, prompts)
+        echoes = await _echoes(state, payload, given, prompts) if payload.echo else None
+        prompt_offsets = [await _prompt_offsets(state, payload, prompt) for prompt in given]
+    writer = _Writer(payload, prompts, state.engine.tokenizer, echoes, prompt_offsets)
+    reserve_logprobs(request, payload, prompts)
     whose: dict[str, Any] = {"caller": caller, "adapter": adapter_named(state, model)}
-    streams = await submit_all(state, prompts, params, asked, stream=bool(asked.stream), **whose)
+    streams = await submit_all(state, prompts, params, payload, stream=bool(payload.stream), **whose)
     head = reply_head("cmpl", model, info, streams)
     headers = warning_headers(ignored)
-    if asked.stream:
-        return await start_stream(state, streams, _TextChunks(head, asked, streams, writer), headers)
-    meter, pieces = Meter(streams, predicted=asked.prediction is not None), Pieces()
+    if payload.stream:
+        return await start_stream(state, streams, _TextChunks(head, payload, streams, writer), headers)
+    meter, pieces = Meter(streams, predicted=payload.prediction is not None), Pieces()
     choices: list[TextChoice] = []
     outputs = await collect(streams)
     for index, output in enumerate(outputs):
-        delivered = _delivered(asked, output)
+        delivered = _delivered(payload, output)
         meter.note(index, delivered)
         choices += [writer.whole(index, delivered, answer, pieces) for answer in delivered.outputs]
-    told = timing(outputs, asked.return_timing)
-    reply = TextCompletion(**head, choices=choices, usage=meter.usage(), timing=told)
+    times = timing(outputs, payload.return_timing)
+    reply = TextCompletion(**head, choices=choices, usage=meter.usage(), timing=times)
     return respond(state, reply, pieces, headers)
 
 
-def _params(asked: CompletionRequest, defaults: Mapping[str, Any], ends: Sequence[int]) -> SamplingParams:
-    n, best_of = asked.n or 1, asked.best_of or asked.n or 1
+def _params(payload: CompletionRequest, defaults: Mapping[str, Any], ends: Sequence[int]) -> SamplingParams:
+    n, best_of = payload.n or 1, payload.best_of or payload.n or 1
     problem = ("", "")
     if best_of < n:
         problem = ("best_of", f"best_of is {best_of} but n is {n}; raise best_of, or leave it out")
-    elif best_of > n and asked.stream:
+    elif best_of > n and payload.stream:
         problem = ("best_of", "best_of cannot be streamed: the best is known at the end; leave out stream or best_of")
-    elif asked.max_tokens == 0 and not asked.echo:
+    elif payload.max_tokens == 0 and not payload.echo:
         problem = ("max_tokens", "max_tokens is 0, which only makes sense with echo; give at least 1")
     if problem[0]:
         raise ApiError(400, problem[1], code="invalid_value", param=problem[0])
-    no_prompt_logprobs_in_stream(asked)
-    logprobs, of_prompt = asked.logprobs, asked.prompt_logprobs
-    if asked.echo and logprobs is not None:
+    no_prompt_logprobs_in_stream(payload)
+    logprobs, of_prompt = payload.logprobs, payload.prompt_logprobs
+    if payload.echo and logprobs is not None:
         of_prompt = max(logprobs, of_prompt or 0)
     if best_of > n and logprobs is None:
         logprobs = 0  # to rank the answers
-    most = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
-    if most == 0 and of_prompt is None:
+    max_tokens = DEFAULT_MAX_TOKENS if payload.max_tokens is None else payload.max_tokens
+    if max_tokens == 0 and of_prompt is None:
         of_prompt = 0  # a prompt that is only scored may have the model's full length
-    fields: dict[str, Any] = {"n": best_of, "max_tokens": most, "logprobs": logprobs, "prompt_logprobs": of_prompt}
-    if ends and not asked.ignore_eos:
-        fields["stop_token_ids"] = [*(asked.stop_token_ids or ()), *ends]
-    return sampling_params(asked, defaults, **fields)
+    fields: dict[str, Any] = {
+        "n": best_of,
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "prompt_logprobs": of_prompt,
+    }
+    if ends and not payload.ignore_eos:
+        fields["stop_token_ids"] = [*(payload.stop_token_ids or ()), *ends]
+    return sampling_params(payload, defaults, **fields)
 
 
 def _check_lists(params: SamplingParams, num_prompts: int) -> None:
-    """Raise ApiError if lists that the engine gets once per prompt have too many entries over all prompts."""
+    """Raise ApiError if the request's lists have too many entries, summed over all prompts. (The engine gets each list
+    once per prompt.)"""
     sizes = {
         "allowed_token_ids": len(params.allowed_token_ids or ()),
         "stop_token_ids": len(params.stop_token_ids or ()),
@@ -189,59 +196,61 @@ def _check_lists(params: SamplingParams, num_prompts: int) -> None:
 
 
 async def _encode_prompts(
-    state: ServerState, asked: CompletionRequest, given: Sequence[str | list[int]], between: Infilling | None
+    state: ServerState, payload: CompletionRequest, given: Sequence[str | list[int]], between: Infilling | None
 ) -> list[list[int]]:
     if between is not None:
-        return await between.encode(state, asked, [str(each) for each in given])
+        return await between.encode(state, payload, [str(each) for each in given])
     texts, ids = [each for each in given if isinstance(each, str)], [each for each in given if isinstance(each, list)]
-    found = await state.engine.encode_all(texts, asked.add_special_tokens is not False) if texts else ids
+    found = await state.engine.encode_all(texts, payload.add_special_tokens is not False) if texts else ids
     if texts and not all(found):
         raise ApiError(400, "the prompt is empty; send at least one character", code="invalid_value", param="prompt")
     return found
 
 
 async def _echoes(
-    state: ServerState, asked: CompletionRequest, given: Sequence[str | list[int]], prompts: Sequence[list[int]]
+    state: ServerState, payload: CompletionRequest, given: Sequence[str | list[int]], prompts: Sequence[list[int]]
 ) -> list[str]:
-    """First part of each choice's text: the prompt as it was given, or the text of its tokens."""
-    tokenizer, skip = state.engine.tokenizer, asked.skip_special_tokens is not False
+    """Echoed prompt for the beginning of each choice's text: the text that the client sent, or the decoded prompt
+    tokens."""
+    tokenizer, skip = state.engine.tokenizer, payload.skip_special_tokens is not False
     if tokenizer is None:
         raise ApiError(400, "echo needs the tokenizer, which was not loaded; leave it out", param="echo")
     texts = [each for each in given if isinstance(each, str)]
-    if texts and skip and asked.truncate_prompt_tokens is None:
+    if texts and skip and payload.truncate_prompt_tokens is None:
         return texts
-    final = asked.max_tokens == 0
-    return await beside(
+    final = payload.max_tokens == 0
+    return await on_thread_if_long(
         state, sum(map(len, prompts)), lambda: [tokenizer.decode(ids, skip, final=final) for ids in prompts]
     )
 
 
-def _num_added(state: ServerState, asked: CompletionRequest, prompt: str | list[int]) -> tuple[int, int]:
-    """Numbers of special tokens that the tokenizer added before and behind a prompt."""
+def _num_added(state: ServerState, payload: CompletionRequest, prompt: str | list[int]) -> tuple[int, int]:
+    """(number before, number after): special tokens that the tokenizer added around a prompt."""
     tokenizer = state.engine.tokenizer
-    if tokenizer is None or isinstance(prompt, list) or asked.add_special_tokens is False:
+    if tokenizer is None or isinstance(prompt, list) or payload.add_special_tokens is False:
         return 0, 0
     return tokenizer.num_added
 
 
-async def _places(state: ServerState, asked: CompletionRequest, given: str | list[int]) -> list[int] | None:
-    """Offsets of the tokens in an echoed prompt; None if nobody wants them, or if the echo is made of the tokens."""
+async def _prompt_offsets(state: ServerState, payload: CompletionRequest, given: str | list[int]) -> list[int] | None:
+    """Offsets of the prompt's tokens in the echoed prompt. None if no offsets are needed, or if the echo is the
+    decoded tokens."""
     tokenizer = state.engine.tokenizer
-    if tokenizer is None or tokenizer.doubt or asked.logprobs is None or not _echoes_given(asked, given):
+    if tokenizer is None or tokenizer.doubt or payload.logprobs is None or not _echoes_given(payload, given):
         return None
-    text, special = str(given), asked.add_special_tokens is not False
-    return await beside(state, len(text), lambda: tokenizer.offsets(text, special))
+    text, special = str(given), payload.add_special_tokens is not False
+    return await on_thread_if_long(state, len(text), lambda: tokenizer.offsets(text, special))
 
 
-def _echoes_given(asked: CompletionRequest, given: str | list[int]) -> bool:
-    """Whether a prompt is echoed as the client wrote it."""
-    whole = asked.skip_special_tokens is not False and asked.truncate_prompt_tokens is None
-    return bool(asked.echo) and isinstance(given, str) and whole
+def _echoes_given(payload: CompletionRequest, given: str | list[int]) -> bool:
+    """Whether the echo of a prompt is exactly the text that the client sent."""
+    whole = payload.skip_special_tokens is not False and payload.truncate_prompt_tokens is None
+    return bool(payload.echo) and isinstance(given, str) and whole
 
 
-def _delivered(asked: CompletionRequest, output: RequestOutput) -> RequestOutput:
-    """The answers for the client: the best ``n`` of ``best_of``."""
-    answers, n = output.outputs, asked.n or 1
+def _delivered(payload: CompletionRequest, output: RequestOutput) -> RequestOutput:
+    """The output with only the best ``n`` of its ``best_of`` candidates."""
+    answers, n = output.outputs, payload.n or 1
     if len(answers) > n:
         ranked = sorted(answers, key=lambda answer: (-_mean_logprob(answer), answer.index))[:n]
         answers = [dataclasses.replace(answer, index=index) for index, answer in enumerate(ranked)]
@@ -263,44 +272,44 @@ class _Scored:
         return zip(self.token_ids, self._logprobs, strict=True)
 
     def chosen(self) -> Iterator[tuple[int, Logprob | None]]:
-        """(token, log-probability) of each token, without the other likely ones."""
+        """(token, log-probability) of each token, without the alternatives at its position."""
         if isinstance(self._logprobs, FlatLogprobs):
             return zip(self.token_ids, self._logprobs.chosen(), strict=True)
         return ((token_id, entry[token_id] if entry else None) for token_id, entry in self.entries())
 
 
 class _Writer:
-    """Makes choices from the answers to several prompts. Choices are numbered prompt by prompt."""
+    """Makes the choices of a response. Choices are numbered prompt by prompt."""
 
     def __init__(
         self,
-        asked: CompletionRequest,
+        payload: CompletionRequest,
         prompts: Sequence[list[int]],
         tokenizer: Tokenizer | None,
         echoes: list[str] | None,
-        places: Sequence[list[int] | None],
+        prompt_offsets: Sequence[list[int] | None],
     ) -> None:
-        self._asked = asked
-        self._n = asked.n or 1
+        self._payload = payload
+        self._n = payload.n or 1
         self._prompts = prompts
-        self._texts = TokenTexts(tokenizer, bool(asked.return_tokens_as_token_ids))
+        self._texts = TokenTexts(tokenizer, bool(payload.return_tokens_as_token_ids))
         self._tokenizer = tokenizer
-        self._skip = asked.skip_special_tokens is not False
+        self._skip = payload.skip_special_tokens is not False
         self._echoes = echoes or []
-        self._places = places
+        self._prompt_offsets = prompt_offsets
         self._offsets: dict[int, _Offsets] = {}
 
     def index(self, prompt: int, answer: CompletionOutput) -> int:
         return prompt * self._n + answer.index
 
     def whole(self, prompt: int, output: RequestOutput, answer: CompletionOutput, pieces: Pieces) -> TextChoice:
-        """A finished answer, with its prompt before it if that is echoed."""
+        """The choice for a finished output, with the prompt before it if ``echo`` is set."""
         ids, echo = self._prompts[prompt], self._echoes[prompt] if self._echoes else ""
         choice = self._choice(prompt, answer, echo + answer.text, None)
         choice.finish_reason, choice.stop_reason = answer.finish_reason, answer.stop_reason
-        if self._asked.return_token_ids:
+        if self._payload.return_token_ids:
             choice.prompt_token_ids, choice.token_ids = ids, answer.token_ids
-        top, of_prompt = self._asked.logprobs, self._asked.prompt_logprobs
+        top, of_prompt = self._payload.logprobs, self._payload.prompt_logprobs
         if top is not None:
             scored = [_Scored(answer.token_ids, answer.logprobs or ())]
             if self._echoes:
@@ -312,7 +321,7 @@ class _Writer:
         return choice
 
     def _written(self, prompt: int, scored: Sequence[_Scored], top: int) -> Iterator[bytes]:
-        """JSON of a TextLogprobs, list by list, so that no list is in memory as a whole."""
+        """JSON of a TextLogprobs. Its lists are written one after another, so that no whole list is in memory."""
 
         def chosen() -> Iterator[tuple[int, Logprob | None]]:
             return itertools.chain.from_iterable(one.chosen() for one in scored)
@@ -335,10 +344,11 @@ class _Writer:
         yield b"}"
 
     def openings(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> Iterator[TextChoice]:
-        """The requested parts of the prompt, as the beginning of a choice; in several parts if they are long."""
-        if not self._echoes and not self._asked.return_token_ids:
+        """First chunks of a streamed choice: the echoed prompt or its token ids. A long prompt is divided into several
+        chunks."""
+        if not self._echoes and not self._payload.return_token_ids:
             return
-        ids, top = self._prompts[prompt], self._asked.logprobs
+        ids, top = self._prompts[prompt], self._payload.logprobs
         size = tokens_at_once(top) if self._echoes and top is not None else len(ids)
         for start in range(0, len(ids), size):
             logprobs, cut = None, slice(start, start + size)
@@ -346,16 +356,17 @@ class _Writer:
                 entries = output.prompt_logprobs or [None] * len(ids)
                 logprobs = self._logprobs(self.index(prompt, answer), ids[cut], entries[cut])
             choice = self._choice(prompt, answer, self._echoes[prompt] if self._echoes and not start else "", logprobs)
-            if self._asked.return_token_ids and not start:
+            if self._payload.return_token_ids and not start:
                 choice.prompt_token_ids = ids
             yield choice
 
-    def news(self, prompt: int, answer: CompletionOutput) -> Iterator[TextChoice]:
-        """The new part of an answer without its end; in several parts if it is long."""
-        for part in parts(answer, self._asked.logprobs or 0):
+    def new_parts(self, prompt: int, answer: CompletionOutput) -> Iterator[TextChoice]:
+        """Chunks for the new part of an output, without its finish reason. A long part is divided into several
+        chunks."""
+        for part in parts(answer, self._payload.logprobs or 0):
             logprobs = self._logprobs(self.index(prompt, part), part.token_ids, part.logprobs or ())
             choice = self._choice(prompt, part, part.text, logprobs)
-            if self._asked.return_token_ids:
+            if self._payload.return_token_ids:
                 choice.token_ids = part.token_ids
             yield choice
 
@@ -364,7 +375,7 @@ class _Writer:
         return TextChoice(index=index, text=text, logprobs=logprobs, finish_reason=None, stop_reason=None)
 
     def _logprobs(self, index: int, token_ids: Sequence[int], entries: _Entries) -> TextLogprobs | None:
-        top = self._asked.logprobs
+        top = self._payload.logprobs
         if top is None:
             return None
         offsets = self._offsets.get(index)
@@ -381,7 +392,7 @@ class _Writer:
 
     def _new_offsets(self, prompt: int) -> _Offsets:
         echo = self._echoes[prompt] if self._echoes else None
-        return _Offsets(self._tokenizer, self._skip, self._prompts[prompt], echo, self._places[prompt])
+        return _Offsets(self._tokenizer, self._skip, self._prompts[prompt], echo, self._prompt_offsets[prompt])
 
     def _text(self, token_id: int, entry: Logprob) -> str:
         """Text of a token in OpenAI's form: ``bytes:\\xc3`` for a part of a character, which is no valid text."""
@@ -395,20 +406,22 @@ class _Writer:
         text = None if self._tokenizer is None else self._tokenizer.token_text(token_id)
         return Logprob(0.0, None, text)
 
-    def _top(self, entry: Mapping[int, Logprob], chosen: int, most: int) -> dict[str, float]:
-        """Most likely tokens by text, best first. Of tokens with the same text the more likely one is kept."""
+    def _top(self, entry: Mapping[int, Logprob], chosen: int, top: int) -> dict[str, float]:
+        """Text of a likely token -> log-probability, most likely first. If two tokens have the same text, only the
+        more likely token is returned."""
         found: dict[str, float] = {}
         for token_id, each in sorted(entry.items(), key=lambda item: -item[1].logprob):
-            if token_id == chosen or (each.rank is not None and each.rank <= most):
+            if token_id == chosen or (each.rank is not None and each.rank <= top):
                 found.setdefault(self._text(token_id, each), finite(each.logprob))
         return found
 
 
 class _Offsets:
-    """Offsets of tokens in the text of a choice, in characters. A character begins with its first byte.
+    """Computes the offset of each token in a choice's text, in characters. A character belongs to the token that has
+    its first byte.
 
-    ``echo`` is the beginning of the text; the tokens of ``prompt`` then come first. They begin at ``places``, or where
-    their text begins if the echo is made of the tokens.
+    ``echo`` is the echoed prompt at the beginning of the text, with the tokens ``prompt``. ``prompt_offsets`` are the
+    offsets of these tokens; None: the offsets are found by decoding them.
     """
 
     def __init__(
@@ -417,7 +430,7 @@ class _Offsets:
         skip_special_tokens: bool,
         prompt: Sequence[int],
         echo: str | None,
-        places: Sequence[int] | None,
+        prompt_offsets: Sequence[int] | None,
     ) -> None:
         decoding = None if tokenizer is None else tokenizer.byte_decoding
         before = () if echo is not None else prompt
@@ -429,7 +442,7 @@ class _Offsets:
         self._skip = skip_special_tokens
         self._at = 0
         self._echoed, self._echo = (0, "") if echo is None else (len(prompt), echo)
-        self._places = places
+        self._prompt_offsets = prompt_offsets
         tail = b"" if tokenizer is None or decoding is None else tokenizer.tail_bytes(before, self._skip)
         self._utf8.decode(tail)
         self._at_start = decoding is not None and decoding.strip_start and not tail
@@ -438,8 +451,8 @@ class _Offsets:
         start = self._next(token_id)
         if not self._echoed:
             return start
-        if self._places is not None:
-            start = self._places[len(self._places) - self._echoed]
+        if self._prompt_offsets is not None:
+            start = self._prompt_offsets[len(self._prompt_offsets) - self._echoed]
         self._echoed -= 1
         if not self._echoed:
             self._at = len(self._echo)
@@ -463,21 +476,21 @@ class _Offsets:
 
 
 class _TextChunks(ChunkWriter):
-    """The events of a streamed completion."""
+    """Writes the events of a streamed completion."""
 
     def __init__(
-        self, head: Mapping[str, Any], asked: CompletionRequest, streams: Sequence[OutputStream], writer: _Writer
+        self, head: Mapping[str, Any], payload: CompletionRequest, streams: Sequence[OutputStream], writer: _Writer
     ) -> None:
-        super().__init__({**head, "object": "text_completion"}, asked, streams)
-        self._asked = asked
+        super().__init__({**head, "object": "text_completion"}, payload, streams)
+        self._payload = payload
         self._writer = writer
-        self._ids = bool(asked.return_token_ids)
+        self._ids = bool(payload.return_token_ids)
         self._begun: set[int] = set()
 
     def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
         good = (None, FinishReason.STOP, FinishReason.LENGTH)
         failed = any(answer.finish_reason not in good for answer in output.outputs)
-        return super().chunk(prompt, output if failed else _delivered(self._asked, output))
+        return super().chunk(prompt, output if failed else _delivered(self._payload, output))
 
     def choices(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> Iterator[bytes]:
         index = self._writer.index(prompt, answer)
@@ -485,10 +498,10 @@ class _TextChunks(ChunkWriter):
             self._begun.add(index)
             for opening in self._writer.openings(prompt, output, answer):
                 yield _encode(opening)
-        if self._asked.logprobs is not None or self._ids:
+        if self._payload.logprobs is not None or self._ids:
             if answer.text or answer.token_ids:
-                for news in self._writer.news(prompt, answer):
-                    yield _encode(news)
+                for part in self._writer.new_parts(prompt, answer):
+                    yield _encode(part)
         elif answer.text or (answer.token_ids and self._continuous):
             text = _encode(answer.text)
             yield b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, text)

@@ -1,4 +1,4 @@
-"""Cross-origin requests of web pages: none are allowed unless ``--cors-origin`` names their origin."""
+"""Cross-origin requests of web pages (CORS). No origin is allowed by default; ``--cors-origin`` allows one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from starlette.types import ASGIApp
 __all__ = ["ANY", "allows_origin", "with_cors"]
 
 ANY: Final = "*"
-"""Value of ``--cors-origin`` for all origins."""
+"""Value of ``--cors-origin`` that allows all origins."""
 _EXPOSED: Final = ("x-request-id", "warning", "retry-after")
 _MAX_AGE: Final = 600
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Allow pages of ``origins`` to read answers of ``app``. Returns ``app`` itself if there are none.
+    """Allow pages of ``origins`` to read responses of ``app``. Returns ``app`` itself if ``origins`` is empty.
 
-    Credentials of the browser (cookies) are never allowed. An API key is a header that the page writes itself.
+    The browser never sends its credentials (cookies). The page itself adds the API key as a header.
     """
     if not origins:
         return app
@@ -35,5 +35,5 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def allows_origin(origins: Sequence[str], given: Sequence[bytes]) -> bool:
-    """Whether a request with these Origin headers comes from an allowed page."""
+    """Whether a request with these Origin headers comes from a page of an allowed origin."""
     return len(given) == 1 and (ANY in origins or given[0].decode("latin-1") in origins)

@@ -1,4 +1,4 @@
-"""Error objects in OpenAI's form, and in Anthropic's for the paths of its API."""
+"""Error objects in OpenAI's form, or in Anthropic's form for the paths of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _log = logging.getLogger("chairlift.server")
 
 
 class ApiError(Exception):
-    """Ends a request with an HTTP status and an OpenAI error object.
+    """An error that ends a request with an HTTP status and an OpenAI error object.
 
-    ``type`` follows from the status unless given: invalid_request_error, authentication_error, not_found_error,
-    rate_limit_error, server_error, overloaded_error.
+    If ``type`` is not given, it is derived from the status: invalid_request_error, authentication_error,
+    not_found_error, rate_limit_error, server_error or overloaded_error.
     """
 
     def __init__(
@@ -74,22 +74,20 @@ _TYPES = {
 
 
 def error_body(error: ApiError) -> dict[str, object]:
-    """``{"error": {"message", "type", "param", "code"}}``."""
+    """JSON body of an error: ``{"error": {"message", "type", "param", "code"}}``."""
     fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
     return {"error": fields}
 
 
 def messages_error_body(error: ApiError, request_id: str) -> dict[str, object]:
-    """``{"type": "error", "error": {"type", "message"}, "request_id"}``, the form of Anthropic's API."""
+    """JSON body of an error in Anthropic's API: ``{"type": "error", "error": {"type", "message"}, "request_id"}``."""
     kind = {413: "request_too_large", 500: "api_error"}.get(error.status, error.type)
     return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
 
 
 def to_api_error(error: Exception, state: ServerState, request_id: str, *, chat: bool = False) -> ApiError:
-    """Convert ``error`` for the client. Errors that are not for clients get a general text, and are logged.
-
-    ``chat``: the prompt was made of messages.
-    """
+    """Convert ``error`` for the client. An internal error gets a general text, and its details are logged. ``chat``:
+    whether the prompt is a list of messages."""
     if isinstance(error, ApiError):
         if error.status == 503:
             error.headers.setdefault("retry-after", _whole_seconds(state.engine.retry_after()))
@@ -115,7 +113,7 @@ def to_api_error(error: Exception, state: ServerState, request_id: str, *, chat:
         if state.draining or state.engine.state is EngineState.STOPPED:
             message = "the server stopped before the answer was complete; try another one"
             return ApiError(503, message, code="server_draining", headers={"retry-after": seconds})
-        # The reason of the engine's death may name files of this machine, so only the log has it.
+        # The reason why the engine died may contain file names of this machine. So only the log gets it.
         loading = state.engine.state is EngineState.LOADING
         why = "is loading its model" if loading else "died, and is started again"
         message = f"the engine {why}; send the request again in {seconds} s"
@@ -126,7 +124,8 @@ def to_api_error(error: Exception, state: ServerState, request_id: str, *, chat:
 
 
 def _field(message: str, chat: bool) -> str | None:
-    """The field that a message is about, if it begins with a field's name: ``ttft_ms is 5.0, but ...``."""
+    """Name of the request field that a message is about. The message begins with it, as in ``ttft_ms is 5.0, but
+    ...``. None if it does not."""
     number = _PROMPT_NUMBER.match(message)
     message = message[number.end() :] if number else message
     if message.startswith("the messages") or (chat and _OF_PROMPT.match(message)):
@@ -138,7 +137,8 @@ def _field(message: str, chat: bool) -> str | None:
 
 
 def _context_length(state: ServerState) -> str:
-    """OpenAI's text. Some clients recognise this error by it, and try a model with a longer context."""
+    """The error code for a prompt that is too long. Some clients recognise the error by OpenAI's text, and retry with
+    a model that has a longer context."""
     info = state.engine.info
     if info is None:
         return ""
@@ -156,7 +156,7 @@ def error_response(error: ApiError, path: str = "", request_id: str = "") -> Res
 
 
 _OF_PATHS: Final = ("not_found", "method_not_allowed")
-"""Codes of errors that say that nothing is at a path."""
+"""Error codes for an unknown path or HTTP method."""
 _NOT_SERVED: Final = {
     "/v1/messages/batches": "message batches are not served; POST /v1/batches takes a file of chats, or send the"
     " messages one by one",
@@ -173,11 +173,11 @@ _NOT_SERVED: Final = {
     "/v1/realtime": "there are no sessions of audio here; send stream true to /v1/responses",
     "/v1/uploads": "uploads in parts are not served; POST /v1/files takes a whole file",
 }
-"""What OpenAI or Anthropic have at a path and this server has not, and what to send instead."""
+"""Path of OpenAI or Anthropic that this server does not have -> what to send instead."""
 
 
 def _not_served(path: str) -> str:
-    """Text about a path of OpenAI or Anthropic that is not served; empty for any other."""
+    """Error text for a known path of OpenAI or Anthropic that this server does not have; empty for other paths."""
     return next((text for known, text in _NOT_SERVED.items() if path == known or path.startswith(known + "/")), "")
 
 

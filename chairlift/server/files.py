@@ -30,17 +30,17 @@ from chairlift.server.streaming import json_response
 __all__ = ["FileDeleted", "FileList", "FileObject", "batch_worker", "file_object", "owner_of", "page_of", "routes"]
 
 MAX_FILES: Final = 1000
-"""Most files per owner."""
+"""Maximum number of files per owner."""
 EXPIRES: Final = (3600, 2_592_000)
-"""Least and most seconds in a request for the lifetime of a file."""
+"""(minimum, maximum) lifetime of a file in seconds, if the request sets one."""
 _OVERHEAD: Final = 65_536
-"""Most bytes of a form besides its file."""
+"""Maximum number of bytes of an upload form besides the file."""
 _FIELDS: Final = ("purpose", "file", "expires_after[anchor]", "expires_after[seconds]")
 _WHOLE: Final = re.compile("[0-9]{1,9}")
 
 
 class FileObject(msgspec.Struct, kw_only=True):
-    """One file."""
+    """A file in the form of the API."""
 
     id: str
     object: Literal["file"] = "file"
@@ -49,7 +49,7 @@ class FileObject(msgspec.Struct, kw_only=True):
     expires_at: int | None
     filename: str
     purpose: str
-    """batch or batch_output."""
+    """Use of the file: ``batch`` or ``batch_output``."""
     status: Literal["processed"] = "processed"
 
 
@@ -64,7 +64,7 @@ class FileList(msgspec.Struct, kw_only=True):
 
 
 class FileDeleted(msgspec.Struct, kw_only=True):
-    """The answer to DELETE."""
+    """The response to DELETE /v1/files/{id}."""
 
     id: str
     object: Literal["file"] = "file"
@@ -81,22 +81,22 @@ def batch_worker(request: Request) -> BatchWorker:
 
 
 def owner_of(request: Request) -> str:
-    """Owner of the files and batches that the caller sees: the tenant of its API key."""
+    """Owner of files and batches for this request: the tenant of its API key."""
     caller: Caller = getattr(request.state, "caller", Caller())
     return caller.tenant if request.app.state.server.api_keys else ""
 
 
-def page_of(request: Request, default: int, most: int) -> tuple[str | None, int]:
-    """The parameters ``after`` and ``limit``. Raises ApiError."""
+def page_of(request: Request, default: int, maximum: int) -> tuple[str | None, int]:
+    """Query parameters ``(after, limit)`` of a list. Raises ApiError. ``maximum`` is the maximum of ``limit``."""
     given = request.query_params.get("limit", str(default))
-    if not _WHOLE.fullmatch(given) or not 1 <= int(given) <= most:
-        message = f"limit must be a whole number from 1 to {most:,}; got {given!r:.40}"
+    if not _WHOLE.fullmatch(given) or not 1 <= int(given) <= maximum:
+        message = f"limit must be a whole number from 1 to {maximum:,}; got {given!r:.40}"
         raise ApiError(400, message, code="invalid_value", param="limit")
     return request.query_params.get("after"), int(given)
 
 
 def file_object(record: FileRecord) -> FileObject:
-    """A file in the form of replies."""
+    """A file record in the form of the API."""
     return FileObject(
         id=record.id,
         bytes=record.bytes,
@@ -140,24 +140,24 @@ async def upload_file(request: Request) -> Response:
 
 @asynccontextmanager
 async def _form(request: Request) -> AsyncIterator[FormData]:
-    """The form in the body. Raises ApiError: 415 for another type of body, 413 for a long one, 400 for an invalid
-    one."""
+    """The upload form in the body. Raises ApiError 415 for another content type, 413 if the form is too long, 400 if
+    it is invalid."""
     state: ServerState = request.app.state.server
-    most = state.config.max_batch_file_bytes
+    maximum = state.config.max_batch_file_bytes
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         message = "the body must be a form; send the header Content-Type: multipart/form-data with a boundary"
         raise ApiError(415, message, code="unsupported_media_type")
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > most + _OVERHEAD:
-        raise _too_long(most)
+    if length.isdecimal() and int(length[:20]) > maximum + _OVERHEAD:
+        raise _too_long(maximum)
     num_bytes = 0
 
     async def receive() -> Message:
         nonlocal num_bytes
         message = await request.receive()
         num_bytes += len(message.get("body", b""))
-        if num_bytes > most + _OVERHEAD:
-            raise _too_long(most)
+        if num_bytes > maximum + _OVERHEAD:
+            raise _too_long(maximum)
         return message
 
     try:
@@ -170,9 +170,9 @@ async def _form(request: Request) -> AsyncIterator[FormData]:
         await form.close()
 
 
-def _too_long(most: int) -> ApiError:
+def _too_long(maximum: int) -> ApiError:
     message = (
-        f"the file is longer than {most:,} bytes; split it, or start the server with a larger --max-batch-file-bytes"
+        f"the file is longer than {maximum:,} bytes; split it, or start the server with a larger --max-batch-file-bytes"
     )
     return ApiError(413, message, code="file_too_large", param="file")
 
@@ -181,22 +181,22 @@ def _expires_at(form: FormData, now: int) -> int | None:
     anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None
-    least, most = EXPIRES
+    minimum, maximum = EXPIRES
     whole = isinstance(seconds, str) and _WHOLE.fullmatch(seconds)
-    if anchor != "created_at" or not whole or not least <= int(str(seconds)) <= most:
-        message = f"expires_after needs the anchor created_at and from {least:,} to {most:,} seconds"
+    if anchor != "created_at" or not whole or not minimum <= int(str(seconds)) <= maximum:
+        message = f"expires_after needs the anchor created_at and from {minimum:,} to {maximum:,} seconds"
         raise ApiError(400, message, code="invalid_value", param="expires_after")
     return now + int(str(seconds))
 
 
 def _plain_name(given: str | None) -> str:
-    """The file's name without folders, printable and not too long."""
+    """The file's name without directories, printable and not too long."""
     name = os.path.basename((given or "").replace("\\", "/"))
     return "".join(char for char in name if char.isprintable())[:255] or "file.jsonl"
 
 
 async def list_files(request: Request) -> Response:
-    """List the caller's files, the newest first, or by ``order``."""
+    """List the caller's files: the newest first, or in the order that the ``order`` parameter asks for."""
     worker, owner = batch_worker(request), owner_of(request)
     after, limit = page_of(request, 10_000, 10_000)
     order, purpose = request.query_params.get("order", "desc"), request.query_params.get("purpose")
@@ -210,7 +210,7 @@ async def list_files(request: Request) -> Response:
 
 
 def ends(listed: Sequence[Any]) -> dict[str, Any]:
-    """Ids of the first and the last entry of a list."""
+    """``first_id`` and ``last_id`` of a list."""
     return {"first_id": listed[0].id if listed else None, "last_id": listed[-1].id if listed else None}
 
 
@@ -229,14 +229,14 @@ async def show_file(request: Request) -> Response:
 
 
 async def file_content(request: Request) -> Response:
-    """Content of a file as it was uploaded or written."""
+    """Return the content of a file."""
     record = await _found(request)
     path = batch_worker(request).store.path(record.id)
     return FileResponse(path, media_type="application/octet-stream", filename=record.filename)
 
 
 async def delete_file(request: Request) -> Response:
-    """Delete a file, unless a batch still reads it."""
+    """Delete a file. Refused while a batch reads the file."""
     worker, record = batch_worker(request), await _found(request)
     reader = await worker.call(lambda store: store.reader_of(record.id))
     if reader is not None:

@@ -1,10 +1,10 @@
-"""HTTP/1.1 on a socket: uvicorn's protocol with limits on everything that a client can send without end.
+"""HTTP/1.1 on a socket: uvicorn's protocol class with limits on everything that a client can send.
 
-A connection that exceeds a limit gets one OpenAI error object and is closed. Timers run only for connections in a phase
-that has to end. When a client disconnects, the task of its request is cancelled at once.
+A connection that exceeds a limit gets one OpenAI error object and is closed. Timers run only while a connection is in
+a phase with a time limit. When a client disconnects, the task of its request is cancelled at once.
 
-This file overrides internals of uvicorn. Since uvicorn may change them, pyproject.toml limits its version, and
-tests/server/test_uvicorn_internals.py fails when they change.
+This file overrides internals of uvicorn, which may change in any release. So pyproject.toml limits uvicorn's version,
+and tests/server/test_uvicorn_internals.py fails if they change.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ from chairlift.server.errors import ApiError, error_body
 __all__ = ["HttpLimits", "HttpProtocol", "HttpServer"]
 
 _PIECE: Final = 2048
-"""Bytes given to the parser at a time while it reads headers, so that it cannot exceed the limits by much."""
+"""Number of bytes that the parser gets at a time while it reads headers. Small pieces keep the headers close to their
+limit."""
 
-_LEAST_READ: Final = 1 << 16
-"""Least bytes that a client must read in each ``stall_timeout`` while more are waiting for it."""
+_MIN_READ: Final = 1 << 16
+"""Minimum number of bytes that a client must read in each ``stall_timeout`` while more are waiting."""
 
-_LOOKS: Final = 4
-"""Checks per ``stall_timeout`` of how much a client has read, so that no client gets much more time."""
+_NUM_CHECKS: Final = 4
+"""Number of checks of a client's reading per ``stall_timeout``. With few checks a slow client would get much more time
+than the timeout."""
 
-_MOST_UNSENT: Final = 1 << 17
-"""Bytes that the kernel buffers for a client that does not read. Its default would be megabytes per connection."""
+_SEND_BUFFER: Final = 1 << 17
+"""Size in bytes of the kernel's send buffer per connection. The kernel's default would be megabytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,25 +57,26 @@ class HttpLimits:
     max_connections: int = 2048
     max_url_bytes: int = 8 * 1024
     max_header_bytes: int = 16 * 1024
-    """Names and values of all headers of a request, trailers included."""
+    """Maximum size of all headers of a request together, names and values, including trailers."""
     max_headers: int = 64
     header_timeout: float = 10.0
-    """Time from the connection, or the first byte of a later request, to the end of its headers."""
+    """Maximum time to receive all headers. It starts with the connection, or with the first byte of a later request."""
     idle_timeout: float = 75.0
-    """Time between an answer and the next request."""
+    """Maximum time between a response and the next request on the connection."""
     linger_timeout: float = 2.0
-    """Time for a client to stop sending after an early answer. Closing at once would lose the answer."""
+    """Time for a client to stop sending after a response that was sent before the whole request arrived. If the
+    connection closed at once, the client would lose the response."""
     stall_timeout: float = 60.0
-    """Time for a client to read 64 KiB of the waiting bytes, or all of them if fewer. They may be an answer, its end,
-    or a part of a stream."""
+    """Time for a client to read 64 KiB of the bytes that wait for it, or all bytes if there are fewer. They may be a
+    whole response or a part of a stream."""
     max_ignored_bytes: int = 64 * 1024 * 1024
 
 
 class HttpServer:
     """A listening socket and its connections.
 
-    ``on_refused`` is called with the status of each request that is refused before the application gets it; 503 means
-    too many connections.
+    ``on_refused`` is called with the HTTP status when a request is refused before it reaches the application. Status
+    503 means too many connections.
     """
 
     def __init__(
@@ -100,14 +103,14 @@ class HttpServer:
         self._all_closed = asyncio.Event()
 
     async def start(self, sock: socket.socket) -> None:
-        """Accept connections on a bound socket. From now on this server owns it."""
+        """Accept connections on a bound socket. The server now owns the socket and closes it."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(AttributeError, OSError):  # not on every system; connections inherit it
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNSENT)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _SEND_BUFFER)
         self._server = await loop.create_server(lambda: HttpProtocol(self), sock=sock, backlog=2048)
 
     def requests(self) -> set[asyncio.Task[None]]:
-        """Tasks of all requests whose answer is not finished."""
+        """Tasks of all requests whose response is not finished."""
         return {task for task in self.state.tasks if not task.done()}
 
     async def close(self, timeout: float) -> None:
@@ -137,7 +140,7 @@ class HttpServer:
             self._all_closed.set()
 
     def refresh_date(self) -> None:
-        """Update the Date header on demand, so that no timer runs in an idle server."""
+        """Update the Date header when a response is sent. So an idle server needs no timer."""
         now = int(time.time())
         if now != self._date:
             self._date = now
@@ -145,7 +148,8 @@ class HttpServer:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. Requests sent before the previous answer has ended are not served: the connection closes then."""
+    """One connection. A client must not send a request before the previous response has ended: such a connection is
+    closed."""
 
     def __init__(self, server: HttpServer) -> None:
         super().__init__(server.config, server.state, {})
@@ -153,21 +157,24 @@ class HttpProtocol(HttpToolsProtocol):
         self._server = server
         self._limits = server.limits
         self._timer: asyncio.TimerHandle | None = None
-        """Ends the present phase of the connection: reading headers, waiting for a request, or lingering."""
+        """Timer for the current phase: reading headers, waiting for a request, or lingering. It closes the connection.
+        """
         self._stall: asyncio.TimerHandle | None = None
-        """Ends a connection whose client does not read, in any phase. Set while bytes may be waiting for it."""
+        """Timer that closes the connection if the client does not read. It runs in any phase while bytes may be
+        waiting for the client."""
         self._num_written = 0
-        """Bytes of all answers, including unacknowledged ones."""
+        """Bytes written so far, over all responses, including bytes that the client has not acknowledged."""
         self._task: asyncio.Task[None] | None = None
         self._in_head = True
         self._overhead = 0
-        """Bytes since the message began, or since its last piece of body."""
+        """Bytes received since the request began, or since the last piece of its body: headers, chunk sizes and
+        trailers."""
         self._header_bytes = self._num_headers = 0
         self._framing: list[tuple[bytes, bytes]] = []
-        """Headers with the length of a body after an upgrade was offered. The parser reads such a body as another
-        protocol."""
-        self._deaf = False
-        """Whether further data is discarded."""
+        """Length headers of a request that also offers a protocol upgrade. The parser would read the body of such a
+        request as another protocol, so it is parsed again with these headers only."""
+        self._discards = False
+        """Whether received data is discarded from now on."""
         self._ignored = 0
         self._lingers = False
 
@@ -194,7 +201,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         while data:
-            if self._deaf:
+            if self._discards:
                 self._ignored += len(data)
                 if self._ignored > self._limits.max_ignored_bytes:
                     self.transport.abort()
@@ -204,81 +211,91 @@ class HttpProtocol(HttpToolsProtocol):
             try:
                 data = self._feed(piece) + data
             except httptools.HttpParserError:
-                if not self._deaf:
+                if not self._discards:
                     self._refuse(400, "invalid_http", "this is not a valid HTTP/1.1 request")
-            if not self._deaf and self._overhead > self._limits.max_url_bytes + self._limits.max_header_bytes + _PIECE:
+            if (
+                not self._discards
+                and self._overhead > self._limits.max_url_bytes + self._limits.max_header_bytes + _PIECE
+            ):
                 self._headers_too_large()
 
     def write(self, data: bytes) -> None:
-        """Send data, and check that the client reads while data is waiting for it."""
+        """Send data, and start checking that the client reads it."""
         self._num_written += len(data)
         self.transport.write(data)
         if self._stall is None:
             self._expect_reading()
 
     def _expect_reading(self) -> None:
-        owed, by = self._num_owed(), self.loop.time() + self._limits.stall_timeout
-        self._look_later(self._num_written - owed, owed, by)
+        unread, by = self._num_unread(), self.loop.time() + self._limits.stall_timeout
+        self._schedule_check(self._num_written - unread, unread, by)
 
-    def _look_later(self, num_read: int, owed: int, by: float) -> None:
-        seconds = self._limits.stall_timeout / _LOOKS
-        self._stall = self.loop.call_later(seconds, self._look_for_reading, num_read, owed, by)
+    def _schedule_check(self, num_read: int, unread: int, by: float) -> None:
+        seconds = self._limits.stall_timeout / _NUM_CHECKS
+        self._stall = self.loop.call_later(seconds, self._check_reading, num_read, unread, by)
 
-    def _num_owed(self) -> int:
-        """Bytes that the client's machine has not acknowledged, including those in this machine's kernel. (A stream may
-        be completely in the kernel, which asks for more only when a third of its buffer is free.)"""
-        held = b"\0" * 4
+    def _num_unread(self) -> int:
+        """Number of written bytes that the client's machine has not acknowledged.
+
+        This includes bytes in this machine's kernel. (A whole stream may be in the kernel, which asks for more data
+        only when a third of its buffer is free.)
+        """
+        raw = b"\0" * 4
         with contextlib.suppress(OSError, ValueError):  # the connection may be gone
-            held = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
-        return self.transport.get_write_buffer_size() + int(struct.unpack("i", held)[0])
+            raw = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, raw)
+        return self.transport.get_write_buffer_size() + int(struct.unpack("i", raw)[0])
 
-    def _look_for_reading(self, num_read: int, owed: int, by: float) -> None:
-        """Disconnect the client if it has not read enough before ``by``, a time of the event loop.
+    def _check_reading(self, num_read: int, unread: int, by: float) -> None:
+        """Disconnect the client if it has not read enough by the time ``by`` (of the event loop's clock).
 
-        At the start of this check it had read ``num_read`` bytes, and ``owed`` bytes were waiting for it.
+        At the start of this period the client had read ``num_read`` bytes, and ``unread`` bytes were waiting for it.
         """
         self._stall = None
-        left = self._num_owed()
-        if not left:
+        still_unread = self._num_unread()
+        if not still_unread:
             return
-        if self._num_written - left - num_read >= min(owed, _LEAST_READ):
+        if self._num_written - still_unread - num_read >= min(unread, _MIN_READ):
             self._expect_reading()
             return
         if self.loop.time() < by:
-            self._look_later(num_read, owed, by)
+            self._schedule_check(num_read, unread, by)
             return
         request_id, limit = self.scope.get("state", {}).get("request_id", ""), self._limits.stall_timeout
-        self.logger.info("request %s: nobody read its answer for %g s; it is cut off", request_id, limit)
+        self.logger.info(
+            "request %s: the client did not read its response for %g s; the connection is closed", request_id, limit
+        )
         self.transport.abort()
 
     def _feed(self, piece: bytes) -> bytes:
-        """Parse a piece. Returns the rest of it after an upgrade was offered; upgrades are never accepted."""
+        """Parse a piece of data. Returns the unparsed rest if the request offers an upgrade. The server never accepts
+        an upgrade."""
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as upgrade:
-            if self._framing and not self._deaf:
+            if self._framing and not self._discards:
                 self._read_without_offer()
             return piece[upgrade.args[0] :]
         return b""
 
     def _read_without_offer(self) -> None:
-        """Read the body with a new parser, which is given headers with its length and without the offer."""
+        """Read the body with a new parser. This parser gets the length headers but no upgrade offer, so it reads the
+        body as HTTP."""
         head, self._framing = b"".join(b"%b: %b\r\n" % header for header in self._framing), []
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self._deaf = True  # ignore its output for headers that were handled already
+        self._discards = True  # ignore its output for headers that were handled already
         try:
             self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % head)
         finally:
-            self._deaf = False
+            self._discards = False
 
     # --- the parser's side ---
 
     def on_message_begin(self) -> None:
-        if self._deaf:
+        if self._discards:
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self._deaf = True
+            self._discards = True
             self.cycle.keep_alive = False
             return
         self._unset_keepalive_if_required()
@@ -288,7 +305,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        if self._deaf:
+        if self._discards:
             return
         super().on_url(url)
         if len(self.url) > self._limits.max_url_bytes:
@@ -296,7 +313,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(414, "url_too_long", message)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._deaf:
+        if self._discards:
             return
         self._header_bytes += len(name) + len(value)
         self._num_headers += 1
@@ -306,7 +323,7 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._deaf:
+        if self._discards:
             return
         self._in_head = False
         self._overhead = 0
@@ -327,8 +344,11 @@ class HttpProtocol(HttpToolsProtocol):
         self.cycle.transport = cast(asyncio.Transport, _SoftTransport(self))
 
     def _understands_framing(self) -> bool:
-        """Whether HTTP/1.1 with a plain body was sent. Refuses other framings that the parser would accept (RFC 9112,
-        2.3 and 6.1), because a proxy might read another body, or another request after it."""
+        """Whether the request uses HTTP/1.1 framing without doubt.
+
+        The parser would accept other framings (RFC 9112, 2.3 and 6.1), but a proxy may read them differently, as
+        another body or as a second request. So they are refused.
+        """
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             message = f"the request says HTTP/{version}, and this server speaks HTTP/1.1 and 1.0; send one of them"
@@ -353,11 +373,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._overhead = 0
-        if not self._deaf:
+        if not self._discards:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._deaf or self._framing:
+        if self._discards or self._framing:
             return
         self._in_head = True
         self._overhead = 0
@@ -369,7 +389,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         async def unchunked(message: Message) -> None:
-            """Send for HTTP/1.0: an answer of unknown length ends with its connection."""
+            """Send without chunked encoding, for HTTP/1.0: the end of the connection marks the end of a response of
+            unknown length."""
             if b"content-length" not in dict(message.get("headers", ())):
                 cycle.chunked_encoding, cycle.expected_content_length = False, len(message.get("body", b""))
             await cycle.send(cast(Any, message))
@@ -388,9 +409,9 @@ class HttpProtocol(HttpToolsProtocol):
     # --- ends ---
 
     def on_response_complete(self) -> None:
-        """The answer is written. Its request may still be arriving."""
+        """Handle the end of a response. Its request may still be arriving."""
         super().on_response_complete()
-        if self.cycle.more_body and not self._deaf and not self.transport.is_closing():
+        if self.cycle.more_body and not self._discards and not self.transport.is_closing():
             self._unset_keepalive_if_required()
             self._start_timer(self._limits.linger_timeout, self.finish)
 
@@ -398,16 +419,18 @@ class HttpProtocol(HttpToolsProtocol):
         self.finish()
 
     def finish(self) -> None:
-        """Close when the client has read all data. A client that does not read is disconnected by the stall timeout."""
+        """Close the connection when the client has read all data. The stall timeout disconnects a client that does not
+        read."""
         self._stop_timer()
         if not self.transport.is_closing():
             self.transport.close()
 
     def finish_softly(self) -> None:
-        """Close in the same way, after a pause in which the client can stop sending."""
+        """Close the connection as :meth:`finish` does, but first wait ``linger_timeout`` seconds so that the client
+        can stop sending."""
         if self.transport.is_closing() or self._lingers:
             return
-        self._deaf = self._lingers = True
+        self._discards = self._lingers = True
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
@@ -462,7 +485,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class _SoftTransport:
-    """The transport for an answer. Closing waits until the rest of the request was discarded."""
+    """A transport that delays its closing until the rest of the request has been received and discarded."""
 
     def __init__(self, protocol: HttpProtocol) -> None:
         self._protocol = protocol

@@ -1,4 +1,4 @@
-"""The field ``suffix`` of /v1/completions: text between a prompt and a suffix."""
+"""The field ``suffix`` of /v1/completions: generates the text between a prompt and a suffix (fill in the middle)."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ _NOT_WITH_IT: Final = ("echo", "truncate_prompt_tokens", *FIELDS)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Infilling:
-    """Layout of a request's prompts around a suffix."""
+    """The suffix of a request, and the way to put it around the prompts."""
 
     layout: InfillFormat
     tokenizer: Tokenizer
 
     @property
     def ends(self) -> list[int]:
-        """Tokens that end an answer, in addition to the request's own."""
+        """Token ids that end an output, in addition to the request's own stop tokens."""
         return self.layout.end_ids(self.tokenizer)
 
-    async def encode(self, state: ServerState, asked: CompletionRequest, prompts: Sequence[str]) -> list[list[int]]:
-        """Token ids of the prompts, each laid out with the suffix. Raises the errors of the engine's ``encode_all``."""
+    async def encode(self, state: ServerState, payload: CompletionRequest, prompts: Sequence[str]) -> list[list[int]]:
+        """Token ids of the prompts, each combined with the suffix. Raises the errors of the engine's ``encode_all``."""
         tokenizer, lead = self.tokenizer, lead_of(self.tokenizer)
-        *prefixes, suffix = await state.engine.encode_all([*prompts, lead + (asked.suffix or "")], False)
-        suffix, special = cut_lead(tokenizer, lead, suffix), asked.add_special_tokens is not False
+        *prefixes, suffix = await state.engine.encode_all([*prompts, lead + (payload.suffix or "")], False)
+        suffix, special = cut_lead(tokenizer, lead, suffix), payload.add_special_tokens is not False
         return [self.layout.lay_out(tokenizer, prefix, suffix, special) for prefix in prefixes]
 
 
-def infilling(state: ServerState, asked: CompletionRequest, given: Sequence[str | list[int]]) -> Infilling | None:
-    """Layout for the suffix of a request; None if it has no suffix. Raises ApiError 400 where it cannot be served."""
-    if not asked.suffix:
+def infilling(state: ServerState, payload: CompletionRequest, given: Sequence[str | list[int]]) -> Infilling | None:
+    """The :class:`Infilling` for a request; None if it has no suffix. Raises ApiError 400 if the model cannot fill in
+    the middle."""
+    if not payload.suffix:
         return None
     tokenizer = state.engine.tokenizer
     layout = None if tokenizer is None else infill_format_of(tokenizer)
@@ -54,7 +55,7 @@ def infilling(state: ServerState, asked: CompletionRequest, given: Sequence[str 
         message = "suffix needs a prompt of text, because the prompt is laid out around it; got token ids"
         raise ApiError(400, message, code="invalid_value", param="prompt")
     for name in _NOT_WITH_IT:
-        if getattr(asked, name) not in (None, False):
+        if getattr(payload, name) not in (None, False):
             message = f"{name} cannot be used with suffix; leave one of them out"
             raise ApiError(400, message, code="invalid_value", param=name)
     return Infilling(layout, tokenizer)

@@ -1,4 +1,4 @@
-"""Life of a server: bind, load, serve, drain, and an exit code."""
+"""The phases of a server: bind, load, serve, drain, exit code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["ExitCode", "Stop", "banner", "bind", "drain", "serve", "served_names
 
 _logger: Final = logging.getLogger("chairlift.server")
 _LAST_WORDS_SECONDS: Final = 1.0
-"""Seconds in which requests that are cut off receive their error."""
+"""Seconds for sending an error to requests that are cut off at shutdown."""
 _FLUSH_SECONDS: Final = 2.0
 _WATCH_SECONDS: Final = 5.0
 _CHAT_TOKENS: Final = 2048
@@ -52,10 +52,10 @@ StartEngine = Callable[[EngineConfig, ServerConfig, Progress], AsyncEngine]
 
 
 class ExitCode(enum.IntEnum):
-    """Result of a server's run."""
+    """Exit code of the server process."""
 
     ANSWERED = 0
-    """Stopped by a signal; all accepted requests were answered."""
+    """Stopped by a signal; all accepted requests got their response."""
     CUT_OFF = 1
     """Stopped by a signal; some requests were cut off by the timeout, a second signal or the end of the engine."""
     UNUSABLE = 2
@@ -65,13 +65,13 @@ class ExitCode(enum.IntEnum):
 
 
 class Stop:
-    """Stop requests by signals, and the exit code. The first exit code that is not 0 is kept."""
+    """Records stop signals, and the exit code. The first nonzero exit code is kept."""
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
-        """Accept no new requests."""
+        """Set by the first signal: accept no new requests."""
         self.now = asyncio.Event()
-        """Do not wait for running requests."""
+        """Set by the second signal: do not wait for running requests."""
         self._code = ExitCode.ANSWERED
 
     def signal(self) -> None:
@@ -88,7 +88,7 @@ class Stop:
 
 
 def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress: Progress) -> AsyncEngine:
-    """Create an engine that begins to load, with the server's settings for it. Raises ConfigError."""
+    """Create the engine with the server's settings; it begins to load the model. Raises ConfigError."""
     template = None
     if config.chat_template is not None:
         try:
@@ -108,12 +108,12 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
                 f"{config.chat_template}: {error}; correct the file, or leave out --chat-template for the model's own"
             ) from None
     scheduler, count = engine_config.scheduler, config.replicas
-    most, most_tokens = config.max_num_queued_reqs, config.max_num_queued_tokens
+    limit, token_limit = config.max_num_queued_reqs, config.max_num_queued_tokens
     connect = None
     if count > 1 or config.ray_address is not None:
-        most = max(64, 4 * scheduler.max_num_seqs * count) if most is None else most
-        most_tokens = 32 * scheduler.max_num_batched_tokens * count if most_tokens is None else most_tokens
-        connect = _behind_a_door(engine_config, config)
+        limit = max(64, 4 * scheduler.max_num_seqs * count) if limit is None else limit
+        token_limit = 32 * scheduler.max_num_batched_tokens * count if token_limit is None else token_limit
+        connect = _replicated(engine_config, config)
     return AsyncEngine.start(
         engine_config,
         read_tokenizer=read_tokenizer,
@@ -121,8 +121,8 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
         on_progress=on_progress,
         restart=config.restart,
         chat_template=template,
-        max_queued_requests=most,
-        max_queued_tokens=most_tokens,
+        max_queued_requests=limit,
+        max_queued_tokens=token_limit,
         queue_timeout=config.queue_timeout,
         request_timeout=config.request_timeout,
         health_timeout=config.health_timeout,
@@ -130,8 +130,9 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
     )
 
 
-def _behind_a_door(engine_config: EngineConfig, config: ServerConfig) -> Callable[[AsyncEngine], Fleet]:
-    """Makes the replicas of an engine. Raises ConfigError for what replicas cannot serve."""
+def _replicated(engine_config: EngineConfig, config: ServerConfig) -> Callable[[AsyncEngine], Fleet]:
+    """A function that makes the replicas of an engine. Raises ConfigError if the settings ask for something that
+    replicas cannot serve."""
     address, count = config.ray_address, config.replicas
     connect = local_replicas(engine_config, count) if address is None else ray_replicas(engine_config, count, address)
 
@@ -161,9 +162,9 @@ async def serve(
 ) -> int:
     """Serve until stopped. Returns an :class:`ExitCode`.
 
-    The port is bound before the model is loaded; until then requests are answered 503. ``announce`` gets the banner
-    when the server is ready (default: print it). With ``stop`` given, signals are not handled. Raises ConfigError or
-    ModelLoadError when the settings, the port or the model cannot be used.
+    The port is bound before the model is loaded; until the model is ready, the server responds 503. ``announce`` gets
+    the banner when the server is ready (default: print it). If ``stop`` is given, the caller handles signals. Raises
+    ConfigError or ModelLoadError when the settings, the port or the model cannot be used.
     """
     keys = load_keys(config)
     exporter = None if config.otlp_traces_endpoint is None else otlp_exporter(config.otlp_traces_endpoint)
@@ -209,13 +210,13 @@ async def serve(
 
 
 async def _start(state: ServerState) -> None:
-    """Until the model and the adapters of the settings are loaded."""
+    """Wait until the model and the adapters of the settings are loaded."""
     await state.engine.wait_ready()
     await load_modules(state)
 
 
 async def _run(state: ServerState, server: HttpServer, stop: Stop, announce: Callable[[], None]) -> int:
-    """Run from LOADING to the end of the drain."""
+    """Run the server from loading to the end of the drain. Returns the exit code."""
     engine = state.engine
     try:
         if await _first(_start(state), stop.drain.wait()) == 0:
@@ -249,8 +250,8 @@ async def _run(state: ServerState, server: HttpServer, stop: Stop, announce: Cal
 async def drain(state: ServerState, server: HttpServer, stop: Stop) -> int:
     """Accept no new requests, and wait for the running ones. Returns the number of unanswered requests.
 
-    It ends when all are answered, after ``shutdown_timeout`` seconds, or when ``stop.now`` is set. Connections are
-    still accepted, so that clients get an error that tells them to go elsewhere.
+    The wait ends when all requests are answered, after ``shutdown_timeout`` seconds, or when ``stop.now`` is set.
+    Connections are still accepted, so that new clients get a 503 error instead of no connection.
     """
     state.draining = True
     pending = server.requests()
@@ -262,7 +263,8 @@ async def drain(state: ServerState, server: HttpServer, stop: Stop) -> int:
 
 
 def bind(config: ServerConfig, keys: Collection[str]) -> socket.socket:
-    """A socket bound to the host and port of the settings. Raises ConfigError when that is impossible or unsafe."""
+    """A socket bound to the host and port of the settings. Raises ConfigError if binding fails, or if other machines
+    could use the server without a key."""
     host = config.host if config.host != "*" else "0.0.0.0"
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -286,7 +288,7 @@ def bind(config: ServerConfig, keys: Collection[str]) -> socket.socket:
 
 
 def served_names(config: ServerConfig, engine_config: EngineConfig) -> tuple[str, ...]:
-    """Model names for clients: those of the settings, or the model's own (the last part of its path)."""
+    """Model names for clients: the names in the settings, or by default the last part of the model's path."""
     if config.served_model_name:
         return tuple(dict.fromkeys(config.served_model_name))
     model = str(engine_config.model.model)
@@ -296,7 +298,7 @@ def served_names(config: ServerConfig, engine_config: EngineConfig) -> tuple[str
 
 
 def _pooling_banner(state: ServerState, info: EngineInfo, pooling: PoolingInfo, url: str) -> str:
-    """Banner of a model of embeddings, scores or classes."""
+    """Banner of a server whose model computes embeddings, scores or classes."""
     config, intake = state.config, state.engine.intake
     gives = f"embeddings of {pooling.width:,} numbers" if pooling.task == "embed" else f"{len(pooling.labels)} classes"
     paths = ["/v1/embeddings" if pooling.task == "embed" else "/v1/classify"]
@@ -320,12 +322,12 @@ def _pooling_banner(state: ServerState, info: EngineInfo, pooling: PoolingInfo, 
 
 
 def _drafts(info: EngineInfo) -> str:
-    """Method and number of drafts, in words."""
+    """Method of speculative decoding and number of draft tokens, in words."""
     return f"{info.speculative_method}, up to {info.num_speculative_tokens} tokens of a request in a step"
 
 
 def banner(state: ServerState, info: EngineInfo, url: str) -> str:
-    """Banner: the facts that a person needs after starting a server."""
+    """Text that is printed when the server is ready: model, device, memory, limits and an example request."""
     if info.pooling is not None:
         return _pooling_banner(state, info, info.pooling, url)
     config, engine = state.config, state.engine
@@ -382,7 +384,7 @@ def _ready(state: ServerState, url: str, progress: _Progress) -> str:
 
 
 def _print(text: str) -> None:
-    """Print to standard output. A full disk, or a reader that has left, does not end the server."""
+    """Print to standard output. Errors, such as a full disk or a closed pipe, are ignored."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -392,14 +394,14 @@ def _print(text: str) -> None:
 
 
 def _url(sock: socket.socket) -> str:
-    """URL of the socket from this machine."""
+    """URL by which this machine reaches the socket."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _Progress:
-    """Progress of loading: on a terminal one line that is overwritten, in a log one line per phase."""
+    """Shows the progress of loading. On a terminal one line is overwritten; a log gets one line per phase."""
 
     def __init__(self) -> None:
         self._label = ""
@@ -424,7 +426,7 @@ class _Progress:
 
 
 async def _first(*awaitables: Awaitable[Any]) -> int:
-    """Index of the awaitable that ends first; its error is raised. The others are cancelled."""
+    """Index of the awaitable that ends first. Raises the error of that awaitable. The others are cancelled."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -444,7 +446,7 @@ async def _finished(tasks: set[asyncio.Task[None]], timeout: float) -> None:
 
 @contextlib.contextmanager
 def _reporting(state: ServerState) -> Iterator[None]:
-    """Write status lines and warnings to the log inside the block."""
+    """Context manager: write status lines and warnings to the log while the block runs."""
     tasks = [asyncio.create_task(_watch_preemption(state))]
     if state.config.status_interval:
         tasks.append(asyncio.create_task(_report(state)))
@@ -475,8 +477,8 @@ async def _watch_preemption(state: ServerState) -> None:
 
 @contextlib.contextmanager
 def _signals(stop: Stop) -> Iterator[None]:
-    """Send SIGTERM and SIGINT to ``stop`` inside the block. SIGHUP, the end of the terminal, too, unless it is ignored
-    (``nohup``). The main thread's event loop must be running."""
+    """Context manager: send SIGTERM and SIGINT to ``stop`` while the block runs. SIGHUP, which says that the terminal
+    was closed, is handled too, except if it is ignored (``nohup``). The main thread's event loop must be running."""
     loop = asyncio.get_running_loop()
     handlers = dict.fromkeys((signal.SIGTERM, signal.SIGINT), stop.signal)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
@@ -491,11 +493,11 @@ def _signals(stop: Stop) -> Iterator[None]:
 
 
 def _raise_file_limit(max_connections: int) -> None:
-    """Raise the limit of file descriptors as far as allowed, because each connection needs one."""
+    """Raise the process's limit of open files as far as allowed, because each connection needs a file descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max_connections + _OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        if most < wanted:
-            _logger.warning("this process may open %d files, too few for %d connections", most, max_connections)
+    needed = max_connections + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        if limit < needed:
+            _logger.warning("this process may open %d files, too few for %d connections", limit, max_connections)

@@ -23,21 +23,23 @@ __all__ = ["parse_json", "read_json", "release_body", "until_tokens"]
 _MAX_DEPTH: Final = 64
 _READ_SECONDS: Final = 30.0
 _MAX_DIGITS: Final = 40
-"""Most digits of an integer: more than any field needs, few enough to convert quickly."""
+"""Maximum number of digits of an integer. No field needs so many, and conversion of longer numbers is slow."""
 _MAX_BODIES: Final = 64
-"""Number of bodies of the largest size that may be in progress at a time, or more shorter ones."""
+"""Limit on the bytes of all bodies in progress, as a number of bodies of the largest allowed size."""
 _LONG_BODY: Final = 65_536
-"""Bytes. Of longer bodies only one is parsed per turn of the event loop."""
+"""Bytes. Only one body longer than this is parsed per turn of the event loop, so that other requests are not delayed.
+"""
 _MAX_CONTAINERS: Final = 65_536
-"""Most objects and lists in one body, and most names in all objects: 1,024 messages of 64 parts."""
+"""Maximum number of objects and lists in one body, and of names in all its objects. It allows 1,024 messages of 64
+parts."""
 _MAX_VALUES: Final = 1 << 18
-"""Most values in one body, such as token ids, in addition to the model's number of tokens."""
+"""Maximum number of values in one body, such as token ids, in addition to the model's number of tokens."""
 _STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _LONG_NUMBER: Final = re.compile(rb"(?<![0-9.])[0-9]{%d,}" % (_MAX_DIGITS + 1))
 
 
 async def read_json(request: Request, *, max_depth: int = _MAX_DEPTH, timeout: float = _READ_SECONDS) -> dict[str, Any]:
-    """The JSON object in the body. The body counts as in progress until :func:`release_body`.
+    """The JSON object in the body. The body counts against the limit on bodies in progress until :func:`release_body`.
 
     Raises ApiError: 415 when the body is not declared as plain ``application/json``, 413 as soon as it is longer than
     ``max_body_bytes``, 408 when it takes more than ``timeout`` seconds to arrive, and 400 when it is not a JSON object
@@ -73,20 +75,23 @@ async def read_json(request: Request, *, max_depth: int = _MAX_DEPTH, timeout: f
 
 
 def release_body(request: Request) -> None:
-    """Release the body's share of the limit on bodies."""
+    """Subtract the request's body from the bytes of bodies in progress."""
     request.app.state.server.num_body_bytes -= request.scope["state"].pop("body_bytes", 0)
 
 
 @contextlib.asynccontextmanager
-async def until_tokens(request: Request, asked: GenerationRequest | None = None) -> AsyncIterator[None]:
-    """Limit the time in which a prompt becomes tokens; its body still counts. Request and queue timeouts apply. Raises
-    OverloadedError or QueueTimeoutError when a timeout passes, as for a request in the queue."""
+async def until_tokens(request: Request, payload: GenerationRequest | None = None) -> AsyncIterator[None]:
+    """Context manager: limit the time for turning a request into tokens.
+
+    The request timeout and the queue timeout apply. The body counts as in progress until the block ends. Raises
+    OverloadedError or QueueTimeoutError when a timeout passes, as for a request in the queue.
+    """
     state: ServerState = request.app.state.server
     limit = state.config.request_timeout
-    patience = None if asked is None else asked.queue_timeout or state.config.queue_timeout
-    left = min(limit, patience or limit) - time.monotonic() + request.scope["state"]["arrived"]
+    patience = None if payload is None else payload.queue_timeout or state.config.queue_timeout
+    remaining = min(limit, patience or limit) - time.monotonic() + request.scope["state"]["arrived"]
     try:
-        async with asyncio.timeout(left):
+        async with asyncio.timeout(remaining):
             yield
     except TimeoutError:
         retry_after = state.engine.retry_after()
@@ -105,10 +110,10 @@ def _too_many() -> ApiError:
 def parse_json(body: bytes, *, max_depth: int = _MAX_DEPTH, max_values: int = _MAX_VALUES) -> dict[str, Any]:
     """Parse a JSON object strictly.
 
-    Raises ApiError 400 for text outside RFC 8259 or ambiguous under it: invalid UTF-8, halves of surrogate pairs, NaN
-    and infinities, numbers too large for a double, a name twice in one object, more than one value, and nesting deeper
-    than ``max_depth``. Also for too many objects, lists, names or values; this is checked before they are made, because
-    parsing blocks all other requests.
+    Raises ApiError 400 for text that is outside RFC 8259 or ambiguous: invalid UTF-8, half of a surrogate pair, NaN,
+    infinity, a number too large for a double, a name twice in one object, more than one value, or nesting deeper than
+    ``max_depth``. Raises it also for too many objects, lists, names or values. These are counted before any object is
+    created, because parsing blocks all other requests.
     """
     try:
         msgspec.json.decode(body, type=msgspec.Raw)  # finds the ends of strings without making objects
@@ -127,8 +132,8 @@ def parse_json(body: bytes, *, max_depth: int = _MAX_DEPTH, max_values: int = _M
 
 
 def _name_given_twice(body: bytes) -> str:
-    """First name that occurs twice in an object of valid JSON. Empty for a long body, where the search would take too
-    long."""
+    """Description of the first name that occurs twice in an object of valid JSON. For a long body it does not contain
+    the name, because the search would take too long."""
     found: list[str] = []
 
     def look(pairs: list[tuple[str, Any]]) -> None:
@@ -155,7 +160,7 @@ def _check_headers(request: Request) -> None:
 
 
 def _check_size(body: bytes, max_values: int) -> int:
-    """Number of names in all objects of the text, which need not be valid JSON yet. Raises ApiError for too many
+    """Number of names in all objects of the text. The text may still be invalid JSON. Raises ApiError for too many
     values."""
     marks = _STRING.sub(b"", body)
     if marks.count(b"{") + marks.count(b"[") > _MAX_CONTAINERS:
@@ -171,8 +176,8 @@ def _check_size(body: bytes, max_values: int) -> int:
 
 
 def _count_names(value: Any, max_depth: int) -> int:
-    """Number of names in all objects, counted level by level without recursion. Raises ApiError when there are too many
-    levels."""
+    """Number of names in all objects, counted level by level without recursion. Raises ApiError if the nesting is too
+    deep."""
     level, depth, names = [value], 0, 0
     while level:
         depth += 1

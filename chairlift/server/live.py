@@ -1,8 +1,8 @@
-"""The live view: ``/live`` shows the request in each row at each step, and the blocks that it owns.
+"""The live view: ``/live`` shows which request is in each row at each step, and the KV blocks that it owns.
 
-The page itself is open, like ``/``, and has no data. Its data comes from ``/live/events``, which needs a key if there
-are keys, and the key named ``admin`` if keys distinguish tenants, because it shows everybody's requests. It has
-lengths, times and ids, and no text of requests or answers.
+The page itself needs no key and has no data, like ``/``. Its data comes from ``/live/events``. This path needs a key
+if there are keys. If keys distinguish tenants it needs the key named ``admin``, because the data covers all tenants.
+The data has lengths, times and ids, but no text of prompts or outputs.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from chairlift.server.streaming import EventStream
 
 __all__ = ["live_page", "routes"]
 
-_MOST_VIEWERS: Final = 64
-_MOST_CALLERS: Final = 8
-_MOST_VIEWERS_OF_ONE: Final = 32
-_MOST_CALLERS_OF_ONE: Final = 3
-"""Most callers of one key, where keys distinguish callers, so that no key takes all places."""
+_MAX_VIEWERS: Final = 64
+_MAX_CALLERS: Final = 8
+_MAX_VIEWERS_OF_ONE: Final = 32
+_MAX_CALLERS_OF_ONE: Final = 3
+"""Maximum number of simultaneous simulator calls per key, if keys distinguish callers. So one key cannot use all
+slots."""
 _LOOK_SECONDS: Final = 1.0
 _BEAT_SECONDS: Final = 15.0
 _WORK_SECONDS: Final = 60.0
@@ -62,7 +63,7 @@ async def _to_page(request: Request) -> Response:
 
 
 def _feed(request: Request) -> LiveFeed:
-    """The server's feed. Raises ApiError for a caller who may not see everybody's requests."""
+    """The data source of the live view. Raises ApiError 403 if the caller may not see the requests of all tenants."""
     state: ServerState = request.app.state.server
     caller: Caller = getattr(request.state, "caller", Caller())
     if caller.holder and caller.tenant != ADMIN:
@@ -74,16 +75,17 @@ def _feed(request: Request) -> LiveFeed:
 
 
 @contextlib.contextmanager
-def _place(feed: LiveFeed, what: str, holder: str, most: int) -> Iterator[None]:
-    """Take one of a key's places inside the block. Raises ApiError 429 when all are taken."""
-    if holder and feed.places[what, holder] >= most:
-        message = f"{most} {what} of this key are under way already, as many as one key may have; end one of them"
+def _count_use(feed: LiveFeed, what: str, holder: str, limit: int) -> Iterator[None]:
+    """Context manager: count one use of ``what`` (viewers or simulator calls) for a key. Raises ApiError 429 if the
+    key has ``limit`` already."""
+    if holder and feed.num_uses[what, holder] >= limit:
+        message = f"{limit} {what} of this key are under way already, as many as one key may have; end one of them"
         raise ApiError(429, message, code="too_many_of_one_key", headers={"retry-after": "30"})
-    feed.places[what, holder] += 1
+    feed.num_uses[what, holder] += 1
     try:
         yield
     finally:
-        feed.places[what, holder] -= 1
+        feed.num_uses[what, holder] -= 1
 
 
 def _holder(request: Request) -> str:
@@ -92,55 +94,55 @@ def _holder(request: Request) -> str:
 
 
 async def _events(request: Request) -> Response:
-    """The step stream as server-sent events, beginning with the oldest entry of the ring."""
+    """Steps of the engine as server-sent events, beginning with the oldest buffered entry."""
     state: ServerState = request.app.state.server
     feed = _feed(request)
     if request.method == "HEAD":
         return Response(media_type=EventStream.media_type)
-    if feed.num_viewers >= _MOST_VIEWERS:
-        raise ApiError(503, f"{_MOST_VIEWERS} viewers look already; close one of them", headers={"retry-after": "30"})
-    with _place(feed, "viewers", _holder(request), _MOST_VIEWERS_OF_ONE):
+    if feed.num_viewers >= _MAX_VIEWERS:
+        raise ApiError(503, f"{_MAX_VIEWERS} viewers look already; close one of them", headers={"retry-after": "30"})
+    with _count_use(feed, "viewers", _holder(request), _MAX_VIEWERS_OF_ONE):
         headers = {"x-recording": "1"} if feed.is_recording else {}
     return EventStream(_follow(feed, state, _holder(request)), headers)
 
 
 async def _follow(feed: LiveFeed, state: ServerState, holder: str = "") -> AsyncGenerator[bytes, None]:
-    with feed.looking(), _place(feed, "viewers", holder, _MOST_VIEWERS):
-        at, told = feed.first, time.monotonic()
+    with feed.viewing(), _count_use(feed, "viewers", holder, _MAX_VIEWERS):
+        at, last_sent = feed.first, time.monotonic()
         yield b"retry: 2000\n\n"
         while not state.draining:
-            # its unread entries were dropped: it is told so, and continues with the newest snapshot
+            # entries that this viewer had not read were dropped: send a notice, and continue with the newest snapshot
             if at < feed.first:
                 at = feed.newest_key
                 yield b"event: skipped\ndata: {}\n\n"
             elif at < feed.end:
                 at += 1
                 yield feed[at - 1]
-                told = time.monotonic()
+                last_sent = time.monotonic()
             elif feed.is_recording:
                 break
             else:
-                await feed.news(_LOOK_SECONDS)
-                if time.monotonic() - told > _BEAT_SECONDS:
-                    told = time.monotonic()
+                await feed.wait_for_entry(_LOOK_SECONDS)
+                if time.monotonic() - last_sent > _BEAT_SECONDS:
+                    last_sent = time.monotonic()
                     yield b": still here\n\n"
         yield b"event: end\ndata: {}\n\n"
 
 
 async def _recording(request: Request) -> bytes:
-    """Lines for a request: those recorded from this engine, or the simulated example."""
+    """Recording for a request, as lines: the one of this engine, or the simulated example."""
     feed = _feed(request)
     if request.query_params.get("source") == "demo":
         return await _demo(request)
-    with feed.looking():
+    with feed.viewing():
         end = time.monotonic() + _FIRST_SECONDS
         while feed.first == feed.end and time.monotonic() < end:
-            await feed.news(_LOOK_SECONDS)
+            await feed.wait_for_entry(_LOOK_SECONDS)
         return feed.lines()
 
 
 async def _export(request: Request) -> Response:
-    """The recording as a file: ``format=jsonl`` (its lines) or ``format=perfetto`` (Chrome's trace events)."""
+    """The recording as a file. ``format=jsonl`` gives its lines, ``format=perfetto`` Chrome's trace events."""
     kind = request.query_params.get("format", "jsonl")
     if kind not in ("jsonl", "perfetto"):
         raise ApiError(400, f"format must be jsonl or perfetto, got {kind!r:.40}", param="format")
@@ -156,7 +158,8 @@ async def _export(request: Request) -> Response:
 
 
 async def _static(request: Request) -> Response:
-    """Simulate the arrivals of the recording with static batching. Returns a line that compares, then a recording."""
+    """Simulate the recorded requests with static batching. Returns one line with the comparison, then the simulated
+    recording."""
     if request.query_params.get("source") == "demo":
         example = await _demo(request)  # before this request's turn, because the example needs a turn, too
         return Response(await _once(request, "static", example), media_type=_NDJSON)
@@ -168,12 +171,12 @@ async def _static(request: Request) -> Response:
 
 
 async def _show_demo(request: Request) -> Response:
-    """Send a simulated recording, for a view without traffic."""
+    """Send a simulated recording, for viewers of an idle server."""
     return Response(await _demo(request), media_type=_NDJSON)
 
 
 _made: dict[str, bytes] = {}
-"""Simulations of the example. They never change, so each is made once."""
+"""Name of an example -> its simulated recording. Examples never change, so each is simulated once."""
 
 
 async def _demo(request: Request) -> bytes:
@@ -181,7 +184,7 @@ async def _demo(request: Request) -> bytes:
 
 
 async def _once(request: Request, what: str, lines: bytes) -> bytes:
-    """Result of the simulator for the example, made at the first request."""
+    """Simulated recording of an example, made at the first request."""
     _feed(request)  # raises for callers who may not see the view
 
     async def make() -> bytes:
@@ -197,15 +200,16 @@ async def _converted(request: Request) -> bytes:
 
 
 async def _in_turn(request: Request, work: Callable[[], Awaitable[bytes]]) -> bytes:
-    """Result of ``work``; only one runs at a time. ``work`` copies the recording when its turn has come.
+    """Run ``work`` when no other simulation runs, and return its result. ``work`` copies the recording only when it
+    starts.
 
-    Raises the ApiErrors of ``work``, 503 when too many requests wait, and 429 when too many of one key wait.
+    Raises the ApiErrors of ``work``, 503 when too many requests wait, and 429 when too many requests of one key wait.
     """
     feed = _feed(request)
-    if feed.num_callers >= _MOST_CALLERS:
+    if feed.num_callers >= _MAX_CALLERS:
         message = f"{feed.num_callers} simulations are asked for already; try again later"
         raise ApiError(503, message, code="overloaded", headers={"retry-after": "30"})
-    with _place(feed, "simulations", _holder(request), _MOST_CALLERS_OF_ONE):
+    with _count_use(feed, "simulations", _holder(request), _MAX_CALLERS_OF_ONE):
         feed.num_callers += 1
         try:
             async with feed.working:
@@ -215,7 +219,7 @@ async def _in_turn(request: Request, work: Callable[[], Awaitable[bytes]]) -> by
 
 
 async def _simulate(what: str, lines: bytes) -> bytes:
-    """Simulate a recording in a separate process. Raises ApiError with the reason of a failure."""
+    """Simulate a recording in a separate process. Raises ApiError with the reason if the simulation fails."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-c", _BOOT, _ROOT, str(os.getpid()), what),
         stdin=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The last minutes of the step stream, encoded once for all viewers of the live view."""
+"""Buffer of the engine's recent steps, encoded once for all viewers of the live view."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["LiveFeed", "as_event"]
 
 _LINGER_SECONDS: Final = 30.0
-"""Seconds for which recording continues after the last viewer has left, so that a reloaded page finds its past."""
+"""Seconds for which recording continues after the last viewer has left. A reloaded page then still finds the past
+steps."""
 _KEY: Final = b'{"key":'
 _CHUNK: Final = 1 << 16
 
@@ -28,10 +29,10 @@ def as_event(lines: bytes) -> bytes:
 
 
 class LiveFeed:
-    """The last ``most_seconds``, within ``most_bytes``; or a ``recording``, which never changes.
+    """Entries of the last ``max_seconds``, at most ``max_bytes`` in all; or a ``recording``, which never changes.
 
-    The engine reports its steps only while there is a viewer (:meth:`looking`). Old entries are dropped from snapshot
-    to snapshot, so that the ring always begins with a snapshot.
+    The engine reports its steps only while there is a viewer (:meth:`viewing`). Old entries are dropped up to a
+    snapshot, so that the oldest entry is always a snapshot.
     """
 
     def __init__(
@@ -39,29 +40,29 @@ class LiveFeed:
         engine: AsyncEngine | None,
         *,
         recording: bytes = b"",
-        most_bytes: int = 16 << 20,
-        most_seconds: float = 600.0,
+        max_bytes: int = 16 << 20,
+        max_seconds: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.first = 0
-        """Number of the oldest entry; entries are numbered without gaps."""
+        """Number of the oldest entry. Entries are numbered without gaps."""
         self.num_viewers = 0
         self.num_bytes = 0
         self.working = asyncio.Semaphore(1)
         """Lets the simulator work for one viewer at a time."""
         self.num_callers = 0
-        """Number of viewers that wait for the simulator."""
-        self.places: Counter[tuple[str, str]] = Counter()
-        """Number of viewers, and of callers of the simulator, per key."""
+        """Number of viewers that wait for a simulation."""
+        self.num_uses: Counter[tuple[str, str]] = Counter()
+        """("viewers" or "simulations", holder of a key) -> number in progress."""
         self._engine = engine
-        self._most_bytes, self._most_seconds = most_bytes, most_seconds
+        self._max_bytes, self._max_seconds = max_bytes, max_seconds
         self._clock = clock
         self._entries: deque[tuple[bytes, float]] = deque()
         """(lines as one server-sent event, time). All viewers receive the same bytes."""
         self._keys: deque[int] = deque()
         """Numbers of the entries that begin with a snapshot."""
         self._names: dict[str, str] = {}
-        """Requests since the last entry, and their callers' names for them."""
+        """Engine request id -> X-Request-Id, for requests that are new since the last entry."""
         self._news = asyncio.Event()
         self._leaving: asyncio.TimerHandle | None = None
         lines = recording.splitlines(keepends=True)
@@ -79,7 +80,7 @@ class LiveFeed:
 
     @property
     def newest_key(self) -> int:
-        """Newest entry that a viewer may start from."""
+        """Number of the newest entry that begins with a snapshot, at which a viewer can start."""
         return self._keys[-1] if self._keys else self.first
 
     @property
@@ -90,13 +91,14 @@ class LiveFeed:
         return self._entries[number - self.first][0]
 
     def lines(self) -> bytes:
-        """All entries as lines."""
+        """All entries joined, one JSON line per record."""
         events = [event[len(b"data: ") : -2].replace(b"\ndata: ", b"\n") for event, _ in self._entries]
         return b"\n".join(events)
 
     @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
-        """Count a viewer inside the block. The engine reports its steps meanwhile, and a little longer."""
+    def viewing(self) -> Iterator[None]:
+        """Context manager: count a viewer while the block runs. The engine reports its steps during this time and
+        ``_LINGER_SECONDS`` longer."""
         self.num_viewers += 1
         if self._leaving is not None:
             self._leaving.cancel()
@@ -110,14 +112,14 @@ class LiveFeed:
             if not self.num_viewers and self._engine is not None:
                 self._leaving = asyncio.get_running_loop().call_later(_LINGER_SECONDS, self._stop)
 
-    async def news(self, timeout: float) -> None:
+    async def wait_for_entry(self, timeout: float) -> None:
         """Wait until there is a new entry, or for ``timeout`` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._news.wait()
 
     def steps(self, lines: bytes) -> None:
-        """Add lines of the engine's recorder."""
+        """Add lines from the engine's step recorder."""
         if lines.startswith(_KEY):
             for stream in [] if self._engine is None else self._engine.requests():
                 self.began(stream)
@@ -134,7 +136,7 @@ class LiveFeed:
         self._news = asyncio.Event()
 
     def began(self, stream: OutputStream) -> None:
-        """Note the caller's name of a new request."""
+        """Remember the X-Request-Id of a new request."""
         if stream.name:
             self._names[stream.request_id] = stream.name
 
@@ -147,7 +149,7 @@ class LiveFeed:
     def _trim(self) -> None:
         while len(self._keys) > 1:
             age = self._clock() - self._entries[self._keys[1] - self.first][1]
-            if self.num_bytes <= self._most_bytes and age <= self._most_seconds:
+            if self.num_bytes <= self._max_bytes and age <= self._max_seconds:
                 return
             self._keys.popleft()
             while self.first < self._keys[0]:

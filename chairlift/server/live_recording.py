@@ -1,4 +1,4 @@
-"""The live view of a recording: the same page without an engine, for this machine only."""
+"""Shows a recording in the live view, without an engine, on this machine only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["serve_recording"]
 
 
 class _NoEngine:
-    """Stands in for the engine where a recording is shown: it has only the attributes that the application reads."""
+    """Replaces the engine when only a recording is shown. It has only the attributes that the application reads."""
 
     def __init__(self) -> None:
         self.stats = RequestStats()
@@ -36,7 +36,7 @@ class _NoEngine:
 
 
 async def serve_recording(data: bytes, port: int, announce: Callable[[str], None]) -> None:
-    """Show the recording until SIGINT or SIGTERM. ``announce`` gets the page's address. Raises ConfigError."""
+    """Show the recording until SIGINT or SIGTERM. ``announce`` is called with the page's URL. Raises ConfigError."""
     config = ServerConfig(port=port)
     state = ServerState(config, cast(Any, _NoEngine()), ("a recording",), live=LiveFeed(None, recording=data))
     server = HttpServer(make_app(state, [Route("/", _to_page), *live.routes]))

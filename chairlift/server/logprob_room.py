@@ -1,4 +1,4 @@
-"""Limits of log-probabilities per request, and for all running requests together."""
+"""Limits on the number of log-probabilities, per request and for all running requests together."""
 
 from __future__ import annotations
 
@@ -14,43 +14,48 @@ from chairlift.server.errors import ApiError
 from chairlift.server.protocol import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest
 from chairlift.server.state import ServerState
 
-__all__ = ["hold_logprobs", "release_logprobs"]
+__all__ = ["release_logprobs", "reserve_logprobs"]
 
 _ALWAYS_ALLOWED: Final = 1 << 20
-"""Log-probabilities that one request may always have, whatever the model's length: 64 prompts of 2,700 tokens with 5
-each. They take 12 MB."""
+"""Number of log-probabilities that any request may ask for, even if the model's length is small. It is enough for 64
+prompts of 2,700 tokens with 5 log-probabilities per token, which take 12 MB."""
 _ANSWERS: Final = 4
-"""Largest request, in answers of the model's full length with the most log-probabilities per token."""
+"""Maximum log-probabilities of one request, in units of a full output: the model's maximum length times the maximum
+per token."""
 _IN_FLIGHT: Final = 16
-"""All requests together, in such answers; or this many times _ALWAYS_ALLOWED, if that is more."""
-_MOST_PER_TOKEN: Final = SamplingLimits().max_logprobs + 1
+"""Maximum log-probabilities of all running requests together, in units of a full output or of ``_ALWAYS_ALLOWED``,
+whichever is larger."""
+_MAX_PER_TOKEN: Final = SamplingLimits().max_logprobs + 1
 
 
-def hold_logprobs(request: Request, asked: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
+def reserve_logprobs(
+    request: Request, payload: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]]
+) -> None:
     """Reserve room for all log-probabilities of a request, until :func:`release_logprobs`. ``prompts`` are token ids.
 
-    Raises ApiError 400 for more than any request may have, and QueueFullError when running requests leave no room now.
+    Raises ApiError 400 if the request exceeds the limit per request. Raises QueueFullError if the running requests
+    leave too little room now.
     """
     state: ServerState = request.app.state.server
     info = state.engine.info
     if info is None:
         return
-    of_prompts, of_answers = _asked_for(asked, prompts, info)
-    total, whole = of_prompts + of_answers, _MOST_PER_TOKEN * info.max_model_len
-    most, most_of_all = max(_ALWAYS_ALLOWED, _ANSWERS * whole), _IN_FLIGHT * max(_ALWAYS_ALLOWED, whole)
-    if total > most:
+    of_prompts, of_answers = _num_logprobs(payload, prompts, info)
+    total, whole = of_prompts + of_answers, _MAX_PER_TOKEN * info.max_model_len
+    limit, total_limit = max(_ALWAYS_ALLOWED, _ANSWERS * whole), _IN_FLIGHT * max(_ALWAYS_ALLOWED, whole)
+    if total > limit:
         message = (
             f"the request asks for up to {total:,} log-probabilities, {of_prompts:,} of its prompts and {of_answers:,}"
-            f" of its answers, but {most:,} are allowed; ask for fewer per token, give a lower max_tokens or n, or send"
-            " fewer prompts at a time"
+            f" of its answers, but {limit:,} are allowed; ask for fewer per token, give a lower max_tokens or n, or"
+            " send fewer prompts at a time"
         )
-        field = "prompt_logprobs" if of_prompts > of_answers and asked.prompt_logprobs is not None else "logprobs"
+        field = "prompt_logprobs" if of_prompts > of_answers and payload.prompt_logprobs is not None else "logprobs"
         raise ApiError(400, message, code="invalid_value", param=field)
-    if total and state.num_logprobs + total > most_of_all:
+    if total and state.num_logprobs + total > total_limit:
         state.engine.stats.rejected["logprobs"] += 1
         message = (
             f"requests in flight may bring {state.num_logprobs:,} log-probabilities and this one {total:,}, but"
-            f" {most_of_all:,} are allowed together; try again later, or give a lower max_tokens"
+            f" {total_limit:,} are allowed together; try again later, or give a lower max_tokens"
         )
         raise QueueFullError(message, state.engine.retry_after(), "logprobs")
     state.num_logprobs += total
@@ -58,27 +63,27 @@ def hold_logprobs(request: Request, asked: ChatRequest | CompletionRequest, prom
 
 
 def release_logprobs(request: Request) -> None:
-    """Release the room, after the answer was sent or failed."""
+    """Release the room after the response was sent or failed."""
     request.app.state.server.num_logprobs -= request.scope["state"].pop("num_logprobs", 0)
 
 
-def _asked_for(
-    asked: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], info: EngineInfo
+def _num_logprobs(
+    payload: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], info: EngineInfo
 ) -> tuple[int, int]:
-    """Numbers of log-probabilities: those of the prompts, as often as they are repeated, and the most of the
-    answers."""
-    n, lengths = asked.n or 1, [len(prompt) for prompt in prompts]
-    of_prompt = 0 if asked.prompt_logprobs is None else asked.prompt_logprobs + 1
-    if isinstance(asked, ChatRequest):
-        per_token = (asked.top_logprobs or 0) + 1 if asked.logprobs else 0
-        most_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    """(number for prompts, maximum number for outputs) of log-probabilities in the response. Prompt log-probabilities
+    count once per choice that repeats them."""
+    n, lengths = payload.n or 1, [len(prompt) for prompt in prompts]
+    of_prompt = 0 if payload.prompt_logprobs is None else payload.prompt_logprobs + 1
+    if isinstance(payload, ChatRequest):
+        per_token = (payload.top_logprobs or 0) + 1 if payload.logprobs else 0
+        max_tokens = payload.max_tokens if payload.max_completion_tokens is None else payload.max_completion_tokens
     else:
-        per_token = 0 if asked.logprobs is None else asked.logprobs + 1
-        most_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+        per_token = 0 if payload.logprobs is None else payload.logprobs + 1
+        max_tokens = DEFAULT_MAX_TOKENS if payload.max_tokens is None else payload.max_tokens
         of_prompt *= n  # each choice repeats them
-        if asked.echo:
+        if payload.echo:
             of_prompt += n * per_token
-        n = max(n, asked.best_of or 1)
+        n = max(n, payload.best_of or 1)
     room = [max(0, info.max_model_len - length) for length in lengths]
-    answers = sum(each if most_tokens is None else min(each, most_tokens) for each in room)
+    answers = sum(each if max_tokens is None else min(each, max_tokens) for each in room)
     return sum(lengths) * of_prompt, n * answers * per_token

@@ -1,7 +1,7 @@
 """Log lines that clients cannot forge, as text or as JSON.
 
-A message may contain text from a client. Every character that could end a line, move the cursor, change colours or
-reorder text is written as an escape, and every value is cut to a longest length.
+A message may contain text from a client. Characters that could end a line, move the cursor, change colours or reorder
+text are written as escapes. Every value is cut to a maximum length.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ def clean(text: str, limit: int = _MAX_CHARS) -> str:
 
 
 def log_event(logger: logging.Logger, level: int, event: str, **fields: str | int | float | None) -> None:
-    """Log ``event`` with named values: ``event name=value ...`` as text, members of the object as JSON."""
+    """Log ``event`` with named values. The text form is ``event name=value ...``; in the JSON form the values are
+    members of the object."""
     logger.log(level, event, extra={"fields": fields})
 
 
 class TextFormatter(logging.Formatter):
-    """``2026-11-21T08:00:00.000Z INFO message``; lines of a traceback follow, each indented by a bar."""
+    """Formats lines as ``2026-11-21T08:00:00.000Z INFO message``. Lines of a traceback follow, each indented by a
+    bar."""
 
     def format(self, record: logging.LogRecord) -> str:
         parts = [_timestamp(record), record.levelname, clean(record.getMessage())]
@@ -44,7 +46,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One ASCII-only JSON object per line: time, level, logger, message, then the fields of the event."""
+    """Formats each record as one ASCII-only JSON object: time, level, logger, message, then the fields of the event."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {"time": _timestamp(record), "level": record.levelname.lower(), "logger": record.name}

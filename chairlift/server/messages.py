@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API, translated to chats."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API, translated to chat requests."""
 
 from __future__ import annotations
 
@@ -46,29 +46,29 @@ __all__ = ["routes"]
 
 _encode: Final = msgspec.json.encode
 _SIGNATURE: Final = "unsigned"
-Told = dict[str, Any]
+EventFields = dict[str, Any]
 
 
 async def create_message(request: Request) -> Response:
-    """Answer a conversation of messages with blocks."""
+    """Generate the next message of a conversation whose messages consist of blocks."""
     state: ServerState = request.app.state.server
     body = await read_json(request)
-    asked, ignored = parse(MessagesRequest, body, REFUSED)
+    payload, ignored = parse(MessagesRequest, body, REFUSED)
     ignored += _unknown_inside(body)
-    told = names()
-    chat = to_chat(asked, told, state.engine.chat_template or "", ignored)
-    with told.telling(state, request.state.request_id):
-        hint = asked.thinking.budget_tokens if asked.thinking else None
+    client_names = names()
+    chat = to_chat(payload, client_names, state.engine.chat_template or "", ignored)
+    with client_names.translated_errors(state, request.state.request_id):
+        hint = payload.thinking.budget_tokens if payload.thinking else None
         run = await begin_chat(request, chat, ignored, shorten=True, thinking_hint=hint)
-    headers = _headers(request, told, ignored)
-    if asked.stream:
+    headers = _headers(request, client_names, ignored)
+    if payload.stream:
         return await start_stream(state, run.streams, _MessageEvents(run, request.state.request_id), headers)
-    with told.telling(state, request.state.request_id):
+    with client_names.translated_errors(state, request.state.request_id):
         (output,) = await collect(run.streams)
     meter = Meter(run.streams)
     meter.note(0, output)
     builder = _MessageBuilder(run, meter)
-    for _ in builder.news(output.outputs[0]):
+    for _ in builder.new_events(output.outputs[0]):
         pass
     return json_response(builder.reply, headers)
 
@@ -77,22 +77,26 @@ async def count_tokens(request: Request) -> Response:
     """Count the tokens in the prompt of a conversation."""
     state: ServerState = request.app.state.server
     body = await read_json(request)
-    asked, ignored = parse(CountTokensRequest, body, REFUSED_IN_COUNT)
+    payload, ignored = parse(CountTokensRequest, body, REFUSED_IN_COUNT)
     ignored += _unknown_inside(body)
-    check_model(state, asked.model)
+    check_model(state, payload.model)
     generating_info(state)
-    told = names()
-    chat = to_chat(asked, told, state.engine.chat_template or "", ignored)
-    with told.telling(state, request.state.request_id):
+    client_names = names()
+    chat = to_chat(payload, client_names, state.engine.chat_template or "", ignored)
+    with client_names.translated_errors(state, request.state.request_id):
         plan = plan_prompt(state, chat, ignored)
         async with until_tokens(request):
             prompt = await encode_messages(state, chat, plan)
-    return json_response(TokenCount(input_tokens=len(prompt)), _headers(request, told, ignored))
+    return json_response(TokenCount(input_tokens=len(prompt)), _headers(request, client_names, ignored))
 
 
-def _headers(request: Request, told: Names, ignored: list[str]) -> dict[str, str]:
-    """Headers with the ignored fields, and the request id under the name that Anthropic's clients use."""
-    return {**warning_headers([told.told(name) for name in ignored]), "request-id": request.state.request_id}
+def _headers(request: Request, client_names: Names, ignored: list[str]) -> dict[str, str]:
+    """Response headers: the names of ignored fields, and the request id under the name that Anthropic's clients
+    read."""
+    return {
+        **warning_headers([client_names.translated(name) for name in ignored]),
+        "request-id": request.state.request_id,
+    }
 
 
 def _unknown_inside(body: dict[str, Any]) -> list[str]:
@@ -105,7 +109,7 @@ def _unknown_inside(body: dict[str, Any]) -> list[str]:
 
 
 class _MessageBuilder:
-    """Builds a reply from the content, reasoning and calls of its answer, and yields the events of a stream."""
+    """Builds a response from the content, reasoning and tool calls of an output, and yields the events of a stream."""
 
     def __init__(self, run: ChatRun, meter: Meter) -> None:
         self.reply = MessageReply(id=f"msg_{secrets.token_hex(12)}", model=run.model, usage=_usage(meter))
@@ -113,19 +117,20 @@ class _MessageBuilder:
         self._counts = run.plan.reasoning is not None
         self._was_shortened, self._meter = run.was_shortened, meter
         self._open: TextBlock | ThinkingBlock | None = None
-        """The open block, to which the next piece of its kind is added."""
+        """The block that has not ended. Further text of the same kind is added to it."""
         self._pieces: list[str] = []
-        """Text of the open block so far."""
+        """Pieces of text of the open block."""
 
-    def begin(self) -> Iterator[Told]:
-        """First events, before there is any output."""
+    def begin(self) -> Iterator[EventFields]:
+        """First events of a stream, before any output."""
         self.reply.usage = _usage(self._meter)
         self.reply.usage.output_tokens = 0
         yield {"type": "message_start", "message": self.reply}
         yield {"type": "ping"}
 
-    def news(self, answer: CompletionOutput) -> Iterator[Told]:
-        """Events of the new part of an answer. At its end the reply gets its stop_reason and usage."""
+    def new_events(self, answer: CompletionOutput) -> Iterator[EventFields]:
+        """Events for the new part of an output. At the end of the output, the response gets its stop_reason and
+        usage."""
         ended = answer.finish_reason is not None
         for event in self._reading.read(answer.text, answer.token_ids, ended):
             yield from self._read(event)
@@ -138,8 +143,8 @@ class _MessageBuilder:
         self.reply.tool_call_errors = self._reading.broken or msgspec.UNSET
         self._end(answer)
 
-    def end(self) -> Iterator[Told]:
-        """Last events of a reply with a stop_reason."""
+    def end(self) -> Iterator[EventFields]:
+        """Last events of a stream that has a stop_reason."""
         reply = self.reply
         delta = {"stop_reason": reply.stop_reason, "stop_sequence": reply.stop_sequence}
         more = {"tool_call_errors": reply.tool_call_errors} if self._reading.broken else {}
@@ -156,7 +161,7 @@ class _MessageBuilder:
         else:
             self.reply.stop_reason = "end_turn"
 
-    def _read(self, event: Event) -> Iterator[Told]:
+    def _read(self, event: Event) -> Iterator[EventFields]:
         if isinstance(event, Call):
             yield from self._close()
             yield from self._call(event)
@@ -171,7 +176,7 @@ class _MessageBuilder:
             name = "text" if kind is TextBlock else "thinking"
             yield self._delta({"type": f"{name}_delta", name: event.text})
 
-    def _close(self) -> Iterator[Told]:
+    def _close(self) -> Iterator[EventFields]:
         block, self._open = self._open, None
         if block is None:
             return
@@ -183,7 +188,7 @@ class _MessageBuilder:
             block.text = text
         yield self._stop()
 
-    def _call(self, call: Call) -> Iterator[Told]:
+    def _call(self, call: Call) -> Iterator[EventFields]:
         block = ToolUseBlock(id=call.id, name=call.name, input={})
         yield self._start(block)
         for start in range(0, len(call.arguments), ARGUMENTS):
@@ -192,14 +197,14 @@ class _MessageBuilder:
         block.input = json.loads(call.arguments)
         yield self._stop()
 
-    def _start(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> Told:
+    def _start(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> EventFields:
         self.reply.content.append(block)
         return {"type": "content_block_start", "index": len(self.reply.content) - 1, "content_block": block}
 
-    def _delta(self, delta: Told) -> Told:
+    def _delta(self, delta: EventFields) -> EventFields:
         return {"type": "content_block_delta", "index": len(self.reply.content) - 1, "delta": delta}
 
-    def _stop(self) -> Told:
+    def _stop(self) -> EventFields:
         return {"type": "content_block_stop", "index": len(self.reply.content) - 1}
 
 
@@ -218,7 +223,7 @@ def _usage(meter: Meter) -> MessagesUsage:
 
 
 class _MessageEvents(StreamWriter):
-    """The events of a streamed reply."""
+    """Writes the events of a streamed response."""
 
     def __init__(self, run: ChatRun, request_id: str) -> None:
         super().__init__(run.streams)
@@ -232,7 +237,7 @@ class _MessageEvents(StreamWriter):
             self._begun = True
             yield b"".join(map(_event, self._builder.begin()))
         for answer in output.outputs:
-            yield from in_pieces(map(_event, self._builder.news(answer)))
+            yield from in_pieces(map(_event, self._builder.new_events(answer)))
 
     def end(self) -> bytes:
         return b"".join(map(_event, self._builder.end()))
@@ -241,8 +246,8 @@ class _MessageEvents(StreamWriter):
         return _event(messages_error_body(error, self._request_id))
 
 
-def _event(told: Told) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (told["type"].encode(), _encode(told))
+def _event(fields: EventFields) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (fields["type"].encode(), _encode(fields))
 
 
 routes: Final = [

@@ -32,94 +32,97 @@ _SAME: Final = (
     *("repetition_penalty", "priority", "cache_salt", "queue_timeout", "ttft_ms", "tpot_ms", "deadline_ms"),
     "max_tokens",
 )
-"""Fields with the same meaning in a chat."""
+"""Fields that have the same name and meaning in a chat request."""
 _BILLING: Final = "x-anthropic-billing-header"
-"""Beginning of a system block that is not for the model. It changes with every call, so that the prefix cache would
-never match."""
+"""Prefix of a system block that the server removes. The block is not for the model. Its text changes with every call,
+so no prompt would match the prefix cache."""
 _THINKING: Final = re.compile(r"(?<![.\w])thinking is (?:not )?defined")
-_Asked = CountTokensRequest | MessagesRequest
-_MOST_USER: Final = 256
+_Payload = CountTokensRequest | MessagesRequest
+_MAX_USER: Final = 256
 _INSTEAD: Final = "; documents are not read, and images only in a user's message"
 
 
 def names() -> Names:
-    """Names of the fields of these endpoints."""
+    """Names of the fields of these endpoints, for error messages."""
     return Names(_FIELDS)
 
 
-def to_chat(asked: _Asked, told: Names, template: str, ignored: list[str]) -> ChatRequest:
-    """Translate a request to a chat for a model with this chat template. Places of messages are noted in ``told``, and
-    names of ignored fields in ``ignored``.
+def to_chat(payload: _Payload, client_names: Names, template: str, ignored: list[str]) -> ChatRequest:
+    """Translate a request to a chat for a model with the chat template ``template``.
 
-    Raises ApiError with the name of a field, block or tool that is not supported.
+    ``client_names`` gets the position of each message, and ``ignored`` the names of ignored fields. Raises ApiError
+    with the name of a field, block or tool that is not supported.
     """
     turns = _Turns()
-    if asked.system is not None:
-        turns.system(asked.system)
-    for index, message in enumerate(asked.messages):
+    if payload.system is not None:
+        turns.system(payload.system)
+    for index, message in enumerate(payload.messages):
         turns.add(f"messages[{index}]", message)
-    told.places = turns.places
-    choice, parallel = _choice(asked.tool_choice)
-    if asked.tool_choice and not asked.tools and choice not in ("auto", "none"):
-        why = f"tool_choice.type is {asked.tool_choice['type']!r}, but there are no tools; send tools, or leave it out"
+    client_names.places = turns.places
+    choice, parallel = _choice(payload.tool_choice)
+    if payload.tool_choice and not payload.tools and choice not in ("auto", "none"):
+        why = (
+            f"tool_choice.type is {payload.tool_choice['type']!r}, but there are no tools; send tools, or leave it out"
+        )
         raise ApiError(400, why, code="invalid_value", param="tool_choice.type")
-    config = asked.output_config
+    config = payload.output_config
     chat = ChatRequest(
-        model=asked.model,
+        model=payload.model,
         messages=turns.messages,
-        tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(asked.tools or ())] or None,
-        tool_choice=choice if asked.tools or choice != "none" else None,
+        tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(payload.tools or ())] or None,
+        tool_choice=choice if payload.tools or choice != "none" else None,
         parallel_tool_calls=parallel,
         reasoning_effort=config.effort if config else None,
         response_format=_form(config.format if config else None),
-        chat_template_kwargs=_thinking(asked, template, ignored),
+        chat_template_kwargs=_thinking(payload, template, ignored),
     )
     if turns.messages[-1]["role"] == "assistant":  # the answer continues this message
         chat.add_generation_prompt, chat.continue_final_message = False, True
-    if asked.thinking is not None:
-        chat.include_reasoning = asked.thinking.display != "omitted"
-    if isinstance(asked, MessagesRequest):
+    if payload.thinking is not None:
+        chat.include_reasoning = payload.thinking.display != "omitted"
+    if isinstance(payload, MessagesRequest):
         for name in _SAME:
-            setattr(chat, name, getattr(asked, name))
-        chat.stop = asked.stop_sequences
-        chat.service_tier = None if asked.service_tier == "standard_only" else asked.service_tier
-        chat.user = _user(asked.metadata)
+            setattr(chat, name, getattr(payload, name))
+        chat.stop = payload.stop_sequences
+        chat.service_tier = None if payload.service_tier == "standard_only" else payload.service_tier
+        chat.user = _user(payload.metadata)
     return chat
 
 
 def _user(metadata: Metadata | None) -> str | None:
-    """Name of the caller, cut to the length that chats allow."""
+    """``user_id``, cut to the length that chats allow; None if it is missing."""
     user = metadata.user_id if metadata else None
-    if user is None or len(user) <= _MOST_USER:
+    if user is None or len(user) <= _MAX_USER:
         return user
     return hashlib.sha256(user.encode("utf-8", "replace")).hexdigest()
 
 
-def _thinking(asked: _Asked, template: str, ignored: list[str]) -> dict[str, Any] | None:
-    """Template variables that turn thinking on or off. Without the field it is off, as in Anthropic's API."""
-    kind = asked.thinking.type if asked.thinking else "disabled"
+def _thinking(payload: _Payload, template: str, ignored: list[str]) -> dict[str, Any] | None:
+    """Template variables that turn thinking on or off. If the request has no field ``thinking``, it is off, as in
+    Anthropic's API."""
+    kind = payload.thinking.type if payload.thinking else "disabled"
     if kind not in ("enabled", "adaptive", "disabled"):
         wrong("thinking.type", "must be enabled, adaptive or disabled", kind)
     if "enable_thinking" in template:
         return {"enable_thinking": kind != "disabled"}
     if _THINKING.search(template):
         return {"thinking": kind != "disabled"}
-    if asked.thinking is not None and (kind == "disabled") is (reasoning_format_of(template) is not None):
+    if payload.thinking is not None and (kind == "disabled") is (reasoning_format_of(template) is not None):
         ignored.append("thinking")  # the template has no switch for thinking
     return None
 
 
 class _Turns:
-    """Makes messages of a chat from messages with blocks."""
+    """Makes the messages of a chat from messages with blocks."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}
         self._known: set[str] = set()
-        """Ids of the calls so far."""
+        """Ids of the tool calls so far."""
 
     def system(self, given: Any) -> None:
-        """Add the system text, without blocks that are not for the model."""
+        """Add the system text, without blocks that are not meant for the model."""
         parts = texts_of("system", given, ("text",), _INSTEAD)
         texts = [parts] if isinstance(parts, str) else [part["text"] for part in parts]
         text = "\n\n".join(each for each in texts if each and not each.startswith(_BILLING))
@@ -148,9 +151,9 @@ class _Turns:
         self.messages.append(message)
 
     def _others(self, where: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> None:
-        """Add results of calls, and texts between them, in the order of the blocks."""
+        """Add tool results, and the texts between them, in the order of the blocks."""
         texts: list[dict[str, Any]] = []
-        said, kinds = len(self.messages), ("text",) if role == "system" else ("text", "image", "tool_result")
+        num_before, kinds = len(self.messages), ("text",) if role == "system" else ("text", "image", "tool_result")
         for index, block in enumerate(blocks):
             place = f"{where}.content[{index}]"
             if block.get("type") == "image" and role == "user":
@@ -163,7 +166,7 @@ class _Turns:
                 self._message(where, {"role": role, "content": _whole(texts)})
                 texts = []
             self._result(place, block)
-        if texts or said == len(self.messages):
+        if texts or num_before == len(self.messages):
             self._message(where, {"role": role, "content": _whole(texts)})
 
     def _result(self, where: str, block: Mapping[str, Any]) -> None:
@@ -211,7 +214,7 @@ class _Turns:
 
 
 def _image(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a chat's message for an image block, whose source is base64 or an address."""
+    """Image part of a chat message, from an image block. The block's source is base64 data or a URL."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, Mapping) else None
     if not isinstance(source, Mapping) or kind not in ("base64", "url"):
@@ -255,7 +258,7 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(given: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
-    """(``tool_choice``, ``parallel_tool_calls``) in a chat's form."""
+    """(``tool_choice``, ``parallel_tool_calls``) for a chat request."""
     if given is None:
         return None, None
     kind, single = given.get("type"), given.get("disable_parallel_tool_use")
@@ -273,7 +276,7 @@ def _choice(given: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | Non
 
 
 def _form(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """``output_config.format`` in the form of ``response_format``."""
+    """``output_config.format`` as the field ``response_format`` of a chat request."""
     if given is None:
         return None
     if given.get("type") != "json_schema" or "schema" not in given:

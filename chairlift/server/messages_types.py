@@ -1,8 +1,8 @@
-"""Request and reply types of /v1/messages, Anthropic's Messages API.
+"""Request and response types of /v1/messages, Anthropic's Messages API.
 
 Known fields that are not supported follow the rule of :mod:`~chairlift.server.protocol`. ``cache_control`` needs no
 action, because prefixes of every prompt are cached. Fields for Anthropic's own servers (``inference_geo``, ``speed``,
-``diagnostics``, ``context_management``) are hints, and ignored.
+``diagnostics``, ``context_management``) are hints, so they are ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from chairlift.server.protocol import Form, ModelName, Refusals, SampledRequest, StopString, refused_beside
+from chairlift.server.protocol import Form, ModelName, Refusals, SampledRequest, StopString, refused_elsewhere
 from chairlift.server.translation import MAX_MESSAGES
 from chairlift.tool_calls.request import MAX_TOOLS
 
@@ -74,27 +74,28 @@ class ThinkingConfig(msgspec.Struct, kw_only=True):
     """The field ``thinking``."""
 
     type: str
-    """enabled, adaptive or disabled, for chat templates with such a switch."""
+    """``enabled``, ``adaptive`` or ``disabled``. It has an effect if the chat template can turn thinking on and off."""
     budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    """Ignored: max_tokens limits the answer."""
+    """Ignored, because ``max_tokens`` limits the whole output."""
     display: str | None = None
-    """omitted: the reply does not contain the thinking."""
+    """``omitted``: the response does not contain the thinking."""
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
     """The field ``output_config``."""
 
     effort: Annotated[str, Meta(max_length=32)] | None = None
-    """low, medium, high, xhigh or max, if the chat template uses it."""
+    """``low``, ``medium``, ``high``, ``xhigh`` or ``max``. It has an effect if the chat template uses it."""
     format: Form | None = None
-    """Type ``json_schema``, with a ``schema``."""
+    """An object with the type ``json_schema`` and a ``schema``."""
 
 
 class Metadata(msgspec.Struct, kw_only=True):
     """The field ``metadata``."""
 
     user_id: Annotated[str, Meta(max_length=4096)] | None = None
-    """Name of the caller. Without API keys, it decides whose share of the engine the request uses."""
+    """Name of the caller. If there are no API keys, the scheduler treats it as the tenant that is charged for the
+    request."""
 
 
 InputMessages = Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -104,7 +105,7 @@ ToolChoice = Annotated[dict[str, Any], Meta(max_length=16)]
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /v1/messages/count_tokens. Fields are those of POST /v1/messages."""
+    """The body of POST /v1/messages/count_tokens. Its fields are those of POST /v1/messages."""
 
     model: ModelName | None = None
     messages: InputMessages
@@ -120,16 +121,17 @@ class MessagesRequest(SampledRequest, kw_only=True):
     """The body of POST /v1/messages."""
 
     messages: InputMessages
-    """If the last message is an assistant's, the answer continues it."""
+    """The conversation. If the last message is an assistant's, the output continues that message."""
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    """Most tokens of the answer, including thinking; fewer if the model's length leaves less room."""
+    """Maximum number of output tokens, including thinking. If it is too large for the model's length, it is reduced."""
     system: System | None = None
-    """A text, or text blocks."""
+    """System prompt: a text, or a list of text blocks."""
     tools: CustomTools | None = None
     tool_choice: ToolChoice | None = None
-    """Type auto, any, tool (with a name) or none. disable_parallel_tool_use drops calls after the first."""
+    """``type`` is ``auto``, ``any``, ``tool`` (with a name) or ``none``. With ``disable_parallel_tool_use``, calls
+    after the first are dropped."""
     thinking: ThinkingConfig | None = None
-    """Without it models do not think, if their chat template has a switch for it."""
+    """If missing, thinking is off, provided that the chat template can turn it off."""
     output_config: OutputConfig | None = None
     cache_control: Any = None
     """Has no effect: prefixes are always cached."""
@@ -148,27 +150,29 @@ _OWN: Final[Refusals] = {
     "max_completion_tokens": ((), "send max_tokens"),
     "prompt": ((), "it belongs to /v1/completions; send messages"),
 }
-REFUSED: Final[Refusals] = refused_beside(MessagesRequest, _OWN)
+REFUSED: Final[Refusals] = refused_elsewhere(MessagesRequest, _OWN)
 REFUSED_IN_COUNT: Final[Refusals] = {name: _OWN[name] for name in ("container", "mcp_servers", "output_format")}
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
-    """Text of the answer."""
+    """A block of generated text."""
 
     text: str
     citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
-    """Reasoning of the model before its answer."""
+    """A block with the reasoning of the model."""
 
     thinking: str
     signature: str
-    """Always ``unsigned``: nothing is signed, and nothing is checked when it is sent back."""
+    """Always ``unsigned``. The server does not sign reasoning, and does not check the signature that a client sends
+    back."""
 
 
 class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
-    """A call that the model wants the client to make. Its result is a tool_result with this id."""
+    """A tool call that the model wants the client to make. The client sends the result in a ``tool_result`` block with
+    the same id."""
 
     id: str
     name: str
@@ -176,26 +180,26 @@ class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use
 
 
 class ThinkingDetails(msgspec.Struct, kw_only=True):
-    """Part of :class:`MessagesUsage`."""
+    """Number of thinking tokens, a part of :class:`MessagesUsage`."""
 
     thinking_tokens: int
 
 
 class MessagesUsage(msgspec.Struct, kw_only=True):
-    """Numbers of input and output tokens. The whole prompt is the sum of the first three."""
+    """Numbers of input and output tokens. The first three fields add up to the whole prompt."""
 
     input_tokens: int
-    """Prompt tokens that were computed."""
+    """Prompt tokens that were computed, not read from the prefix cache."""
     cache_read_input_tokens: int
-    """Prompt tokens that were in the prefix cache."""
+    """Prompt tokens that were read from the prefix cache."""
     cache_creation_input_tokens: int = 0
-    """Always 0: computed tokens are cached, and not counted twice."""
+    """Always 0: computed tokens are also cached, but they are counted only in ``input_tokens``."""
     output_tokens: int
     output_tokens_details: ThinkingDetails | UnsetType = UNSET
 
 
 class MessageReply(msgspec.Struct, kw_only=True):
-    """The answer to a request."""
+    """The response: a generated message."""
 
     id: str
     type: Literal["message"] = "message"
@@ -203,28 +207,29 @@ class MessageReply(msgspec.Struct, kw_only=True):
     model: str
     content: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
     stop_reason: str | None = None
-    """end_turn, max_tokens, stop_sequence, tool_use or model_context_window_exceeded; null during a stream."""
+    """``end_turn``, ``max_tokens``, ``stop_sequence``, ``tool_use`` or ``model_context_window_exceeded``; null during
+    a stream."""
     stop_sequence: str | None = None
     usage: MessagesUsage
     tool_call_errors: list[str] | UnsetType = UNSET
-    """Errors of text that began like a tool call and stayed in a text block."""
+    """Descriptions of malformed tool calls. Their text stays in a text block."""
 
 
 class TokenCount(msgspec.Struct, kw_only=True):
-    """Number of tokens in a prompt."""
+    """The response of /v1/messages/count_tokens."""
 
     input_tokens: int
 
 
 class MessagesErrorObject(msgspec.Struct, kw_only=True):
-    """An error and its remedy."""
+    """Type of an error, and a message that says how to correct it."""
 
     type: str
     message: str
 
 
 class MessagesError(msgspec.Struct, kw_only=True):
-    """Every reply of these paths that reports an error."""
+    """Error response of these paths."""
 
     type: Literal["error"] = "error"
     error: MessagesErrorObject

@@ -26,8 +26,8 @@ __all__ = [
     "routes",
 ]
 
-_MOST_NAMED: Final = 20
-"""Names in a message."""
+_MAX_NAMED: Final = 20
+"""Maximum number of names that an error message lists."""
 _BITS: Final = (
     "the same prompt, settings and seed give the same tokens and log-probabilities, whatever else is in the batch"
 )
@@ -38,7 +38,7 @@ _NOISE: Final = (
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One name of the model, or an adapter."""
+    """One name of the model, or one adapter."""
 
     id: str
     object: str = "model"
@@ -49,52 +49,54 @@ class ModelCard(msgspec.Struct, kw_only=True):
     parent: str | None = None
     """Name of the model that an adapter adapts; null for a model."""
     max_model_len: int | None = None
-    """Longest prompt and answer together, in tokens; null while the model loads."""
+    """Maximum length of prompt and output together, in tokens; null while the model loads."""
     quantization: str | None = None
-    """Format of quantised weights, such as fp8 (8 bits); null: all weights are in the dtype."""
+    """Format of quantised weights, such as fp8 (8 bits). null: the weights are not quantised."""
     kv_cache_dtype: str | None = None
-    """int8: K and V have 8 bits; null: they are in the dtype."""
+    """``int8``: keys and values are stored in 8 bits. null: they have the model's dtype."""
     speculative_method: str | None = None
-    """Method of speculative decoding (docs/speculation.md); null: only requests with a prediction have drafts."""
+    """Method of speculative decoding (docs/speculation.md). null: draft tokens are used only for requests with a
+    ``prediction``."""
     takes_images: bool | None = None
-    """Whether messages may have images; null while the model loads."""
+    """Whether messages may contain images; null while the model loads."""
     deterministic: bool | None = None
     determinism: str | None = None
-    """Guarantee about equal answers, in words."""
+    """In words: when equal requests give equal outputs."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """All names of the model."""
+    """All names of the model, and the adapters."""
 
     object: str = "list"
     data: list[ModelCard]
 
 
 def check_model(state: ServerState, name: str | None) -> str:
-    """The model name for answers. A missing name is accepted. Raises ApiError 404 for a name that is not served."""
+    """The model name for the response. A missing ``name`` means the first name. Raises ApiError 404 for a name that is
+    not served."""
     if name is not None and name not in state.model_names:
         if name in state.engine.adapters:
             return name
-        served = ", ".join([*state.model_names, *(entry.name for entry in state.engine.adapters)][:_MOST_NAMED])
+        served = ", ".join([*state.model_names, *(entry.name for entry in state.engine.adapters)][:_MAX_NAMED])
         message = f"the model {name!r:.100} is not served here; ask for {served}"
         raise ApiError(404, message, code="model_not_found", param="model")
     return state.model_names[0]
 
 
 def adapter_named(state: ServerState, model: str) -> str:
-    """Name of the adapter for a name checked by :func:`check_model`; empty for the model itself."""
+    """Name of the adapter that ``model`` names, after :func:`check_model`; empty for the model itself."""
     return "" if model in state.model_names else model
 
 
 def engine_info(state: ServerState) -> EngineInfo:
-    """Facts about the loaded engine. Raises EngineDeadError before it is loaded."""
+    """Information about the loaded engine. Raises EngineDeadError before the engine is loaded."""
     if state.engine.info is None:
         raise EngineDeadError(f"the engine is {state.engine.state}; try again when GET /ready says so")
     return state.engine.info
 
 
 def generating_info(state: ServerState) -> EngineInfo:
-    """Facts about the engine, for endpoints that generate. Raises ApiError 400 for a model of embeddings, scores or
+    """:func:`engine_info` for endpoints that generate text. Raises ApiError 400 for a model of embeddings, scores or
     classes."""
     info = engine_info(state)
     if info.pooling is not None:
@@ -105,8 +107,8 @@ def generating_info(state: ServerState) -> EngineInfo:
 
 
 def pooling_info(state: ServerState) -> EngineInfo:
-    """Facts about the engine, for endpoints of embeddings, scores and classes. Raises ApiError 400 for a model that
-    generates."""
+    """:func:`engine_info` for endpoints of embeddings, scores and classes. Raises ApiError 400 for a model that
+    generates text."""
     info = engine_info(state)
     if info.pooling is None:
         message = (

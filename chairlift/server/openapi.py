@@ -1,4 +1,4 @@
-"""GET /openapi.json: a document made from the types of requests and replies."""
+"""GET /openapi.json: the OpenAPI document, made from the types of requests and responses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ __all__ = ["ErrorReply", "document", "routes"]
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
-    """An error and its remedy."""
+    """An error: message, type, field and code."""
 
     message: str
     type: str
@@ -58,7 +58,7 @@ class ErrorObject(msgspec.Struct, kw_only=True):
 
 
 class ErrorReply(msgspec.Struct, kw_only=True):
-    """Every reply that reports an error."""
+    """The response of all paths in case of an error."""
 
     error: ErrorObject
 
@@ -87,15 +87,15 @@ class LoadReply(msgspec.Struct, kw_only=True):
 _STATUSES: Final = {
     400: "The request is not valid; the message says what to change",
     401: "The API key is missing or wrong",
-    403: "The API key is one that may not do this",
-    404: "There is no such model, or no such request",
+    403: "The API key has no permission for this",
+    404: "No model, request or other object has this name or id",
     408: "The body took too long",
     413: "The body is too long",
     415: "The body is not JSON",
     421: "The Host header names another server",
-    429: "Too much waits; Retry-After says when to come again",
-    500: "The server made a mistake",
-    503: "Not now: loading, shutting down, or too slow; Retry-After says when to come again",
+    429: "Too many requests wait; Retry-After says when to try again",
+    500: "An error inside the server",
+    503: "The server is loading, shutting down or too slow; Retry-After says when to try again",
 }
 _ALWAYS: Final = (400, 401, 421, 500, 503)
 _WITH_BODY: Final = (404, 408, 413, 415)
@@ -115,7 +115,9 @@ def document(state: ServerState) -> dict[str, Any]:
     """The OpenAPI 3.1 document of this server."""
     _, schemas = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
     paths = {
-        "/v1/chat/completions": _post("Answer a conversation", ChatRequest, ChatCompletion, (429,), streams=True),
+        "/v1/chat/completions": _post(
+            "Generate the next message of a conversation", ChatRequest, ChatCompletion, (429,), streams=True
+        ),
         "/v1/completions": _post(
             "Continue one or more prompts", CompletionRequest, TextCompletion, (429,), streams=True
         ),
@@ -124,24 +126,26 @@ def document(state: ServerState) -> dict[str, Any]:
         "/v1/embeddings": _post("Embeddings of one or more texts", EmbeddingRequest, EmbeddingReply, (429,)),
         "/v1/classify": _post("Classes of one or more texts", ClassifyRequest, ClassifyReply, (429,)),
         "/v1/score": _post("Scores of pairs of texts", ScoreRequest, ScoreReply, (429,)),
-        "/v1/rerank": _post("Documents in the order in which they go with a query", RerankRequest, RerankReply, (429,)),
-        "/rerank": _post("The same", RerankRequest, RerankReply, (429,)),
+        "/v1/rerank": _post("Documents ordered by relevance to a query", RerankRequest, RerankReply, (429,)),
+        "/rerank": _post("The same as /v1/rerank", RerankRequest, RerankReply, (429,)),
         "/tokenize": _post("Token ids of a prompt or of messages", TokenizeRequest, TokenizeReply, (429,)),
         "/detokenize": _post("The text of token ids", DetokenizeRequest, DetokenizeReply, (429,)),
         "/v1/models": _get("The names of the model", ModelList),
-        "/v1/models/{name}": _get("One of them", ModelCard, (404,), [_NAME_PARAMETER]),
-        "/v1/queue": _get("What waits, and when it is expected to start", QueueReply, (404,), [_ID_PARAMETER]),
+        "/v1/models/{name}": _get("One name of the model", ModelCard, (404,), [_NAME_PARAMETER]),
+        "/v1/queue": _get("Waiting requests and their expected starts", QueueReply, (404,), [_ID_PARAMETER]),
         "/v1/replicas": _get("The engines behind this server", ReplicasReply),
-        "/v1/replicas/restart": {"post": _operation("Restart them in turn", _ref(ReplicasReply), (400, 403))},
-        "/v1/requests": _get("What waits and runs now", RequestsReply, (), [_LIMIT_PARAMETER]),
+        "/v1/replicas/restart": {
+            "post": _operation("Restart the engines one after another", _ref(ReplicasReply), (400, 403))
+        },
+        "/v1/requests": _get("Waiting and running requests", RequestsReply, (), [_LIMIT_PARAMETER]),
         "/v1/traffic": {"get": _traffic()},
         **_files_and_batches(),
-        "/update_weights": _post("Serve other weights", WeightsRequest, WeightsReply, (403,)),
+        "/update_weights": _post("Replace the weights of the model", WeightsRequest, WeightsReply, (403,)),
         "/health": _status("Whether requests make progress"),
-        "/ping": _status("The same"),
-        "/ready": _status("Whether new requests are taken"),
-        "/version": _get("What runs", VersionReply),
-        "/load": _get("How much there is to do", LoadReply),
+        "/ping": _status("The same as /health"),
+        "/ready": _status("Whether new requests are accepted"),
+        "/version": _get("Version of the server", VersionReply),
+        "/load": _get("Numbers of requests in progress", LoadReply),
         "/metrics": _get("Metrics in Prometheus' text format", None),
         "/openapi.json": {"get": _operation("This document", {"application/json": {"schema": {"type": "object"}}})},
     }
@@ -168,23 +172,28 @@ def document(state: ServerState) -> dict[str, Any]:
 
 def _responses_paths() -> dict[str, Any]:
     created = _post(
-        "Answer a conversation of items", ResponsesRequest, ModelResponse, (429,), streams=True, example=_RESPONSE
+        "Generate the next items of a conversation",
+        ResponsesRequest,
+        ModelResponse,
+        (429,),
+        streams=True,
+        example=_RESPONSE,
     )
-    deleted = _get("Forget it", DeletedResponse, (404,), [_RESPONSE_PARAMETER])["get"]
-    kept = _get("A response that was kept", ModelResponse, (404,), [_RESPONSE_PARAMETER])
-    pages = (_query("after", "List what comes behind this id", {"type": "string"}), _PAGE_PARAMETER, _ORDER_PARAMETER)
-    listed = _get("The items before its answer", InputItemList, (404,), [_RESPONSE_PARAMETER, *pages])
+    deleted = _get("Delete a stored response", DeletedResponse, (404,), [_RESPONSE_PARAMETER])["get"]
+    stored = _get("A stored response", ModelResponse, (404,), [_RESPONSE_PARAMETER])
+    pages = (_query("after", "List only entries after this id", {"type": "string"}), _PAGE_PARAMETER, _ORDER_PARAMETER)
+    listed = _get("The input items of a stored response", InputItemList, (404,), [_RESPONSE_PARAMETER, *pages])
     cancel = _operation("Refused: only background responses can be cancelled", _ref(ModelResponse), (404,))
     return {
         "/v1/responses": created,
         "/v1/responses/input_tokens": _post(
-            "Tokens of such a conversation",
+            "Number of tokens in the prompt of a conversation",
             ResponsesRequest,
             InputTokenCount,
             (404, 429),
             example={"input": _ASK[0]["content"]},
         ),
-        "/v1/responses/{response_id}": {**kept, "delete": deleted},
+        "/v1/responses/{response_id}": {**stored, "delete": deleted},
         "/v1/responses/{response_id}/input_items": listed,
         "/v1/responses/{response_id}/cancel": {"post": {**cancel, "parameters": [_RESPONSE_PARAMETER]}},
     }
@@ -193,7 +202,7 @@ def _responses_paths() -> dict[str, Any]:
 def _messages_paths() -> dict[str, Any]:
     paths = {
         "/v1/messages": _post(
-            "Answer a conversation of messages with blocks",
+            "Generate the next message of a conversation",
             MessagesRequest,
             MessageReply,
             (429,),
@@ -201,7 +210,11 @@ def _messages_paths() -> dict[str, Any]:
             example=_MESSAGE,
         ),
         "/v1/messages/count_tokens": _post(
-            "Tokens of such a conversation", CountTokensRequest, TokenCount, (429,), example={"messages": _ASK}
+            "Number of tokens in the prompt of a conversation",
+            CountTokensRequest,
+            TokenCount,
+            (429,),
+            example={"messages": _ASK},
         ),
     }
     for path in paths.values():
@@ -216,14 +229,20 @@ def _query(name: str, text: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 _ID_PARAMETER: Final = _query("request_id", "The X-Request-Id of one request that has not ended", {"type": "string"})
-_LIMIT_PARAMETER: Final = _query("limit", "Most requests to list", {"type": "integer", "minimum": 1, "maximum": 1000})
+_LIMIT_PARAMETER: Final = _query(
+    "limit", "Maximum number of requests to list", {"type": "integer", "minimum": 1, "maximum": 1000}
+)
 _RECORDING_PARAMETERS: Final = (
     _query("block_size", "Tokens per hash id", {"type": "integer", "minimum": 16, "maximum": 512, "default": 64}),
-    _query("requests", "End after so many requests", {"type": "integer", "minimum": 1, "maximum": 10**9}),
-    _query("duration", "End after so many seconds", {"type": "number", "minimum": 0.001, "maximum": 10**9}),
-    _query("recording", "Go on with this one, which was broken off less than a minute ago", {"type": "string"}),
+    _query("requests", "End after this number of requests", {"type": "integer", "minimum": 1, "maximum": 10**9}),
+    _query("duration", "End after this number of seconds", {"type": "number", "minimum": 0.001, "maximum": 10**9}),
+    _query(
+        "recording", "Id of a recording to continue, which was interrupted less than a minute ago", {"type": "string"}
+    ),
 )
-_PAGE_PARAMETER: Final = _query("limit", "Most to list", {"type": "integer", "minimum": 1, "maximum": 100})
+_PAGE_PARAMETER: Final = _query(
+    "limit", "Maximum number of entries to list", {"type": "integer", "minimum": 1, "maximum": 100}
+)
 _ORDER_PARAMETER: Final = _query("order", "asc: the oldest first", {"enum": ["asc", "desc"], "default": "desc"})
 _UPLOAD_SCHEMA: Final = {
     "type": "object",
@@ -251,7 +270,7 @@ _MESSAGE: Final = {"messages": _ASK, "max_tokens": 64}
 _TTFT_PARAMETER: Final = {
     "name": TTFT_HEADER,
     "in": "header",
-    "description": "The field ttft_ms, which goes before it",
+    "description": "Milliseconds until the first token is due; the field ttft_ms takes precedence",
     "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 999_999_999},
 }
 
@@ -301,40 +320,41 @@ def _get(
 
 
 def _files_and_batches() -> dict[str, dict[str, Any]]:
-    """Paths of files and batches. Without --batch-dir they answer 404."""
+    """OpenAPI paths of files and batches. Without ``--batch-dir`` these paths return 404."""
     files, batches = _path_parameter("file_id"), _path_parameter("batch_id")
-    pages = (_query("after", "List what comes behind this id", {"type": "string"}), _PAGE_PARAMETER)
+    pages = (_query("after", "List only entries after this id", {"type": "string"}), _PAGE_PARAMETER)
     sorts = (
         _ORDER_PARAMETER,
-        _query("purpose", "List only files with this one", {"type": "string"}),
+        _query("purpose", "List only files with this purpose", {"type": "string"}),
     )
     upload = _operation("Upload a file of requests for a batch", _ref(FileObject), _WITH_BODY)
     upload["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD_SCHEMA}}}
-    content = _operation("What is in it", {"application/octet-stream": {"schema": {"type": "string"}}}, (404,))
-    shown, gone = _get("One of them", FileObject, (404,), [files]), _get("Delete it", FileDeleted, (404,), [files])
+    content = _operation("Content of a file", {"application/octet-stream": {"schema": {"type": "string"}}}, (404,))
+    shown, removed = _get("One file", FileObject, (404,), [files]), _get("Delete a file", FileDeleted, (404,), [files])
     listed = _get("Your files", FileList, (404,), [*pages, *sorts])
-    cancel = _get("End it with what it has", BatchObject, (404,), [batches])
+    cancel = _get("Cancel a batch; finished results are kept", BatchObject, (404,), [batches])
     return {
         "/v1/files": listed | {"post": upload},
-        "/v1/files/{file_id}": shown | {"delete": gone["get"]},
+        "/v1/files/{file_id}": shown | {"delete": removed["get"]},
         "/v1/files/{file_id}/content": {"get": content | {"parameters": [files]}},
         "/v1/batches": _get("Your batches", BatchList, (404,), pages)
-        | _post("Have the requests of a file answered", BatchRequest, BatchObject, ()),
-        "/v1/batches/{batch_id}": _get("One of them", BatchObject, (404,), [batches]),
+        | _post("Create a batch from a file of requests", BatchRequest, BatchObject, ()),
+        "/v1/batches/{batch_id}": _get("One batch", BatchObject, (404,), [batches]),
         "/v1/batches/{batch_id}/cancel": {"post": cancel["get"]},
     }
 
 
 def _traffic() -> dict[str, Any]:
-    """The traffic stream: events with a TrafficRecord as data, and some named events. OpenAPI 3.1 cannot describe
-    that."""
+    """OpenAPI entry of the traffic stream. The stream has events with a TrafficRecord as data, and some named events.
+    OpenAPI 3.1 has no schema for this, so the entry describes it in words."""
     content = {"text/event-stream": {"schema": {"type": "string"}}}
     operation = _operation("Record traffic, without texts: an event per request that ends", content, (404, 429))
     return operation | {"parameters": list(_RECORDING_PARAMETERS)}
 
 
 def _status(summary: str) -> dict[str, Any]:
-    """An endpoint whose two statuses have the same body, for probes that read only the status."""
+    """OpenAPI entry of a health probe. The responses 200 and 503 have the same body, because a probe reads only the
+    status."""
     operation = _operation(summary, _ref(StatusReply))
     schemas = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (StatusReply, ErrorReply)]
     operation["responses"]["503"]["content"] = {"application/json": {"schema": {"anyOf": schemas}}}

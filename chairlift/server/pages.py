@@ -1,9 +1,12 @@
-"""The page at ``/`` (a chat) and ``/docs`` (the contents of ``/openapi.json``): one document without other resources.
+"""The page at ``/`` (a chat) and ``/docs`` (the contents of ``/openapi.json``). Both are one HTML document that loads
+no other resources.
 
-It has no data of its own. With API keys, ``/`` stays open and the page asks for a key, which it keeps for the tab and
-sends with its requests. ``/docs`` needs the key like every other path, and ``/#api`` shows the same. Its style and its
-scripts are allowed by their SHA-256. Text becomes markup only through DOMPurify, which the browser enforces (Trusted
-Types). So no text from a model or client can run in it.
+The document has no data of its own. With API keys, ``/`` stays open. The page then asks for a key, stores it for the
+browser tab and sends it with its requests. ``/docs`` needs the key like every other path; ``/#api`` shows the same
+contents.
+
+The content security policy allows the document's style and scripts by their SHA-256 hashes. Text becomes markup only
+through DOMPurify, which the browser enforces (Trusted Types). So no text of a model or client can run as a script.
 
 ``static/vendor`` has libraries as their authors publish them, each with its licence: markdown-it 15.0.3 (the file
 ``dist/browser/markdown-it.umd.min.js`` of its npm package) and DOMPurify 3.4.18 (``dist/purify.min.js``).
@@ -30,7 +33,7 @@ _BLOCK: Final = re.compile(r"<(?P<tag>script|style)>(?P<content>.*?)</(?P=tag)>"
 
 @functools.cache
 def assemble(name: str) -> str:
-    """The HTML file ``name`` of ``static`` with its style and its scripts inside, so that all comes from one path."""
+    """The HTML file ``name`` of ``static`` with its style and scripts inlined, so that the page needs only one path."""
     folder = resources.files("chairlift.server").joinpath("static")
     html = folder.joinpath(name).read_text(encoding="utf-8")
 
@@ -46,7 +49,8 @@ def page() -> str:
 
 
 def content_security_policy(html: str) -> str:
-    """Policy that allows the inline styles and scripts in ``html``, and requests to the page's own server."""
+    """Content security policy that allows the inline styles and scripts in ``html``, and requests to the page's own
+    server."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for block in _BLOCK.finditer(html):
         digest = hashlib.sha256(block["content"].encode()).digest()
@@ -80,7 +84,7 @@ def _headers(html: str) -> dict[str, str]:
 
 
 def page_response(html: str) -> Response:
-    """A page with a policy that allows only its present scripts."""
+    """Response with a page, and a policy that allows only the scripts in the page."""
     return Response(html.encode(), media_type="text/html; charset=utf-8", headers=_headers(html))
 
 

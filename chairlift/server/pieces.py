@@ -1,7 +1,7 @@
-"""Replies that are written while they are sent: long lists are made piece by piece, on a thread.
+"""Long responses that are written while they are sent: long lists are encoded piece by piece, on a thread.
 
-A reply with a million log-probabilities has 60 MB. Made at once, it would block the event loop for a second, and stay
-in memory until its reader has it.
+A response with a million log-probabilities has 60 MB. Encoded in one call, it would block the event loop for a second,
+and stay in memory until the client has read it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from chairlift.server.state import ServerState
 __all__ = ["Pieces", "json_items", "respond"]
 
 _PIECE: Final = 1 << 16
-"""Least bytes that are written at a time."""
+"""Minimum number of bytes per piece."""
 _AT_ONCE: Final = 2048
-"""Entries of long lists that are written on the event loop; they take a few milliseconds."""
+"""Maximum number of list entries that are encoded on the event loop; they take a few milliseconds. Longer responses
+use a thread."""
 _encode: Final = msgspec.json.encode
 
 
 class Pieces:
-    """The long parts of one reply. ``num_entries`` is the number of values in them."""
+    """Collects the long parts of one response. ``num_entries`` is the number of values in them."""
 
     def __init__(self) -> None:
         self.num_entries = 0
@@ -37,45 +38,46 @@ class Pieces:
         self._parts: list[Iterator[bytes]] = []
 
     def later(self, part: Iterator[bytes], num_entries: int) -> Any:
-        """Placeholder in the reply for ``part``, JSON with this many values, which is written later."""
+        """Returns a placeholder for ``part``, which is JSON with ``num_entries`` values. :meth:`write` replaces it by
+        the JSON."""
         self._parts.append(part)
         self.num_entries += num_entries
         return msgspec.Raw(b'"%b%08d"' % (self._mark, len(self._parts) - 1))
 
     def write(self, content: Any) -> Iterator[bytes]:
-        """JSON of ``content`` with the long parts inserted, piece by piece."""
-        held = bytearray()
+        """JSON of ``content``, piece by piece, with each placeholder replaced by its long part."""
+        buffer = bytearray()
         rest = re.split(b'"%b([0-9]{8})"' % self._mark, _encode(content))
         for index, piece in enumerate(rest):
             for each in self._parts[int(piece)] if index % 2 else (piece,):
-                held += each
-                if len(held) >= _PIECE:
-                    yield bytes(held)
-                    held.clear()
-        yield bytes(held)
+                buffer += each
+                if len(buffer) >= _PIECE:
+                    yield bytes(buffer)
+                    buffer.clear()
+        yield bytes(buffer)
 
 
 def json_items(items: Iterable[Any], num_at_once: int = 256) -> Iterator[bytes]:
-    """JSON of a list, ``num_at_once`` items at a time."""
-    left = iter(items)
+    """JSON of a list. ``num_at_once`` items are encoded at a time."""
+    iterator = iter(items)
     yield b"["
     between = b""
-    while some := list(itertools.islice(left, num_at_once)):
+    while some := list(itertools.islice(iterator, num_at_once)):
         yield between + _encode(some)[1:-1]
         between = b","
     yield b"]"
 
 
 def respond(state: ServerState, content: Any, pieces: Pieces, headers: Mapping[str, str]) -> Response:
-    """A reply with status 200. One with many entries is written while it is sent."""
+    """A response with status 200. If it has many entries, it is encoded while it is sent."""
     if pieces.num_entries <= _AT_ONCE:
         return Response(b"".join(pieces.write(content)), headers=headers, media_type="application/json")
     return _LongReply(state, pieces.write(content), headers)
 
 
 class _LongReply(Response):
-    """JSON in pieces. A piece is made when the connection has room for it; a thread makes one at a time for all
-    replies."""
+    """A response that sends JSON piece by piece. A piece is encoded when the connection has room for it. One thread
+    encodes for all responses."""
 
     media_type = "application/json"
 

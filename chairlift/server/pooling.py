@@ -1,6 +1,6 @@
 """POST /v1/embeddings, /v1/classify, /v1/score and /v1/rerank: vectors, classes and scores of texts.
 
-Each text of a call is a separate request in the queue, and joins the next pass with room for it.
+Each text of a call is a separate request in the queue, and is computed in the next pass that has room for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from chairlift.server.limits import read_json, release_body
 from chairlift.server.models import check_model, pooling_info
 from chairlift.server.protocol import ModelName, TokenId, parse, warning_headers
 from chairlift.server.state import ServerState
-from chairlift.server.streaming import beside
+from chairlift.server.streaming import on_thread_if_long
 
 __all__ = [
     "ClassifyReply",
@@ -49,13 +49,14 @@ _Inputs = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1
 
 
 class PooledRequest(msgspec.Struct, kw_only=True):
-    """Fields that these endpoints share. ``null`` equals a missing field."""
+    """Fields that these endpoints share. ``null`` has the same effect as a missing field."""
 
     model: ModelName | None = None
     truncate_prompt_tokens: _Truncation | None = None
-    """Number of tokens of a text to keep (in a pair, the second text is shortened); -1: as many as the model takes."""
+    """Maximum number of tokens per text; the rest is cut off. In a pair, the second text is shortened. -1: the model's
+    maximum."""
     queue_timeout: _Seconds | None = None
-    """Most seconds to wait for the pass."""
+    """Maximum number of seconds to wait for the start of the computation."""
 
 
 class EmbeddingRequest(PooledRequest, kw_only=True):
@@ -64,11 +65,12 @@ class EmbeddingRequest(PooledRequest, kw_only=True):
     input: _Inputs
     """A text, a list of texts, a list of token ids, or a list of such lists."""
     encoding_format: Annotated[str, Meta(max_length=16)] | None = None
-    """float (a list of numbers) or base64 (of float32, little endian)."""
+    """``float`` (a list of numbers) or ``base64`` (float32 numbers, little endian)."""
     dimensions: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
-    """Keep only the first numbers of each embedding, for models that were trained for it."""
+    """Return only this many leading numbers of each embedding. Only for models that were trained for shortened
+    embeddings."""
     prompt_name: Annotated[str, Meta(max_length=256)] | None = None
-    """Name of the model's prompt to put before each text."""
+    """Name of one of the model's predefined prompts. The prompt is put before each text."""
 
 
 class ClassifyRequest(PooledRequest, kw_only=True):
@@ -81,14 +83,14 @@ _Texts = Annotated[list[str], Meta(min_length=1, max_length=_MAX_TEXTS)]
 
 
 class ScoreRequest(PooledRequest, kw_only=True):
-    """The body of POST /v1/score: one first text for all second texts, or one for each."""
+    """The body of POST /v1/score. There is one first text for all second texts, or one first text per second text."""
 
     text_1: str | _Texts
     text_2: str | _Texts
 
 
 class Document(msgspec.Struct, kw_only=True):
-    """A document of a rerank request, or of its reply."""
+    """A document in a rerank request or in the response."""
 
     text: str
 
@@ -99,7 +101,7 @@ class RerankRequest(PooledRequest, kw_only=True):
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1, max_length=_MAX_TEXTS)]
     top_n: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
-    """Most results; 0 or null: all."""
+    """Maximum number of results; 0 or null: all."""
     return_documents: bool | None = None
     """Whether results contain their documents (default: true)."""
 
@@ -131,7 +133,7 @@ class EmbeddingReply(msgspec.Struct, kw_only=True):
 
 
 class Classification(msgspec.Struct, kw_only=True):
-    """The most likely class of one text, and a number for each class."""
+    """The most likely class of one text, and the score of every class."""
 
     index: int
     label: str
@@ -151,7 +153,7 @@ class ClassifyReply(msgspec.Struct, kw_only=True):
 
 
 class Score(msgspec.Struct, kw_only=True):
-    """Score of one pair."""
+    """Score of one pair of texts."""
 
     object: Literal["score"] = "score"
     index: int
@@ -170,7 +172,7 @@ class ScoreReply(msgspec.Struct, kw_only=True):
 
 
 class RerankResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One document: its index in the request, and its relevance to the query."""
+    """Result for one document: its index in the request, and its relevance to the query."""
 
     index: int
     relevance_score: float
@@ -178,7 +180,7 @@ class RerankResult(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RerankReply(msgspec.Struct, kw_only=True):
-    """Results, best first; equal scores in the order of the request."""
+    """Results, best first. Documents with equal scores keep the order of the request."""
 
     id: str
     model: str
@@ -189,10 +191,10 @@ class RerankReply(msgspec.Struct, kw_only=True):
 class _Call:
     """One call of any of these endpoints."""
 
-    def __init__(self, request: Request, asked: PooledRequest, ignored: list[str], task: str) -> None:
+    def __init__(self, request: Request, payload: PooledRequest, ignored: list[str], task: str) -> None:
         self.state: ServerState = request.app.state.server
-        self._request, self.asked, self._ignored = request, asked, ignored
-        self.model = check_model(self.state, asked.model)
+        self._request, self.payload, self._ignored = request, payload, ignored
+        self.model = check_model(self.state, payload.model)
         pooling_info(self.state)
         inputs = self.state.engine.pooling_inputs
         if inputs is None:
@@ -205,8 +207,8 @@ class _Call:
             raise ApiError(400, str(error), code="unsupported_model", param="model") from None
 
     async def encode(self, given: Sequence[Any], prefix: str, name: str) -> list[PooledText]:
-        """Check and tokenize texts and lists of token ids; ``name`` is their field."""
-        engine, truncate = self.state.engine, self.asked.truncate_prompt_tokens
+        """Check and tokenize texts or lists of token ids. ``name`` is the request field, for error messages."""
+        engine, truncate = self.state.engine, self.payload.truncate_prompt_tokens
         texts = iter(await engine.encode_all([prefix + each for each in given if isinstance(each, str)]))
         added = engine.tokenizer.num_added if engine.tokenizer is not None else (0, 0)
         found = []
@@ -217,15 +219,15 @@ class _Call:
         return found
 
     async def vectors(self, texts: Sequence[PooledText]) -> list[bytes]:
-        """Vectors of the texts."""
+        """Vector of each text, as float32 bytes."""
         release_body(self._request)
         self.num_tokens += sum(len(text.token_ids) for text in texts)
         arrived = getattr(self._request.state, "arrived", None)
-        return await self.state.engine.pool(texts, queue_timeout=self.asked.queue_timeout, arrival=arrived)
+        return await self.state.engine.pool(texts, queue_timeout=self.payload.queue_timeout, arrival=arrived)
 
     async def scores(self, first: Sequence[str], second: Sequence[str], names: tuple[str, str]) -> list[float]:
-        """Scores of one first text with each second one, or of each pair."""
-        inputs, truncate = self.inputs, self.asked.truncate_prompt_tokens
+        """Scores of text pairs: of one first text with each second text, or of each first text with its second text."""
+        inputs, truncate = self.inputs, self.payload.truncate_prompt_tokens
         if len(first) not in (1, len(second)):
             message = (
                 f"there are {len(first)} texts in {names[0]} and {len(second)} in {names[1]}; send one, or as many"
@@ -247,28 +249,28 @@ class _Call:
             return found
 
         size = len(first[0]) * len(second) + sum(map(len, second))
-        pairs = await beside(self.state, size, make)
+        pairs = await on_thread_if_long(self.state, size, make)
         return [floats(vector)[-1] for vector in await self.vectors(pairs)]
 
     @property
     def head(self) -> dict[str, Any]:
-        """First fields of replies."""
+        """First fields of the response."""
         return {"id": f"pool-{secrets.token_hex(16)}", "created": int(time.time()), "model": self.model}
 
     @property
     def usage(self) -> PooledUsage:
-        """Number of tokens of all texts."""
+        """Number of input tokens over all texts."""
         return PooledUsage(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
 
     async def reply(self, size: int, make: Callable[[], msgspec.Struct]) -> Response:
-        """Reply made by ``make``, with about ``size`` numbers. A long one is written on a thread."""
-        body = await beside(self.state, size, lambda: msgspec.json.encode(make()))
+        """The response made by ``make``, which has about ``size`` numbers. A long response is encoded on a thread."""
+        body = await on_thread_if_long(self.state, size, lambda: msgspec.json.encode(make()))
         return Response(body, headers=warning_headers(self._ignored), media_type="application/json")
 
 
 @contextlib.contextmanager
 def _refusing(field: str) -> Iterator[None]:
-    """Add the name of the field to errors."""
+    """Context manager: add the name of the request field to errors inside the block."""
     try:
         yield
     except RequestError as error:
@@ -277,7 +279,7 @@ def _refusing(field: str) -> Iterator[None]:
 
 
 def _listed(given: Any, name: str) -> list[Any]:
-    """One entry per text. Raises ApiError for mixed lists, and for too many texts."""
+    """The input as a list with one entry per text. Raises ApiError for mixed lists and for too many texts."""
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}
@@ -292,22 +294,22 @@ def _listed(given: Any, name: str) -> list[Any]:
 
 
 async def create_embeddings(request: Request) -> Response:
-    """Answer with embeddings of texts."""
+    """Return the embeddings of texts."""
     pooling_info(request.app.state.server)
-    asked, ignored = parse(EmbeddingRequest, await read_json(request))
-    call = _Call(request, asked, ignored, "embed")
-    if asked.encoding_format not in (None, "float", "base64"):
-        message = f"encoding_format must be float or base64, got {asked.encoding_format!r}"
+    payload, ignored = parse(EmbeddingRequest, await read_json(request))
+    call = _Call(request, payload, ignored, "embed")
+    if payload.encoding_format not in (None, "float", "base64"):
+        message = f"encoding_format must be float or base64, got {payload.encoding_format!r}"
         raise ApiError(400, message, code="invalid_value", param="encoding_format")
     with _refusing("dimensions"):
-        call.inputs.check_dimensions(asked.dimensions)
+        call.inputs.check_dimensions(payload.dimensions)
     with _refusing("prompt_name"):
-        prefix = call.inputs.prefix(asked.prompt_name)
-    vectors = await call.vectors(await call.encode(_listed(asked.input, "input"), prefix, "input"))
+        prefix = call.inputs.prefix(payload.prompt_name)
+    vectors = await call.vectors(await call.encode(_listed(payload.input, "input"), prefix, "input"))
 
     def make() -> EmbeddingReply:
-        cut = [call.inputs.cut(vector, asked.dimensions) for vector in vectors]
-        if asked.encoding_format == "base64":
+        cut = [call.inputs.cut(vector, payload.dimensions) for vector in vectors]
+        if payload.encoding_format == "base64":
             data = [Embedding(index=i, embedding=base64.b64encode(each).decode("ascii")) for i, each in enumerate(cut)]
         else:
             data = [Embedding(index=i, embedding=floats(each)) for i, each in enumerate(cut)]
@@ -317,12 +319,12 @@ async def create_embeddings(request: Request) -> Response:
 
 
 async def classify(request: Request) -> Response:
-    """Answer with classes of texts."""
+    """Return the classes of texts."""
     pooling_info(request.app.state.server)
-    asked, ignored = parse(ClassifyRequest, await read_json(request))
-    call = _Call(request, asked, ignored, "classify")
+    payload, ignored = parse(ClassifyRequest, await read_json(request))
+    call = _Call(request, payload, ignored, "classify")
     labels = call.inputs.pooling.labels
-    vectors = await call.vectors(await call.encode(_listed(asked.input, "input"), "", "input"))
+    vectors = await call.vectors(await call.encode(_listed(payload.input, "input"), "", "input"))
 
     def make() -> ClassifyReply:
         data = []
@@ -336,25 +338,25 @@ async def classify(request: Request) -> Response:
 
 
 async def score(request: Request) -> Response:
-    """Answer with scores of pairs of texts."""
+    """Return the scores of pairs of texts."""
     pooling_info(request.app.state.server)
-    asked, ignored = parse(ScoreRequest, await read_json(request))
-    call = _Call(request, asked, ignored, "score")
-    first, second = ([each] if isinstance(each, str) else each for each in (asked.text_1, asked.text_2))
+    payload, ignored = parse(ScoreRequest, await read_json(request))
+    call = _Call(request, payload, ignored, "score")
+    first, second = ([each] if isinstance(each, str) else each for each in (payload.text_1, payload.text_2))
     found = await call.scores(first, second, ("text_1", "text_2"))
     data = [Score(index=index, score=each) for index, each in enumerate(found)]
     return await call.reply(len(data), lambda: ScoreReply(**call.head, data=data, usage=call.usage))
 
 
 async def rerank(request: Request) -> Response:
-    """Answer with documents ordered by relevance to a query."""
+    """Return documents, ordered by relevance to a query."""
     pooling_info(request.app.state.server)
-    asked, ignored = parse(RerankRequest, await read_json(request))
-    call = _Call(request, asked, ignored, "score")
-    texts = [each if isinstance(each, str) else each.text for each in asked.documents]
-    found = await call.scores([asked.query], texts, ("query", "documents"))
-    order = sorted(range(len(found)), key=lambda index: (-found[index], index))[: asked.top_n or None]
-    shown = asked.return_documents is not False
+    payload, ignored = parse(RerankRequest, await read_json(request))
+    call = _Call(request, payload, ignored, "score")
+    texts = [each if isinstance(each, str) else each.text for each in payload.documents]
+    found = await call.scores([payload.query], texts, ("query", "documents"))
+    order = sorted(range(len(found)), key=lambda index: (-found[index], index))[: payload.top_n or None]
+    shown = payload.return_documents is not False
     results = [
         RerankResult(index=index, relevance_score=found[index], document=Document(text=texts[index]) if shown else None)
         for index in order

@@ -15,10 +15,10 @@ from chairlift.server.protocol import GenerationRequest
 from chairlift.server.state import ServerState
 from chairlift.service_class import DEFAULT_CLASS, parse_service_classes
 
-__all__ = ["BATCH_CLASS", "TTFT_HEADER", "class_of", "read_promises"]
+__all__ = ["BATCH_CLASS", "TTFT_HEADER", "class_of", "read_scheduling_fields"]
 
 TTFT_HEADER: Final = "x-slo-ttft-ms"
-"""Header with the milliseconds in which the first token is due; the field ``ttft_ms`` overrides it."""
+"""Header with the number of milliseconds until the first token is due. The field ``ttft_ms`` takes precedence."""
 
 BATCH_CLASS: Final = "flex"
 """Class of service for the requests of batches."""
@@ -27,41 +27,42 @@ _BUILT_IN: Final = tuple(parse_service_classes(""))
 _MILLISECONDS: Final = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,6})?")
 
 
-def read_promises(request: Request, asked: GenerationRequest, ignored: list[str]) -> Caller:
-    """Check the class of service, add the promises in headers to ``asked``, and return the caller to charge.
+def read_scheduling_fields(request: Request, payload: GenerationRequest, ignored: list[str]) -> Caller:
+    """Check the class of service, copy deadlines from headers into the request's fields, and return the caller to
+    charge.
 
-    ``scale`` is OpenAI's class for prepaid use, which does not exist here; it means ``auto`` unless a class has this
-    name. If the scheduling policy ignores promises, the three built-in classes are accepted without effect. Raises
-    ApiError 400.
+    ``scale`` is OpenAI's class for prepaid use, which does not exist here. It means ``auto``, except if the settings
+    define a class with this name. If the scheduling policy ignores deadlines, the three built-in classes are accepted
+    without effect. Raises ApiError 400.
     """
     state: ServerState = request.app.state.server
     classes = state.engine.service_classes
     known = _BUILT_IN if classes is None else tuple(classes)
     if getattr(request.state, "is_batch", False):
-        _check_batch(asked)
-        asked.service_tier = BATCH_CLASS
-    if asked.service_tier == "auto" or (asked.service_tier == "scale" and "scale" not in known):
-        asked.service_tier = None
-    if asked.service_tier is not None and asked.service_tier not in known:
-        message = f"service_tier must be one of auto, {', '.join(known)}; got {asked.service_tier!r}"
+        _check_batch(payload)
+        payload.service_tier = BATCH_CLASS
+    if payload.service_tier == "auto" or (payload.service_tier == "scale" and "scale" not in known):
+        payload.service_tier = None
+    if payload.service_tier is not None and payload.service_tier not in known:
+        message = f"service_tier must be one of auto, {', '.join(known)}; got {payload.service_tier!r}"
         raise ApiError(400, message, code="invalid_value", param="service_tier")
     given = request.headers.getlist(TTFT_HEADER)
-    if asked.ttft_ms is None and given:
-        asked.ttft_ms = _milliseconds(given)
+    if payload.ttft_ms is None and given:
+        payload.ttft_ms = _milliseconds(given)
     caller: Caller = getattr(request.state, "caller", Caller())
-    if asked.user and (caller.tenant or classes is None):
+    if payload.user and (caller.tenant or classes is None):
         ignored.append("user")
-    elif asked.user and not asked.user.isprintable():
+    elif payload.user and not payload.user.isprintable():
         raise ApiError(400, "user must be of printable characters", code="invalid_value", param="user")
-    elif asked.user:
-        caller = dataclasses.replace(caller, tenant=asked.user)
+    elif payload.user:
+        caller = dataclasses.replace(caller, tenant=payload.user)
     return dataclasses.replace(caller, arrived=getattr(request.state, "arrived", None))
 
 
-def _check_batch(asked: GenerationRequest) -> None:
-    """Raise ApiError 400 for fields that a request of a batch cannot have."""
-    given = [name for name in _NOT_IN_BATCHES if getattr(asked, name)]
-    if asked.service_tier not in (None, "auto", "default", BATCH_CLASS):
+def _check_batch(payload: GenerationRequest) -> None:
+    """Raise ApiError 400 for fields that are not allowed in a request of a batch."""
+    given = [name for name in _NOT_IN_BATCHES if getattr(payload, name)]
+    if payload.service_tier not in (None, "auto", "default", BATCH_CLASS):
         given.append("service_tier")
     if given:
         message = f"{given[0]} cannot be used in a batch, whose requests have the class {BATCH_CLASS}; leave it out"
@@ -69,7 +70,7 @@ def _check_batch(asked: GenerationRequest) -> None:
 
 
 def class_of(params: SamplingParams) -> str:
-    """The class of service of a request with these unchecked parameters."""
+    """Class of service for a request with these parameters, which have not been checked."""
     return params.service_tier or DEFAULT_CLASS
 
 

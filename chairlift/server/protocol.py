@@ -3,20 +3,20 @@
 The rule for known fields that are not supported:
 
 - A value that equals the default (null, false, an empty text, list or object, or a value named below) is accepted.
-  For fields that ask for a form of the answer only null is the default: ``{}`` and ``false`` are schemas.
-- A hint is ignored, because the answer is right without it. A header of the reply names it (``Warning: 299 chairlift
-  "ignored: user"``). Unknown fields are treated as hints.
-- A value that would change the answer is refused with status 400, and so is a misspelt field (``temprature``).
+  For fields with a JSON schema only null is the default, because ``{}`` and ``false`` are schemas.
+- A hint is ignored, because the output is right without it. A response header names the ignored fields
+  (``Warning: 299 chairlift "ignored: user"``). Unknown fields are treated as hints.
+- A value that would change the output is refused with status 400, and so is a misspelt field (``temprature``).
 
-``request_id`` has no effect. ``user`` decides whose share of the engine a request uses, without API keys and with a
-scheduling policy that shares fairly; otherwise it is ignored.
+``request_id`` has no effect. ``user`` names the tenant of the request if the server has no API keys and its scheduling
+policy is fair between tenants. Otherwise it is ignored.
 
 ``service_tier`` is ``auto``, ``default``, ``flex``, ``priority``, ``scale`` (the same as ``auto``, because there is no
 prepaid use) or a class of the server's settings; other values are refused. With the scheduling policy ``fcfs`` it has
-no effect, the reply says ``default``, and deadlines and a ``priority`` other than 0 are refused. The header
+no effect: the response says ``default``, and deadlines and a ``priority`` other than 0 are refused. The header
 ``x-slo-ttft-ms`` is used if the field ``ttft_ms`` is missing.
 
-A text completion ignores fields of chats for tool calls and reasoning as hints, except ``tools`` and ``tool_choice``.
+A text completion ignores the fields of chats for tool calls and reasoning, except ``tools`` and ``tool_choice``.
 
 ===================  ================================================================================================
 What happens         Fields
@@ -90,7 +90,7 @@ __all__ = [
     "TokenizeRequest",
     "no_prompt_logprobs_in_stream",
     "parse",
-    "refused_beside",
+    "refused_elsewhere",
     "sampling_params",
     "template_variables",
     "unknown_inside",
@@ -104,18 +104,18 @@ _INT32: Final = 2**31 - 1
 _MAX_MESSAGES: Final = 1024
 _MAX_PROMPTS: Final = 64
 _MAX_IDS: Final = 2**20
-"""Most token ids in one list. The longest body could hold more than most models accept; this limits the others."""
+"""Maximum number of token ids in one list. A body of the largest allowed size could contain more."""
 
-_MOST_COMPARED: Final = 16
-_MOST_APART: Final = 2
-_ALIKE: Final = 0.88
-"""Similarity (0 to 1) above which an unknown name counts as a misspelling of a known one rather than another server's
-field."""
-_OTHERS: Final = frozenset(("speed",))
-"""Fields that other servers know. They resemble known fields here, but are no misspellings of them."""
+_MAX_COMPARED: Final = 16
+_MAX_LENGTH_DIFFERENCE: Final = 2
+_MIN_SIMILARITY: Final = 0.88
+"""Minimum similarity (0 to 1) of an unknown field to a known one that counts as a misspelling. Less similar names are
+taken for another server's fields."""
+_OTHER_SERVERS: Final = frozenset(("speed",))
+"""Fields of other servers that look like a known field here but are no misspelling."""
 
 _END: Final = r"$(?!\n)"
-"""End of a pattern. ``$`` alone also matches before a final newline."""
+"""Regular expression for the end of a text. ``$`` alone also matches before a final newline."""
 _SALT: Final = "^[A-Za-z0-9_-]{0,64}" + _END
 _NAME: Final = "^[A-Za-z][A-Za-z0-9_]{0,63}" + _END
 _ID: Final = "^(0|[1-9][0-9]{0,9})" + _END
@@ -154,39 +154,39 @@ LogitBias = Annotated[
     Meta(max_length=_LIMITS.max_logit_bias),
 ]
 _MAPPINGS: Final = {"logit_bias": LogitBias, "chat_template_kwargs": TemplateVariables}
-"""Fields whose names are chosen by the client."""
+"""Field -> type of its value. The value is an object whose names the client chooses."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """Additional contents of a stream."""
+    """Options for the contents of a stream."""
 
     include_usage: bool | None = None
-    """A last chunk with the usage of the whole request."""
+    """Send a last chunk with the token counts of the whole request."""
     continuous_usage_stats: bool | None = None
-    """The usage so far in every chunk."""
+    """Send the token counts so far in every chunk."""
 
 
 class PredictionPart(msgspec.Struct, kw_only=True):
-    """A piece of a predicted text."""
+    """One part of a predicted text."""
 
     type: Annotated[str, Meta(pattern=_TEXT)]
     text: str
 
 
 class Prediction(msgspec.Struct, kw_only=True):
-    """A text that the answer is expected to repeat in large part, such as the file that is being edited."""
+    """A text that large parts of the output are expected to repeat, such as a file that is being edited."""
 
     type: Annotated[str, Meta(pattern=_CONTENT)]
     content: str | Annotated[list[PredictionPart], Meta(min_length=1, max_length=_MAX_MESSAGES)]
 
     @property
     def whole(self) -> str:
-        """All of the text."""
+        """The predicted text, all parts joined."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class SampledRequest(msgspec.Struct, kw_only=True):
-    """Fields that all endpoints that generate text share. ``null`` equals a missing field."""
+    """Fields that all text-generating endpoints share. ``null`` has the same effect as a missing field."""
 
     model: ModelName | None = None
     stream: bool | None = None
@@ -202,15 +202,15 @@ class SampledRequest(msgspec.Struct, kw_only=True):
     cache_salt: CacheSalt | None = None
     """Only requests with the same salt share cached prompts."""
     queue_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] | None = None
-    """Most seconds to wait for the first step."""
+    """Maximum number of seconds to wait for the first step."""
     service_tier: Annotated[str, Meta(max_length=64)] | None = None
-    """Class of service. The reply tells which one was used."""
+    """Class of service. The response says which class was used."""
     ttft_ms: Milliseconds | None = None
     """Milliseconds from arrival until the first token is due."""
     tpot_ms: Milliseconds | None = None
-    """Longest time per token after the first, in milliseconds."""
+    """Maximum time per output token after the first, in milliseconds."""
     deadline_ms: Milliseconds | None = None
-    """Milliseconds from arrival until the whole answer is due."""
+    """Milliseconds from arrival until the whole output is due."""
 
 
 class GenerationRequest(SampledRequest, kw_only=True):
@@ -229,28 +229,29 @@ class GenerationRequest(SampledRequest, kw_only=True):
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=_LIMITS.max_logprobs)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
-    """Number of tokens to keep: the end of the prompt, and the special tokens that the tokenizer adds. -1 keeps as many
-    as leave room for the answer."""
+    """Maximum number of prompt tokens. The end of the prompt is kept, together with the special tokens that the
+    tokenizer adds. -1: the largest number that leaves room for the output."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    """Write tokens as ``token_id:17`` in logprobs, so that all of them are distinct."""
+    """Write tokens in logprobs as ``token_id:17`` instead of their text, so that different tokens never look equal."""
     response_format: Form | None = None
-    """Type ``text``, ``json_object``, ``json_schema`` (always enforced, whatever ``strict`` is) or
+    """``type`` is ``text``, ``json_object``, ``json_schema`` (always enforced, even if ``strict`` is false) or
     ``structural_tag``."""
     structured_outputs: Form | None = None
-    """One of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar`` and ``structural_tag``."""
+    """An object with one of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar`` and ``structural_tag``."""
     guided_json: Any = None
-    """Older names of ``structured_outputs.json`` and so on."""
+    """vLLM's older name for ``structured_outputs.json``; the next fields likewise."""
     guided_regex: GrammarText | None = None
     guided_choice: Annotated[list[GrammarText], Meta(max_length=4096)] | None = None
     guided_grammar: GrammarText | None = None
     structural_tag: Form | GrammarText | None = None
     user: Annotated[str, Meta(max_length=256)] | None = None
-    """Name of the caller. Without API keys, it decides whose share of the engine the request uses."""
+    """Name of the caller. If there are no API keys, the scheduler treats it as the tenant that is charged for the
+    request."""
     prediction: Prediction | None = None
-    """Text that the answer is expected to repeat. The answer is the same without it, and comes sooner where it does."""
+    """Text that the output is expected to repeat. It does not change the output, but speeds up the repeated parts."""
     return_timing: bool | None = None
-    """Add ``timing`` to the reply, or to the last chunk of each prompt's answers: where the time went."""
+    """Add ``timing`` to the response, or to the last chunk of each prompt: how the time was spent."""
 
 
 _PART_SCHEMA: Final = {
@@ -279,7 +280,7 @@ _MESSAGE_SCHEMA: Final = {
     },
 }
 Message = Annotated[dict[str, Any], Meta(max_length=64, extra_json_schema=_MESSAGE_SCHEMA)]
-"""Checked by :func:`~chairlift.tokenizer.messages.normalize_messages`, for HTTP and Python alike."""
+"""A chat message. :func:`~chairlift.tokenizer.messages.normalize_messages` checks it, for HTTP and Python alike."""
 
 
 _TOOL_SCHEMA: Final = {
@@ -299,7 +300,7 @@ _TOOL_SCHEMA: Final = {
     },
 }
 Tool = Annotated[dict[str, Any], Meta(max_length=16, extra_json_schema=_TOOL_SCHEMA)]
-"""Checked by :func:`~chairlift.tool_calls.request.check_tools`, for HTTP and Python alike."""
+"""A tool definition. :func:`~chairlift.tool_calls.request.check_tools` checks it, for HTTP and Python alike."""
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -308,7 +309,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_MESSAGES)]
     max_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
-    """The newer name of max_tokens, which it overrides. Without either: as many as fit."""
+    """The newer name of ``max_tokens``; it takes precedence. If both are missing, the output may fill the model's
+    length."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=_LIMITS.max_logprobs)] | None = None
     add_generation_prompt: bool | None = None
@@ -317,19 +319,21 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call."""
     tool_choice: Annotated[str, Meta(max_length=64)] | Annotated[dict[str, Any], Meta(max_length=16)] | None = None
-    """auto (the model decides), none, required, or a function by name."""
+    """``auto`` (the model decides), ``none``, ``required``, or an object that names a function."""
     parallel_tool_calls: bool | None = None
-    """false: calls after the first are dropped from the answer."""
+    """false: tool calls after the first are dropped from the response."""
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
-    """none, minimal, low, medium, high, xhigh or max, if the chat template uses it."""
+    """``none``, ``minimal``, ``low``, ``medium``, ``high``, ``xhigh`` or ``max``. It has an effect if the chat
+    template uses it."""
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
-    """Most tokens of reasoning. After them its end is forced, and the answer follows. -1: no limit."""
+    """Maximum number of reasoning tokens. At the limit the server forces the end of the reasoning, and the final
+    answer follows. -1: no limit."""
     thinking_budget: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
-    """Another name of thinking_token_budget, which overrides it."""
+    """Another name of ``thinking_token_budget``, which takes precedence."""
     include_reasoning: bool | None = None
-    """false: the reply does not contain the reasoning, which is counted nevertheless."""
+    """false: the response does not contain the reasoning. Its tokens are still counted."""
     separate_reasoning: bool | None = None
-    """false: the reasoning stays in the content, as the model wrote it."""
+    """false: the reasoning stays in ``content``, as the model wrote it."""
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -338,16 +342,17 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | Annotated[list[PromptItem], Meta(min_length=1, max_length=_MAX_IDS)]
     """A text, a list of texts, a list of token ids, or a list of such lists."""
     max_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
-    """Default: 16. 0 is for echo: the prompt and its log-probabilities."""
+    """Maximum number of output tokens. Default: 16. 0 is allowed with ``echo``: it returns the prompt and its
+    log-probabilities."""
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
     suffix: str | None = None
-    """Text after the answer, for models that can fill in the middle. Empty: none."""
+    """Text after the output, for models that can fill in the middle. An empty text has no effect."""
     best_of: Annotated[int, Meta(ge=1, le=_LIMITS.max_n)] | None = None
     add_special_tokens: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt. Raises ApiError for mixed lists, and for too many prompts or answers."""
+        """The prompts as a list. Raises ApiError for mixed lists, and for too many prompts or outputs."""
         prompts = _prompts(self.prompt)
         answers = max(self.n or 1, self.best_of or 1)
         if len(prompts) > _MAX_PROMPTS or len(prompts) * answers > _MAX_PROMPTS:
@@ -369,12 +374,12 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
-    """For a prompt only; the chat template writes its own special tokens."""
+    """Allowed only with a prompt. For messages, the chat template writes the special tokens."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    """For messages only."""
+    """Allowed only with messages."""
     return_token_strs: bool | None = None
 
 
@@ -394,7 +399,7 @@ _FORM_ELSEWHERE: Final = "it asks for a form of the answer as /v1/chat/completio
 _TEXT_ONLY: Final = "it belongs to /v1/completions; leave it out"
 
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Field -> (values that equal the default, remedy)."""
+"""Name of a refused field -> (values that equal the default and are accepted, text that says what to do instead)."""
 
 REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "tools": ((), _TOOLS),
@@ -429,7 +434,7 @@ REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "continue_final_message": ((), _CHAT_ONLY),
     "chat_template_kwargs": ((), _CHAT_ONLY),
 }
-"""Refused fields of chat and text completions. Used only where the body's type has no such field."""
+"""Refused fields of chat and text completions. An entry applies only if the type of the body has no such field."""
 
 _SAMPLING: Final = (
     *("n", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -437,7 +442,7 @@ _SAMPLING: Final = (
     *("include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs", "priority", "service_tier"),
     *("ttft_ms", "tpot_ms", "deadline_ms"),
 )
-"""Fields with the same meaning in SamplingParams."""
+"""Fields with the same name and meaning in SamplingParams."""
 _NAMED: Final = (*_SAMPLING, "prediction")
 
 _RESERVED_VARIABLES: Final = frozenset(
@@ -451,12 +456,10 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 def parse(struct_type: type[_T], body: Mapping[str, Any], refused: Refusals = REFUSED) -> tuple[_T, list[str]]:
-    """Parse a request. Returns it with the names of ignored fields. 4.0 counts as an integer, as in JSON Schema.
+    """Parse a request. Returns (request, names of ignored fields). 4.0 counts as an integer, as in JSON Schema.
 
-    ``refused`` are known fields that are not supported.
-
-    Raises ApiError 400. Its ``param`` is the path of the field (``messages[0].role``), and its message says what was
-    given and what is allowed.
+    ``refused`` has the known fields that are not supported. Raises ApiError 400. Its ``param`` is the path of the
+    field (``messages[0].role``), and its message says what was given and what is allowed.
     """
     known = _field_names(struct_type)
     ignored: list[str] = []
@@ -464,12 +467,12 @@ def parse(struct_type: type[_T], body: Mapping[str, Any], refused: Refusals = RE
         if name in known or value is None:
             continue
         if name not in refused:
-            if len(ignored) < _MOST_COMPARED and (meant := _meant(name, known)) is not None:
+            if len(ignored) < _MAX_COMPARED and (meant := _misspelled_field(name, known)) is not None:
                 message = f"unknown field {name!r}; did you mean {meant!r}?"
                 raise ApiError(400, message, code="unknown_parameter", param=name)
             ignored.append(name)
-        elif not _asks_for_nothing(value, *refused[name]):
-            message = f"{name} is {_given(value)}, which is not supported: {refused[name][1]}"
+        elif not _equals_default(value, *refused[name]):
+            message = f"{name} is {_quoted(value)}, which is not supported: {refused[name][1]}"
             raise ApiError(400, message, code="unsupported_parameter", param=name)
     floats = ((name, value) for name, value in body.items() if isinstance(value, float) and value.is_integer())
     whole = {name: int(value) for name, value in floats if name in _whole_numbers(struct_type)}
@@ -481,11 +484,12 @@ def parse(struct_type: type[_T], body: Mapping[str, Any], refused: Refusals = RE
     return request, ignored
 
 
-def refused_beside(struct_type: type[msgspec.Struct], own: Refusals) -> Refusals:
-    """``own``, and every field of chat and text completions that another endpoint's body does not have."""
-    others = {*_field_names(ChatRequest), *_field_names(CompletionRequest), *REFUSED}
+def refused_elsewhere(struct_type: type[msgspec.Struct], own: Refusals) -> Refusals:
+    """Refused fields of another endpoint: ``own``, and every field of chat and text completions that the endpoint's
+    body does not have."""
+    other_fields = {*_field_names(ChatRequest), *_field_names(CompletionRequest), *REFUSED}
     elsewhere: dict[str, tuple[tuple[Any, ...], str]] = {}
-    for name in sorted(others - {*_field_names(struct_type), "stream_options"}):
+    for name in sorted(other_fields - {*_field_names(struct_type), "stream_options"}):
         harmless, reason = REFUSED.get(name, ((1,) if name == "n" else (), _ELSEWHERE))
         asks_for_form = name in FIELDS or reason is _GRAMMAR
         elsewhere[name] = (harmless, _FORM_ELSEWHERE if asks_for_form else reason)
@@ -493,17 +497,18 @@ def refused_beside(struct_type: type[msgspec.Struct], own: Refusals) -> Refusals
 
 
 def unknown_inside(place: str, given: Any, struct_type: type[msgspec.Struct]) -> list[str]:
-    """Unknown names in the object at ``place``, as paths."""
+    """Paths of unknown names in the object at the path ``place``."""
     known = _field_names(struct_type)
     return [f"{place}.{name}" for name, value in (given or {}).items() if name not in known and value is not None]
 
 
-def _meant(name: str, known: Iterable[str]) -> str | None:
-    """The field that a name is a misspelling of. Longer and shorter ones are not compared: that takes a while."""
-    if name in _OTHERS:
+def _misspelled_field(name: str, known: Iterable[str]) -> str | None:
+    """The known field of which ``name`` is probably a misspelling; None if there is none. Only fields of similar
+    length are compared, because the comparison is slow."""
+    if name in _OTHER_SERVERS:
         return None
-    near = [each for each in known if abs(len(each) - len(name)) <= _MOST_APART]
-    found = difflib.get_close_matches(name, near, n=1, cutoff=_ALIKE)
+    near = [each for each in known if abs(len(each) - len(name)) <= _MAX_LENGTH_DIFFERENCE]
+    found = difflib.get_close_matches(name, near, n=1, cutoff=_MIN_SIMILARITY)
     return found[0] if found else None
 
 
@@ -518,8 +523,8 @@ def warning_headers(ignored: Sequence[str]) -> dict[str, str]:
 
 
 def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
-    """The request's sampling parameters. ``fields`` override them, and they override ``defaults``. Raises ApiError with
-    the name of a field."""
+    """The request's sampling parameters. The request's own fields override ``defaults``, and ``fields`` override both.
+    Raises ApiError with the name of a field."""
     given = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
     given["structured_outputs"] = structured_outputs(request)
     if request.prediction is not None:
@@ -532,24 +537,26 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **f
 
 
 def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Checked ``chat_template_kwargs``, without null values. Raises ApiError for names that other fields set."""
+    """The variables in ``chat_template_kwargs``, without null values. Raises ApiError for a variable that another
+    field sets."""
     variables = {name: v for name, v in (given or {}).items() if v is not None or name not in _RESERVED_VARIABLES}
-    taken = sorted(_RESERVED_VARIABLES & set(variables))
-    if taken:
-        message = f"chat_template_kwargs cannot set {', '.join(taken)}; leave it out, or use the field of that name"
+    reserved = sorted(_RESERVED_VARIABLES & set(variables))
+    if reserved:
+        message = f"chat_template_kwargs cannot set {', '.join(reserved)}; leave it out, or use the field of that name"
         raise ApiError(400, message, code="invalid_value", param="chat_template_kwargs")
     return variables
 
 
 def no_prompt_logprobs_in_stream(request: GenerationRequest) -> None:
-    """Raise ApiError for prompt log-probabilities in a stream, which has no place for them."""
+    """Raise ApiError if a streamed request asks for prompt log-probabilities, because chunks have no field for them."""
     if request.stream and request.prompt_logprobs is not None:
         message = "prompt_logprobs is not given in a stream; leave out stream or prompt_logprobs"
         raise ApiError(400, message, code="invalid_value", param="prompt_logprobs")
 
 
-def _asks_for_nothing(value: Any, harmless: Sequence[Any], reason: str) -> bool:
-    """Whether the value of a refused field equals the default. 0 does only where it is listed."""
+def _equals_default(value: Any, harmless: Sequence[Any], reason: str) -> bool:
+    """Whether the value of a refused field equals the default, so that the field has no effect. 0 equals the default
+    only if ``harmless`` lists it."""
     empty = value is False or (isinstance(value, (str, list, dict)) and not value)
     return (empty and reason not in (_GRAMMAR, _FORM_ELSEWHERE)) or any(
         value == each and isinstance(value, bool) is isinstance(each, bool) for each in harmless
@@ -577,7 +584,7 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _ignored_inside(struct_type: type[msgspec.Struct], body: Mapping[str, Any]) -> list[str]:
-    """Unknown names in stream_options and prediction, which have the right form already."""
+    """Paths of unknown names in stream_options and prediction. Both were parsed before, so their types are right."""
     inside = {"stream_options": StreamOptions, "prediction": Prediction}
     return [
         f"{field}.{name}"
@@ -616,17 +623,17 @@ def _readable(struct_type: type[msgspec.Struct], body: Mapping[str, Any], text: 
     reason = text[: place.start()] if place else text
     code = "invalid_type" if ", got" in reason else "invalid_value"
     if not known or kind is None:
-        if place and place[1] and (unlike := _unlike(kind, value)):
-            message = f"a name in {path} must be {unlike[1]}; got {_given(unlike[0])}"
+        if place and place[1] and (unlike := _first_bad_name(kind, value)):
+            message = f"a name in {path} must be {unlike[1]}; got {_quoted(unlike[0])}"
             return ApiError(400, message, code="invalid_value", param=path)
         name = place[2].partition("[")[0].lstrip(".") if place else ""
         if name in _MAPPINGS and isinstance(value := body[name], dict):
             key = _first_unfit(name, value)
-            message = f"{name}[{key}] must be {_allowed(_entry_type(name))}; got {_given(value.get(key))}"
+            message = f"{name}[{key}] must be {_allowed(_entry_type(name))}; got {_quoted(value.get(key))}"
             return ApiError(400, message, code=code, param=f"{name}[{key}]")
         where = f"a value in {path}" if path else "the body"
         return ApiError(400, f"{where} is not allowed: {reason}", code="invalid_value", param=path or None)
-    return ApiError(400, f"{path} must be {_allowed(kind)}; got {_given(value)}", code=code, param=path)
+    return ApiError(400, f"{path} must be {_allowed(kind)}; got {_quoted(value)}", code=code, param=path)
 
 
 @functools.cache  # it evaluates all annotations, which takes ten times as long as the rest of an error
@@ -643,7 +650,7 @@ def _whole_numbers(struct_type: type[msgspec.Struct]) -> frozenset[str]:
 
 
 def _inner(kind: Any, field: str) -> Any:
-    """The type of a field, or of the items of a list."""
+    """Type of a struct's field ``field``, or of a list's items if ``field`` is empty."""
     for option in getattr(kind, "types", (kind,)):
         if field and isinstance(option, msgspec.inspect.StructType):
             return next((each.type for each in option.fields if each.name == field), None)
@@ -652,8 +659,8 @@ def _inner(kind: Any, field: str) -> Any:
     return None
 
 
-def _unlike(kind: Any, value: Any) -> tuple[str, str] | None:
-    """First name in an object that does not match the allowed names, and their description."""
+def _first_bad_name(kind: Any, value: Any) -> tuple[str, str] | None:
+    """(first name that does not match the type's allowed names, description of allowed names); None if all match."""
     for option in getattr(kind, "types", (kind,)):
         if isinstance(option, msgspec.inspect.DictType) and isinstance(option.key_type, msgspec.inspect.StrType):
             pattern = option.key_type.pattern or ""
@@ -663,7 +670,7 @@ def _unlike(kind: Any, value: Any) -> tuple[str, str] | None:
 
 
 def _first_unfit(name: str, value: Mapping[str, Any]) -> str:
-    """First name in a field of ``_MAPPINGS`` whose value is not allowed."""
+    """First name whose value is not allowed, in the object of a field of ``_MAPPINGS``."""
     for key, entry in value.items():
         try:
             msgspec.convert({key: entry}, _MAPPINGS[name])
@@ -678,7 +685,7 @@ def _entry_type(name: str) -> Any:
     return kind.value_type
 
 
-def _given(value: Any) -> str:
+def _quoted(value: Any) -> str:
     if isinstance(value, (list, dict)) and len(value) > 6:
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     if isinstance(value, str) and len(value) > 60:

@@ -1,4 +1,4 @@
-"""GET /v1/queue: waiting requests, their expected starts, and the accuracy of such forecasts."""
+"""GET /v1/queue: waiting requests, forecasts of their starts, and the accuracy of these forecasts."""
 
 from __future__ import annotations
 
@@ -26,50 +26,52 @@ _QUANTILES: Final = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 
 
 class ForecastCalibration(msgspec.Struct, kw_only=True):
-    """Accuracy of the predicted waits of the last requests; null while there are too few of them."""
+    """Accuracy of the forecasts for the last requests. Values are null if there are too few requests."""
 
     samples: int
     actual_over_predicted: dict[str, float | None]
-    """Quantiles of actual over predicted wait: p10, p50, p90."""
+    """Quantiles (p10, p50, p90) of actual wait divided by predicted wait."""
     within_ratio: dict[str, float | None]
-    """Share of the requests whose wait was at most 1, 1.25 and 2 times the predicted one."""
+    """Fraction of the requests whose wait was at most 1, 1.25 and 2 times the predicted wait."""
     mean_absolute_error_seconds: float | None
 
 
 class QueuedRequest(msgspec.Struct, kw_only=True):
-    """One waiting request. A completion with several prompts is several requests."""
+    """One waiting request. Each prompt of a completion is a separate request."""
 
     id: str
-    """Its X-Request-Id."""
+    """The X-Request-Id of the HTTP request."""
     position: int
-    """1 for the next request to start; 0 if it has started."""
+    """Position in the queue: 1 for the next request to start; 0 if the request has started."""
     expected_start_seconds: float | None
-    """Seconds from now; null without a forecast."""
+    """Expected seconds from now until the request starts; null if there is no forecast."""
     waited_seconds: float | None
-    """null if it has started."""
+    """Seconds since the request arrived; null if it has started."""
     service_tier: str
     prompt_tokens: int
 
 
 class QueueReply(msgspec.Struct, kw_only=True):
-    """The queue now."""
+    """State of the queue."""
 
     object: Literal["queue"] = "queue"
     running: int
-    """Sequences in the batch."""
+    """Number of sequences in the batch."""
     waiting: int
-    """Requests that have not been in a step."""
+    """Number of requests that have not been in any step."""
     expected_wait_seconds: dict[str, float | None]
-    """Seconds that a new request of the caller would wait, by class of service; null without a forecast."""
+    """Class of service -> seconds that a new request of this caller would wait; null if there is no forecast."""
     forecast_age_seconds: float | None
-    """null before the first forecast."""
+    """Seconds since the last forecast; null before the first one."""
     calibration: ForecastCalibration
     requests: list[QueuedRequest]
-    """The caller's own requests (all, if keys do not distinguish callers); at most a thousand."""
+    """The caller's own requests, at most a thousand. If keys do not distinguish callers: the requests of all callers.
+    """
 
 
 async def show_queue(request: Request) -> Response:
-    """Show the whole queue, or one request with ``request_id``. Raises ApiError 404 for an unknown id."""
+    """Show the whole queue, or only the request that the parameter ``request_id`` names. Raises ApiError 404 for an
+    unknown id."""
     state: ServerState = request.app.state.server
     engine, forecast = state.engine, state.engine.intake.forecast
     caller: Caller = getattr(request.state, "caller", Caller())
@@ -88,22 +90,22 @@ async def show_queue(request: Request) -> Response:
     return json_response(reply)
 
 
-def _requests(state: ServerState, caller: Caller, wanted: str | None) -> list[QueuedRequest]:
+def _requests(state: ServerState, caller: Caller, request_id: str | None) -> list[QueuedRequest]:
     """The caller's waiting requests."""
 
     def shown(stream: OutputStream) -> bool:
-        return caller.sees(stream.tenant) and (wanted is None or stream.name == wanted)
+        return caller.sees(stream.tenant) and (request_id is None or stream.name == request_id)
 
     line = [(stream, place) for stream, place in state.engine.line() if shown(stream)]
     found = [
         _entry(stream, place.position, _rounded(place.expected_start), _rounded(place.waited)) for stream, place in line
     ]
-    if wanted is not None:
+    if request_id is not None:
         waiting = {stream.request_id for stream, _ in line}
-        started = [each for each in state.engine.named(wanted) if shown(each) and each.request_id not in waiting]
+        started = [each for each in state.engine.named(request_id) if shown(each) and each.request_id not in waiting]
         found += [_entry(stream, 0, 0.0, None) for stream in started]
         if not found:
-            message = f"no request with the id {wanted!r:.140} waits or runs here; it may have ended"
+            message = f"no request with the id {request_id!r:.140} waits or runs here; it may have ended"
             raise ApiError(404, message, code="request_not_found", param="request_id")
     return found
 

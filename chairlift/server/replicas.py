@@ -21,11 +21,11 @@ __all__ = ["ReplicasReply", "routes"]
 
 
 class ReplicasReply(msgspec.Struct, kw_only=True):
-    """The replicas now; empty for a server with one engine."""
+    """State of the replicas; empty for a server with one engine."""
 
     object: Literal["replicas"] = "replicas"
     waiting_at_door: int
-    """Requests that have not been sent to a replica."""
+    """Number of requests that wait for a replica."""
     replicas: list[ReplicaStats]
 
 
@@ -43,7 +43,7 @@ async def _show(request: Request) -> Response:
 
 
 async def _restart(request: Request) -> Response:
-    """Restart all replicas, one after another. The answer comes when the last one serves again."""
+    """Restart all replicas, one after another. The response is sent when the last replica serves again."""
     state: ServerState = request.app.state.server
     check_admin(request)
     try:

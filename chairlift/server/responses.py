@@ -1,8 +1,8 @@
-"""OpenAI's Responses API, translated to chats: POST /v1/responses, and the paths of one response.
+"""OpenAI's Responses API, translated to chat requests: POST /v1/responses, and the paths of one response.
 
-A request becomes a chat, and the content, reasoning and calls of the answer become items. A response is stored only if
-``store`` is true; then it is in memory for ``previous_response_id``, within limits, and only for the API key that made
-it.
+A request becomes a chat. The content, reasoning and tool calls of the output become items of the response. A response
+is stored only if ``store`` is true. It then stays in memory, within limits, so that ``previous_response_id`` can
+continue it. Only the API key that made it can use it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.models import check_model, generating_info
 from chairlift.server.protocol import parse, unknown_inside, warning_headers
 from chairlift.server.response_store import StoredResponse
-from chairlift.server.responses_events import ResponseBuilder, Told
+from chairlift.server.responses_events import EventFields, ResponseBuilder
 from chairlift.server.responses_input import input_items, listed_items, names, to_chat
 from chairlift.server.responses_types import (
     REFUSED,
@@ -42,7 +42,15 @@ from chairlift.server.responses_types import (
     TextOptions,
 )
 from chairlift.server.state import ServerState
-from chairlift.server.streaming import Meter, StreamWriter, beside, collect, in_pieces, json_response, start_stream
+from chairlift.server.streaming import (
+    Meter,
+    StreamWriter,
+    collect,
+    in_pieces,
+    json_response,
+    on_thread_if_long,
+    start_stream,
+)
 from chairlift.server.translation import wrong
 
 __all__ = ["routes"]
@@ -53,61 +61,62 @@ _Keep = Callable[[Response, bytes], None]
 
 
 async def create_response(request: Request) -> HttpResponse:
-    """Answer a conversation of items."""
+    """Generate the next items of a conversation."""
     state: ServerState = request.app.state.server
     body = await read_json(request)
-    asked, ignored = parse(ResponsesRequest, body, REFUSED)
+    payload, ignored = parse(ResponsesRequest, body, REFUSED)
     ignored += unknown_inside("text", body.get("text"), TextOptions)
     ignored += unknown_inside("reasoning", body.get("reasoning"), ReasoningOptions)
-    ignored += [path for path, value in _hints(asked) if value]
-    _check_store(state, asked)
-    earlier = _earlier(request, asked)
-    told = names()
-    chat = to_chat(asked, earlier, told)
-    with told.telling(state, request.state.request_id):
+    ignored += [path for path, value in _hints(payload) if value]
+    _check_store(state, payload)
+    earlier = _earlier(request, payload)
+    client_names = names()
+    chat = to_chat(payload, earlier, client_names)
+    with client_names.translated_errors(state, request.state.request_id):
         run = await begin_chat(request, chat, ignored)
-    response = _response(asked, run)
-    keep = _keeper(request, asked, earlier) if asked.store else None
-    headers = warning_headers([told.told(name) for name in ignored])
-    if asked.stream:
+    response = _response(payload, run)
+    keep = _keeper(request, payload, earlier) if payload.store else None
+    headers = warning_headers([client_names.translated(name) for name in ignored])
+    if payload.stream:
         return await start_stream(state, run.streams, _ResponseEvents(response, run, keep), headers)
-    with told.telling(state, request.state.request_id):
+    with client_names.translated_errors(state, request.state.request_id):
         (output,) = await collect(run.streams)
     meter = Meter(run.streams)
     meter.note(0, output)
     builder = ResponseBuilder(response, run, meter)
 
     def fill() -> bytes:
-        for _ in builder.news(output.outputs[0]):
+        for _ in builder.new_events(output.outputs[0]):
             pass
         return _encode(response)
 
     top = chat.top_logprobs or 0
-    content = await beside(state, len(output.outputs[0].token_ids) * (top + 1) if chat.logprobs else 0, fill)
+    content = await on_thread_if_long(state, len(output.outputs[0].token_ids) * (top + 1) if chat.logprobs else 0, fill)
     if keep is not None:
         keep(response, content)
     return HttpResponse(content, headers=headers, media_type="application/json")
 
 
-def _hints(asked: ResponsesRequest) -> Iterator[tuple[str, Any]]:
-    """Fields without effect here, and their values."""
-    text, reasoning = asked.text or TextOptions(), asked.reasoning or ReasoningOptions()
+def _hints(payload: ResponsesRequest) -> Iterator[tuple[str, Any]]:
+    """(name, value) of the fields that have no effect here."""
+    text, reasoning = payload.text or TextOptions(), payload.reasoning or ReasoningOptions()
     yield "text.verbosity", text.verbosity
     yield "reasoning.summary", reasoning.summary
     yield "reasoning.generate_summary", reasoning.generate_summary
 
 
-def _check_store(state: ServerState, asked: ResponsesRequest) -> None:
-    if asked.store and not state.config.max_stored_responses:
+def _check_store(state: ServerState, payload: ResponsesRequest) -> None:
+    if payload.store and not state.config.max_stored_responses:
         message = "store is true, but this server keeps no responses (--max-stored-responses 0); leave it out"
         raise ApiError(400, message, code="unsupported_parameter", param="store")
 
 
-def _earlier(request: Request, asked: ResponsesRequest) -> _Items:
-    """Items of the earlier conversation. Raises ApiError 404 for a response that is not stored."""
-    if asked.previous_response_id is None:
+def _earlier(request: Request, payload: ResponsesRequest) -> _Items:
+    """Items of the conversation that ``previous_response_id`` continues. Raises ApiError 404 if that response is not
+    stored."""
+    if payload.previous_response_id is None:
         return []
-    stored = _stored(request, asked.previous_response_id, "previous_response_id")
+    stored = _stored(request, payload.previous_response_id, "previous_response_id")
     items: _Items = msgspec.json.decode(stored.items)
     return items
 
@@ -131,10 +140,10 @@ def _holder(request: Request) -> str:
     return caller.holder
 
 
-def _keeper(request: Request, asked: ResponsesRequest, earlier: _Items) -> _Keep:
-    """Function that stores a finished response and its JSON with the whole conversation."""
+def _keeper(request: Request, payload: ResponsesRequest, earlier: _Items) -> _Keep:
+    """A function that stores a finished response, together with all items of the conversation."""
     state: ServerState = request.app.state.server
-    before, holder = [*earlier, *input_items(asked)], _holder(request)
+    before, holder = [*earlier, *input_items(payload)], _holder(request)
     limits = (state.config.max_stored_responses, state.config.max_stored_response_bytes)
 
     def keep(response: Response, body: bytes) -> None:
@@ -145,7 +154,7 @@ def _keeper(request: Request, asked: ResponsesRequest, earlier: _Items) -> _Keep
 
 
 def _item(item: Any) -> dict[str, Any]:
-    """An output item in the form of an input item."""
+    """An output item, converted to an input item."""
     if isinstance(item, OutputMessage):
         texts = [{"type": "output_text", "text": part.text} for part in item.content]
         return {"type": "message", "role": "assistant", "content": texts}
@@ -154,34 +163,34 @@ def _item(item: Any) -> dict[str, Any]:
     return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": part.text} for part in item.content]}
 
 
-def _response(asked: ResponsesRequest, run: ChatRun) -> Response:
-    """The response before there is any output, with the fields of the request."""
-    wanted = asked.text.format if asked.text else None
+def _response(payload: ResponsesRequest, run: ChatRun) -> Response:
+    """The response before any output, with the fields copied from the request."""
+    text_format = payload.text.format if payload.text else None
     return Response(
         id=f"resp_{secrets.token_hex(16)}",
         created_at=int(time.time()),
         status="in_progress",
-        instructions=asked.instructions,
-        max_output_tokens=asked.max_output_tokens,
+        instructions=payload.instructions,
+        max_output_tokens=payload.max_output_tokens,
         model=run.model,
-        parallel_tool_calls=asked.parallel_tool_calls is not False,
-        previous_response_id=asked.previous_response_id,
-        reasoning={"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
+        parallel_tool_calls=payload.parallel_tool_calls is not False,
+        previous_response_id=payload.previous_response_id,
+        reasoning={"effort": payload.reasoning.effort if payload.reasoning else None, "summary": None},
         service_tier=run.streams[0].service_class,
-        store=bool(asked.store),
+        store=bool(payload.store),
         temperature=run.params.temperature,
-        text={"format": wanted or {"type": "text"}},
-        tool_choice=asked.tool_choice or "auto",
-        tools=asked.tools or [],
-        top_logprobs=asked.top_logprobs or 0,
+        text={"format": text_format or {"type": "text"}},
+        tool_choice=payload.tool_choice or "auto",
+        tools=payload.tools or [],
+        top_logprobs=payload.top_logprobs or 0,
         top_p=run.params.top_p,
-        user=asked.user,
-        metadata=asked.metadata or {},
+        user=payload.user,
+        metadata=payload.metadata or {},
     )
 
 
 class _ResponseEvents(StreamWriter):
-    """The events of a streamed response."""
+    """Writes the events of a streamed response."""
 
     def __init__(self, response: Response, run: ChatRun, keep: _Keep | None) -> None:
         super().__init__(run.streams)
@@ -194,7 +203,7 @@ class _ResponseEvents(StreamWriter):
     def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
         self.note(prompt, output)
         for answer in output.outputs:
-            yield from in_pieces(map(_event, self._builder.news(answer)))
+            yield from in_pieces(map(_event, self._builder.new_events(answer)))
 
     def end(self) -> bytes:
         if self._keep is not None:
@@ -205,8 +214,8 @@ class _ResponseEvents(StreamWriter):
         return _event(self._builder.failed(error))
 
 
-def _event(told: Told) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (told["type"].encode(), _encode(told))
+def _event(fields: EventFields) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (fields["type"].encode(), _encode(fields))
 
 
 async def _get_response(request: Request) -> HttpResponse:
@@ -229,7 +238,7 @@ async def _delete_response(request: Request) -> HttpResponse:
 
 
 async def _list_input_items(request: Request) -> HttpResponse:
-    """List the items before a stored response's answer, those of earlier responses included."""
+    """List the input items of a stored response, including the items of earlier responses that it continues."""
     after, limit = page_of(request, 20, 100)
     order = request.query_params.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -240,10 +249,10 @@ async def _list_input_items(request: Request) -> HttpResponse:
     if order == "desc":
         items.reverse()
     if after is not None:
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        if not places:
+        matches = [index for index, item in enumerate(items) if item["id"] == after]
+        if not matches:
             wrong("after", "must be the id of an item of this response", after)
-        items = items[places[0] + 1 :]
+        items = items[matches[0] + 1 :]
     page = items[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return json_response(InputItemList(data=page, first_id=first, last_id=last, has_more=len(items) > limit))
@@ -252,22 +261,22 @@ async def _list_input_items(request: Request) -> HttpResponse:
 async def _count_input_tokens(request: Request) -> HttpResponse:
     """Count the tokens in the prompt of a conversation."""
     state: ServerState = request.app.state.server
-    asked, ignored = parse(ResponsesRequest, await read_json(request), REFUSED)
-    check_model(state, asked.model)
+    payload, ignored = parse(ResponsesRequest, await read_json(request), REFUSED)
+    check_model(state, payload.model)
     generating_info(state)
-    told = names()
-    chat = to_chat(asked, _earlier(request, asked), told)
-    with told.telling(state, request.state.request_id):
+    client_names = names()
+    chat = to_chat(payload, _earlier(request, payload), client_names)
+    with client_names.translated_errors(state, request.state.request_id):
         plan = plan_prompt(state, chat, ignored)
         async with until_tokens(request):
             prompt = await encode_messages(state, chat, plan)
     return json_response(
-        InputTokenCount(input_tokens=len(prompt)), warning_headers([told.told(each) for each in ignored])
+        InputTokenCount(input_tokens=len(prompt)), warning_headers([client_names.translated(each) for each in ignored])
     )
 
 
 async def _cancel_response(request: Request) -> HttpResponse:
-    """Refuse to cancel: only responses with ``background`` can be cancelled, and these are not served."""
+    """Return an error: only background responses can be cancelled, and the server does not support ``background``."""
     response_id = request.path_params["response_id"]
     _stored(request, response_id, "response_id")
     message = (

@@ -1,8 +1,8 @@
-"""Turns answers into the items of a response, and into the typed events of its stream.
+"""Turns outputs into the items of a response, and into the typed events of its stream.
 
-One builder makes both, so a stream's last event equals the whole reply. The order of the events is OpenAI's:
-``response.created`` and ``.in_progress``; for each item ``output_item.added``, its parts and pieces, and
-``output_item.done``; then ``response.completed``, ``.incomplete`` or ``.failed``.
+The same builder makes both, so a stream's last event equals the response without streaming. The order of the events is
+OpenAI's. First come ``response.created`` and ``.in_progress``. Each item then has ``output_item.added``, its parts and
+pieces, and ``output_item.done``. The last event is ``response.completed``, ``.incomplete`` or ``.failed``.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from chairlift.server.responses_types import (
 from chairlift.server.streaming import Meter, Usage
 from chairlift.tool_calls import Call, Event, Piece
 
-__all__ = ["ResponseBuilder", "Told"]
+__all__ = ["EventFields", "ResponseBuilder"]
 
-Told = dict[str, Any]
-"""One event: its type, its number and its fields."""
+EventFields = dict[str, Any]
+"""An event as JSON fields: type, number and contents."""
 
 _encode: Final = msgspec.json.encode
 
 
 class ResponseBuilder:
-    """Builds a response from the content, reasoning and calls of its answer, and yields the events of a stream."""
+    """Builds a response from the content, reasoning and tool calls of an output, and yields the events of a stream."""
 
     def __init__(self, response: Response, run: ChatRun, meter: Meter) -> None:
         self.response = response
@@ -52,30 +52,32 @@ class ResponseBuilder:
         self._counts = run.plan.reasoning is not None
         self._top, self._texts, self._meter = run.chat.top_logprobs or 0, run.texts, meter
         self._special = run.texts.tokenizer.special_ids if run.texts.tokenizer else frozenset()
-        """Tokens without text."""
+        """Ids of special tokens, which have no text."""
         self._open: OutputMessage | ReasoningItem | None = None
-        """The open item, to which the next piece of its kind is added."""
+        """The item that has not ended. Further text of the same kind is added to it."""
         self._pieces: list[str] = []
-        """Text of the open item so far."""
+        """Pieces of text of the open item."""
         self._number = 0
-        self._unsaid: list[tuple[int, bytes]] = []
-        """(token, JSON of its log-probabilities) of tokens whose text is not complete yet."""
+        self._pending_logprobs: list[tuple[int, bytes]] = []
+        """(token index, JSON of its log-probabilities) of tokens that are not in an event yet, because their text is
+        incomplete."""
         self._logprobs: list[bytes] = []
-        """JSON of the log-probabilities in the open message."""
+        """JSON of the log-probabilities of the open message, one per token."""
         self._num_tokens = 0
 
-    def begin(self) -> Iterator[Told]:
-        """First events, before there is any output."""
+    def begin(self) -> Iterator[EventFields]:
+        """First events of a stream, before any output."""
         yield self._event("response.created", response=self.response)
         yield self._event("response.in_progress", response=self.response)
 
-    def news(self, answer: CompletionOutput) -> Iterator[Told]:
-        """Events of the new part of an answer. At its end the last item is closed, and the response gets its status."""
+    def new_events(self, answer: CompletionOutput) -> Iterator[EventFields]:
+        """Events for the new part of an output. At the end of the output, the last item is closed and the response
+        gets its status."""
         ended = answer.finish_reason is not None
-        for place, entry in enumerate(answer.logprobs or (), start=self._num_tokens):
-            if answer.token_ids[place - self._num_tokens] in self._special:
+        for index, entry in enumerate(answer.logprobs or (), start=self._num_tokens):
+            if answer.token_ids[index - self._num_tokens] in self._special:
                 continue
-            self._unsaid.append((place, _encode(chosen_logprob(entry, self._top, self._texts))))
+            self._pending_logprobs.append((index, _encode(chosen_logprob(entry, self._top, self._texts))))
         self._num_tokens += len(answer.token_ids)
         for event in self._reading.read(answer.text, answer.token_ids, ended):
             yield from self._read(event)
@@ -94,18 +96,18 @@ class ResponseBuilder:
             self.response.completed_at = int(time.time())
         self.response.usage = _usage(self._meter.usage())
 
-    def end(self) -> Told:
-        """Last event of a response with a status."""
+    def end(self) -> EventFields:
+        """Last event of a stream; its type is the response's status."""
         return self._event(f"response.{self.response.status}", response=self.response)
 
-    def failed(self, error: ApiError) -> Told:
-        """Last event of a response that failed."""
+    def failed(self, error: ApiError) -> EventFields:
+        """Last event of a stream that failed with ``error``."""
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         self.response.status = "failed"
         self.response.error = ResponseError(code=code, message=error.message)
         return self.end()
 
-    def _read(self, event: Event) -> Iterator[Told]:
+    def _read(self, event: Event) -> Iterator[EventFields]:
         if isinstance(event, Call):
             yield from self._close("completed")
             yield from self._call(event)
@@ -115,61 +117,61 @@ class ResponseBuilder:
                 yield from self._close("completed")
                 yield from self._add(kind)
             self._pieces.append(event.text)
-            told: Told = {"delta": event.text}
+            fields: EventFields = {"delta": event.text}
             if kind is OutputMessage:
-                told["logprobs"] = self._said()
-            yield self._event(f"response.{self._part}.delta", **self._place(), content_index=0, **told)
+                fields["logprobs"] = self._new_logprobs()
+            yield self._event(f"response.{self._part}.delta", **self._location(), content_index=0, **fields)
 
-    def _add(self, kind: type[OutputMessage] | type[ReasoningItem]) -> Iterator[Told]:
-        """Open an item with an empty part."""
+    def _add(self, kind: type[OutputMessage] | type[ReasoningItem]) -> Iterator[EventFields]:
+        """Begin a message or reasoning item with an empty text part. Yields the events that announce it."""
         prefix = "msg" if kind is OutputMessage else "rs"
         self._open = kind(id=_new_id(prefix), status="in_progress", content=[])
         self.response.output.append(self._open)
         self._pieces, self._logprobs = [], []
         yield self._event("response.output_item.added", output_index=self._index, item=self._open)
         part = OutputText(text="") if kind is OutputMessage else ReasoningText(text="")
-        yield self._event("response.content_part.added", **self._place(), content_index=0, part=part)
+        yield self._event("response.content_part.added", **self._location(), content_index=0, part=part)
 
-    def _close(self, status: str) -> Iterator[Told]:
+    def _close(self, status: str) -> Iterator[EventFields]:
         item = self._open
         if item is None:
             return
-        text, place = "".join(self._pieces), self._place()
+        text, location = "".join(self._pieces), self._location()
         part: OutputText | ReasoningText
-        said: Told = {"text": text}
+        fields: EventFields = {"text": text}
         if isinstance(item, OutputMessage):
-            self._said()
+            self._new_logprobs()
             part = OutputText(text=text, logprobs=self._written(self._logprobs))
             item.content = [part]
-            said["logprobs"] = part.logprobs
+            fields["logprobs"] = part.logprobs
         else:
             part = ReasoningText(text=text)
             item.content = [part]
         item.status = status
-        yield self._event(f"response.{self._part}.done", **place, content_index=0, **said)
-        yield self._event("response.content_part.done", **place, content_index=0, part=part)
+        yield self._event(f"response.{self._part}.done", **location, content_index=0, **fields)
+        yield self._event("response.content_part.done", **location, content_index=0, part=part)
         yield self._event("response.output_item.done", output_index=self._index, item=item)
         self._open = None
 
-    def _call(self, call: Call) -> Iterator[Told]:
+    def _call(self, call: Call) -> Iterator[EventFields]:
         item = FunctionCall(id=_new_id("fc"), call_id=call.id, name=call.name, arguments="", status="in_progress")
         self.response.output.append(item)
-        place = {"item_id": item.id, "output_index": self._index}
+        location = {"item_id": item.id, "output_index": self._index}
         yield self._event("response.output_item.added", output_index=self._index, item=item)
         for start in range(0, len(call.arguments), ARGUMENTS):
             piece = call.arguments[start : start + ARGUMENTS]
-            yield self._event("response.function_call_arguments.delta", **place, delta=piece)
+            yield self._event("response.function_call_arguments.delta", **location, delta=piece)
         item.arguments, item.status = call.arguments, "completed"
         done = {"name": call.name, "arguments": call.arguments}
-        yield self._event("response.function_call_arguments.done", **place, **done)
+        yield self._event("response.function_call_arguments.done", **location, **done)
         yield self._event("response.output_item.done", output_index=self._index, item=item)
 
-    def _said(self) -> Any:
-        """Log-probabilities of new tokens that are no reasoning."""
-        told = [entry for place, entry in self._unsaid if not self._reading.is_reasoning(place)]
-        self._unsaid = []
-        self._logprobs += told
-        return self._written(told)
+    def _new_logprobs(self) -> Any:
+        """Log-probabilities of the new tokens that are not reasoning."""
+        logprobs = [entry for index, entry in self._pending_logprobs if not self._reading.is_reasoning(index)]
+        self._pending_logprobs = []
+        self._logprobs += logprobs
+        return self._written(logprobs)
 
     @staticmethod
     def _written(entries: list[bytes]) -> Any:
@@ -183,13 +185,13 @@ class ResponseBuilder:
     def _index(self) -> int:
         return len(self.response.output) - 1
 
-    def _place(self) -> Told:
+    def _location(self) -> EventFields:
         return {"item_id": self._open.id if self._open else "", "output_index": self._index}
 
-    def _event(self, kind: str, **told: Any) -> Told:
+    def _event(self, kind: str, **fields: Any) -> EventFields:
         number = self._number
         self._number += 1
-        return {"type": kind, "sequence_number": number, **told}
+        return {"type": kind, "sequence_number": number, **fields}
 
 
 def _usage(usage: Usage) -> ResponseUsage:

@@ -1,7 +1,7 @@
 """Translates the input items of a response to the messages of a chat.
 
-An assistant's turn becomes one message with its reasoning, text and calls. A turn ends with a result of a call, with a
-message of another role, or with reasoning or text after it has text and no calls.
+Consecutive items of the assistant become one message with reasoning, text and tool calls. A new message begins after a
+tool result or a message of another role. It also begins with reasoning or text that follows text without tool calls.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ _SAME: Final = (
     *("repetition_penalty", "priority", "cache_salt", "queue_timeout", "service_tier", "ttft_ms", "tpot_ms"),
     *("deadline_ms", "parallel_tool_calls", "user", "stop", "chat_template_kwargs", "top_logprobs"),
 )
-"""Fields with the same meaning in a chat."""
+"""Fields that have the same name and meaning in a chat request."""
 _LISTED: Final = {
     "message": ("role",),
     "reasoning": ("content",),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
 }
-"""Fields of stored items that replies show as they came, by the item's type."""
+"""Type of a stored item -> fields that responses return unchanged."""
 _PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
 def names() -> Names:
-    """Names of the fields of this endpoint."""
+    """Names of the fields of this endpoint, for error messages."""
     return Names(_FIELDS)
 
 
-def input_items(asked: ResponsesRequest) -> list[Mapping[str, Any]]:
-    """The input as items. A text becomes a message of the user."""
-    if isinstance(asked.input, str):
-        return [{"type": "message", "role": "user", "content": asked.input}]
-    return list(asked.input)
+def input_items(payload: ResponsesRequest) -> list[Mapping[str, Any]]:
+    """The input as a list of items. A plain text becomes a message of the user."""
+    if isinstance(payload.input, str):
+        return [{"type": "message", "role": "user", "content": payload.input}]
+    return list(payload.input)
 
 
 def listed_items(response_id: str, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The stored items of a response in the form of replies, each with an id that is the same in every call."""
+    """The stored items of a response in the form of the API. Each item gets an id, which is the same in every call."""
     listed = []
     for index, item in enumerate(items):
         kind = item.get("type") or "message"
@@ -82,67 +82,68 @@ def listed_items(response_id: str, items: Sequence[Mapping[str, Any]]) -> list[d
 
 
 def _part(part: Mapping[str, Any], written: str) -> dict[str, Any]:
-    """A part of a message in the form of replies, where ``written`` is the type of the role's texts."""
+    """A part of a message in the form of the API. ``written`` is the type for texts of the message's role."""
     kind = written if part.get("type") in (None, "text") else part["type"]
     return (
         {"annotations": [], "logprobs": [], **part, "type": kind} if kind == "output_text" else {**part, "type": kind}
     )
 
 
-def to_chat(asked: ResponsesRequest, earlier: Sequence[Mapping[str, Any]], told: Names) -> ChatRequest:
-    """Translate a request to a chat, after the ``earlier`` items. Places of messages are noted in ``told``.
+def to_chat(payload: ResponsesRequest, earlier: Sequence[Mapping[str, Any]], client_names: Names) -> ChatRequest:
+    """Translate a request to a chat whose conversation begins with the ``earlier`` items.
 
-    Raises ApiError with the name of a field, item or tool that is not supported.
+    ``client_names`` gets the position of each message. Raises ApiError with the name of a field, item or tool that is
+    not supported.
     """
-    _check(asked)
-    turns = _Turns(asked.instructions)
+    _check(payload)
+    turns = _Turns(payload.instructions)
     placed = [*(("previous_response_id", item) for item in earlier)]
-    texts = isinstance(asked.input, str)
-    placed += [("input" if texts else f"input[{index}]", item) for index, item in enumerate(input_items(asked))]
+    texts = isinstance(payload.input, str)
+    placed += [("input" if texts else f"input[{index}]", item) for index, item in enumerate(input_items(payload))]
     for where, item in placed:
         turns.add(where, item)
     messages = turns.messages
     if len(messages) > MAX_MESSAGES:
         message = f"the conversation has {len(messages):,} messages, but {MAX_MESSAGES:,} are taken; leave some out"
         raise ApiError(400, message, code="invalid_value", param="input")
-    told.places = turns.places
-    logprobs = bool(asked.top_logprobs) or INCLUDABLE[0] in (asked.include or ())
-    if logprobs and asked.tools and asked.tool_choice != "none":
+    client_names.places = turns.places
+    logprobs = bool(payload.top_logprobs) or INCLUDABLE[0] in (payload.include or ())
+    if logprobs and payload.tools and payload.tool_choice != "none":
         message = "the tokens of calls are in no text, so log-probabilities are not given with tools; leave one out"
         raise ApiError(400, message, code="unsupported_parameter", param="top_logprobs")
     return ChatRequest(
         messages=messages,
-        tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(asked.tools or ())] or None,
-        tool_choice=_choice(asked.tool_choice),
-        max_completion_tokens=asked.max_output_tokens,
+        tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(payload.tools or ())] or None,
+        tool_choice=_choice(payload.tool_choice),
+        max_completion_tokens=payload.max_output_tokens,
         logprobs=logprobs or None,
-        reasoning_effort=asked.reasoning.effort if asked.reasoning else None,
-        response_format=_form(asked.text.format if asked.text else None),
-        **{name: getattr(asked, name) for name in _SAME},
+        reasoning_effort=payload.reasoning.effort if payload.reasoning else None,
+        response_format=_form(payload.text.format if payload.text else None),
+        **{name: getattr(payload, name) for name in _SAME},
     )
 
 
-def _check(asked: ResponsesRequest) -> None:
-    if asked.truncation not in (None, "disabled"):
-        message = f"truncation is {asked.truncation!r}, but nothing is left out of a conversation; send 'disabled'"
+def _check(payload: ResponsesRequest) -> None:
+    if payload.truncation not in (None, "disabled"):
+        message = f"truncation is {payload.truncation!r}, but nothing is left out of a conversation; send 'disabled'"
         raise ApiError(400, message, code="unsupported_parameter", param="truncation")
-    for index, value in enumerate(asked.include or ()):
+    for index, value in enumerate(payload.include or ()):
         if value not in INCLUDABLE:
             wrong(f"include[{index}]", f"must be one of {', '.join(INCLUDABLE)}", value)
 
 
 class _Turns:
-    """Makes messages of a chat from items."""
+    """Makes the messages of a chat from items."""
 
     def __init__(self, instructions: str | None) -> None:
         self.messages: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}
         self._known: set[str] = set()
-        """Ids of the calls so far."""
+        """Ids of the tool calls so far."""
         self._opening = bool(instructions)
-        """Whether messages of the system join the instructions."""
+        """Whether only system messages came so far, so that the next one is merged with the instructions."""
         self._open = False
-        """Whether the last message is an assistant's turn that continues."""
+        """Whether the last message is an assistant's, and the next item may be added to it."""
         if instructions:
             self._message("instructions", {"role": "system", "content": instructions})
 
@@ -172,7 +173,7 @@ class _Turns:
         return message
 
     def _turn(self, where: str) -> dict[str, Any]:
-        """The assistant's open turn, or a new one."""
+        """The assistant's message that is open for further items, or a new one."""
         return self.messages[-1] if self._open else self._message(where, {"role": "assistant"}, open=True)
 
     def _say(self, where: str, item: Mapping[str, Any]) -> None:
@@ -191,8 +192,8 @@ class _Turns:
         if self._open and "content" in self.messages[-1] and "tool_calls" not in self.messages[-1]:
             self._open = False
         turn = self._turn(where)
-        said = turn.get("content")
-        turn["content"] = content if said is None else f"{_joined(said)}\n{_joined(content)}"
+        existing = turn.get("content")
+        turn["content"] = content if existing is None else f"{_joined(existing)}\n{_joined(content)}"
 
     def _think(self, where: str, item: Mapping[str, Any]) -> None:
         parts: Any = item.get("content") or item.get("summary") or []
@@ -257,7 +258,7 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(given: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
-    """``tool_choice`` in a chat's form, where names are one level deeper."""
+    """``tool_choice`` as a chat request writes it: the function's name is one level deeper."""
     if given is None or isinstance(given, str):
         return given
     kind, tools = given.get("type"), given.get("tools")
@@ -271,7 +272,7 @@ def _choice(given: str | Mapping[str, Any] | None) -> str | dict[str, Any] | Non
 
 
 def _form(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """``text.format`` in the form of ``response_format``."""
+    """``text.format`` as the field ``response_format`` of a chat request."""
     if given is None or given.get("type") == "text":
         return None
     if given.get("type") != "json_schema":

@@ -1,8 +1,8 @@
-"""Request and reply types of /v1/responses, OpenAI's Responses API.
+"""Request and response types of /v1/responses, OpenAI's Responses API.
 
-Known fields that are not supported follow the rule of :mod:`~chairlift.server.protocol`. Fields that concern only tools
-on OpenAI's servers (``max_tool_calls``), billing and caching there (``prompt_cache_key``, ``safety_identifier``) or the
-form of a stream (``stream_options``) are hints, and ignored.
+Known fields that are not supported follow the rule of :mod:`~chairlift.server.protocol`. Three kinds of fields are
+hints, so they are ignored: fields for tools on OpenAI's servers (``max_tool_calls``), for billing and caching on these
+servers (``prompt_cache_key``, ``safety_identifier``), and for the form of a stream (``stream_options``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from chairlift.server.protocol import (
     SampledRequest,
     StopString,
     TemplateVariables,
-    refused_beside,
+    refused_elsewhere,
 )
 from chairlift.tool_calls.request import MAX_TOOLS
 
@@ -44,7 +44,8 @@ INCLUDABLE: Final = (
     *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
     *("computer_call_output.output.image_url", "code_interpreter_call.outputs"),
 )
-"""Values of ``include``. Only the first changes a reply; the others concern features that do not exist here."""
+"""Accepted values of ``include``. Only the first value changes a response; the others concern features that this
+server does not have."""
 
 _ITEM_SCHEMA: Final = {
     "description": "A message (role and content), a reasoning item, a function_call (call_id, name, arguments) or a "
@@ -81,7 +82,8 @@ class TextOptions(msgspec.Struct, kw_only=True):
     """The field ``text``."""
 
     format: Form | None = None
-    """Type ``text``, ``json_object`` or ``json_schema`` (with ``schema``; always enforced, whatever ``strict`` is)."""
+    """``type`` is ``text``, ``json_object`` or ``json_schema``. A schema is always enforced, even if ``strict`` is
+    false."""
     verbosity: str | None = None
     """Ignored."""
 
@@ -90,49 +92,51 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     """The field ``reasoning``."""
 
     effort: Annotated[str, Meta(max_length=32)] | None = None
-    """none, minimal, low, medium, high, xhigh or max, if the chat template uses it."""
+    """``none``, ``minimal``, ``low``, ``medium``, ``high``, ``xhigh`` or ``max``. It has an effect if the chat
+    template uses it."""
     summary: str | None = None
-    """Ignored: ``content`` has the whole reasoning."""
+    """Ignored, because ``content`` has the whole reasoning."""
     generate_summary: str | None = None
-    """Older name of summary."""
+    """Older name of ``summary``."""
 
 
 class ResponsesRequest(SampledRequest, kw_only=True):
     """The body of POST /v1/responses."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=4096)]
-    """A text of the user, or the items of the conversation."""
+    """A text of the user, or a list of items of the conversation."""
     instructions: Annotated[str, Meta(max_length=2**24)] | None = None
-    """System message. Instructions of the previous response no longer apply."""
+    """System message of this request. The previous response's instructions are not used again."""
     previous_response_id: Annotated[str, Meta(max_length=128)] | None = None
-    """Id of a stored response whose conversation continues."""
+    """Id of the stored response that this request continues."""
     store: bool | None = None
-    """true: keep the response in memory for previous_response_id and GET. Otherwise it is not kept."""
+    """true: keep the response in memory, for ``previous_response_id`` and GET. Default: the response is not stored."""
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    """Most tokens, including reasoning. Without it: as many as fit."""
+    """Maximum number of output tokens, including reasoning. If missing, the output may fill the model's length."""
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[str, Meta(max_length=64)] | Annotated[dict[str, Any], Meta(max_length=16)] | None = None
-    """auto, none, required, a function by name, or allowed_tools."""
+    """``auto``, ``none``, ``required``, or an object that names a function or is of the type ``allowed_tools``."""
     parallel_tool_calls: bool | None = None
-    """false: calls after the first are dropped from the answer."""
+    """false: tool calls after the first are dropped from the response."""
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=16)] | None = None
-    """``message.output_text.logprobs``: log-probabilities of the answer's tokens."""
+    """``message.output_text.logprobs`` adds the log-probabilities of the output tokens."""
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    """Number of most likely tokens at each position to report as well."""
+    """Number of alternatives at each position, the most likely tokens, whose log-probabilities are returned."""
     truncation: Annotated[str, Meta(max_length=16)] | None = None
-    """disabled: a conversation that is too long is refused."""
+    """``disabled``: a conversation that is too long for the model is refused."""
     metadata: Metadata | None = None
-    """Copied to the reply."""
+    """Key -> value, copied to the response."""
     user: Annotated[str, Meta(max_length=256)] | None = None
-    """Name of the caller. Without API keys, it decides whose share of the engine the request uses."""
+    """Name of the caller. If there are no API keys, the scheduler treats it as the tenant that is charged for the
+    request."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
     chat_template_kwargs: TemplateVariables | None = None
 
 
 _ALONE: Final = "responses are made while the client waits; leave it out"
-REFUSED: Final[Refusals] = refused_beside(
+REFUSED: Final[Refusals] = refused_elsewhere(
     ResponsesRequest,
     {
         "background": ((), _ALONE),
@@ -166,7 +170,7 @@ class IncompleteDetails(msgspec.Struct, kw_only=True):
 
 
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
-    """A part of a message."""
+    """A text part of a message."""
 
     text: str
     annotations: list[Any] = []
@@ -174,7 +178,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
 
 
 class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """Text of the answer."""
+    """A message with generated text."""
 
     id: str
     role: Literal["assistant"] = "assistant"
@@ -183,41 +187,42 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """A call that the model wants the client to make. Its result is a function_call_output with the same call_id."""
+    """A tool call that the model wants the client to make. The client sends the result in a ``function_call_output``
+    item with the same call_id."""
 
     id: str
     call_id: str
     name: str
     arguments: str
-    """JSON text of an object."""
+    """The arguments: a JSON object, as text."""
     status: str
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """A part of the reasoning."""
+    """A text part of the reasoning."""
 
     text: str
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """Reasoning of the model before its answer."""
+    """An item with the reasoning of the model."""
 
     id: str
     summary: list[Any] = []
     content: list[ReasoningText]
     encrypted_content: None = None
-    """Always null: content has the reasoning, which may be sent back."""
+    """Always null: ``content`` has the reasoning as text, and a client may send it back."""
     status: str
 
 
 class InputTokensDetails(msgspec.Struct, kw_only=True):
-    """Part of :class:`ResponseUsage`."""
+    """Number of cached input tokens, a part of :class:`ResponseUsage`."""
 
     cached_tokens: int
 
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):
-    """Part of :class:`ResponseUsage`."""
+    """Number of reasoning tokens, a part of :class:`ResponseUsage`."""
 
     reasoning_tokens: int
 
@@ -233,13 +238,13 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """The answer to a request, with the fields of the request."""
+    """A response of the API, with the fields copied from the request."""
 
     id: str
     object: Literal["response"] = "response"
     created_at: int
     status: str
-    """in_progress, completed, incomplete or failed."""
+    """``in_progress``, ``completed``, ``incomplete`` or ``failed``."""
     background: bool = False
     completed_at: int | None = None
     error: ResponseError | None = None
@@ -265,11 +270,11 @@ class Response(msgspec.Struct, kw_only=True):
     user: str | None
     metadata: dict[str, str]
     tool_call_errors: list[str] | UnsetType = UNSET
-    """What was wrong with text that began like a tool call and is part of a message."""
+    """Descriptions of malformed tool calls. Their text stays in a message."""
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True):
-    """The reply to DELETE."""
+    """The response to DELETE."""
 
     id: str
     object: Literal["response"] = "response"
@@ -277,14 +282,14 @@ class DeletedResponse(msgspec.Struct, kw_only=True):
 
 
 class InputTokenCount(msgspec.Struct, kw_only=True):
-    """Number of tokens in the prompt of a conversation."""
+    """The response of /v1/responses/input_tokens: number of tokens in the prompt."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
 
 
 class InputItemList(msgspec.Struct, kw_only=True):
-    """A page of the items before a response's answer."""
+    """A page of the input items of a stored response."""
 
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]

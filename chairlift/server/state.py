@@ -1,4 +1,4 @@
-"""State that all endpoints share."""
+"""State that all endpoints of one server share."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ __all__ = ["ServerState"]
 
 @dataclasses.dataclass(slots=True)
 class ServerState:
-    """State of one server. Endpoints use it as ``request.app.state.server``."""
+    """State of one server. Endpoints access it as ``request.app.state.server``."""
 
     config: ServerConfig
     engine: AsyncEngine
     model_names: tuple[str, ...]
-    """Model names for clients; answers have the first."""
+    """Model names for clients. Responses to requests without a model name have the first."""
     api_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Key -> tenant that is charged for its requests."""
+    """API key -> tenant that is charged for the key's requests."""
     started_at: int = 0
-    """Unix time, for ``created`` in /v1/models."""
+    """Unix time of the server's start, shown as ``created`` in /v1/models."""
     draining: bool = False
-    """Whether the server finishes its requests and accepts no new ones."""
+    """Whether the server is shutting down: it finishes its requests and accepts no new ones."""
     num_body_bytes: int = 0
-    """Bytes of all request bodies that are not tokens yet."""
+    """Bytes of all request bodies that have not been turned into tokens."""
     reading: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    """Held while a long body is parsed."""
+    """Locked while a long body is parsed."""
     writing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    """Held while a thread writes a piece of a long reply."""
+    """Locked while a thread encodes a piece of a long response."""
     num_logprobs: int = 0
-    """Most log-probabilities of all running requests together."""
+    """Maximum number of log-probabilities that all running requests together may return."""
     num_in_progress: int = 0
-    """Number of HTTP requests to /v1/* whose answer is not finished."""
+    """Number of HTTP requests to /v1/* whose response is not finished."""
     responses: ResponseStore = dataclasses.field(default_factory=ResponseStore)
     """Responses that clients asked to be stored."""
     live: LiveFeed | None = None
-    """Data of the live view; None before its first viewer."""
+    """Data source of the live view; None before its first viewer."""
     media: MediaSource | None = None
-    """Reads images from addresses, if the settings name some that may be read."""
+    """Reads images from URLs; None if the settings allow no URLs."""
     tracer: RequestTracer | None = None
-    """Writes a trace of every request, if the settings ask for it."""
+    """Writes an OpenTelemetry trace of every request; None if the settings turn it off."""
     batches: BatchWorker | None = None
-    """Stores files and answers batches, if the settings name a directory for them."""
+    """Stores files and processes batches; None if the settings name no directory for them."""

@@ -1,4 +1,5 @@
-"""A log line per interval with the state of a busy server, and a warning when too much work is done twice."""
+"""Log lines about a busy server: its state at regular intervals, and a warning if many sequences are preempted and
+recomputed."""
 
 from __future__ import annotations
 
@@ -13,18 +14,19 @@ __all__ = ["PreemptionAlarm", "StatusLine"]
 
 _WATCH: Final = 0.02
 _TOO_MANY: Final = 0.05
-"""Share of preempted sequences, among finished ones, that causes a warning."""
+"""Fraction of finished sequences that were preempted above which a warning is logged."""
 _QUIET_SECONDS: Final = 60.0
 _MARGIN: Final = 0.9
-"""Share of the fitting sequences to recommend, because sequences grow while they run."""
+"""Recommended number of sequences divided by the number that fits in the KV cache now. It is below 1, because
+sequences grow while they run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Counts:
-    """Counters whose growth over an interval is reported."""
+    """Counters whose increase over an interval is reported."""
 
     prompt: int
-    """Prompt tokens computed: all computed tokens minus those known to be others."""
+    """Number of computed prompt tokens: all computed tokens minus output tokens and recomputed tokens."""
     delivered: int
     queries: int
     hits: int
@@ -48,7 +50,7 @@ class _Counts:
 
 
 class StatusLine:
-    """Makes status lines. It remembers the counters of the last line, so that each line covers the time since then."""
+    """Makes status lines. Each line covers the time since the previous line."""
 
     def __init__(self, stats: RequestStats, now: float) -> None:
         self._before = _Counts.of(stats)
@@ -57,8 +59,8 @@ class StatusLine:
     def next(self, stats: RequestStats, *, num_waiting: int, now: float) -> str | None:
         """The line for the interval that ends at ``now`` (seconds); None when nothing happened.
 
-        ``num_waiting`` counts requests that wait for a step. The line is marked when 2 % or more of the sequences that
-        finished in the last 60 s were preempted.
+        ``num_waiting`` is the number of requests that have not been in a step. The line has a mark if 2 % or more of
+        the sequences that finished in the last 60 s were preempted.
         """
         counts, before = _Counts.of(stats), self._before
         seconds = max(now - self._time, 1e-3)
@@ -93,14 +95,14 @@ def _mark(rate: float) -> str:
 
 
 class PreemptionAlarm:
-    """Warns of too many preemptions, with a remedy, at most once a minute."""
+    """Warns about too many preemptions and says what to change, at most once a minute."""
 
     def __init__(self) -> None:
         self._quiet_until = -math.inf
         self._num_steps = 0
 
     def next(self, stats: RequestStats, info: EngineInfo, *, now: float) -> str | None:
-        """The warning, when more than 5 % of the sequences that finished in the last 60 s were preempted; otherwise
+        """The warning, if more than 5 % of the sequences that finished in the last 60 s were preempted; otherwise
         None."""
         engine = stats.engine
         stands_still, self._num_steps = engine.num_steps == self._num_steps, engine.num_steps
@@ -114,22 +116,23 @@ class PreemptionAlarm:
 
 
 def _remedy(engine: EngineStats, info: EngineInfo) -> str:
-    """The setting to change, from the number of sequences of the present size that fit into the KV cache."""
-    most = info.max_num_seqs
+    """Text that recommends a setting, computed from the number of sequences of the current size that fit in the KV
+    cache."""
+    max_seqs = info.max_num_seqs
     if not engine.num_running or not engine.used_blocks:
         return "raise --kv-cache-memory-bytes, or lower --max-num-seqs"
     fits = info.num_blocks * engine.num_running / engine.used_blocks
-    if fits > most / _MARGIN:
+    if fits > max_seqs / _MARGIN:
         return (
             f"the KV cache has room for {fits:,.0f} of them, so rows are what was short: raise --max-num-seqs from"
-            f" {most:,}, or send less that displaces others"
+            f" {max_seqs:,}, or send less that displaces others"
         )
-    fits = min(most, fits)
+    fits = min(max_seqs, fits)
     fewer = max(1, int(_MARGIN * fits))
-    lower = f"lower --max-num-seqs from {most:,} to {fewer:,}"
-    raise_ = f"raise --kv-cache-memory-bytes to {most / fewer:.1f} times what it is"
-    first, second = (lower, raise_) if fewer * 2 >= most else (raise_, lower)
+    lower = f"lower --max-num-seqs from {max_seqs:,} to {fewer:,}"
+    raise_ = f"raise --kv-cache-memory-bytes to {max_seqs / fewer:.1f} times what it is"
+    first, second = (lower, raise_) if fewer * 2 >= max_seqs else (raise_, lower)
     return (
         f"about {fits:,.0f} sequences of {engine.used_blocks / engine.num_running:,.0f} blocks fit into the KV cache,"
-        f" and {most:,} may run: best {first}, or else {second}"
+        f" and {max_seqs:,} may run: best {first}, or else {second}"
     )

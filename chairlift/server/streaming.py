@@ -1,9 +1,9 @@
-"""From the engine's streams to answers, as a whole or as server-sent events.
+"""Turns the engine's streams into responses: whole responses, or server-sent events.
 
-A stream has these events: a chunk per answer with the role (chat only), chunks with new output, one chunk per answer
-with its ``finish_reason``, one with the usage and no choices if requested, and ``[DONE]``. An error ends the stream
-with an error object, without ``[DONE]``. (Responses and messages have other events.) No status is sent before the first
-output, so that an earlier error has its real status.
+A stream has these events: one chunk per choice with the role (chat only), chunks with new output, one chunk per choice
+with its ``finish_reason``, one chunk with the usage and no choices if requested, and ``[DONE]``. An error ends the
+stream with an error object, without ``[DONE]``. (/v1/responses and /v1/messages have other events.) The HTTP status is
+sent with the first output. So an error before that point still gets its own status.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ __all__ = [
     "TokenTexts",
     "Usage",
     "abort_all",
-    "beside",
     "collect",
     "finite",
     "in_pieces",
     "json_response",
     "merge",
+    "on_thread_if_long",
     "parts",
     "prompt_logprobs",
     "reply_head",
@@ -68,31 +68,31 @@ __all__ = [
 
 _encode: Final = msgspec.json.encode
 _LOWEST_LOGPROB: Final = -9999.0
-"""Value in place of minus infinity, which JSON does not have."""
+"""Value that replaces minus infinity, which JSON cannot represent."""
 _PIECE: Final = 1 << 16
-"""Approximate bytes of events that are sent at a time, if one output has more."""
-_MANY: Final = 512
-"""Longer lists of tokens are decoded on a thread, so that streams continue."""
+"""Approximate maximum number of bytes that are sent at a time."""
+_MAX_ON_LOOP: Final = 512
+"""Number of tokens above which a list is decoded on a thread, so that other streams are not delayed."""
 
 _T = TypeVar("_T")
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Part of :class:`Usage`."""
+    """Number of cached prompt tokens, a part of :class:`Usage`."""
 
     cached_tokens: int
     """Prompt tokens read from the prefix cache."""
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Part of :class:`Usage`."""
+    """Details of the output tokens, a part of :class:`Usage`."""
 
     reasoning_tokens: int | UnsetType = UNSET
-    """Number of reasoning tokens in the answers, marks included; None if reasoning is not separated."""
+    """Number of reasoning tokens in the outputs, including the marks. Missing if reasoning is not separated."""
     accepted_prediction_tokens: int | UnsetType = UNSET
-    """Tokens that were drafted from ``prediction`` and were right. There where the request has one."""
+    """Draft tokens from ``prediction`` that the model confirmed. Present if the request has a ``prediction``."""
     rejected_prediction_tokens: int | UnsetType = UNSET
-    """Tokens that were drafted from it in vain."""
+    """Draft tokens from ``prediction`` that the model rejected. Present if the request has a ``prediction``."""
 
 
 class Usage(msgspec.Struct):
@@ -103,18 +103,18 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Present if reasoning is separated from the answer, or the request has a ``prediction``."""
+    """Present if reasoning is separated from the content, or if the request has a ``prediction``."""
 
 
 class Timing(msgspec.Struct):
-    """Time of a request by cause, from its arrival to its end."""
+    """Time from a request's arrival to its end, divided by cause."""
 
     queue_ms: float
-    """Milliseconds from its arrival to its first step."""
+    """Milliseconds from the request's arrival to its first step."""
     causes_ms: dict[str, float]
-    """Milliseconds by cause; docs/why-slow.md explains them."""
+    """Cause of waiting or computing -> milliseconds; docs/why-slow.md explains the causes."""
     preempted_by: list[str]
-    """Engine ids of the last requests that preempted it."""
+    """Engine ids of requests that preempted this request. Only the latest are listed."""
 
 
 class PromptLogprob(msgspec.Struct):
@@ -126,7 +126,8 @@ class PromptLogprob(msgspec.Struct):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""One entry per prompt token, by token id; the first is null because no token precedes it."""
+"""One entry per prompt token: token id (as text) -> log-probability. The first entry is null, because no token
+precedes it."""
 
 
 class Meter:
@@ -137,12 +138,13 @@ class Meter:
         self._cached = [0] * len(streams)
         self._completion_tokens = 0
         self._predicted: dict[tuple[int, int], tuple[int, int]] | None = {} if predicted else None
-        """(prompt, answer) -> tokens drafted from the text that was expected, right and wrong; None without one."""
+        """(prompt index, output index) -> (accepted, rejected) draft tokens from ``prediction``. None if the request
+        has no ``prediction``."""
         self.reasoning_tokens: int | None = None
-        """None if reasoning is not separated from the answer."""
+        """Number of reasoning tokens over all outputs; None if reasoning is not separated."""
 
     def note(self, prompt: int, output: RequestOutput) -> None:
-        """Count the answers in ``output`` as delivered."""
+        """Count the tokens of ``output``, which is about to be sent."""
         self._cached[prompt] = output.num_cached_tokens
         for answer in output.outputs:
             self._completion_tokens += len(answer.token_ids)
@@ -166,18 +168,20 @@ class Meter:
 # --- the engine's side ------------------------------------------------------------------------------------------------
 
 
-async def beside(state: ServerState, size: int, work: Callable[[], _T]) -> _T:
-    """Run ``work`` on ``size`` tokens; if they are many, on a thread, in turn. Raises QueueFullError."""
-    return await state.engine.beside(work) if size > _MANY else work()
+async def on_thread_if_long(state: ServerState, size: int, work: Callable[[], _T]) -> _T:
+    """Run ``work``, which processes ``size`` tokens. If there are many tokens, it runs on a thread. Raises
+    QueueFullError."""
+    return await state.engine.beside(work) if size > _MAX_ON_LOOP else work()
 
 
 def truncate(
     prompt: list[int], keep: int | None, info: EngineInfo, max_tokens: int | None, added: tuple[int, int] = (0, 0)
 ) -> list[int]:
-    """``keep`` tokens of a prompt: its end, and the special tokens that the tokenizer ``added`` before and behind it,
-    like a tokenizer that truncates on the left. -1 keeps as many as leave room for the answer; None keeps all.
+    """The last tokens of a prompt, so that ``keep`` tokens remain. Special tokens that the tokenizer ``added`` (number
+    before, number after) are kept and counted.
 
-    Raises ApiError if ``keep`` is less than the number of added tokens.
+    -1 keeps the largest number that leaves room for the output; None keeps all. Raises ApiError if ``keep`` is less
+    than the number of added tokens.
     """
     if keep == -1:
         keep = max(1, min(info.max_model_len, info.capacity_tokens + 1) - (1 if max_tokens is None else max_tokens))
@@ -186,8 +190,8 @@ def truncate(
     before, behind = added
     if keep < max(1, before + behind):
         own = before + behind
-        least = f"the tokenizer adds {own}, which are kept" if own else "a prompt has at least 1"
-        message = f"truncate_prompt_tokens keeps {keep} tokens, but {least}; raise it, or leave it out"
+        reason = f"the tokenizer adds {own}, which are kept" if own else "a prompt has at least 1"
+        message = f"truncate_prompt_tokens keeps {keep} tokens, but {reason}; raise it, or leave it out"
         raise ApiError(400, message, code="invalid_value", param="truncate_prompt_tokens")
     return prompt[:before] + prompt[len(prompt) - keep + before :]
 
@@ -203,11 +207,11 @@ async def submit_all(
     adapter: str = "",
     images: PlacedImages | None = None,
 ) -> list[OutputStream]:
-    """Submit all prompts and return one stream for each, or raise the error of one (with its index if there are
-    several).
+    """Submit all prompts and return one stream per prompt. Raises the first error; with several prompts the error
+    names the prompt's index.
 
-    ``caller`` is charged. Callers with different API keys share no cache. ``adapter`` is the name of a loaded one,
-    and ``images`` belong to a single prompt.
+    ``caller`` is charged. Callers with different API keys share no cache. ``adapter`` is the name of a loaded adapter.
+    ``images`` are allowed with a single prompt only.
     """
     streams: list[OutputStream] = []
     kind = OutputKind.DELTA if stream else OutputKind.FINAL
@@ -251,7 +255,8 @@ def abort_all(streams: Sequence[OutputStream]) -> None:
 
 
 async def collect(streams: Sequence[OutputStream]) -> list[RequestOutput]:
-    """The whole answers, in the order of the prompts. Afterwards no request is left in the engine, whatever happens."""
+    """Wait for the whole outputs and return them in the order of the prompts. All requests have left the engine
+    afterwards, also after an error."""
     outputs: dict[int, RequestOutput] = {}
     try:
         async with contextlib.aclosing(merge(streams)) as news:
@@ -265,7 +270,8 @@ async def collect(streams: Sequence[OutputStream]) -> list[RequestOutput]:
 
 
 async def merge(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """(index of the stream, output) in the order of arrival. Streams with outputs take turns."""
+    """(index of the stream, output) in the order in which outputs arrive. If several streams have outputs, they take
+    turns."""
     if len(streams) == 1:
         output = None
         async for output in streams[0]:
@@ -303,7 +309,7 @@ def _whole(last: RequestOutput | None) -> RequestOutput:
 
 
 def _check_end(output: RequestOutput, answer: CompletionOutput) -> None:
-    """Raise ApiError for an answer that ended abnormally."""
+    """Raise ApiError if the output ended abnormally, for example by an engine error."""
     if answer.finish_reason is FinishReason.ERROR:
         reason = output.error or "its logits could not be used"
         status, code = (400, "invalid_value") if is_of_the_caller(reason) else (500, "generation_failed")
@@ -318,7 +324,7 @@ def _check_end(output: RequestOutput, answer: CompletionOutput) -> None:
 
 
 def reply_head(prefix: str, model: str, info: EngineInfo, streams: Sequence[OutputStream]) -> dict[str, Any]:
-    """First fields of replies and chunks. All answers of one reply have the same class of service."""
+    """First fields of responses and chunks. All outputs of one response have the same class of service."""
     return {
         "id": f"{prefix}-{secrets.token_hex(16)}",
         "created": int(time.time()),
@@ -329,19 +335,20 @@ def reply_head(prefix: str, model: str, info: EngineInfo, streams: Sequence[Outp
 
 
 def json_response(content: Any, headers: Mapping[str, str] | None = None) -> Response:
-    """A reply with status 200."""
+    """A response with status 200 and ``content`` as JSON."""
     return Response(_encode(content), headers=headers, media_type="application/json")
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can represent."""
+    """A log-probability that JSON can represent: minus infinity becomes ``_LOWEST_LOGPROB``."""
     return max(logprob, _LOWEST_LOGPROB)
 
 
-def timing(outputs: Sequence[RequestOutput], wanted: bool | None) -> Timing | UnsetType:
-    """Timing of the output that took longest, if wanted. Outputs whose end the engine does not know have no timing."""
+def timing(outputs: Sequence[RequestOutput], requested: bool | None) -> Timing | UnsetType:
+    """Timing of the output that took longest, if ``requested``. UNSET if the engine did not report an end of any
+    output."""
     charged = [(m.causes, m) for output in outputs if (m := output.metrics) is not None and m.causes]
-    if not wanted or not charged:
+    if not requested or not charged:
         return UNSET
     causes, of = max(charged, key=lambda each: sum(each[0].values()))
     queue = (of.first_scheduled_time or of.arrival_time) - of.arrival_time
@@ -350,42 +357,42 @@ def timing(outputs: Sequence[RequestOutput], wanted: bool | None) -> Timing | Un
 
 
 class TokenTexts:
-    """Texts of tokens in log-probabilities."""
+    """Texts of tokens for the log-probabilities of a response."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
         self.tokenizer = tokenizer
         self._as_ids = as_ids or tokenizer is None
 
     def text(self, token_id: int, entry: Logprob) -> str:
-        """The token's own text, or ``token_id:17``."""
+        """The token's text, or ``token_id:17`` if the request asks for ids."""
         return f"token_id:{token_id}" if self._as_ids else entry.decoded_token or ""
 
     def bytes(self, token_id: int, entry: Logprob) -> bytes:
-        """Bytes of the token. The text of a token with a part of a character does not contain them."""
+        """Bytes of the token. They differ from the bytes of its text if the token holds only a part of a character."""
         if self.tokenizer is not None and self.tokenizer.byte_decoding is not None:
             return self.tokenizer.token_bytes(token_id, skip_special_tokens=False)
         return (entry.decoded_token or "").encode()
 
 
 def prompt_logprobs(
-    entries: Sequence[Mapping[int, Logprob] | None] | None, texts: TokenTexts, most: int, pieces: Pieces
+    entries: Sequence[Mapping[int, Logprob] | None] | None, texts: TokenTexts, top: int, pieces: Pieces
 ) -> Any:
-    """The engine's prompt log-probabilities in the form of replies: the prompt's token and the ``most`` most likely
-    ones."""
+    """The engine's prompt log-probabilities in the form of the response. Each entry has the prompt's token and the
+    ``top`` most likely tokens."""
     if entries is None:
         return None
-    return pieces.later(json_items(_told(entry, texts, most) for entry in entries), len(entries) * (most + 1))
+    return pieces.later(json_items(_prompt_entry(entry, texts, top) for entry in entries), len(entries) * (top + 1))
 
 
-def _told(entry: Mapping[int, Logprob] | None, texts: TokenTexts, most: int) -> dict[str, PromptLogprob] | None:
+def _prompt_entry(entry: Mapping[int, Logprob] | None, texts: TokenTexts, top: int) -> dict[str, PromptLogprob] | None:
     if entry is None:
         return None
-    kept = [(i, e) for k, (i, e) in enumerate(entry.items()) if k == 0 or (e.rank or 0) <= most]
-    return {str(i): PromptLogprob(finite(e.logprob), e.rank, texts.text(i, e)) for i, e in kept}
+    shown = [(i, e) for k, (i, e) in enumerate(entry.items()) if k == 0 or (e.rank or 0) <= top]
+    return {str(i): PromptLogprob(finite(e.logprob), e.rank, texts.text(i, e)) for i, e in shown}
 
 
 def parts(answer: CompletionOutput, top: int) -> Iterator[CompletionOutput]:
-    """The new part of an answer, divided if it has many log-probabilities. The first part has the text."""
+    """The new part of an output, divided if it has many log-probabilities. The first division has all of the text."""
     size = tokens_at_once(top)
     if answer.logprobs is None or len(answer.token_ids) <= size:
         yield answer
@@ -397,45 +404,47 @@ def parts(answer: CompletionOutput, top: int) -> Iterator[CompletionOutput]:
 
 
 def in_pieces(events: Iterable[bytes]) -> Iterator[bytes]:
-    """The events, several short ones together, so that no piece is long."""
-    held = bytearray()
+    """Join short events, so that fewer and larger pieces are sent. No piece is much longer than ``_PIECE``."""
+    buffer = bytearray()
     for event in events:
-        held += event
-        if len(held) >= _PIECE:
-            yield bytes(held)
-            held.clear()
-    yield bytes(held)
+        buffer += event
+        if len(buffer) >= _PIECE:
+            yield bytes(buffer)
+            buffer.clear()
+    yield bytes(buffer)
 
 
 def tokens_at_once(top: int) -> int:
-    """Number of tokens with ``top`` likely ones each that are written at a time on the event loop: 1,024 entries."""
+    """Number of tokens that are encoded at a time on the event loop, if each has ``top`` alternatives: about 1,024
+    log-probabilities."""
     return max(1, 1024 // (top + 1))
 
 
 class StreamWriter:
-    """Writes the events of one stream. Subclasses define them."""
+    """Base class for writers of stream events. Subclasses define the events."""
 
     def __init__(self, streams: Sequence[OutputStream]) -> None:
         self.meter = Meter(streams)
 
     def start(self) -> bytes:
-        """Bytes before the first output."""
+        """Bytes to send before the first output."""
         return b""
 
     def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
-        """Events for one output of the prompt with this index, in pieces; none when there is nothing new to send."""
+        """Events for one output of the prompt with the index ``prompt``, in pieces; empty if there is nothing to
+        send."""
         raise NotImplementedError
 
     def end(self) -> bytes:
-        """Bytes after the last output."""
+        """Bytes to send after the last output."""
         return b""
 
     def failed(self, error: ApiError) -> bytes:
-        """Bytes that end the stream after an error."""
+        """Bytes that end the stream after ``error``."""
         return b"data: " + _encode(error_body(error)) + b"\n\n"
 
     def note(self, prompt: int, output: RequestOutput) -> None:
-        """Count an output. Raises ApiError for an answer that ended abnormally."""
+        """Count the tokens of an output. Raises ApiError if it ended abnormally."""
         self.meter.note(prompt, output)
         for answer in output.outputs:
             if answer.finish_reason is not None:
@@ -443,44 +452,44 @@ class StreamWriter:
 
 
 class ChunkWriter(StreamWriter):
-    """Writes the events of chat and text completions. The constant part of every event is encoded once.
+    """Writes the events of chat and text completions. The constant part of all events is encoded once.
 
-    ``head`` has the fields of all chunks. Subclasses make the choices.
+    ``head`` has the fields that all chunks share. Subclasses make the choices.
     """
 
-    def __init__(self, head: Mapping[str, Any], asked: GenerationRequest, streams: Sequence[OutputStream]) -> None:
+    def __init__(self, head: Mapping[str, Any], payload: GenerationRequest, streams: Sequence[OutputStream]) -> None:
         super().__init__(streams)
-        options = asked.stream_options or StreamOptions()
-        self._timing = asked.return_timing
-        self.meter = Meter(streams, predicted=asked.prediction is not None)
+        options = payload.stream_options or StreamOptions()
+        self._timing = payload.return_timing
+        self.meter = Meter(streams, predicted=payload.prediction is not None)
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._continuous = bool(options.continuous_usage_stats)
         self._include_usage = bool(options.include_usage)
         self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
 
     def choices(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> Iterator[bytes]:
-        """JSON of the choices for the new part of an answer, one per event."""
+        """JSON of the choices for the new part of an output. Each item is sent as one event."""
         raise NotImplementedError
 
     def chunk(self, prompt: int, output: RequestOutput) -> Iterator[bytes]:
         self.note(prompt, output)
-        told = timing([output], self._timing) if output.finished else UNSET
-        held, size, last = list[bytes](), 0, b""
+        times = timing([output], self._timing) if output.finished else UNSET
+        buffer, size, last = list[bytes](), 0, b""
         for answer in output.outputs:
             for choice in self.choices(prompt, output, answer):
                 if last:
-                    held.append(self.event(last))
-                    size += len(held[-1])
+                    buffer.append(self.event(last))
+                    size += len(buffer[-1])
                 last = choice
                 if size >= _PIECE:
-                    yield b"".join(held)
-                    held, size = [], 0
+                    yield b"".join(buffer)
+                    buffer, size = [], 0
         if last:
-            held.append(self.event(last, b"" if told is UNSET else b',"timing":' + _encode(told)))
-            yield b"".join(held)
+            buffer.append(self.event(last, b"" if times is UNSET else b',"timing":' + _encode(times)))
+            yield b"".join(buffer)
 
     def event(self, choice: bytes, more: bytes = b"") -> bytes:
-        """One server-sent event; ``more`` is JSON after the choices."""
+        """One server-sent event; ``more`` is JSON to add after the choices."""
         if self._continuous:
             return self._head + choice + b"]" + more + b',"usage":' + _encode(self.meter.usage()) + b"}\n\n"
         return self._head + choice + b"]" + more + self._tail
@@ -493,7 +502,8 @@ class ChunkWriter(StreamWriter):
 async def start_stream(
     state: ServerState, streams: Sequence[OutputStream], chunks: StreamWriter, headers: Mapping[str, str]
 ) -> EventStream:
-    """Wait for the first output and begin a stream with it. Earlier errors are raised."""
+    """Wait for the first output, and return a stream that begins with it. Raises errors that happen before the first
+    output."""
     outputs = merge(streams)
     try:
         first = await anext(outputs, None)
@@ -510,11 +520,11 @@ async def start_stream(
 
 
 class EventStream(Response):
-    """Server-sent events, each sent when it is made, without a task or queue in between. ``over`` is called when they
-    end or the client leaves.
+    """A response of server-sent events. Each event is sent as soon as it is made, without a task or queue in between.
 
-    The engine does not wait for a slow reader; later outputs become one larger chunk. The connection of a reader that
-    stops reading is closed by its timeout, which ends the stream.
+    ``over`` is called when the events end or the client disconnects. The engine does not wait for a slow client;
+    outputs that wait are merged into one larger chunk. If a client stops reading, the stall timeout closes its
+    connection, which ends the stream.
     """
 
     media_type = "text/event-stream"
@@ -547,7 +557,7 @@ async def _events(
     first: Iterator[bytes],
     request_id: str,
 ) -> AsyncGenerator[bytes, None]:
-    """Pieces of a stream: one per output of the engine, or several for a long one."""
+    """Pieces of a stream: one piece per output of the engine, or several for a long output."""
     async with contextlib.aclosing(outputs):
         try:
             async for piece in _in_turns(first):
@@ -561,7 +571,7 @@ async def _events(
 
 
 async def _in_turns(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The non-empty pieces. Other tasks get a turn between two of them."""
+    """The non-empty pieces. Other tasks may run between two pieces."""
     is_first = True
     for piece in pieces:
         if not is_first:

@@ -1,4 +1,5 @@
-"""Form of the answer that a request asks for: one value from the fields of OpenAI, vLLM and older vLLM."""
+"""Structured outputs: reads the fields of OpenAI, vLLM and older vLLM that constrain the form of the output, and makes
+one value from them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ FIELDS: Final = (
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     "structural_tag",
 )
-"""Fields for the form of the answer; a request may have one of them."""
+"""Fields that constrain the form of the output; a request may have one of them."""
 _CALLS: Final = "tool_choice asks for a call, whose grammar is made of the parameters of tools:"
 _INSIDE: Final = {
     "response_format": "response_format.json_schema.schema",
@@ -31,8 +32,8 @@ _INSIDE: Final = {
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """The requested form; None for free text. Raises ApiError with the name of a field."""
-    given = _given(request)
+    """The requested constraint; None for free text. Raises ApiError with the name of a field."""
+    given = _form_fields(request)
     if len(given) > 1:
         message = f"{' and '.join(given)} each ask for a form of the answer; leave all but one out"
         raise ApiError(400, message, code="invalid_value", param=given[1])
@@ -50,11 +51,11 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | 
 
 @contextlib.contextmanager
 def naming(request: GenerationRequest) -> Iterator[None]:
-    """Add the name of the requesting field to errors about a grammar, in ``param`` and in the message."""
+    """Context manager: add the name of the field to errors about a grammar, both as ``param`` and in the message."""
     try:
         yield
     except RequestError as error:
-        message, given, forces = str(error), _given(request), _forces_call(request)
+        message, given, forces = str(error), _form_fields(request), _forces_call(request)
         if message.startswith("tool_choice "):
             param = "tool_choice" if forces else given[0]
             raise ApiError(400, message, code="unsupported_parameter", param=param) from None
@@ -69,15 +70,15 @@ def naming(request: GenerationRequest) -> Iterator[None]:
 
 
 def _forces_call(request: GenerationRequest) -> bool:
-    """Whether ``tool_choice`` is the reason for a grammar."""
+    """Whether the grammar exists because ``tool_choice`` forces a call."""
     choice = getattr(request, "tool_choice", None)
     if isinstance(choice, dict) and isinstance(choice.get("allowed_tools"), dict):
         choice = choice["allowed_tools"].get("mode")
     return choice not in (None, "auto", "none")
 
 
-def _given(request: GenerationRequest) -> list[str]:
-    """Names of the fields that ask for a form other than text."""
+def _form_fields(request: GenerationRequest) -> list[str]:
+    """Names of the fields in the request that ask for a form other than text."""
     named = [name for name in FIELDS if getattr(request, name) is not None]
     return [name for name in named if getattr(request, name) != {"type": "text"} or name != "response_format"]
 

@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize: conversion between texts or conversations and token ids."""
+"""POST /tokenize and POST /detokenize: convert texts or conversations to token ids, and token ids to text."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from chairlift.server.limits import read_json, until_tokens
 from chairlift.server.models import check_model, engine_info
 from chairlift.server.protocol import DetokenizeRequest, TokenizeRequest, parse, warning_headers
 from chairlift.server.state import ServerState
-from chairlift.server.streaming import beside, json_response
+from chairlift.server.streaming import json_response, on_thread_if_long
 from chairlift.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["DetokenizeReply", "TokenizeReply", "routes"]
 
 _MAX_STRINGS: Final = 2**18
-"""Most tokens whose texts are listed. More of them, as separate strings, would take gigabytes in a reply."""
+"""Maximum number of tokens whose texts are listed. A list of more strings would take gigabytes."""
 
 
 class TokenizeReply(msgspec.Struct, kw_only=True):
-    """Token ids, their number, and the longest allowed number."""
+    """Token ids, their number, and the model's maximum length."""
 
     count: int
     max_model_len: int
@@ -36,52 +36,52 @@ class TokenizeReply(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeReply(msgspec.Struct, kw_only=True):
-    """The text, special tokens included."""
+    """The text of the token ids, including special tokens."""
 
     prompt: str
 
 
 async def tokenize(request: Request) -> Response:
-    """Token ids of a prompt or of messages."""
+    """Return the token ids of a prompt or of messages."""
     state: ServerState = request.app.state.server
-    asked, ignored = parse(TokenizeRequest, await read_json(request))
-    check_model(state, asked.model)
+    payload, ignored = parse(TokenizeRequest, await read_json(request))
+    check_model(state, payload.model)
     info = engine_info(state)
-    if (asked.prompt is None) == (asked.messages is None):
+    if (payload.prompt is None) == (payload.messages is None):
         raise ApiError(400, "send either prompt or messages", code="invalid_value", param="prompt")
     tokenizer = _tokenizer(state)
-    if asked.prompt is None and asked.add_special_tokens:
+    if payload.prompt is None and payload.add_special_tokens:
         message = "add_special_tokens goes with prompt; the chat template writes its own: leave it out"
         raise ApiError(400, message, code="invalid_value", param="add_special_tokens")
-    if asked.prompt is not None and asked.tools is not None:
+    if payload.prompt is not None and payload.tools is not None:
         message = "tools goes with messages, whose chat template prints them; leave it out"
         raise ApiError(400, message, code="invalid_value", param="tools")
     async with until_tokens(request):
-        if asked.prompt is None:
-            ids = await encode_messages(state, asked, plan_prompt(state, asked, ignored))
+        if payload.prompt is None:
+            ids = await encode_messages(state, payload, plan_prompt(state, payload, ignored))
         else:
-            ids = await state.engine.encode(asked.prompt, asked.add_special_tokens is not False)
+            ids = await state.engine.encode(payload.prompt, payload.add_special_tokens is not False)
         reply = TokenizeReply(count=len(ids), max_model_len=info.max_model_len, tokens=ids)
-        if asked.return_token_strs:
+        if payload.return_token_strs:
             if len(ids) > _MAX_STRINGS:
                 message = f"there are {len(ids):,} tokens, and return_token_strs takes {_MAX_STRINGS:,}; leave it out"
                 raise ApiError(400, message, code="invalid_value", param="return_token_strs")
-            reply.token_strs = await beside(state, len(ids), lambda: [tokenizer.token_text(i) for i in ids])
+            reply.token_strs = await on_thread_if_long(state, len(ids), lambda: [tokenizer.token_text(i) for i in ids])
     return json_response(reply, warning_headers(ignored))
 
 
 async def detokenize(request: Request) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     state: ServerState = request.app.state.server
-    asked, ignored = parse(DetokenizeRequest, await read_json(request))
-    check_model(state, asked.model)
+    payload, ignored = parse(DetokenizeRequest, await read_json(request))
+    check_model(state, payload.model)
     highest = engine_info(state).vocab_size - 1
-    tokens, tokenizer = asked.tokens, _tokenizer(state)
+    tokens, tokenizer = payload.tokens, _tokenizer(state)
     if tokens and max(tokens) > highest:
         message = f"tokens has id {max(tokens)}, but the model knows ids from 0 to {highest}"
         raise ApiError(400, message, code="invalid_value", param="tokens")
     async with until_tokens(request):
-        text = await beside(state, len(tokens), lambda: tokenizer.decode(tokens, False))
+        text = await on_thread_if_long(state, len(tokens), lambda: tokenizer.decode(tokens, False))
     return json_response(DetokenizeReply(prompt=text), warning_headers(ignored))
 
 

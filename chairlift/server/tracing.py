@@ -1,8 +1,8 @@
-"""OpenTelemetry: a span per request. Its wait, prompt, answer and preemptions are child spans.
+"""OpenTelemetry: one span per request, with child spans for its wait, prefill, decode and preemptions.
 
-The caller's ``traceparent`` (W3C Trace Context) makes it a part of the caller's own trace. Attributes have the names of
-the gen_ai conventions, and contain no texts. Spans are made from known times when a request has left. A thread of the
-exporter sends them, and drops them when the collector is not reachable.
+If the caller sends a ``traceparent`` header (W3C Trace Context), the span becomes a part of the caller's trace.
+Attributes have the names of the gen_ai conventions, and contain no texts. The spans of a request are made after it has
+ended, from recorded times. A thread of the exporter sends them. It drops them if the collector is not reachable.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ __all__ = ["RequestTracer", "otlp_exporter"]
 _log = logging.getLogger(__name__)
 _OPERATIONS: Final = dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat")
 _HEADERS: Final = (b"traceparent", b"tracestate", b"baggage")
-_MOST_SECONDS: Final = 3.0
-"""Most seconds for sending a batch of spans, and for sending the rest at the server's end."""
+_MAX_SECONDS: Final = 3.0
+"""Maximum number of seconds for sending a batch of spans, and for sending the last spans at the server's end."""
 _SECONDS: Final = 1_000_000_000
 
 
 def otlp_exporter(endpoint: str) -> SpanExporter:
-    """Exporter of spans to a collector over HTTP, such as ``http://127.0.0.1:4318/v1/traces``. Headers and other
-    options come from OpenTelemetry's ``OTEL_EXPORTER_OTLP_*`` variables. Raises ConfigError for another URL, or without
-    the packages."""
+    """Exporter that sends spans to a collector over HTTP, such as ``http://127.0.0.1:4318/v1/traces``.
+
+    Headers and other options come from OpenTelemetry's ``OTEL_EXPORTER_OTLP_*`` variables. Raises ConfigError if the
+    URL is invalid or the packages are missing.
+    """
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(
             "otlp_traces_endpoint must be a URL of OTLP over HTTP, like http://127.0.0.1:4318/v1/traces;"
@@ -50,11 +52,11 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
         raise ConfigError(
             f"otlp_traces_endpoint needs {error.name}; install it with pip install 'chairlift[otel]'"
         ) from None
-    return OTLPSpanExporter(endpoint=endpoint, timeout=_MOST_SECONDS)
+    return OTLPSpanExporter(endpoint=endpoint, timeout=_MAX_SECONDS)
 
 
 class RequestTracer:
-    """Writes the spans of every request, as a subscriber of the engine's events."""
+    """Writes the spans of every request. It subscribes to the engine's events."""
 
     def __init__(self, exporter: SpanExporter, model: str) -> None:
         from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
@@ -63,26 +65,26 @@ class RequestTracer:
 
         about = {SERVICE_NAME: "chairlift", SERVICE_VERSION: __version__, "gen_ai.request.model": model}
         resource = Resource(about).merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME and similar variables
-        # its own exit handler would wait without limit
+        # OpenTelemetry's own exit handler would wait without a limit
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("chairlift", __version__)
         self._model = model
-        self._asked: contextvars.ContextVar[tuple[Context | None, str]] = contextvars.ContextVar(
+        self._payload: contextvars.ContextVar[tuple[Context | None, str]] = contextvars.ContextVar(
             "asked", default=(None, "text_completion")
         )
         self._under_way: dict[str, tuple[Context | None, str]] = {}
 
     def received(self, scope: Scope) -> None:
-        """Remember the trace headers and path of an HTTP request during its task."""
+        """Remember the trace headers and the path of an HTTP request while its task runs."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         given = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _HEADERS}
         context = TraceContextTextMapPropagator().extract(given) if given else None
-        self._asked.set((context, _OPERATIONS.get(scope["path"], "text_completion")))
+        self._payload.set((context, _OPERATIONS.get(scope["path"], "text_completion")))
 
     def began(self, stream: OutputStream) -> None:
-        self._under_way[stream.request_id] = self._asked.get()
+        self._under_way[stream.request_id] = self._payload.get()
 
     def ended(self, stream: OutputStream, cut_off: FinishReason | None, now: float) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -149,9 +151,9 @@ class RequestTracer:
         return {name: value for name, value in attributes.items() if value is not None}
 
     def shutdown(self) -> None:
-        """Send the remaining spans. It blocks for at most three seconds, so call it on a thread."""
+        """Send the remaining spans. It blocks for up to three seconds, so call it on a thread."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
-        sending.join(_MOST_SECONDS)
+        sending.join(_MAX_SECONDS)
         if sending.is_alive():
-            _log.warning("the collector did not take the last spans within %g s; they are dropped", _MOST_SECONDS)
+            _log.warning("the collector did not take the last spans within %g s; they are dropped", _MAX_SECONDS)

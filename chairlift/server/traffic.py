@@ -1,7 +1,8 @@
-"""Traffic of the server in numbers: GET /v1/requests lists waiting and running requests, GET /v1/traffic records.
+"""Traffic of the server in numbers: GET /v1/requests lists waiting and running requests, GET /v1/traffic records ended
+requests.
 
-Neither contains any text. A recording shows which prompts have equal beginnings, by hashes with a secret that the
-server draws for each recording and never reveals. So a reader of the file cannot test guesses of a prompt. Hash ids per
+Neither contains any text. A recording shows which prompts begin alike, by hashes per block of tokens. The server draws
+a secret for each recording and never reveals it, so a reader of the file cannot test guesses of a prompt. Hash ids per
 block are the idea of Mooncake's traces (Qin et al., 2024).
 """
 
@@ -35,31 +36,33 @@ from chairlift.server.streaming import EventStream, json_response
 
 __all__ = ["Recording", "RequestsReply", "TrafficRecord", "prefix_hashes", "routes"]
 
-_MOST_LISTED: Final = 1000
-_MOST_RECORDINGS: Final = 8
-_MOST_RECORDINGS_OF_ONE: Final = 3
+_MAX_LISTED: Final = 1000
+_MAX_RECORDINGS: Final = 8
+_MAX_RECORDINGS_OF_ONE: Final = 3
 """Maximum number of recordings of one tenant, if keys distinguish tenants, so that no tenant takes all of them."""
-_MOST_WAITING: Final = 4096
-_MOST_WAITING_TOKENS: Final = 1 << 22
-"""Most records that a slow listener may leave unread, and most prompt tokens kept with them."""
-_MOST_TENANTS: Final = 10_000
+_MAX_WAITING: Final = 4096
+"""Maximum number of records that wait for a slow listener."""
+_MAX_WAITING_TOKENS: Final = 1 << 22
+"""Maximum number of prompt tokens in the records that wait for a slow listener, summed over the records."""
+_MAX_TENANTS: Final = 10_000
 _LONG_PROMPT: Final = 16_384
-"""Tokens. Longer prompts are hashed on a thread."""
+"""Tokens. Prompts longer than this are hashed on a thread."""
 _HASH_BYTES: Final = 16
-_LOOK_SECONDS: Final = 0.25
+_CHECK_SECONDS: Final = 0.25
 _HEARTBEAT_SECONDS: Final = 15.0
-_KEPT_SECONDS: Final = 60.0
-"""Seconds for which a recording waits for its listener to reconnect."""
+_RECONNECT_SECONDS: Final = 60.0
+"""Seconds for which a recording waits for a disconnected listener."""
 _encode: Final = msgspec.json.encode
 
 
 class LiveRequest(msgspec.Struct, kw_only=True):
-    """One waiting or running request. A completion with several prompts is several requests."""
+    """One waiting or running request. Each prompt of a completion is a separate request."""
 
     id: str
-    """Its X-Request-Id."""
+    """The X-Request-Id of the HTTP request."""
     status: str
-    """waiting, prefill, decode, or preempted (it lost its memory and has not recomputed it)."""
+    """``waiting``, ``prefill``, ``decode``, or ``preempted`` (the request lost its KV cache and has not recomputed
+    it)."""
     service_tier: str
     priority: int
     tenant: str
@@ -67,22 +70,22 @@ class LiveRequest(msgspec.Struct, kw_only=True):
     cached_tokens: int
     """Prompt tokens read from the prefix cache."""
     computed_tokens: int
-    """Leading tokens of prompt and answer whose KV is in the cache. With several answers, those of the first unfinished
-    one."""
+    """Number of leading tokens, of prompt and output, whose KV is in the cache. With several outputs, the first
+    unfinished one is reported."""
     output_tokens: int
-    """Generated so far, over all answers."""
+    """Number of tokens generated so far, over all outputs."""
     n: int
     max_tokens: int
-    """Most tokens of each answer."""
+    """Maximum number of tokens of each output."""
     age_seconds: float
     queue_seconds: float
-    """Wait before its first step, so far if it has not started."""
+    """Seconds from arrival to the first step; to now if the request has not started."""
     first_token_seconds: float | None
-    """From its arrival to its first token; null before that."""
+    """Seconds from arrival to the first token; null before the first token."""
     expected_start_seconds: float | None
-    """For a waiting request: from now to its first step, by the forecast; null without a forecast."""
+    """Expected seconds from now to the first step, for a waiting request; null if there is no forecast."""
     expected_token_seconds: float | None
-    """During a prefill of several steps: from now to its next token, by the cost model."""
+    """Expected seconds from now to the next token, during a prefill of several steps. The cost model computes it."""
 
 
 class RequestsReply(msgspec.Struct, kw_only=True):
@@ -90,67 +93,70 @@ class RequestsReply(msgspec.Struct, kw_only=True):
 
     object: Literal["requests"] = "requests"
     running: int
-    """Sequences in the batch, of all callers."""
+    """Number of sequences in the batch, over all callers."""
     waiting: int
-    """Requests that have not been in a step, of all callers."""
+    """Number of requests that have not been in a step, over all callers."""
     requests: list[LiveRequest]
-    """The caller's own requests (all, if keys do not distinguish callers): started ones, oldest first, then the
-    queue."""
+    """The caller's own requests: started requests, oldest first, then waiting requests. If keys do not distinguish
+    callers: the requests of all callers."""
 
 
 class TrafficRecord(msgspec.Struct, kw_only=True):
-    """One ended request in numbers."""
+    """One ended request, in numbers."""
 
     arrival_seconds: float
-    """Seconds from the begin of the recording."""
+    """Seconds from the start of the recording to the request's arrival."""
     arrival_unix: float
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    """Delivered tokens, over all answers."""
+    """Number of delivered tokens, over all outputs."""
     answer_tokens: list[int]
-    """Tokens of each answer."""
+    """Number of tokens of each output."""
     max_tokens: int | None
-    """The request's own value."""
+    """The ``max_tokens`` of the request; null if it had none."""
     finish_reason: str
-    """stop, length, deadline, abort (its client left), or error (the server could not answer it)."""
+    """``stop``, ``length``, ``deadline``, ``abort`` (the client disconnected) or ``error`` (the server could not
+    finish the request)."""
     cancel_ms: float | None
-    """Milliseconds after which its client left."""
+    """Milliseconds from arrival until the client disconnected; null if it did not."""
     tenant: str
-    """A pseudonym; empty without a tenant."""
+    """A pseudonym for the tenant; empty if the request has no tenant."""
     service_tier: str
     priority: int
-    """The request's own value; 0 without one."""
+    """The ``priority`` of the request; 0 if it had none."""
     ttft_ms: float | None
-    """Promises: time to the first token, per token after it, to the end."""
+    """Requested maximum time to the first token. The next two fields: maximum time per later token, and time to the
+    end."""
     tpot_ms: float | None
     deadline_ms: float | None
     ttft_seconds: float | None
-    """Actual times: to the first token, per token after it, to the end, to the first step."""
+    """Measured time to the first token. The next fields: time per later token, time to the end, time to the first
+    step."""
     tpot_seconds: float | None
     e2e_seconds: float
     queue_seconds: float | None
     preemptions: int
     hash_ids: list[int]
-    """One per block of the prompt; the last block may be partial. Equal hashes mean prompts that are equal up to the
-    end of the block."""
+    """One hash per block of the prompt; the last block may be partial. If two prompts have the same hash at an index,
+    they are equal up to the end of that block."""
 
 
 # --- what there is now ------------------------------------------------------------------------------------------------
 
 
 async def list_requests(request: Request) -> Response:
-    """List at most ``limit`` requests of the caller. Raises ApiError 400 for a limit outside 1 to 1,000."""
+    """List up to ``limit`` requests of the caller. Raises ApiError 400 for a limit outside 1 to 1,000."""
     state: ServerState = request.app.state.server
     caller: Caller = getattr(request.state, "caller", Caller())
-    limit = _number(request, "limit", 100, 1, _MOST_LISTED)
+    limit = _number(request, "limit", 100, 1, _MAX_LISTED)
     now, engine = time.monotonic(), state.engine
-    places = {stream.request_id: place for stream, place in engine.line()}
+    positions = {stream.request_id: place for stream, place in engine.line()}
     own = [stream for stream in engine.requests() if caller.sees(stream.tenant)]
-    started = [stream for stream in own if stream.request_id not in places]
-    line = [stream for stream in own if stream.request_id in places]
-    line.sort(key=lambda stream: places[stream.request_id].position)
-    listed = [_live(stream, places.get(stream.request_id), now) for stream in [*started, *line][: int(limit or 0)]]
+    started = [stream for stream in own if stream.request_id not in positions]
+    line = [stream for stream in own if stream.request_id in positions]
+    line.sort(key=lambda stream: positions[stream.request_id].position)
+    listed = [_live(stream, positions.get(stream.request_id), now) for stream in [*started, *line][: int(limit or 0)]]
     running = engine.stats.engine.num_running
     return json_response(RequestsReply(running=running, waiting=engine.num_queued, requests=listed))
 
@@ -184,10 +190,10 @@ def _live(stream: OutputStream, place: Place | None, now: float) -> LiveRequest:
 
 
 def prefix_hashes(token_ids: Sequence[int], block_size: int, secret: bytes, salt: str = "") -> list[int]:
-    """A number below 2**62 per block of ``block_size`` token ids (of 32 bits); the last block may be shorter.
+    """One number below 2**62 per block of ``block_size`` token ids (of 32 bits each); the last block may be shorter.
 
-    The numbers of two prompts are equal up to the first block in which they differ, and different afterwards.
-    ``secret`` is 1 to 64 bytes; ``salt`` separates prompts that must not count as equal.
+    The numbers of two prompts are equal before the first block in which the prompts differ, and different from that
+    block on. ``secret`` is 1 to 64 bytes. Prompts with different ``salt`` never have equal numbers.
     """
     chain = hashlib.blake2b(salt.encode(), key=secret, digest_size=_HASH_BYTES).digest()
     numbers = []
@@ -199,11 +205,11 @@ def prefix_hashes(token_ids: Sequence[int], block_size: int, secret: bytes, salt
 
 
 class Recording:
-    """Stores ended requests until the listener takes them. It subscribes to the engine's events.
+    """Collects the records of ended requests until the listener takes them. It subscribes to the engine's events.
 
-    Only requests that arrive during the recording count. It ends its intake after ``most`` requests or ``seconds``;
-    requests that arrived before are recorded until they end, so that long ones are not missing. ``now`` is on the clock
-    of the requests, ``unix`` the same moment in Unix time.
+    Only requests that arrive during the recording are recorded. The recording stops accepting requests after
+    ``max_requests`` requests or ``seconds``. Accepted requests are recorded until they end, so that long requests are
+    not missing. ``now`` is the current time on the clock of the requests, ``unix`` the same time as Unix time.
     """
 
     def __init__(
@@ -213,7 +219,7 @@ class Recording:
         *,
         now: float,
         unix: float,
-        most: float = math.inf,
+        max_requests: float = math.inf,
         seconds: float = math.inf,
     ) -> None:
         self.id = secrets.token_hex(16)
@@ -223,15 +229,16 @@ class Recording:
         self.num_lost = 0
         """Number of dropped records since the last report to the listener."""
         self.listener = 0
-        """Number of the newest listener, which has replaced earlier ones."""
+        """Number of the newest listener; earlier listeners are disconnected."""
         self.news = asyncio.Event()
         self._secret = secrets.token_bytes(32)
         self._began = now
         self._ends = now + seconds
-        self._left = most
+        self._remaining = max_requests
         self._under_way: set[str] = set()
         self._ended: deque[tuple[int, TrafficRecord, list[int], str]] = deque()
-        """(number, record, prompt token ids, salt). Answers may be large and are not kept."""
+        """(record number, record, prompt token ids, salt) of ended requests. The outputs themselves may be large and
+        are not kept."""
         self._num_tokens = self._number = 0
         self._tenants = {"": ""}
 
@@ -240,20 +247,20 @@ class Recording:
         return len(self._under_way)
 
     def is_complete(self, now: float) -> bool:
-        """Whether there will be no further records."""
-        return not self._under_way and not self._ended and (self._left <= 0 or now >= self._ends)
+        """Whether no further record will be added."""
+        return not self._under_way and not self._ended and (self._remaining <= 0 or now >= self._ends)
 
     def close(self) -> None:
-        """Accept no new requests."""
-        self._left = 0
+        """Stop accepting new requests."""
+        self._remaining = 0
 
     def began(self, stream: OutputStream) -> None:
         arrival = stream.state.metrics.arrival_time
-        if self._left <= 0 or not self._began <= arrival < self._ends or not self.caller.sees(stream.tenant):
+        if self._remaining <= 0 or not self._began <= arrival < self._ends or not self.caller.sees(stream.tenant):
             return
-        self._left -= 1
+        self._remaining -= 1
         self._under_way.add(stream.request_id)
-        if len(self._tenants) <= _MOST_TENANTS:
+        if len(self._tenants) <= _MAX_TENANTS:
             self._tenants.setdefault(stream.tenant, f"tenant-{len(self._tenants)}")
 
     def ended(self, stream: OutputStream, cut_off: FinishReason | None, now: float) -> None:
@@ -265,13 +272,13 @@ class Recording:
         record, prepared = self._record(stream.state, facts, cut_off or facts.reason), stream.state.prepared
         self._ended.append((self._number, record, prepared.prompt_token_ids, prepared.cache_salt))
         self._num_tokens += facts.prompt_tokens
-        while len(self._ended) > 1 and (len(self._ended) > _MOST_WAITING or self._num_tokens > _MOST_WAITING_TOKENS):
+        while len(self._ended) > 1 and (len(self._ended) > _MAX_WAITING or self._num_tokens > _MAX_WAITING_TOKENS):
             self._num_tokens -= self._ended.popleft()[1].prompt_tokens
             self.num_lost += 1
         self.news.set()
 
     async def take(self) -> tuple[int, TrafficRecord] | None:
-        """The oldest record and its number, counted from 1 including lost ones; None when there is none."""
+        """(number, oldest record); None when there is none. Numbers start at 1 and include dropped records."""
         self.news.clear()
         if not self._ended:
             return None
@@ -313,41 +320,41 @@ class Recording:
 
 
 async def stream_traffic(request: Request) -> Response:
-    """Begin a recording, or continue the one that ``recording`` names.
+    """Start a recording, or continue the one that the parameter ``recording`` names.
 
-    Raises ApiError 400 for a bad parameter, 404 for an unknown recording, 429 when there are too many.
+    Raises ApiError 400 for a bad parameter, 404 for an unknown recording, 429 when there are too many recordings.
     """
     state: ServerState = request.app.state.server
     caller: Caller = getattr(request.state, "caller", Caller())
     events = state.engine.events
     block_size = _number(request, "block_size", 64, 16, 512)
-    most = _number(request, "requests", None, 1, 10**9)
+    max_requests = _number(request, "requests", None, 1, 10**9)
     seconds = _number(request, "duration", None, 0.001, 1e9, whole=False)
-    wanted = request.query_params.get("recording")
+    recording_id = request.query_params.get("recording")
     if request.method == "HEAD":
         return Response(media_type=EventStream.media_type)
-    if wanted is not None:
-        recording = events.subscribers.get(wanted)
+    if recording_id is not None:
+        recording = events.subscribers.get(recording_id)
         if not isinstance(recording, Recording) or recording.caller.tenant != caller.tenant:
-            message = f"there is no recording {wanted!r:.80}; it has ended, or the server was started again"
+            message = f"there is no recording {recording_id!r:.80}; it has ended, or the server was started again"
             raise ApiError(404, message, code="recording_not_found", param="recording")
         return _listen(state, recording)
     recordings = [each for each in events.subscribers.values() if isinstance(each, Recording)]
     own = sum(each.caller.tenant == caller.tenant for each in recordings)
     full = ""
-    if caller.holder and own >= _MOST_RECORDINGS_OF_ONE:
-        full = f"{own} recordings of this key's tenant run already, and {_MOST_RECORDINGS_OF_ONE} may; end one of them"
-        full += f" and wait {_KEPT_SECONDS:.0f} s, or go on with it (recording=ID)"
-    elif len(recordings) >= _MOST_RECORDINGS:
-        full = f"{_MOST_RECORDINGS} recordings run already; end one of them, and wait {_KEPT_SECONDS:.0f} s"
+    if caller.holder and own >= _MAX_RECORDINGS_OF_ONE:
+        full = f"{own} recordings of this key's tenant run already, and {_MAX_RECORDINGS_OF_ONE} may; end one of them"
+        full += f" and wait {_RECONNECT_SECONDS:.0f} s, or continue it (recording=ID)"
+    elif len(recordings) >= _MAX_RECORDINGS:
+        full = f"{_MAX_RECORDINGS} recordings run already; end one of them, and wait {_RECONNECT_SECONDS:.0f} s"
     if full:
-        raise ApiError(429, full, code="too_many_recordings", headers={"retry-after": f"{_KEPT_SECONDS:.0f}"})
+        raise ApiError(429, full, code="too_many_recordings", headers={"retry-after": f"{_RECONNECT_SECONDS:.0f}"})
     recording = Recording(
         caller,
         int(block_size or 0),
         now=time.monotonic(),
         unix=time.time(),
-        most=math.inf if most is None else most,
+        max_requests=math.inf if max_requests is None else max_requests,
         seconds=math.inf if seconds is None else seconds,
     )
     events.subscribe(recording.id, recording)
@@ -355,7 +362,7 @@ async def stream_traffic(request: Request) -> Response:
 
 
 def _listen(state: ServerState, recording: Recording) -> EventStream:
-    """Send the recording to a new listener, which replaces the one before."""
+    """Stream of a recording's events for a new listener. An earlier listener is disconnected."""
     recording.listener += 1
     recording.news.set()
     number = recording.listener
@@ -365,40 +372,41 @@ def _listen(state: ServerState, recording: Recording) -> EventStream:
             state.engine.events.unsubscribe(recording.id)
 
     def over() -> None:
-        """The listener has left, unless another one replaced it. The recording is kept for a while."""
+        """End or pause the recording when its listener has disconnected. An incomplete recording is kept for
+        ``_RECONNECT_SECONDS``."""
         if recording.is_complete(time.monotonic()):
             forget()
         else:
-            asyncio.get_running_loop().call_later(_KEPT_SECONDS, forget)
+            asyncio.get_running_loop().call_later(_RECONNECT_SECONDS, forget)
 
-    return EventStream(_told(state, recording, number), over=over)
+    return EventStream(_recording_events(state, recording, number), over=over)
 
 
-async def _told(state: ServerState, recording: Recording, number: int) -> AsyncGenerator[bytes, None]:
-    """Events: ``start``, an unnamed event per request, ``lost`` where some are missing, and ``end``."""
-    began = {"recording": recording.id, "block_size": recording.block_size, "began_unix": recording.began_unix}
-    yield _event("start", {**began, "model": state.model_names[0]})
-    spoken = time.monotonic()
+async def _recording_events(state: ServerState, recording: Recording, number: int) -> AsyncGenerator[bytes, None]:
+    """Events of a recording: ``start``, an unnamed event per request, ``lost`` if records were dropped, and ``end``."""
+    head = {"recording": recording.id, "block_size": recording.block_size, "began_unix": recording.began_unix}
+    yield _event("start", {**head, "model": state.model_names[0]})
+    last_sent = time.monotonic()
     while recording.listener == number:
         if state.draining:
             recording.close()
         if recording.num_lost:
             lost, recording.num_lost = recording.num_lost, 0
             yield _event("lost", {"lost": lost})
-        taken = await recording.take()
+        entry = await recording.take()
         now = time.monotonic()
-        if taken is not None:
-            spoken = now
-            yield b"id: %d\ndata: %b\n\n" % (taken[0], _encode(taken[1]))
+        if entry is not None:
+            last_sent = now
+            yield b"id: %d\ndata: %b\n\n" % (entry[0], _encode(entry[1]))
         elif recording.is_complete(now):
             yield _event("end", {"reason": "draining" if state.draining else "complete"})
             return
-        elif now - spoken >= _HEARTBEAT_SECONDS:
-            spoken = now
+        elif now - last_sent >= _HEARTBEAT_SECONDS:
+            last_sent = now
             yield b": %d requests are under way\n\n" % recording.num_under_way
         else:  # a short wait, because the drain has no event
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_SECONDS):
+                async with asyncio.timeout(_CHECK_SECONDS):
                     await recording.news.wait()
 
 
@@ -409,7 +417,8 @@ def _event(name: str, content: Any) -> bytes:
 def _number(
     request: Request, name: str, default: int | None, low: float, high: float, *, whole: bool = True
 ) -> float | None:
-    """A number in the query. Raises ApiError 400 for any other text."""
+    """A number from the query parameter ``name``. Raises ApiError 400 if its value is no number in the allowed
+    range."""
     given = request.query_params.getlist(name)
     if not given:
         return default

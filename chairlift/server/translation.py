@@ -1,6 +1,6 @@
-"""Tools for endpoints that translate their requests into chats: names of fields, texts of parts, errors.
+"""Helpers for endpoints that translate their requests into chat requests: names of fields, texts of parts, errors.
 
-The chat is checked like any other. Errors use the names that the client used.
+The chat is checked like any other. Error messages use the names of the client's own fields.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONGEST: Final = 60
 
 
 class Names:
-    """The client's names for the fields of the chat that was made from its request.
+    """Translates field names of a chat request back to names in the client's original request.
 
     ``fields`` maps regular expressions of names in the chat to the client's names.
     """
@@ -30,28 +30,29 @@ class Names:
     def __init__(self, fields: Mapping[str, str]) -> None:
         self._fields = [(re.compile(rf"(?<![\w.]){pattern}(?!\w)"), name) for pattern, name in fields.items()]
         self.places: dict[str, str] = {}
-        """Place in the chat -> place in the request, for messages and their calls."""
+        """Path in the chat -> path in the client's request, for messages and their tool calls."""
 
-    def told(self, text: str) -> str:
-        """A message about the chat, with the client's names. Names after the first quote are not replaced."""
-        told, quote, rest = _PLACE.sub(lambda found: self._place(found[0]), text).partition("'")
+    def translated(self, text: str) -> str:
+        """An error message with the client's field names. Only the text before the first quotation mark is translated,
+        because quoted values come from the client."""
+        translated, quote, rest = _PLACE.sub(lambda found: self._place(found[0]), text).partition("'")
         for pattern, name in self._fields:
-            told = pattern.sub(name, told)
-        return told + quote + rest
+            translated = pattern.sub(name, translated)
+        return translated + quote + rest
 
     def _place(self, place: str) -> str:
         return self.places.get(place) or self.places.get(place.partition(".")[0], place)
 
     @contextlib.contextmanager
-    def telling(self, state: ServerState, request_id: str) -> Iterator[None]:
-        """Convert errors of a chat into ApiErrors about the client's fields."""
+    def translated_errors(self, state: ServerState, request_id: str) -> Iterator[None]:
+        """Context manager: convert errors about the chat into ApiErrors about the client's fields."""
         try:
             yield
         except (ApiError, RequestError, TemplateError) as error:
-            told = to_api_error(error, state, request_id, chat=True)
-            told.message = self.told(told.message)
-            told.param = None if told.param is None else self.told(told.param)
-            raise told from None
+            api_error = to_api_error(error, state, request_id, chat=True)
+            api_error.message = self.translated(api_error.message)
+            api_error.param = None if api_error.param is None else self.translated(api_error.param)
+            raise api_error from None
 
 
 def texts_of(
@@ -59,12 +60,12 @@ def texts_of(
     parts: Any,
     kinds: Sequence[str],
     instead: str = "",
-    others: Mapping[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] | None = None,
+    other_kinds: Mapping[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] | None = None,
 ) -> str | list[dict[str, Any]]:
-    """Content of a chat's message: a text, or the text parts of a list whose types are among ``kinds``.
+    """Content of a chat message, from ``parts``: a text, or a list of parts whose types are among ``kinds``.
 
-    ``others`` maps further types to what makes a chat's part of one, from its place and itself. Raises ApiError with
-    the name of a part of another type; ``instead`` is the remedy.
+    ``other_kinds`` maps further types to a function of (path, part) that makes the chat's part. Raises ApiError for a
+    part of any other type; ``instead`` is a text that says what to send.
     """
     if isinstance(parts, str):
         return parts
@@ -76,11 +77,11 @@ def texts_of(
         if not isinstance(part, dict):
             wrong(place, f'must be an object such as {{"type": "{kinds[0]}", ...}}', part)
         kind = part.get("type")
-        if make := (others or {}).get(str(kind)):
+        if make := (other_kinds or {}).get(str(kind)):
             found.append(make(place, part))
             continue
         if kind not in kinds:
-            served = ", ".join([*kinds, *(others or ())])
+            served = ", ".join([*kinds, *(other_kinds or ())])
             message = f"{place}.type is {str(kind)[:_LONGEST]!r}, which is not supported; send {served}{instead}"
             raise ApiError(400, message, code="unsupported_content", param=place)
         name = "refusal" if kind == "refusal" else "text"
@@ -91,13 +92,13 @@ def texts_of(
 
 
 def image_part(url: Any, where: str) -> dict[str, Any]:
-    """The part of a chat's message with the image at an address. Raises ApiError where that is no text."""
+    """Image part of a chat message, from a URL. Raises ApiError if the URL is not a text."""
     if not isinstance(url, str):
         wrong(where, "must be a data URL (data:image/png;base64,...)", url)
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def wrong(where: str, allowed: str, given: Any) -> NoReturn:
-    """Raise ApiError 400 for the field at ``where``."""
+    """Raise ApiError 400: the field at the path ``where`` got ``given``, but only ``allowed`` is allowed."""
     got = "nothing" if given is None else repr(given)[:_LONGEST]
     raise ApiError(400, f"{where} {allowed}; got {got}", code="invalid_value", param=where)

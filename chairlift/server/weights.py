@@ -1,7 +1,7 @@
-"""POST /update_weights: new weights for the served network, between two steps. For trainers.
+"""POST /update_weights: replace the weights of the served model between two steps. For trainers.
 
-A caller of this endpoint controls the answers to all clients, and the directories that are read. So it needs the API
-key that is named ``admin``, even if there is no other key.
+A caller of this endpoint controls the generated text of all clients, and chooses directories that the server reads. So
+it always needs the API key named ``admin``, even if no other key is set.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["WeightsReply", "WeightsRequest", "routes"]
 
 
 class WeightsRequest(msgspec.Struct, kw_only=True):
-    """The body of a request; see :meth:`chairlift.async_llm.AsyncLLM.update_weights`."""
+    """The body of POST /update_weights; see :meth:`chairlift.async_llm.AsyncLLM.update_weights`."""
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
     """Directory with safetensors on the server's machine."""
@@ -35,19 +35,19 @@ class WeightsRequest(msgspec.Struct, kw_only=True):
 
 
 class WeightsReply(msgspec.Struct, kw_only=True):
-    """Version and fingerprint of the weights that now serve."""
+    """Version and fingerprint of the weights that are now in use."""
 
     version: int
     system_fingerprint: str
 
 
 async def _update(request: Request) -> Response:
-    """Replace the weights. The answer comes when the new weights serve, with their version and fingerprint."""
+    """Replace the weights. The response is sent when the new weights are in use."""
     state: ServerState = request.app.state.server
     check_admin(request)
-    asked, ignored = parse(WeightsRequest, await read_json(request))
+    payload, ignored = parse(WeightsRequest, await read_json(request))
     try:
-        info = await state.engine.update_weights(asked.path, asked.version, in_flight=asked.in_flight)
+        info = await state.engine.update_weights(payload.path, payload.version, in_flight=payload.in_flight)
     except (ConfigError, ModelLoadError) as error:
         raise ApiError(400, f"{error}; the weights are those from before", code="invalid_value") from None
     reply = WeightsReply(version=info.weight_version, system_fingerprint=info.fingerprint)

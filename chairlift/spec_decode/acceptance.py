@@ -1,6 +1,6 @@
-"""Estimates how likely drafts are accepted, for each request and each source of drafts.
+"""Estimates the probability that a draft is accepted, for each request and each source of drafts.
 
-A request without verified drafts has the estimate of its source: a prior that slowly follows all requests.
+A request without checked drafts gets the estimate of the source, which slowly follows the drafts of all requests.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from typing import Final
 __all__ = ["Acceptance", "Source"]
 
 _MEMORY: Final = 0.15
-"""Weight of the newest draft in a request's estimate."""
+"""Weight of the newest draft in a request's own estimate."""
 _SHARED_MEMORY: Final = 0.005
-"""Weight of each new draft, of any request, in the prior for new requests."""
-_MOST: Final = 0.98
-"""Upper limit of an estimated acceptance. Without it a long run of accepted drafts would outweigh any cost."""
+"""Weight of each new draft, of any request, in the estimate for new requests."""
+_MAX_CHANCE: Final = 0.98
+"""Maximum of an estimate. Without it, after many accepted drafts the estimated gain would exceed any cost."""
 
 
 class Source(enum.Enum):
-    """Source of drafts, and the prior acceptance of its first draft."""
+    """Source of drafts. The value is the first estimate of the probability that a draft is accepted."""
 
     FORCED = 0.95
-    """Drafts from a grammar that allows only one text: the text is certain, and its split into tokens is a guess."""
+    """Drafts from a grammar that allows only one text. The text is certain, but its tokens are a guess."""
     PREDICTED = 0.9
-    """The text that the caller expects."""
+    """Drafts from the text that the caller expects (``prediction``)."""
     PROPOSED = 0.5
-    """The engine's proposer."""
+    """Drafts from the engine's proposer: n-grams, a small model or heads."""
 
 
 class Acceptance:
-    """Estimates of the probability that a draft is right, given that all before it in its row are."""
+    """Estimates the probability that a draft is right, given that all earlier drafts of its row are right."""
 
     def __init__(self) -> None:
         self._common = {source: source.value for source in Source}
@@ -46,18 +46,18 @@ class Acceptance:
         return self._common[source] if own is None else own.get(source, self._common[source])
 
     def is_tried(self, request_id: str, source: Source) -> bool:
-        """Whether drafts of this request from this source were ever verified."""
+        """Whether drafts of this request from this source were ever checked."""
         return source in self._own.get(request_id, ())
 
     def learn(self, request_id: str, source: Source, num_drafts: int, num_accepted: int) -> None:
-        """Learn from a row of drafts. Drafts after the first wrong one tell nothing."""
+        """Learn from the drafts of a row. Drafts after the first wrong one give no information."""
         chance, common = self.chance(request_id, source), self._common[source]
         for right in [1.0] * num_accepted + [0.0] * (num_accepted < num_drafts):
             chance += _MEMORY * (right - chance)
             common += _SHARED_MEMORY * (right - common)
-        self._own.setdefault(request_id, {})[source] = min(chance, _MOST)
-        self._common[source] = min(common, _MOST)
+        self._own.setdefault(request_id, {})[source] = min(chance, _MAX_CHANCE)
+        self._common[source] = min(common, _MAX_CHANCE)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has left."""
+        """Remove the estimates of a request that has ended."""
         self._own.pop(request_id, None)

@@ -1,9 +1,9 @@
-"""Number of drafts in a step: the number with the most tokens per second, which may be none.
+"""Chooses the number of drafts in a step that gives the most tokens per second. The number may be 0.
 
-A draft costs time, since each is one more row. Its value is the probability that it and all drafts before it are
-accepted. Drafts of rows with a high acceptance come first; more are added while tokens per second grow. On CPUs a step
-of few rows waits for memory, so drafts are nearly free. A step of many rows is limited by arithmetic, and no draft
-pays.
+A draft costs time, because it is one more row to compute. Its value is the probability that it and all earlier drafts
+of its row are accepted. The most probable drafts are added first, as long as the tokens per second increase. On CPUs a
+step with few rows waits for memory, so drafts cost almost nothing. A step with many rows is limited by computation, so
+drafts cost more than they give.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from chairlift.spec_decode.predicted import PredictedText
 __all__ = ["AdaptiveSpeculator", "Proposer", "best_number", "speculator_from_config"]
 
 _PROBE_STEPS = 24
-"""If no draft pays by the estimates, one is tried again after this many steps, because texts change."""
+"""After this many steps without drafts, one draft is tried although the estimates are against it, because the text may
+have changed."""
 _FIRST_TRY = 4
-"""Number of drafts from a ``prediction`` that are tried regardless of cost, because the caller knows the text better
-than the engine."""
-_MOST_COMPARED = 64
-"""Most drafts of a step; on a CPU more never pay."""
-_SIZES_LOOKED_AT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, _MOST_COMPARED)
-"""Numbers of drafts at which :meth:`AdaptiveSpeculator._may_pay` looks."""
-_LEAST_GAIN = 1.02
-"""Least gain that counts, because the estimates are noisy."""
-_MOST_KNOWN = 16
-"""Most drafts of a row from an expected text or a grammar, if no setting says how many."""
+"""Number of drafts from a ``prediction`` that are tried first, whatever they cost, because the caller knows the text
+better than the engine."""
+_MAX_DRAFTS = 64
+"""Maximum number of drafts in a step. On a CPU, more are never useful."""
+_SIZES_COMPARED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, _MAX_DRAFTS)
+"""Numbers of drafts that :meth:`AdaptiveSpeculator._may_pay` compares."""
+_MIN_GAIN = 1.02
+"""Minimum gain in tokens per second that counts, as a factor, because the estimates are noisy."""
+_MAX_KNOWN = 16
+"""Maximum number of drafts of a row from an expected text or a grammar, unless a setting gives another number."""
 
 
 def best_number(num_rows: int, chances: Sequence[float], seconds: Callable[[int], float]) -> int:
     """Number of drafts with the most tokens per second.
 
     Args:
-        num_rows: Rows of the step, each of which yields a token in any case.
-        chances: Probability that each draft is accepted, not ascending.
-        seconds: Time of the step with this many drafts.
+        num_rows: Number of rows of the step. Each of them yields one token in any case.
+        chances: Probability that each draft is accepted, in descending order.
+        seconds: Function from the number of drafts to the seconds of the step.
     """
-    best, rate = 0, num_rows / seconds(0) * _LEAST_GAIN
+    best, rate = 0, num_rows / seconds(0) * _MIN_GAIN
     tokens = float(num_rows)
     for number, chance in enumerate(chances, 1):
         tokens += chance
@@ -56,23 +57,24 @@ def best_number(num_rows: int, chances: Sequence[float], seconds: Callable[[int]
 
 
 class Proposer(Protocol):
-    """Guesses what comes next."""
+    """Guesses the next tokens of requests."""
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
-        """For each row (a request that decodes, and the most drafts that it may have) its drafts, which may be none."""
+        """Drafts of each row. A row is (decoding request, maximum number of its drafts). A row's result may be
+        empty."""
         ...
 
     def seconds(self, num_rows: int) -> float:
-        """Seconds that one draft for each of so many rows takes."""
+        """Seconds that one draft for each of ``num_rows`` rows takes."""
         ...
 
     def forget(self, request: Request) -> None:
-        """The request has left for good, also when it was never asked about."""
+        """Called when a request has ended, even if it never got drafts."""
         ...
 
 
 class _Drafted(NamedTuple):
-    """Candidate drafts of a row; some of them will be computed."""
+    """Candidate drafts of one row. Only some of them may be computed."""
 
     request: Request
     tokens: Sequence[int]
@@ -80,14 +82,16 @@ class _Drafted(NamedTuple):
 
 
 class AdaptiveSpeculator:
-    """As many drafts as pay: what a grammar forces, else from a text that the caller expects while the answer follows
-    it, else from a proposer.
+    """Chooses drafts for each step.
+
+    The source of a row's drafts is its grammar if the grammar forces tokens; otherwise the text that the caller
+    expects, while the answer follows it; otherwise a proposer.
 
     Args:
-        step_seconds: Time of a step by its features, as learnt so far.
-        most: Most drafts of a row in one step.
-        proposer: Source of drafts for all other requests. None: they have no drafts.
-        guide: Knows the tokens that grammars force. None: no grammars.
+        step_seconds: Function from the features of a step to its predicted seconds.
+        most: Maximum number of drafts for a row in one step.
+        proposer: Source of drafts for all other requests. None: they get no drafts.
+        guide: Knows the tokens that grammars force. None: there are no grammars.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class AdaptiveSpeculator:
         self.acceptance = Acceptance()
         self._texts: dict[str, PredictedText] = {}
         self._sources: dict[str, Source] = {}
-        """Where the newest drafts of each request came from."""
+        """Request id -> source of its newest drafts."""
         self._idle_steps = 0
         self.only_known = proposer is None
         """See :class:`~chairlift.scheduler.drafts.Speculator`."""
@@ -119,26 +123,26 @@ class AdaptiveSpeculator:
         if not probes and not self._may_pay(rows, step, seconds):
             return []
         depth = max(int(probes), self._depth(rows, step, seconds))
-        drafted = self._propose([(request, min(most, self.most)) for request, most in rows], depth)
-        order = sorted(self._ranked(drafted), reverse=True)[: min(budget, _MOST_COMPARED)]
+        drafted = self._propose([(request, min(limit, self.most)) for request, limit in rows], depth)
+        order = sorted(self._ranked(drafted), reverse=True)[: min(budget, _MAX_DRAFTS)]
         number = best_number(step.num_decodes, [chance for chance, _ in order], seconds)
         if probes and order:
             number, self._idle_steps = max(1, number), 0
         counts = {name: _FIRST_TRY if self._is_new(each) else 0 for name, each in drafted.items()}
         chosen = Counter(name for _, name in order[:number])
-        counts = {name: max(least, chosen[name]) for name, least in counts.items()}
+        counts = {name: max(at_least, chosen[name]) for name, at_least in counts.items()}
         return [(each.request, each.tokens[: counts[name]]) for name, each in drafted.items() if counts[name]]
 
     def _is_new(self, drafted: _Drafted) -> bool:
-        """Whether the drafts come from a text that was not tried yet."""
+        """Whether the drafts come from an expected text that was not tried yet."""
         tried = self.acceptance.is_tried(drafted.request.request_id, drafted.source)
         return drafted.source is Source.PREDICTED and not tried
 
     def _may_pay(
         self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float]
     ) -> bool:
-        """Whether drafts would pay if all were as likely as the likeliest. It avoids the search for drafts in full
-        batches, where this is all that drafts cost."""
+        """Whether drafts could increase the tokens per second if all were as probable as the most probable one. In full
+        batches the answer is no, and the search for drafts is skipped; then this test is the only cost."""
         best, proposes = 0.0, self._proposer is not None
         for request, _ in rows:
             name = request.request_id
@@ -148,17 +152,18 @@ class AdaptiveSpeculator:
                 best = max([best, *(self.acceptance.chance(name, each) for each in self._sources_of(request))])
             elif proposes and (chance := self.acceptance.chance(name, Source.PROPOSED)) > best:
                 best = chance
-        rate = step.num_decodes / seconds(0) * _LEAST_GAIN
-        return any((step.num_decodes + best * number) / seconds(number) > rate for number in _SIZES_LOOKED_AT)
+        rate = step.num_decodes / seconds(0) * _MIN_GAIN
+        return any((step.num_decodes + best * number) / seconds(number) > rate for number in _SIZES_COMPARED)
 
     def _depth(self, rows: Sequence[tuple[Request, int]], step: StepFeatures, seconds: Callable[[int], float]) -> int:
-        """Most drafts that the proposer is to make of a row: where they cost time, as many as pay if all are used."""
+        """Maximum number of drafts that the proposer shall make for each row. If its drafts cost time: the number that
+        gives the most tokens per second if all are used."""
         price = 0.0 if self._proposer is None else self._proposer.seconds(len(rows))
         if not price:
             return self.most
         chances = [self.acceptance.chance(request.request_id, Source.PROPOSED) for request, _ in rows]
         depth, tokens = 0, float(step.num_decodes)
-        rate = tokens / seconds(0) * _LEAST_GAIN
+        rate = tokens / seconds(0) * _MIN_GAIN
         for number in range(1, self.most + 1):
             tokens += sum(chance**number for chance in chances)
             found = tokens / (seconds(number * len(rows)) + number * price)
@@ -176,16 +181,17 @@ class AdaptiveSpeculator:
             yield Source.PROPOSED
 
     def _propose(self, rows: Sequence[tuple[Request, int]], depth: int) -> Mapping[str, _Drafted]:
-        """Request id -> its drafts, of those requests that have some. The proposer makes at most ``depth`` of each."""
+        """Request id -> its candidate drafts, for requests that have any. The proposer makes at most ``depth`` drafts
+        per row."""
         found: dict[str, _Drafted] = {}
         others: list[tuple[Request, int]] = []
-        for request, most in rows:
-            if request.is_guided and self._guide is not None and (drafts := self._guide.forced(request, most)):
+        for request, limit in rows:
+            if request.is_guided and self._guide is not None and (drafts := self._guide.forced(request, limit)):
                 found[request.request_id] = _Drafted(request, drafts, Source.FORCED)
-            elif request.prediction and (drafts := self._expected(request, most)):
+            elif request.prediction and (drafts := self._expected(request, limit)):
                 found[request.request_id] = _Drafted(request, drafts, Source.PREDICTED)
             else:
-                others.append((request, min(most, depth)))
+                others.append((request, min(limit, depth)))
         if self._proposer is not None and others and depth:
             for (request, _), drafts in zip(others, self._proposer.propose(others), strict=True):
                 if drafts:
@@ -193,15 +199,15 @@ class AdaptiveSpeculator:
         self._sources = {name: each.source for name, each in found.items()}
         return found
 
-    def _expected(self, request: Request, most: int) -> Sequence[int]:
-        """Next tokens in the text that the request expects."""
+    def _expected(self, request: Request, limit: int) -> Sequence[int]:
+        """Next tokens of the text that the request expects."""
         text = self._texts.get(request.request_id)
         if text is None:
             text = self._texts[request.request_id] = PredictedText(request.prediction)
-        return text.propose(request.token_ids, request.num_prompt_tokens, most)
+        return text.propose(request.token_ids, request.num_prompt_tokens, limit)
 
     def _ranked(self, drafted: Mapping[str, _Drafted]) -> Iterable[tuple[float, str]]:
-        """(probability, request id) of each draft; those of one row fall along the row."""
+        """Yield (probability, request id) for each draft. Within a row the probability decreases."""
         for name, each in drafted.items():
             chance = self.acceptance.chance(name, each.source)
             for at in range(1, len(each.tokens) + 1):
@@ -232,13 +238,13 @@ def speculator_from_config(
     guide: Guide | None = None,
     drafter: Proposer | None = None,
 ) -> AdaptiveSpeculator | None:
-    """None where steps take no drafts (:meth:`SchedulerConfig.takes_drafts`). Where none are asked for, requests that
-    bring a text that they expect, or follow a grammar, have some. ``drafter`` is the model that drafts, if one was
-    loaded. Raises ConfigError."""
-    asked = config.speculation
+    """The speculator for these settings; None if steps take no drafts (:meth:`SchedulerConfig.takes_drafts`). If no
+    method is set, only requests with a ``prediction`` or a grammar get drafts. ``drafter`` is the small model or the
+    heads, if loaded. Raises ConfigError."""
+    speculation = config.speculation
     if not config.takes_drafts(num_lookahead_steps, has_states):
         return None
-    if asked is None:
-        return AdaptiveSpeculator(costs.model.step_seconds, _MOST_KNOWN, guide=guide)
-    proposer = NgramProposer(asked.prompt_lookup_min) if drafter is None else drafter
-    return AdaptiveSpeculator(costs.model.step_seconds, asked.num_speculative_tokens, proposer, guide)
+    if speculation is None:
+        return AdaptiveSpeculator(costs.model.step_seconds, _MAX_KNOWN, guide=guide)
+    proposer = NgramProposer(speculation.prompt_lookup_min) if drafter is None else drafter
+    return AdaptiveSpeculator(costs.model.step_seconds, speculation.num_speculative_tokens, proposer, guide)

@@ -1,7 +1,7 @@
-"""Drafts from the request's own text: the tokens that followed an earlier occurrence of the last few tokens.
+"""Makes drafts from the request's own text: the tokens that followed an earlier occurrence of its last few tokens.
 
-This is prompt lookup decoding (Saxena, 2023). It pays where an answer repeats its prompt: editing, extraction, code,
-summaries.
+This is prompt lookup decoding (Saxena, 2023). It helps if an answer repeats parts of its prompt: editing, extraction,
+code, summaries.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from chairlift.request import Request
 
 __all__ = ["NgramIndex", "NgramProposer"]
 
-_MOST_PER_CALL = 4096
-"""Most tokens that one call adds to the index, so that a long prompt does not delay a step."""
+_MAX_PER_CALL = 4096
+"""Maximum number of tokens that one call adds to the index, so that a long prompt does not delay a step."""
 
 
 class NgramIndex:
-    """Last place of each n-gram of ``size`` tokens in one text, which only grows.
+    """Last position of each n-gram of ``size`` tokens in one text. The text only grows.
 
     Args:
-        size: Tokens that must be equal.
+        size: Length of an n-gram in tokens.
     """
 
     __slots__ = ("_ends", "_num_indexed", "_size")
@@ -28,38 +28,38 @@ class NgramIndex:
     def __init__(self, size: int) -> None:
         self._size = size
         self._ends: dict[tuple[int, ...], int] = {}
-        """Run -> index of the token behind it."""
+        """N-gram -> index of the token after its last occurrence."""
         self._num_indexed = 0
-        """Leading tokens of the text whose runs are in the index."""
+        """Number of leading tokens of the text whose n-grams are in the index."""
 
-    def propose(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
-        """Up to ``most`` tokens that may follow ``token_ids``."""
+    def propose(self, token_ids: Sequence[int], limit: int) -> Sequence[int]:
+        """Up to ``limit`` tokens that may follow ``token_ids``; empty if the last n-gram did not occur before."""
         self._index(token_ids)
         if self._num_indexed < len(token_ids) - 1:
             return ()
         end = self._ends.get(tuple(token_ids[-self._size :]))
         if end is None:
             return ()
-        found = token_ids[end : end + most]
-        if len(found) < most:  # the text repeats itself
+        found = token_ids[end : end + limit]
+        if len(found) < limit:  # the text repeats itself
             period = len(token_ids) - end
-            found = [token_ids[end + i % period] for i in range(most)]
+            found = [token_ids[end + i % period] for i in range(limit)]
         return found
 
     def _index(self, token_ids: Sequence[int]) -> None:
-        """Add n-grams that end before the last token, because the token after them is known."""
+        """Add the n-grams that end before the last token, because the token after them is known."""
         size, ends = self._size, self._ends
-        last = min(len(token_ids) - 1, self._num_indexed + _MOST_PER_CALL)
+        last = min(len(token_ids) - 1, self._num_indexed + _MAX_PER_CALL)
         for end in range(max(size, self._num_indexed + 1), last + 1):
             ends[tuple(token_ids[end - size : end])] = end
         self._num_indexed = max(self._num_indexed, last)
 
 
 class NgramProposer:
-    """An index per request. See :class:`~chairlift.spec_decode.adaptive.Proposer`.
+    """Makes drafts with one index per request. See :class:`~chairlift.spec_decode.adaptive.Proposer`.
 
     Args:
-        size: Tokens that must be equal for a draft.
+        size: Number of last tokens that must have occurred before.
     """
 
     def __init__(self, size: int) -> None:
@@ -67,15 +67,15 @@ class NgramProposer:
         self._indexes: dict[str, NgramIndex] = {}
 
     def __len__(self) -> int:
-        """Requests that have an index."""
+        """Number of requests that have an index."""
         return len(self._indexes)
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
         """Tokens that followed an earlier occurrence of each row's last tokens."""
-        return [self._index(request).propose(request.token_ids, most) for request, most in rows]
+        return [self._index(request).propose(request.token_ids, limit) for request, limit in rows]
 
     def seconds(self, num_rows: int) -> float:
-        """Next to nothing."""
+        """Always 0: these drafts cost almost no time."""
         return 0.0
 
     def _index(self, request: Request) -> NgramIndex:
@@ -85,5 +85,5 @@ class NgramProposer:
         return index
 
     def forget(self, request: Request) -> None:
-        """The request has left for good."""
+        """Remove the index of a request that has ended."""
         self._indexes.pop(request.request_id, None)

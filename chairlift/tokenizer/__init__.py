@@ -1,4 +1,5 @@
-"""Conversion of text to token ids and back, and of chat messages to text. Imports neither torch nor transformers."""
+"""Converts text to token ids and back, and chat messages to text. This package imports neither torch nor
+transformers."""
 
 from chairlift.tokenizer.chat_template import ChatTemplate
 from chairlift.tokenizer.tokenizer import ByteDecoding, Tokenizer

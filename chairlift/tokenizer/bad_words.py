@@ -1,4 +1,4 @@
-"""Words that must not be generated, in the spellings that a tokenizer may use."""
+"""Finds the token ids of words that must not be generated, in all spellings that a tokenizer may use."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Final
 __all__ = ["spellings", "word_ids"]
 
 _BEFORE: Final = ("", "\n", "(")
-"""Texts before a word. After some of them, tokenizers omit the space that begins a text."""
+"""Texts that may come before a word. After some of them, a tokenizer does not add its usual space at the beginning of
+a text."""
 
 
 def spellings(words: Sequence[str]) -> list[str]:
-    """The texts to encode for :func:`word_ids`: first the texts of _BEFORE; then each word, with and without a space,
-    after each of these."""
+    """Texts to encode for :func:`word_ids`. First come the texts in _BEFORE alone. Then each word follows, with and
+    without a space before it, after each text in _BEFORE."""
     return [*_BEFORE[1:], *(before + text for word in words for text in _forms(word) for before in _BEFORE)]
 
 
 def word_ids(words: Sequence[str], token_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """All distinct tokenisations of the words, from the token ids of their :func:`spellings`. A spelling that changes
-    the tokens before it is dropped."""
+    """All distinct token sequences of the words, computed from the token ids of their :func:`spellings`.
+
+    A spelling is dropped if it changes the tokens of the text before the word.
+    """
     befores, rest = [(), *token_ids[: len(_BEFORE) - 1]], iter(token_ids[len(_BEFORE) - 1 :])
     ways = [
         tuple(ids[len(before) :])

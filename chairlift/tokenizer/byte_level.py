@@ -1,4 +1,4 @@
-"""A tokenizer without training: one token per byte, and a few special ones."""
+"""A tokenizer that needs no training: one token per byte, and a few special tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["byte_tokenizer"]
 
 
 def byte_tokenizer(special: Sequence[str], *, eos: str, chat_template: str | None = None) -> Tokenizer:
-    """A tokenizer whose ids 0 to 255 are the bytes of the text as UTF-8; ``special`` tokens follow from 256 on."""
+    """A tokenizer for bytes. Ids 0 to 255 are the bytes of the text in UTF-8. The ``special`` tokens get the ids from
+    256 on."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_level_alphabet(), []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()

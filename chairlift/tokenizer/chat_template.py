@@ -26,7 +26,8 @@ from chairlift.tokenizer.template_forms import TemplateForms
 __all__ = ["MAX_TEXT", "ChatTemplate", "check_variables"]
 
 MAX_TEXT: Final = 16 * 1024 * 1024
-"""Most characters that a template may render or build by repetition; far above any model's context."""
+"""Maximum number of characters that a template may output or build by repetition. It is far above the length of any
+model."""
 _INPUTS: Final = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 _OPTIONAL_INPUTS: Final = ("tools", "documents", "chat_template")
 _PROBE: Final = "probe_function"
@@ -38,12 +39,11 @@ _END_OF_FINAL_MESSAGE: Final = "CHAIRLIFT_END_OF_FINAL_MESSAGE"
 class ChatTemplate:
     """A model's chat template, compiled once and rendered like transformers' ``apply_chat_template``.
 
-    Templates come with models, so they run in Jinja's immutable sandbox, which contains only text and numbers.
-    ``named_tokens`` (``bos_token``, ``eos_token``, ...) are variables of the template. ``max_chars`` limits the
-    rendered text. Memory and time have no limit here: for messages from untrusted clients use
-    :class:`~chairlift.tokenizer.template_worker.TemplateWorker`.
-
-    The template gets messages in the form that it accepts (:class:`~chairlift.tokenizer.template_forms.TemplateForms`).
+    Templates come from model files, which may be malicious. So they run in Jinja's immutable sandbox, which contains
+    only text and numbers. ``named_tokens`` (``bos_token``, ``eos_token``, ...) are variables of the template.
+    ``max_chars`` limits the rendered text. This class does not limit memory and time: for messages from untrusted
+    clients use :class:`~chairlift.tokenizer.template_worker.TemplateWorker`. The template gets messages in a form that
+    it can print (:class:`~chairlift.tokenizer.template_forms.TemplateForms`).
     """
 
     def __init__(
@@ -90,18 +90,21 @@ class ChatTemplate:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether the template says with ``{% generation %}`` what is learnt in training."""
+        """Whether the template marks the assistant's text with ``{% generation %}``. Training uses these marks."""
         return self._source is not None and _HAS_MARKS.search(self._source) is not None
 
     def names(self, word: str) -> bool:
-        """Whether the template has this name, as an attribute or in quotes: it may read such a key of a message."""
+        """Whether the template contains this name, as an attribute or in quotation marks. If so, it may read this key
+        of a message."""
         return self._forms.names(word)
 
     def render_marked(
         self, messages: Sequence[Mapping[str, Any]], /, tools: Sequence[Mapping[str, Any]] | None = None, **scalars: Any
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a chat without an opened answer, and what stands inside ``{% generation %}``: (begin, end) in
-        characters. Raises as :meth:`render`.
+        """(text, spans): the text of a chat without the beginning of a further answer, and (begin, end) in characters
+        of each part inside ``{% generation %}``.
+
+        Raises the same errors as :meth:`render`.
         """
         word = secrets.token_hex(8)  # nobody can write it into a message
         marks = {_BEGIN_MARK: f"\x02{word}", _END_MARK: f"\x03{word}"}
@@ -123,7 +126,7 @@ class ChatTemplate:
         return self._generate(variables | {"messages": chat, "add_generation_prompt": add_generation_prompt})
 
     def _check_tools(self) -> None:
-        """Raise RequestError when the template does not print tools. The test runs once."""
+        """Raise RequestError if the template does not print tools. The template is tested only once."""
         if self._prints_tools is None:
             function = {"name": _PROBE, "description": "x", "parameters": {"type": "object", "properties": {}}}
             chat = self._forms.fit([{"role": "user", "content": "x"}])
@@ -139,20 +142,23 @@ class ChatTemplate:
             )
 
     def parse(self) -> None:
-        """Parse the template without running any of it (:meth:`compile` computes constants). Raises
-        :class:`~chairlift.errors.TemplateError` for invalid Jinja."""
+        """Parse the template without running any of it. (:meth:`compile` already runs constant expressions.)
+
+        Raises :class:`~chairlift.errors.TemplateError` for invalid Jinja.
+        """
         if self._source is not None:
             _ = self._tree
 
     def compile(self) -> None:
-        """Compile the template now instead of at the first chat; raises :class:`~chairlift.errors.TemplateError`."""
+        """Compile the template now instead of at the first chat. Raises :class:`~chairlift.errors.TemplateError`."""
         _ = self._template
 
     def check(self) -> None:
-        """Compile the template, and render one of two small chats: a user's message, or a system message before it.
+        """Compile the template, and test it with a message of the user. If that fails, test it again with a system
+        message before the user's.
 
-        Raises :class:`~chairlift.errors.TemplateError` when neither renders. It is TemplateFailedError, for an error in
-        the template itself, only when both end with such an error.
+        Raises :class:`~chairlift.errors.TemplateError` if both tests fail. It is TemplateFailedError if both fail
+        because of an error in the template itself.
         """
         user = {"role": "user", "content": "Hi"}
         errors: list[TemplateError] = []
@@ -223,7 +229,8 @@ def _complaining() -> Iterator[None]:
 
 
 def check_variables(scalars: Mapping[str, Any]) -> None:
-    """Raise :class:`~chairlift.errors.RequestError` for values that a caller may not pass to a template."""
+    """Raise :class:`~chairlift.errors.RequestError` if a variable has a type or size that callers may not pass to a
+    template."""
     for name, value in scalars.items():
         given = name in _INPUTS and not (value is None and name in _OPTIONAL_INPUTS)
         if given or not (value is None or type(value) in (str, int, float, bool)):
@@ -239,7 +246,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with a mark at the end of its content, or of the last of its parts."""
+    """The message with a mark at the end of its content, or at the end of its last part."""
     if "content" not in message:
         raise RequestError(_cannot_continue("the final message has no content"))
     for key in ("tool_calls", "function_call"):
@@ -252,18 +259,19 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _up_to_final_message(chat: Sequence[Mapping[str, Any]], text: str, marked: str) -> str:
-    """Text of a chat up to the end of its last content, found in the text of the same chat with a mark there.
+    """Text of a chat up to the end of the last message's content, so that the model continues this content.
 
-    As in transformers, a space after the mark tells whether the template trims contents, and a content that the
-    template changes cannot be continued. Two cases that transformers accepts are refused as well: a mark that changes
-    the text before it, and messages after the final one. If a content is printed twice, the last copy is continued, and
-    the first keeps no mark.
+    ``marked`` is the same text with a mark after the content. As in transformers, a space after the mark shows whether
+    the template strips contents. If the template prints the content twice, the last copy is continued.
+
+    Raises TemplateError if the template changes the content. Raises it also in two cases that transformers accepts: the
+    template prints the text before the mark differently, or prints messages after the last message.
     """
     end = marked.rfind(_END_OF_FINAL_MESSAGE)
     if end < 0:
         raise TemplateError(_cannot_continue("the chat template does not print the end of the final message"))
-    kept = marked[end:].startswith(f"{_END_OF_FINAL_MESSAGE} ")
-    before = marked[:end] if kept else marked[:end].rstrip()
+    keeps_space = marked[end:].startswith(f"{_END_OF_FINAL_MESSAGE} ")
+    before = marked[:end] if keeps_space else marked[:end].rstrip()
     before = before.replace(f"{_END_OF_FINAL_MESSAGE} ", "").replace(_END_OF_FINAL_MESSAGE, "")
     if not text.startswith(before):
         raise TemplateError(_cannot_continue("the chat template writes another text where the final message goes on"))
@@ -289,9 +297,9 @@ def _cannot_continue(reason: str) -> str:
     return f"continue_final_message is not possible: {reason}; leave it out"
 
 
-def _check_size(size: int, most: int = MAX_TEXT) -> None:
-    if size > most:
-        raise _TooLongError(f"builds more than {most:,} characters")
+def _check_size(size: int, limit: int = MAX_TEXT) -> None:
+    if size > limit:
+        raise _TooLongError(f"builds more than {limit:,} characters")
 
 
 class _RefusalError(jinja2.TemplateError):
@@ -303,7 +311,7 @@ class _TooLongError(jinja2.TemplateError):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox with a limit on repetition: ``"x" * 10**10`` would take the machine's memory."""
+    """The sandbox with a limit on repetition. Without the limit ``"x" * 10**10`` would take all memory."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -318,9 +326,10 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's words for training; when serving it renders what it encloses.
+    """Jinja extension for ``{% generation %}``, which marks the assistant's text for training.
 
-    Variables around it print the marks of :meth:`ChatTemplate.render_marked`, and nothing where they are not given.
+    When serving, the tag prints only its contents. For :meth:`ChatTemplate.render_marked` it also prints marks before
+    and after its contents; two variables hold these marks.
     """
 
     tags = {"generation"}  # noqa: RUF012  (the base class declares it as an instance attribute)
@@ -334,8 +343,8 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's ``namespace`` without names that begin with an underscore. The sandbox checks such names elsewhere
-    only."""
+    """Jinja's ``namespace``, but without names that begin with an underscore. The sandbox checks such names in all
+    other places."""
 
     def __init__(*args: Any, **names: Any) -> None:
         self, *rest = args
@@ -365,12 +374,13 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON. Jinja's own filter escapes HTML, which no model was trained on."""
+    """JSON without HTML escapes. Jinja's own filter escapes HTML, but models were trained on plain JSON."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _from_json(text: Any) -> Any:
-    """Value of a JSON text, for templates that read arguments as text; other values are returned unchanged."""
+    """The value of a JSON text, for templates that expect arguments as text. Values of other types are returned
+    unchanged."""
     return json.loads(text) if isinstance(text, str) else text
 
 
@@ -379,7 +389,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _make_dict(*args: Any, **items: Any) -> dict[Any, Any]:
-    """``dict`` as a function, because the class itself would give templates its methods and its type."""
+    """``dict`` as a function. The class itself would also give templates access to its methods and its type."""
     return dict(*args, **items)
 
 

@@ -1,4 +1,5 @@
-"""From texts and conversations to token ids for an event loop, with limits on their length and on the queue."""
+"""Converts texts and conversations to token ids without blocking the event loop, with limits on their length and on
+the queue."""
 
 from __future__ import annotations
 
@@ -21,56 +22,62 @@ __all__ = ["Encoder"]
 _log = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 512
-"""Most characters that are tokenized on the event loop; they take less than a millisecond."""
+"""Maximum number of characters that are tokenized on the event loop; this takes less than a millisecond."""
 _LONG_TEXT: Final = 16_384
-"""Characters. A call with more waits in the queue of long texts, so that short ones need not wait for it. This many
-characters of several texts are also one turn in that queue. A million take 1 to 5 s and 100 MB."""
+"""Number of characters above which a call waits in the queue for long texts, so that short texts need not wait for it.
+In that queue, texts of a call are processed in groups of this size. A million characters take 1 to 5 s and 100 MB."""
 _MAX_CHARS_PER_TOKEN: Final = 64
-"""Texts with more characters per token of the model's length are refused before they are tokenized."""
+"""Maximum number of characters per token of the model's length. Longer texts are refused before they are tokenized."""
 _ALWAYS_ALLOWED: Final = 262_144
-"""Total characters per call that are always allowed, however short the model: 64 prompts of 1,024 tokens."""
+"""Number of characters per call that is always allowed, even if the model's length is small. It is enough for 64
+prompts of 1,024 tokens."""
 
 _T = TypeVar("_T")
 
 
-def _worker_for(tokenizer: Tokenizer | None, max_model_len: int, most_waiting: int) -> TextWorker | None:
-    """A worker process for the tokenizer; None if its time is limited, and it may run in this process."""
+def _worker_for(tokenizer: Tokenizer | None, max_model_len: int, max_waiting: int) -> TextWorker | None:
+    """A worker process for the tokenizer. None if encoding has a known time limit, so that it can run in this
+    process."""
     if not isinstance(tokenizer, Tokenizer) or not tokenizer.doubt or tokenizer.folder is None:
         return None
     _log.warning("texts are encoded in processes of their own, which is slower: %s", tokenizer.doubt)
-    return TextWorker(str(tokenizer.folder), max(_LONG_TEXT, max_model_len * _MAX_CHARS_PER_TOKEN), most_waiting)
+    return TextWorker(str(tokenizer.folder), max(_LONG_TEXT, max_model_len * _MAX_CHARS_PER_TOKEN), max_waiting)
 
 
 class Encoder:
-    """Tokenizes on an event loop. ``tokenizer`` is None if only token ids are accepted. There are
-    three queues, for conversations, texts and long texts. Each holds at most ``most_waiting``; further ones raise
-    QueueFullError. Without
-    ``chats`` no conversations are accepted. One event loop owns the object."""
+    """Tokenizes texts and conversations for one event loop. ``tokenizer`` is None if only token ids are accepted.
+
+    There are three queues: for conversations, texts and long texts. Each holds up to ``max_waiting`` calls; further
+    calls raise QueueFullError. If ``chats`` is false, conversations are refused. All methods run on one event loop.
+    """
 
     def __init__(
         self,
         tokenizer: Tokenizer | None,
         max_model_len: int,
-        most_waiting: int,
+        max_waiting: int,
         chat_template: str | None = None,
         *,
         chats: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._threads = Turns(2, most_waiting, "long texts")
-        self._short_texts = Turns(2, most_waiting, "texts")
+        self._threads = Turns(2, max_waiting, "long texts")
+        self._short_texts = Turns(2, max_waiting, "texts")
         self._templates: TemplateWorker | None = None
         self._chosen = chat_template is not None
-        """Whether the template is not the model's own."""
-        self._texts = _worker_for(tokenizer, max_model_len, most_waiting)
+        """Whether the user gave the template, so that it is not the model's own."""
+        self._texts = _worker_for(tokenizer, max_model_len, max_waiting)
         if tokenizer is not None and chats:
             template = tokenizer.chat_template if chat_template is None else chat_template
-            self._templates = TemplateWorker(template, tokenizer.named_tokens, most_waiting=most_waiting)
+            self._templates = TemplateWorker(template, tokenizer.named_tokens, max_waiting=max_waiting)
 
     async def start(self) -> None:
-        """Start the workers, and warn if the model's chat template cannot work. Raises TemplateFailedError if a
-        template given by the user has an error in itself, and OverloadedError when no worker can be started."""
+        """Start the workers, and log a warning if the model's chat template does not work.
+
+        Raises TemplateFailedError if a template that the user gave has an error, and OverloadedError if no worker can
+        be started.
+        """
         if self._texts is not None:
             await self._texts.start()
         if self._templates is not None:
@@ -85,36 +92,37 @@ class Encoder:
                 _log.warning("the chat template was not checked: %s", error)
 
     async def close(self) -> None:
-        """End the workers. Work in progress fails."""
+        """Stop the workers. Calls in progress fail."""
         if self._texts is not None:
             await self._texts.close()
         if self._templates is not None:
             await self._templates.close()
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises RequestError, and PromptTooLongError for one far beyond the model's length."""
+        """Token ids of a text. Raises RequestError. Raises PromptTooLongError if the text is far longer than the model
+        allows."""
         (ids,) = await self.encode_all([text], add_special_tokens)
         return ids
 
     async def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text of one call, in order. More than a few hundred characters in total are tokenized on a
-        thread.
+        """Token ids of each text of one call, in order. If the texts have more than a few hundred characters together,
+        a thread tokenizes them.
 
-        Raises RequestError; PromptTooLongError for a text, or a sum of texts, far beyond the model's length, before
-        anything is tokenized; QueueFullError when too many wait for a thread.
+        Raises RequestError. Raises PromptTooLongError, before anything is tokenized, if one text or all texts together
+        are far longer than the model allows. Raises QueueFullError if too many calls wait for a thread.
         """
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise RequestError("the prompt is text, but the tokenizer was not loaded; send token ids")
-        # for other types the tokenizer raises the error
+        # the tokenizer raises the error for other types
         lengths = [len(text) if isinstance(text, str) else 0 for text in texts]
         total = sum(lengths)
         for length in lengths:
             self._check_length("the text has", length, "a shorter text")
-        if total > max(_ALWAYS_ALLOWED, self._most_chars):
+        if total > max(_ALWAYS_ALLOWED, self._max_chars):
             raise PromptTooLongError(
                 f"the texts have {total:,} characters together, but one call may have"
-                f" {max(_ALWAYS_ALLOWED, self._most_chars):,}; send fewer or shorter texts at a time"
+                f" {max(_ALWAYS_ALLOWED, self._max_chars):,}; send fewer or shorter texts at a time"
             )
         if self._texts is not None:
             return [await self._texts.encode(text, add_special_tokens) for text in texts]
@@ -126,7 +134,7 @@ class Encoder:
         return found
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each of ``bad_words``, in all spellings (:func:`spellings`). Raises the errors of
+        """Token ids for ``bad_words``: one entry per word and spelling (:func:`spellings`). Raises the errors of
         :meth:`encode_all`."""
         if not words or self._tokenizer is None:
             return ()
@@ -141,9 +149,10 @@ class Encoder:
         tools: Sequence[Mapping[str, Any]] | None = None,
         images: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation, laid out by the chat template. With ``images`` it may have places of images.
+        """Token ids of a conversation, converted to text by the chat template. With ``images``, messages may contain
+        image placeholders.
 
-        Raises RequestError and TemplateError, and PromptTooLongError before anything is laid out.
+        Raises RequestError and TemplateError. Raises PromptTooLongError before the template is rendered.
         """
         if self._templates is None:
             raise TemplateError("chat needs the tokenizer, which was not loaded (skip_tokenizer_init); send token ids")
@@ -157,17 +166,17 @@ class Encoder:
         return await self.encode(text, add_special_tokens=False)
 
     async def beside(self, work: Callable[[], _T]) -> _T:
-        """Result of ``work``, run on a thread; two run at a time, including long texts."""
+        """Run ``work`` on a thread and return its result. Two calls run at a time, including those for long texts."""
         return await _on_thread(self._threads, work)
 
     @property
-    def _most_chars(self) -> int:
+    def _max_chars(self) -> int:
         return max(_LONG_TEXT, self._max_model_len * _MAX_CHARS_PER_TOKEN)
 
     def _check_length(self, what: str, num_chars: int, instead: str) -> None:
-        if num_chars > self._most_chars:
+        if num_chars > self._max_chars:
             raise PromptTooLongError(
-                f"{what} {num_chars:,} characters, but at most {self._most_chars:,} are taken for a model of"
+                f"{what} {num_chars:,} characters, but at most {self._max_chars:,} are taken for a model of"
                 f" {self._max_model_len:,} tokens; send {instead}"
             )
 
@@ -181,7 +190,7 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool
 
 
 def _groups(texts: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
-    """Neighbouring texts, grouped into turns on a thread; a longer text is a group of its own."""
+    """Groups of adjacent texts; each group is one job for a thread. A long text is a group of its own."""
     groups: list[list[str]] = []
     room = 0
     for text, length in zip(texts, lengths, strict=True):

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file, converted back to ``tokenizer.json``."""
+"""Converts the tokenizer in a GGUF file back to ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from chairlift.gguf.reader import GGUFModel
 __all__ = ["gguf_tokenizer"]
 
 _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6
-_MOST_PIECE: Final = 512
-"""Most characters of a token in which merges are searched, because the time grows with their square."""
+_MAX_MERGED_CHARS: Final = 512
+"""Maximum length in characters of a token for which merges are searched. The time of the search grows with the square
+of the length."""
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3: Final = (
@@ -39,11 +40,11 @@ _PATTERNS: Final[dict[str, str]] = {
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _O200K),
 }
-"""Regular expressions that split a text before its pieces are merged, by llama.cpp's names."""
+"""llama.cpp's name of a tokenizer -> regular expression that splits a text before merges are applied."""
 _DIGITS_FIRST: Final = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-"""Names of tokenizers that first split off every digit, and then split like GPT-2."""
+"""Names of tokenizers that first split off every digit, and then split the rest like GPT-2."""
 _MERGES_IGNORED: Final = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Names of tokenizers that skip the merges for a piece that is itself a token."""
+"""Names of tokenizers that do not apply merges to a piece of text that is itself a token."""
 _NAMED: Final = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -53,7 +54,7 @@ _NAMED: Final = {
 
 
 def gguf_tokenizer(model: GGUFModel) -> tuple[bytes, dict[str, Any]]:
-    """Contents of ``tokenizer.json`` and of ``tokenizer_config.json``.
+    """(contents of ``tokenizer.json``, contents of ``tokenizer_config.json``).
 
     Supported are byte-level BPE (``gpt2``) and SentencePiece BPE (``llama``). Raises
     :class:`~chairlift.errors.ModelLoadError` for other kinds, and for unknown names of pre-tokenizers.
@@ -111,12 +112,12 @@ def _named(model: GGUFModel, tokens: Sequence[str]) -> dict[str, str]:
 def _post_processor(
     model: GGUFModel, kind: str, names: Mapping[str, str], vocab: Mapping[str, int]
 ) -> dict[str, Any] | None:
-    """Post-processor that adds the first and last special token of a text; None if there is none."""
-    asked = {
+    """Post-processor that adds special tokens at the beginning and the end of a text; None if the model adds none."""
+    flags = {
         "bos_token": model.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"),
         "eos_token": model.metadata.get("tokenizer.ggml.add_eos_token", False),
     }
-    marks = {name: names[name] for name in asked if asked[name] is True and name in names}
+    marks = {name: names[name] for name in flags if flags[name] is True and name in names}
     if not marks:
         return None
 
@@ -181,13 +182,18 @@ def _bpe(vocab: Mapping[str, int], merges: list[Any], **settings: Any) -> dict[s
 
 
 def _sentence_piece(model: GGUFModel, vocab: Mapping[str, int], tokens: Sequence[str]) -> dict[str, Any]:
-    """Part of ``tokenizer.json`` for a SentencePiece model. It has scores in place of merges: the pair with the best
-    score is merged first."""
+    """Entries of ``tokenizer.json`` for a SentencePiece model.
+
+    Such a model has no list of merges, but scores of tokens: the pair whose merged token has the best score is merged
+    first.
+    """
     scores = _numbers(model, "scores", len(tokens))
     found: list[tuple[float, int, int, str, str]] = []
     for number, token in enumerate(tokens):
-        if len(token) > _MOST_PIECE:
-            raise ModelLoadError(f"{model.path}: a token of {len(token)} characters; up to {_MOST_PIECE} are allowed")
+        if len(token) > _MAX_MERGED_CHARS:
+            raise ModelLoadError(
+                f"{model.path}: a token of {len(token)} characters; up to {_MAX_MERGED_CHARS} are allowed"
+            )
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in vocab and right in vocab:

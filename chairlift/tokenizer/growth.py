@@ -1,8 +1,8 @@
-"""Largest growth of a text in a tokenizer, computed from ``tokenizer.json`` before anything is encoded.
+"""Computes how much longer a tokenizer can make a text, from ``tokenizer.json`` and before any text is encoded.
 
-A few nested replacements can turn one letter into a terabyte, and a pattern can take years to fail. Only the file tells
-whether that is possible. So a file that makes texts far longer is refused. A file for which this is unknown encodes in
-a process that can be killed (:mod:`~chairlift.tokenizer.text_worker`).
+A few nested replacements can turn one letter into a terabyte, and a regular expression can take years to fail. Both
+can be found only in the file. A file that makes texts far longer is refused. If the file does not show a limit on the
+time, encoding runs in a process that can be killed (:mod:`~chairlift.tokenizer.text_worker`).
 """
 
 from __future__ import annotations
@@ -18,29 +18,32 @@ from chairlift.tokenizer.patterns import is_steady, shortest
 
 __all__ = ["check_growth", "doubt_about", "read_parts"]
 
-MOST_GROWTH: Final = 64
-"""Largest allowed growth of a text in bytes, as a factor. NFKC can give 11, ``▁`` for a space 3."""
-MOST_ADDED: Final = 4096
-"""Most bytes or tokens that may be added to a text of any length."""
-_MOST_PASSES: Final = 4
-"""Most times that a post-processor may repeat a text."""
+MAX_GROWTH: Final = 64
+"""Maximum allowed factor by which a text may grow, in bytes. For comparison: NFKC can grow a text 11 times, ``▁`` for
+a space 3 times."""
+MAX_ADDED: Final = 4096
+"""Maximum number of bytes or tokens that may be added to any text, in addition to its growth."""
+_MAX_PASSES: Final = 4
+"""Maximum number of copies of a text that a post-processor may make."""
 _UNICODE: Final = {"NFC": 3, "NFD": 4, "NFKC": 11, "NFKD": 11, "BertNormalizer": 3, "ByteLevel": 2, "Metaspace": 3}
-"""Largest growth factor of each normalizer when it is not the first of its kind. The first is always accepted."""
+"""Normalizer -> maximum growth factor, used if another normalizer of the same kind comes before it. The first one of a
+kind is always allowed."""
 _LONGEST_CHARSMAP: Final = 36
-"""Most bytes that one character becomes in SentencePiece's normalization."""
+"""Maximum number of bytes that SentencePiece's normalization makes of one character."""
 
 
 def check_growth(files: Mapping[str, Any]) -> None:
-    """Raise ModelLoadError for a ``tokenizer.json`` that makes a short text too long.
+    """Raise ModelLoadError if a ``tokenizer.json`` can make a short text too long.
 
-    ``files`` is its content, as far as it is understood; the library refuses parts of another form.
+    ``files`` is its contents. Parts with an unknown form are skipped here, because the tokenizers library refuses
+    them.
     """
     for part, verb in (("normalizer", "text"), ("decoder", "token")):
         steps = [step for step in _flat(files.get(part)) if step.get("type") in ("Replace", "Prepend")]
         seed = _grows(steps)
         if seed is not None:
             raise ModelLoadError(
-                f"the {part} in tokenizer.json makes a {verb} more than {MOST_GROWTH} times as long (it does with "
+                f"the {part} in tokenizer.json makes a {verb} more than {MAX_GROWTH} times as long (it does with "
                 f"{seed!a:.40}), which would take all memory; use the tokenizer of another release of this model, or "
                 "send token ids with skip_tokenizer_init"
             )
@@ -53,12 +56,12 @@ def check_growth(files: Mapping[str, Any]) -> None:
         added += sum(ids.get(str(each.get("id")), 1) for each in specials if isinstance(each, Mapping))
         here = sum(isinstance(piece, Mapping) and "Sequence" in piece for piece in pieces)
         passes = max(1, passes) * max(1, here)
-    if passes > _MOST_PASSES or added > MOST_ADDED:
+    if passes > _MAX_PASSES or added > MAX_ADDED:
         raise ModelLoadError(
             f"the post_processor in tokenizer.json repeats a text {passes} times and adds {added} tokens; at most "
-            f"{_MOST_PASSES} and {MOST_ADDED} are allowed: save the tokenizer again"
+            f"{_MAX_PASSES} and {MAX_ADDED} are allowed: save the tokenizer again"
         )
-    if any(_pattern_doubt(step) for step in _flat(files.get("decoder"))) or _factor(files.get("decoder")) > MOST_GROWTH:
+    if any(_pattern_doubt(step) for step in _flat(files.get("decoder"))) or _factor(files.get("decoder")) > MAX_GROWTH:
         raise ModelLoadError(
             "the decoder in tokenizer.json has replacements or patterns that may take for ever; use the tokenizer of "
             "another release of this model, or send token ids with skip_tokenizer_init"
@@ -66,24 +69,24 @@ def check_growth(files: Mapping[str, Any]) -> None:
 
 
 def doubt_about(files: Mapping[str, Any]) -> str:
-    """Reason why the time or memory of encoding is unknown; empty when it is limited."""
+    """Reason why the time or memory for encoding has no known limit; empty if it has."""
     for part in ("normalizer", "pre_tokenizer"):
         for step in _flat(files.get(part)):
             if doubt := _pattern_doubt(step):
                 return f"the {part} has a pattern that may take for ever ({doubt!a:.60})"
     growth = _factor(files.get("normalizer")) * _factor(files.get("pre_tokenizer"))
-    if growth > MOST_GROWTH or _constant(files.get("normalizer")) > MOST_ADDED:
-        return f"the normalizer may make a text more than {MOST_GROWTH} times as long"
+    if growth > MAX_GROWTH or _constant(files.get("normalizer")) > MAX_ADDED:
+        return f"the normalizer may make a text more than {MAX_GROWTH} times as long"
     model = files.get("model")
     affixes = ("continuing_subword_prefix", "end_of_word_suffix")
-    if isinstance(model, Mapping) and any(len(str(model.get(name) or "")) > MOST_GROWTH for name in affixes):
+    if isinstance(model, Mapping) and any(len(str(model.get(name) or "")) > MAX_GROWTH for name in affixes):
         return "the model adds a long text to every part of a word"
     return ""
 
 
 def _flat(part: Any) -> Iterator[Mapping[str, Any]]:
-    """Steps of a part in order, with nested sequences flattened. Not recursive, because a file may nest without
-    limit."""
+    """Steps of a normalizer or pre-tokenizer in order, with nested sequences flattened. The function is not recursive,
+    because a file may nest sequences very deep."""
     line = [part]
     while line:
         step = line.pop(0)
@@ -100,8 +103,8 @@ _INNER: Final = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
 def _pattern(step: Mapping[str, Any]) -> tuple[str, str]:
-    """Pattern of a normalizer or pre-tokenizer as (kind, text), with kind String or Regex; two empty strings if it has
-    none."""
+    """(kind, text) of the pattern of a normalizer or pre-tokenizer, where kind is String or Regex. Both are empty if
+    there is no pattern."""
     pattern = step.get("pattern")
     for kind in ("String", "Regex"):
         if isinstance(pattern, Mapping) and isinstance(pattern.get(kind), str):
@@ -115,7 +118,7 @@ def _pattern_doubt(step: Mapping[str, Any]) -> str:
 
 
 def _factor(part: Any) -> float:
-    """Largest growth factor of a text in bytes, for any order of its characters."""
+    """Maximum factor by which this part of the tokenizer can lengthen any text, in bytes."""
     factor, seen = 1.0, set()
     for step in _flat(part):
         name = str(step.get("type"))
@@ -137,7 +140,7 @@ def _constant(part: Any) -> int:
 
 
 def _longest_entry(step: Mapping[str, Any]) -> int:
-    """Bytes of the longest text that a character map has for a character; 0 for a map that cannot be read."""
+    """Number of bytes of the longest replacement in a character map; 0 if the map cannot be read."""
     try:
         data = base64.b64decode(step.get("precompiled_charsmap") or "")
         entries = data[4 + int.from_bytes(data[:4], "little") :]
@@ -156,8 +159,8 @@ def _special_sizes(step: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _grows(steps: Sequence[Mapping[str, Any]]) -> str | None:
-    """A short text that plain replacements make too long, made of the texts that they replace and their characters;
-    None if there is none."""
+    """A short text that the literal replacements make too long; None if there is none. It is searched among the texts
+    that they replace, and the characters of these texts."""
     plain = [step for step in steps if step.get("type") == "Prepend" or _pattern(step)[0] == "String"]
     seeds = {_pattern(step)[1] for step in plain} | {char for step in plain for char in _pattern(step)[1]}
     for seed in itertools.islice(sorted(seeds - {""}), 1000):
@@ -167,14 +170,15 @@ def _grows(steps: Sequence[Mapping[str, Any]]) -> str | None:
                 continue
             old, new = _pattern(step)[1], str(step.get("content", ""))
             count = text.count(old) if old else 0
-            if len(text) + count * (len(new) - len(old)) > MOST_GROWTH * max(4, len(seed)):
+            if len(text) + count * (len(new) - len(old)) > MAX_GROWTH * max(4, len(seed)):
                 return seed
             text = text.replace(old, new) if old else text
     return None
 
 
 def read_parts(data: bytes) -> dict[str, Any]:
-    """Content of a ``tokenizer.json``; empty for invalid files, for which the library has its own errors."""
+    """Contents of a ``tokenizer.json``. Empty for an invalid file, because the tokenizers library reports the error
+    later."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):

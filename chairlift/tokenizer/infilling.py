@@ -1,7 +1,7 @@
-"""Prompts for text between a prefix and a suffix (fill in the middle; Bavarian et al., 2022).
+"""Prompts for generating the text between a prefix and a suffix (fill in the middle; Bavarian et al., 2022).
 
-Models trained for it mark the parts by tokens of their own, as published by their authors. A format applies to a
-tokenizer that has all of its tokens.
+Models that were trained for it mark the parts with special tokens, which their authors published. A format applies to
+a tokenizer that has all tokens of the format.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["INFILL_FORMATS", "InfillFormat", "cut_lead", "infill_format_of", "lead_of"]
 
 _LEAD: Final = "\u263a"
-"""Text before a suffix, so that the tokenizer's own space comes before it and not before the suffix. It merges with
-nothing in the tokenizers that add such a space. CodeLlama's authors and Mistral do the same."""
+"""Text that is put before a suffix, so that a space which the tokenizer adds comes before this text and not before the
+suffix. The tokenizers that add such a space never merge this text with others. CodeLlama's authors and Mistral use the
+same text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InfillFormat:
-    """Marks of the parts for one group of models, as texts of vocabulary entries."""
+    """Texts of the special tokens with which one group of models marks the parts."""
 
     name: str
     prefix: str
     suffix: str
     middle: str = ""
-    """Mark after both parts; empty if there is none."""
+    """Mark after prefix and suffix, before the generated text; empty if there is none."""
     suffix_first: bool = False
     ends: tuple[str, ...] = ()
-    """Tokens that end the text in the middle, in addition to the marks and the end of sequence. Missing ones are
-    ignored."""
+    """Tokens that end the generated text, in addition to the marks and the end of sequence. Tokens that the tokenizer
+    does not have are ignored."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -39,7 +40,8 @@ class InfillFormat:
         return tuple(mark for mark in (self.prefix, self.suffix, self.middle) if mark)
 
     def lay_out(self, tokenizer: Tokenizer, prefix: Sequence[int], suffix: Sequence[int], special: bool) -> list[int]:
-        """The prompt. With ``special`` it begins like the tokenizer's texts (with a BOS)."""
+        """Token ids of the prompt. If ``special`` is true, it begins with the tokens that the tokenizer puts before a
+        text (such as a BOS)."""
         mark = {text: tokenizer.token_to_id(text) for text in self.marks}
         first, second = [mark[self.prefix], *prefix], [mark[self.suffix], *suffix]
         parts = [*second, *first] if self.suffix_first else [*first, *second]
@@ -48,7 +50,7 @@ class InfillFormat:
         return [token_id for token_id in ids if token_id is not None]
 
     def end_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """Ids of the tokens that end the text in the middle."""
+        """Ids of the tokens that end the generated text."""
         found = [tokenizer.token_to_id(text) for text in (*self.marks, *self.ends)]
         return sorted({token_id for token_id in found if token_id is not None})
 
@@ -99,12 +101,13 @@ def infill_format_of(tokenizer: Tokenizer) -> InfillFormat | None:
 
 
 def lead_of(tokenizer: Tokenizer) -> str:
-    """Text to put before a suffix that is encoded separately; :func:`cut_lead` removes its tokens again."""
+    """Text to put before a suffix when the suffix is encoded separately. :func:`cut_lead` then removes the tokens of
+    this text."""
     ids = tokenizer.encode("a", False)
     return _LEAD if ids and tokenizer.token_text(ids[0]).startswith((" ", "▁")) else ""
 
 
 def cut_lead(tokenizer: Tokenizer, lead: str, ids: Sequence[int]) -> list[int]:
-    """Token ids of a suffix, from those of :func:`lead_of` and the suffix together."""
+    """Token ids of a suffix, given the token ids of :func:`lead_of` and the suffix encoded together."""
     begin = tokenizer.encode(lead, False) if lead else []
     return list(ids[len(begin) :])

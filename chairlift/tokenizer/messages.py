@@ -1,4 +1,4 @@
-"""Validates chat messages from HTTP, Python and training, and converts them to plain data."""
+"""Checks chat messages from HTTP, Python and training data, and converts them to plain data."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from chairlift.errors import RequestError
 __all__ = ["REASONING_KEYS", "normalize_messages", "plain_tools", "text_size"]
 
 REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which clients send an assistant's reasoning. The first one present counts, as in transformers."""
+"""Keys under which clients send an assistant's reasoning. If a message has several, the first in this list is used, as
+in transformers."""
 _SAYS_SOMETHING: Final = ("tool_calls", "function_call", *REASONING_KEYS)
-"""Keys that make the content of an assistant's message optional."""
+"""Keys of an assistant's message. If a message has one of them, it needs no content."""
 _MAX_DEPTH: Final = 64
-"""Largest depth of nested lists and objects, the same as in a request body."""
+"""Maximum depth of nested lists and objects, the same as for request bodies."""
 _LONGEST: Final = 60
-"""Most characters of a caller's value in an error message."""
+"""Maximum number of characters of a caller's value in an error message."""
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]], *, images: bool = False) -> list[dict[str, Any]]:
-    """New dicts of exact plain types, with every key that has a value; the chat template decides which keys it uses.
+    """Copies of the messages as plain dicts, lists and strings. The chat template decides which keys it uses.
 
-    A ``role`` is required. A ``content`` is a text or a list of text parts; it may be missing from an assistant's
-    message with tool calls or reasoning. Keys whose value is null are dropped, as in transformers, and so is an empty
-    ``tool_calls``, as in vLLM, because clients send every possible field.
-
-    With ``images`` a part may be ``{"type": "image"}``, the place of an image that was taken out.
-
-    Raises :class:`~chairlift.errors.RequestError`. The message begins with the path of the wrong value.
+    A ``role`` is required. A ``content`` is a text or a list of text parts. It may be missing from an assistant's
+    message with tool calls or reasoning. Clients send every possible field, so keys whose value is null are dropped,
+    as in transformers, and an empty ``tool_calls`` is dropped, as in vLLM. With ``images`` a part may be ``{"type":
+    "image"}``, a placeholder for an image. Raises :class:`~chairlift.errors.RequestError`. Its message begins with the
+    path of the wrong value.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError(
@@ -40,15 +39,16 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]], *, images: bool = 
 
 
 def plain_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """New dicts of exact plain types for the tools of a chat template. Raises RequestError for other forms."""
+    """Copies of the tools for a chat template as plain dicts, lists and strings. Raises RequestError for values of
+    other types."""
     given: Any = () if tools is None else tools
     if not isinstance(given, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in given):
-        raise RequestError(f"chat template variable 'tools' must be a list of objects, got {_given(tools)}")
+        raise RequestError(f"chat template variable 'tools' must be a list of objects, got {_quoted(tools)}")
     return [_plain(f"tools[{index}]", tool, 1) for index, tool in enumerate(given)]
 
 
 def text_size(value: Any) -> int:
-    """Characters of all texts and names in plain data."""
+    """Total number of characters in all texts and keys of plain data."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -75,12 +75,12 @@ def _message(where: str, message: Any, images: bool) -> dict[str, Any]:
         raise RequestError(f"{where}.role is missing; it is required: system, developer, user, assistant or tool")
     for key in ("role", "name"):
         if key in plain and not (isinstance(plain[key], str) and plain[key]):
-            raise RequestError(f"{where}.{key} must be a non-empty string, got {_given(plain[key])}")
+            raise RequestError(f"{where}.{key} must be a non-empty string, got {_quoted(plain[key])}")
     calls = plain.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise RequestError(
             f'{where}.tool_calls must be a list of objects ([{{"type": "function", "function": {{"name": ..., '
-            f'"arguments": ...}}}}]), got {_given(calls)}'
+            f'"arguments": ...}}}}]), got {_quoted(calls)}'
         )
     if "content" not in plain and not (plain["role"] == "assistant" and any(plain.get(key) for key in _SAYS_SOMETHING)):
         got = "got null" if "content" in message else "it is missing"
@@ -99,7 +99,7 @@ def _content(where: str, content: Any, images: bool) -> str | list[dict[str, Any
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
         raise RequestError(
             f"{where}.content must be a string or a list of text parts, at least one "
-            f'([{{"type": "text", "text": "..."}}]), got {_given(content)}'
+            f'([{{"type": "text", "text": "..."}}]), got {_quoted(content)}'
         )
     parts = []
     for index, part in enumerate(content):
@@ -113,20 +113,21 @@ def _content(where: str, content: Any, images: bool) -> str | list[dict[str, Any
                 f"{where}.content[{index}] must be a text part ({{'type': 'text', 'text': '...'}}; images and audio "
                 f"are not supported by this model), got {got}"
             )
-        # Parquet gives every part the fields of all kinds, but templates only check whether a part has an "image".
+        # Data from Parquet files has the fields of all kinds of parts in every part, as null. These are removed,
+        # because templates only check whether a part has the key "image".
         given = {key: value for key, value in part.items() if value is not None}
         parts.append(_plain(f"{where}.content[{index}]", given, 2))
     return parts
 
 
-def _given(value: Any) -> str:
+def _quoted(value: Any) -> str:
     if isinstance(value, (list, tuple)) and not value:
         return "an empty list"
     return repr(value)[:_LONGEST]
 
 
 def _plain(where: str, value: Any, depth: int) -> Any:
-    """Convert to exact types, because the sandbox would let a template call methods of subclasses."""
+    """Convert to exact built-in types. In the sandbox, a template could call methods of their subclasses."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

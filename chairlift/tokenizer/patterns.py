@@ -1,20 +1,22 @@
-r"""Whether the regular expression of a tokenizer takes time that grows only as the text does, read from the expression.
+r"""Finds out, from a tokenizer's regular expression, whether splitting a text takes time linear in the text's length.
 
-A search backtracks: what must match behind a repetition without end is tried behind each of its characters, and when it
-fails the search starts again one character on. The pattern ``\s+$`` takes 8 s for 20,000 spaces and a letter. Two kinds
-of alternatives cannot do so, and a pattern of them alone is ``steady``:
+A regular expression search backtracks. After an unlimited repetition it tries the rest of the pattern at each
+character of the repetition. If that fails, it starts again one character later. So the pattern ``\s+$`` takes 8 s for
+20,000 spaces followed by a letter. Two kinds of alternatives never take so long. A pattern of these kinds only is
+``steady``:
 
-* A *prompt* alternative has nothing that must match behind its first repetition without end. It fails after a few
-  steps, and what it reads it also matches.
-* A *run* alternative is ``P?X*Q``: an optional character, a run of one class, and a prompt ``Q`` (or ``P?X+`` and a
-  look around, as in ``\s+$``). It may read a run in vain, or match only its front. So the next alternative must be
-  ``P?X+`` and prompt, which takes all of a run that this one fails on, or another run alternative of the same ``P?X``
-  before such a one. A run alternative takes the last place of the run where ``Q`` matches, and the rest of the run has
-  no such place. Each one therefore reads a run twice at most, whatever the alternatives before it match.
+* In a *prompt* alternative, nothing that must match comes after the first unlimited repetition. The alternative fails
+  after a few steps, and otherwise matches everything that it has read.
+* A *run* alternative is ``P?X*Q``: an optional character, a run of characters of one class, and a prompt ``Q``.
+  (Another form is ``P?X+`` with a look-around, as in ``\s+$``.) It may read a run and fail, or match only the run's
+  beginning. So the following alternative must be ``P?X+`` and prompt, which matches the whole run on which this one
+  failed. Further run alternatives with the same ``P?X`` may come between the two. A run alternative matches up to the
+  last position of the run where ``Q`` matches, and no later position can match. So each alternative reads a run at
+  most twice, whatever the alternatives before it match.
 
-As the end of such a chain ``\s+(?!\S)`` is prompt, too: it takes all of a run but one character, or the run is one.
-What this module does not understand is not steady. Oniguruma takes ``{1,3}+`` for a repetition without end, and others
-for a possessive one: it is held for the former.
+At the end of such a chain ``\s+(?!\S)`` counts as prompt, too: it matches the whole run except one character, or the
+run has only one character. Patterns with unsupported syntax are not steady. The library Oniguruma reads ``{1,3}+`` as
+an unlimited repetition; other libraries read it as a possessive one. This module reads it as Oniguruma does.
 """
 
 from __future__ import annotations
@@ -30,77 +32,78 @@ _ATOM: Final = re.compile(
     r"\\[pP]\{\^?\w{1,30}\}|\\x\{[0-9A-Fa-f]{1,8}\}|\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\[dDhHnrsStwWaefv]"
     r"|\\\W|[^\\\[\](){}|?*+^$]"
 )
-"""One character that is in no class of its own: ``\\p{L}``, ``\\n``, ``\\.`` or itself."""
+"""Matches one character outside a bracketed class: ``\\p{L}``, ``\\n``, ``\\.`` or the character itself."""
 _ANCHOR: Final = re.compile(r"\\[bBAzZ]|[$^]")
 _GROUP: Final = re.compile(r"\((?:\?(?::|i:|[=!]|<[=!]))?(?!\?)")
 _TIMES: Final = re.compile(r"(?:([?*+])|\{([0-9]{0,3})(,?)([0-9]{0,3})\})(\+?)")
 _RUNS: Final = ("*", "+", "*+", "++")
-_DEEPEST: Final = 6
-"""Largest depth of nested groups."""
-_MOST_STEPS: Final = 1024
-"""Most characters that may be read at a place where nothing matches; they take some microseconds."""
+_MAX_DEPTH: Final = 6
+"""Maximum depth of nested groups."""
+_MAX_STEPS: Final = 1024
+"""Maximum number of characters that may be read at a position where the pattern does not match; this takes a few
+microseconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """One element of an alternative: an atom, its number of repetitions, and the alternatives inside it if it is a
-    group."""
+    """One element of an alternative: an atom or a group, with its number of repetitions. ``inner`` are the
+    alternatives inside a group."""
 
     atom: str
-    least: int = 1
-    most: float = 1
+    minimum: int = 1
+    maximum: float = 1
     times: str = ""
     inner: tuple[tuple[_Part, ...], ...] = ()
     empty: bool = False
-    """Whether it is an anchor or a look-around: it may fail, and consumes no character."""
+    """Whether the element is an anchor or a look-around, which may fail and never consumes a character."""
 
     @property
     def plain(self) -> bool:
-        """Whether it is one class of characters."""
+        """Whether the element matches one character of a class."""
         return not self.inner and not self.empty
 
     @property
     def endless(self) -> bool:
-        return not self.empty and (math.isinf(self.most) or any(each.endless for row in self.inner for each in row))
+        return not self.empty and (math.isinf(self.maximum) or any(each.endless for row in self.inner for each in row))
 
 
 _Row = tuple[_Part, ...]
 
 
 def is_steady(pattern: str) -> bool:
-    """Whether splitting any text with the pattern takes time linear in the text's length."""
+    """Whether splitting a text with the pattern always takes time linear in the text's length."""
     rows = _read(pattern)
-    if rows is None or _steps(rows) > _MOST_STEPS:
+    if rows is None or _steps(rows) > _MAX_STEPS:
         return False
     run = None  # the run that earlier alternatives may have read without a match
     for row in rows:
-        here = _run(row)
-        if run is not None and here != run:
+        current = _run(row)
+        if run is not None and current != run:
             return False
-        if _prompt(row) or _leaves_one(row):
+        if _is_prompt(row) or _is_all_but_last(row):
             run = None
-        elif here is None or not _goes_on(row):
+        elif current is None or not _has_prompt_rest(row):
             return False
         else:
-            run = here
+            run = current
     return run is None
 
 
 def shortest(pattern: str) -> int:
-    """Least number of characters in a match; 0 if unknown."""
+    """Minimum number of characters in a match; 0 if unknown."""
     rows = _read(pattern)
-    return 0 if rows is None else min(map(_least, rows))
+    return 0 if rows is None else min(map(_min_chars, rows))
 
 
-def _least(row: _Row) -> int:
-    # A group may ignore case, and then one character can match several letters.
+def _min_chars(row: _Row) -> int:
+    # A group counts as one character at most: it may ignore case, and then one character can match several letters.
     return sum(
-        part.least * (min(1, min(map(_least, part.inner))) if part.inner else 1) for part in row if not part.empty
+        part.minimum * (min(1, min(map(_min_chars, part.inner))) if part.inner else 1) for part in row if not part.empty
     )
 
 
 def _run(row: _Row) -> tuple[str, str] | None:
-    """(P, X) of an alternative that begins with ``P?X*`` or ``P?X+``."""
+    """(P, X) of an alternative that begins with ``P?X*`` or ``P?X+``; None for another alternative."""
     before, rest = "", row
     if row and row[0].plain and row[0].times in ("?", "?+"):
         before, rest = row[0].atom, row[1:]
@@ -109,50 +112,56 @@ def _run(row: _Row) -> tuple[str, str] | None:
     return None
 
 
-def _goes_on(row: _Row) -> bool:
-    """Whether an alternative that begins with ``P?X*`` continues only with a ``Q`` that is not found twice at one
-    place."""
+def _has_prompt_rest(row: _Row) -> bool:
+    """Whether the rest ``Q`` of an alternative ``P?X*Q`` is prompt, and the alternative cannot match the empty text."""
     start = 0 if row[0].times in _RUNS else 1
     rest = row[start + 1 :]
-    return _prompt(rest) and (row[start].least > 0 or _least(rest) > 0)
+    return _is_prompt(rest) and (row[start].minimum > 0 or _min_chars(rest) > 0)
 
 
-def _leaves_one(row: _Row) -> bool:
-    r"""Whether it is ``\s+(?!\S)``, for any class."""
+def _is_all_but_last(row: _Row) -> bool:
+    r"""Whether the alternative is ``\s+(?!\S)``, or the same with ``\d`` or ``\w``."""
     if len(row) != 2 or row[0].times != "+":
         return False
     kind = row[0].atom[1:]
     return row[0].atom[0] == "\\" and kind in ("s", "d", "w") and row[1].atom == rf"(?!\{kind.upper()})"
 
 
-def _prompt(row: _Row) -> bool:
-    """Whether it fails after a limited number of steps, and otherwise takes time linear in its match."""
+def _is_prompt(row: _Row) -> bool:
+    """Whether the alternative fails after a limited number of steps, and otherwise takes time linear in the length of
+    its match."""
     endless = False
     for part in row:
-        if (endless and part.least) or not all(map(_prompt, part.inner)):
+        if (endless and part.minimum) or not all(map(_is_prompt, part.inner)):
             return False
-        if part.endless and part.inner and part.most > 1 and (part.least > 1 or min(map(_least, part.inner)) == 0):
+        if (
+            part.endless
+            and part.inner
+            and part.maximum > 1
+            and (part.minimum > 1 or min(map(_min_chars, part.inner)) == 0)
+        ):
             return False
         endless = endless or part.endless
     return True
 
 
 def _steps(rows: tuple[_Row, ...]) -> float:
-    """Most characters read to find that none of the alternatives matches, or that one more repetition does not."""
+    """Maximum number of characters that the search reads at one position before it knows that no alternative matches
+    there."""
     return sum(max(1, len(row)) * math.prod(map(_tries, row)) for row in rows)
 
 
 def _tries(part: _Part) -> float:
     if not part.inner:
-        return max(1, part.least) if part.endless else max(1, part.most + (part.most > part.least))
+        return max(1, part.minimum) if part.endless else max(1, part.maximum + (part.maximum > part.minimum))
     once = _steps(part.inner)
-    if math.isinf(part.most) or part.most == part.least == 1:
+    if math.isinf(part.maximum) or part.maximum == part.minimum == 1:
         return once
-    return math.inf if part.most > 9 else sum(once**count for count in range(part.least, int(part.most) + 1))
+    return math.inf if part.maximum > 9 else sum(once**count for count in range(part.minimum, int(part.maximum) + 1))
 
 
 def _read(pattern: str) -> tuple[_Row, ...] | None:
-    """Alternatives of a pattern; None for an unsupported one."""
+    """Alternatives of a pattern; None if the pattern contains unsupported syntax."""
     try:
         rows, end = _rows(pattern, 0, 0)
     except ValueError:
@@ -161,7 +170,7 @@ def _read(pattern: str) -> tuple[_Row, ...] | None:
 
 
 def _rows(text: str, at: int, depth: int) -> tuple[tuple[_Row, ...], int]:
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         raise ValueError(text)
     rows: list[list[_Part]] = [[]]
     while at < len(text) and text[at] != ")":
@@ -204,20 +213,22 @@ def _part(text: str, at: int, depth: int) -> tuple[_Part, int]:
 
 
 def _repeated(part: _Part, times: re.Match[str]) -> _Part:
-    sign, least, comma, most, twice = times.groups()
+    sign, minimum, comma, maximum, twice = times.groups()
     if sign:
-        return dataclasses.replace(part, least=int(sign == "+"), most=1 if sign == "?" else math.inf, times=times[0])
-    if not (least or most) or (most and not comma):
+        return dataclasses.replace(
+            part, minimum=int(sign == "+"), maximum=1 if sign == "?" else math.inf, times=times[0]
+        )
+    if not (minimum or maximum) or (maximum and not comma):
         raise ValueError(times.string)
-    low = int(least or 0)
-    high = float(most) if most else math.inf if comma else float(low)
+    low = int(minimum or 0)
+    high = float(maximum) if maximum else math.inf if comma else float(low)
     if high < low:
         raise ValueError(times.string)
-    return dataclasses.replace(part, least=low, most=math.inf if twice else high, times=times[0])
+    return dataclasses.replace(part, minimum=low, maximum=math.inf if twice else high, times=times[0])
 
 
 def _class_end(text: str, at: int) -> int:
-    """End of the class that begins at ``at``. Nested classes are counted; ``[:alpha:]`` is not supported."""
+    """Offset after the bracketed class that begins at ``at``. Nested classes are supported, ``[:alpha:]`` is not."""
     depth = 0
     while at < len(text):
         if text[at] == "[":

@@ -1,10 +1,12 @@
-"""In which form a chat template takes messages: found out once per template, by its syntax tree and by trying.
+"""Finds out in which form a chat template expects messages: once per template, from its syntax tree and by test chats.
 
-Some templates concatenate a message's content, some loop over its parts, many do both, and for system messages often
-otherwise than for the user's. Nothing in a model's files says so. A content in the wrong form raises an error at best;
-at worst the text is not there, or there as Python would print a list. transformers hands on what it is given. vLLM
-(``--chat-template-content-format auto``) looks in the syntax tree for a loop over the content, and then makes parts of
-every content. llama.cpp renders small chats and looks for their words; so does this module.
+Some templates concatenate a message's content, some loop over its parts, and many do both. System messages are often
+treated differently from the user's. Nothing in a model's files says which form is right. With the wrong form, a
+template raises an error, or worse: it leaves out the text, or prints a list in Python's syntax.
+
+transformers passes messages to the template unchanged. vLLM (``--chat-template-content-format auto``) looks in the
+syntax tree for a loop over the content, and then converts every content to parts. llama.cpp renders small chats and
+looks for their words in the result; this module does the same.
 """
 
 from __future__ import annotations
@@ -25,29 +27,30 @@ __all__ = ["ContentForm", "TemplateForms", "loops_over_content"]
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 _FIRST: Final = "alphachair"
-"""A word that occurs in no template, used as the text of test messages; so are the next three."""
+"""Text of a test message: a word that occurs in no template. The next three are such words, too."""
 _SECOND: Final = "omegalift"
 _DUMP: Final = "dumpedpart"
 _KEY: Final = "argumentkey"
 _SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
 
 Render = Callable[[list[dict[str, Any]], bool], str]
-"""(messages, whether the assistant's turn is opened) -> text. Raises TemplateError."""
+"""Function (messages, whether to begin the assistant's answer) -> text. Raises TemplateError."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ContentForm:
-    """Forms of one role's contents that a template supports."""
+    """The forms in which a template prints the content of one role."""
 
     text: bool = True
-    """Whether it prints a string."""
+    """Whether the template prints a string."""
     parts: bool = False
-    """Whether it prints all of several text parts, without the list around them."""
+    """Whether the template prints the texts of all parts in a list, and not the list itself in Python's syntax."""
     one_part: bool = False
-    """Whether it prints a list of one text part."""
+    """Whether the template prints the text of the part if a list has exactly one text part."""
 
     def fit(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        """The content in a supported form. Parts that must become one text are joined by newlines, as in vLLM."""
+        """The content, converted to a supported form. If parts must become one text, they are joined by newlines, as
+        in vLLM."""
         if isinstance(content, str):
             wrapped = not self.text and (self.parts or self.one_part)
             return [{"type": "text", "text": content}] if wrapped else content
@@ -60,7 +63,8 @@ class ContentForm:
 
 
 class TemplateForms:
-    """Forms of messages that one template supports. ``render`` renders it. Each role is tested when it first occurs."""
+    """The forms of messages that one template supports. ``render`` renders the template. A role is tested when it
+    first occurs in a chat."""
 
     def __init__(self, tree: nodes.Template, render: Render) -> None:
         self._render = render
@@ -73,23 +77,22 @@ class TemplateForms:
         self._short: bool | None = None
 
     def names(self, word: str) -> bool:
-        """Whether the template has this name, as an attribute or in quotes."""
+        """Whether the template contains this name, as an attribute or in quotation marks."""
         return word in self._names
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Plain messages in the forms that the template supports.
+        """The messages, converted to forms that the template can print.
 
-        - The content of each is a string or a list of parts, whichever the template prints.
-        - ``developer`` becomes ``system`` for a template that does not know the word.
-        - An assistant's reasoning is given as ``reasoning_content`` and ``thinking``, as in transformers, and as
-          ``reasoning`` for a template that knows this name.
-        - A message without a content gets an empty one, unless the template accepts it without.
-        - The ``arguments`` of tool calls are objects, unless the template needs JSON text.
-        - The ids of tool calls have nine letters or digits for a template that accepts no others, such as Mistral's; a
-          longer
-          one becomes a hash.
+        - A content becomes a string or a list of parts, depending on which of them the template prints.
+        - The role ``developer`` becomes ``system`` if the template does not know ``developer``.
+        - An assistant's reasoning is passed as ``reasoning_content`` and ``thinking``, as in transformers, and also as
+          ``reasoning`` if the template uses this name.
+        - A message without a content gets an empty content if the template needs one.
+        - The ``arguments`` of tool calls are objects, or JSON text if the template needs text.
+        - The ids of tool calls become nine letters or digits if the template accepts nothing else, as Mistral's does. A
+          longer id is replaced by a hash.
 
-        Raises RequestError for a role that the template does not know, or of which it prints nothing.
+        Raises RequestError for a role that the template does not know or does not print.
         """
         return [self._fit(f"messages[{index}]", index, message) for index, message in enumerate(messages)]
 
@@ -128,9 +131,9 @@ class TemplateForms:
         return role
 
     def content(self, role: str, *, first: bool = True) -> ContentForm | None:
-        """Supported forms of a role's contents; None when the template prints none of them.
+        """Supported forms of a role's contents; None if the template prints none of them.
 
-        ``first`` is whether it is the chat's first message, where a template may expect instructions.
+        ``first`` says whether the message is the first of the chat, where some templates expect instructions.
         """
         key = (role, first or role not in ("system", "developer"))
         if key not in self._content:
@@ -140,7 +143,8 @@ class TemplateForms:
     def _try_content(self, role: str, first: bool) -> ContentForm | None:
         part = {"type": "text", "text": _FIRST, "unknown": _DUMP}
         contents = (_FIRST, [part, {**part, "text": _SECOND}], [part])
-        # Per chat and form: printed, not printed, or None for an error, which tells nothing.
+        # One row per test chat, one entry per form: True if printed, False if not, None if the template raised an
+        # error, which proves nothing.
         seen: list[tuple[bool | None, ...]] = []
         for wrapped in (False, True):
             for chat in _chats(role, first, wrapped):
@@ -158,7 +162,7 @@ class TemplateForms:
         return ContentForm(*[any(prints) and False not in prints for prints in forms])
 
     def _prints_users(self) -> bool:
-        """Whether the text of a user's message is printed. A template that only counts messages does not print it."""
+        """Whether the template prints the text of the user's message. A template that only counts messages does not."""
         form = self.content("user")
         return form is not None and any(
             self._prints(chat, form.fit(_FIRST)) for wrapped in (False, True) for chat in _chats("user", True, wrapped)
@@ -175,7 +179,8 @@ class TemplateForms:
         return first >= 0 and _DUMP not in text and (not several or text.find(_SECOND, first) >= 0)
 
     def _takes_no_content(self) -> bool:
-        """Whether it renders a message that has only tool calls; some templates concatenate its content."""
+        """Whether the template renders a message that has tool calls and no content. Some templates fail, because they
+        concatenate the content."""
         if self._no_content is None:
             calling = _calling({"place": "x"} if self._takes_arguments() == "object" else '{"place": "x"}')
             del calling["content"]
@@ -188,13 +193,13 @@ class TemplateForms:
         return self._no_content
 
     def _id(self, given: Any) -> Any:
-        """The id of a call in a form that the template accepts."""
+        """The id of a tool call, converted to a form that the template accepts."""
         if not isinstance(given, str) or _SHORT_ID.fullmatch(given) or not self._takes_short_ids():
             return given
         return hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:9]
 
     def _takes_short_ids(self) -> bool:
-        """Whether it accepts only ids of nine letters or digits."""
+        """Whether the template accepts only ids of nine letters or digits."""
         if self._short is None:
             calling = _calling({"place": "x"} if self._takes_arguments() == "object" else '{"place": "x"}')
             user, renders = {"role": "user", "content": self._fitted("user", "x")}, list[bool]()
@@ -245,7 +250,7 @@ class TemplateForms:
         return self._arguments
 
     def _prints_arguments(self, arguments: Any) -> bool:
-        """Whether they are printed, neither in Python's form nor as quoted text."""
+        """Whether the template prints these arguments as JSON, neither in Python's syntax nor as a quoted string."""
         user = {"role": "user", "content": self._fitted("user", "x")}
         try:
             text = self._render([user, _calling(arguments), {**user}], True)
@@ -273,7 +278,8 @@ def _calling(arguments: Any) -> dict[str, Any]:
 
 
 def _chats(role: str, first: bool, wrapped: bool) -> Iterator[Callable[[Any], list[dict[str, Any]]]]:
-    """Small chats with a message of the role. With ``wrapped`` the other messages have parts."""
+    """Functions that make a small test chat with a given content for the role. With ``wrapped``, the contents of the
+    other messages are lists of parts."""
 
     def other(name: str) -> dict[str, Any]:
         return {"role": name, "content": [{"type": "text", "text": "x"}] if wrapped else "x"}
@@ -304,7 +310,7 @@ def _chats(role: str, first: bool, wrapped: bool) -> Iterator[Callable[[Any], li
 def loops_over_content(tree: nodes.Template) -> bool:
     """Whether a template loops over a message's ``content``, also through variables and macros (vLLM's criterion).
 
-    It decides when tests fail because the template raises an error for every small chat.
+    The result is used when tests prove nothing, because the template raises an error for every test chat.
     """
     names = {"content"}
     macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}

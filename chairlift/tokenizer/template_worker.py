@@ -1,9 +1,9 @@
 """Renders chat templates in processes that can be killed, so that no template can stop the server.
 
-A sandbox limits a template's access, not its computation: a few nested loops run for years, a few joins take all
-memory. So a worker process renders, with the kernel's limits of memory and processor time. The server kills and
-replaces the worker when a chat takes too long. Requests and replies are frames of length-prefixed JSON; replies are
-checked like any other input. Memory limits need Linux.
+A sandbox limits what a template can access, not how much it computes: a few nested loops run for years, and a few
+joins take all memory. So a worker process renders the template under the kernel's limits on memory and processor time.
+The server kills and replaces the worker when a chat takes too long. Requests and replies are JSON with a length
+prefix. The server checks replies like any other input. Memory limits need Linux.
 """
 
 from __future__ import annotations
@@ -32,42 +32,47 @@ __all__ = ["TemplateWorker", "WorkerPool", "limit_resources", "serve"]
 _log = logging.getLogger(__name__)
 
 _HEADER: Final = 4
-"""Bytes of a frame's length, big endian."""
+"""Number of bytes of a frame's length prefix, big endian."""
 _START_SECONDS: Final = 30.0
 _MAX_ERROR: Final = 1000
 _BYTES_PER_CHAR: Final = 6
-"""Most bytes of a character as JSON in UTF-8."""
+"""Maximum number of bytes of one character as JSON in UTF-8."""
 _PATIENCE: Final = 10
-"""Factor by which a chat may exceed its time limit on a machine without a free processor."""
+"""Maximum elapsed time of a chat divided by its limit on processor time. The factor is above 1, because a busy machine
+gives a worker only a part of a processor."""
 _TICK: Final = 1 / os.sysconf("SC_CLK_TCK")
 _CPU_SECONDS: Final = 3
-"""Processor seconds per chat after which the kernel kills a worker that was not killed before."""
+"""Processor seconds per chat after which the kernel kills a worker, if the server has not killed it before."""
 _RETIRE_SHARE: Final = 0.25
-"""A worker that has grown by this share of its limit is replaced, so that the next chat has all of it."""
+"""Fraction of its memory limit. A worker whose memory has grown by more is replaced, so that the next chat has the
+whole limit."""
 _EXIT_SECONDS: Final = 1.0
-"""Seconds to wait for the exit status of a process whose pipe has ended."""
+"""Seconds to wait for the exit status of a process after the end of its pipe."""
 _OWN_SIGNALS: Final = frozenset({signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS})
-"""Signals that end a worker at its own limits: processor time, or memory inside a library. Other signals come from
-outside: an operator, or the kernel without free memory."""
+"""Signals that end a worker when it reaches its own limits: processor time, or memory inside a library. Any other
+signal comes from outside: from an operator, or from the kernel when the machine has no free memory."""
 
 
 class WorkerPool:
-    """Processes that answer one request at a time, and are killed when a request takes too long.
+    """Worker processes that handle one request at a time, and are killed when a request takes too long.
 
-    ``module`` is their program. ``setup`` is sent to each at its start, with ``memory_bytes``, the memory that it may
-    take beyond that. ``what`` names the requests in errors, ``max_reply`` is the longest answer in bytes.
-    ``num_workers`` requests run at a time. One more worker is kept ready, so that a killed one delays no request by the
-    start of an interpreter. At most ``most_waiting`` requests wait in the queue. One event loop owns the object.
+    ``module`` is the program of a worker. Each worker gets ``setup`` at its start, together with ``memory_bytes``, the
+    memory that it may take after its setup. ``what`` names the requests in error messages. ``max_reply`` is the
+    maximum length of a reply in bytes.
+
+    ``num_workers`` requests run at a time. One further worker is kept ready, so that after a kill no request waits for
+    the start of an interpreter. At most ``max_waiting`` requests wait in the queue. All methods run on one event
+    loop.
     """
 
     def __init__(
-        self, module: str, setup: dict[str, Any], what: str, max_reply: int, num_workers: int, most_waiting: int
+        self, module: str, setup: dict[str, Any], what: str, max_reply: int, num_workers: int, max_waiting: int
     ) -> None:
         self._module = module
         self._setup = setup
         self._what = what
         self._max_reply = max_reply
-        self._turns = Turns(num_workers, most_waiting, what)
+        self._turns = Turns(num_workers, max_waiting, what)
         self._processes: set[_Process] = set()
         self._idle: list[_Process] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -76,26 +81,27 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of all workers, busy or not."""
+        """Process ids of all workers, busy or idle."""
         return [process.pid for process in self._processes]
 
     async def start(self) -> None:
-        """Start a worker before the first request. Raises OverloadedError when none can be started."""
+        """Start a worker before the first request. Raises OverloadedError if no worker can be started."""
         if not self._idle:
             self._idle.append(await self._start_process())
 
     async def ask(self, fields: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Reply to a request that may take ``seconds`` of processor time.
+        """Send a request to a worker and return the reply. The request may take ``seconds`` of processor time.
 
-        Raises TimeoutError when the time is up, EOFError when the request kills the process, and ValueError for an
-        invalid reply. Raises OverloadedError when no process can be started or it gets no processor; QueueFullError
-        when too many requests wait; WorkerLostError when two processes in a row were killed from outside.
+        Raises TimeoutError if it takes longer, EOFError if it kills the process, and ValueError for an invalid reply.
+        Raises OverloadedError if no process can be started or the process gets no processor time, QueueFullError if
+        too many requests wait, and WorkerLostError if two processes in a row were killed from outside.
         """
-        # If the caller leaves, the worker finishes the request: killing it would cost more.
+        # If the caller is cancelled, the worker still finishes the request, because killing the worker would cost more.
         return await self._turns.take(lambda: self._background(self._exchange(fields, seconds)))
 
     async def _exchange(self, fields: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Exchange a request and its reply. If its worker was killed from outside, the request is tried once more."""
+        """Send a request and return its reply. If the worker was killed from outside, the request is sent to another
+        worker once."""
         try:
             return await self._ask_one(fields, seconds)
         except WorkerLostError:
@@ -127,7 +133,7 @@ class WorkerPool:
         return reply
 
     async def close(self) -> None:
-        """End all workers. Running requests fail."""
+        """End all workers. Requests in progress fail."""
         self._closed = True
         self._idle.clear()
         while self._processes or self._tasks:
@@ -136,8 +142,8 @@ class WorkerPool:
             await asyncio.gather(*map(self._reap, self._processes), *self._tasks, return_exceptions=True)
 
     async def _in_time(self, process: _Process, frame: bytes, limit: float) -> dict[str, Any]:
-        """The reply. Raises TimeoutError when the worker has computed for too long, and OverloadedError when it got no
-        processor, which is not the request's fault."""
+        """The reply of a worker. Raises TimeoutError if the worker has computed for too long. Raises OverloadedError
+        if it got too little processor time, so that the request is not at fault."""
         task = asyncio.ensure_future(process.ask(frame, self._max_reply))
         begin, used, waited = process.seconds_computed(), 0.0, 0.0
         try:
@@ -146,7 +152,8 @@ class WorkerPool:
                 await asyncio.wait({task}, timeout=timeout)
                 if task.done():
                     return task.result()
-                # not by the clock, because this process cannot receive the reply while it stands still
+                # The waits are added up instead of reading the clock: while this process is suspended, it cannot
+                # receive the reply.
                 waited += timeout
                 used = process.seconds_computed() - begin
                 if used >= limit:
@@ -156,7 +163,7 @@ class WorkerPool:
             task.cancel()
 
     async def _take(self) -> _Process:
-        """A free worker. If it was the last one, another is started."""
+        """An idle worker. If it was the last idle one, another worker is started."""
         process = None
         while self._idle and process is None:
             process = self._idle.pop()
@@ -218,12 +225,12 @@ class WorkerPool:
 
 
 class TemplateWorker(WorkerPool):
-    """Renders chats like :class:`~chairlift.tokenizer.chat_template.ChatTemplate`, in worker processes.
+    """Renders chats like :class:`~chairlift.tokenizer.chat_template.ChatTemplate`, but in worker processes.
 
-    ``num_workers`` chats are rendered at a time; one more worker is kept ready, so that a killed one delays no chat by
-    the start of an interpreter. ``time_limit`` is in seconds of processor time per chat, ``memory_bytes`` the memory
-    that a worker may take after its start, ``max_chars`` the longest text, and ``most_waiting`` the most waiting chats.
-    One event loop owns the object.
+    ``num_workers`` chats are rendered at a time. One further worker is kept ready, so that after a kill no chat waits
+    for the start of an interpreter. ``time_limit`` is processor time per chat in seconds, ``memory_bytes`` the memory
+    that a worker may take after its start, ``max_chars`` the maximum length of a rendered text, and ``max_waiting``
+    the maximum number of waiting chats. All methods run on one event loop.
     """
 
     def __init__(
@@ -235,7 +242,7 @@ class TemplateWorker(WorkerPool):
         time_limit: float = 1.0,
         memory_bytes: int = 100 << 20,
         num_workers: int = 2,
-        most_waiting: int = 256,
+        max_waiting: int = 256,
     ) -> None:
         setup = {
             "template": template,
@@ -244,18 +251,21 @@ class TemplateWorker(WorkerPool):
             "memory_bytes": memory_bytes,
         }
         max_reply = _BYTES_PER_CHAR * max(max_chars, _MAX_ERROR) + 1024
-        super().__init__(__name__, setup, "chats", max_reply, num_workers, most_waiting)
+        super().__init__(__name__, setup, "chats", max_reply, num_workers, max_waiting)
         self._has_template = template is not None
         self._time_limit = time_limit
 
     async def start(self) -> None:
-        """Start a worker before the first chat. Raises OverloadedError when none can be started."""
+        """Start a worker before the first chat. Raises OverloadedError if no worker can be started."""
         if self._has_template:
             await super().start()
 
     async def check(self) -> None:
-        """Raise the error that every chat would raise: TemplateError for a template that is invalid or fails for small
-        chats, or RequestError for one that takes too long. A model without a template passes."""
+        """Raise the error that every chat would raise.
+
+        It is TemplateError for a template that is invalid or fails for small chats, and RequestError for a template
+        that takes too long. Without a template, nothing is raised.
+        """
         if self._has_template:
             self._starting = True  # no spare worker for it
             try:
@@ -274,10 +284,11 @@ class TemplateWorker(WorkerPool):
     ) -> str:
         """The text of a chat; see :meth:`ChatTemplate.render <chairlift.tokenizer.ChatTemplate.render>`.
 
-        Raises :class:`~chairlift.errors.RequestError` for messages or variables of another form and when the time is
-        up. Raises :class:`~chairlift.errors.TemplateError` when there is no template, or it fails or kills its process.
-        Raises :class:`~chairlift.errors.OverloadedError` when no process can be started or it gets no processor;
-        QueueFullError when too many chats wait; WorkerLostError when two processes in a row were killed from outside.
+        Raises :class:`~chairlift.errors.RequestError` for invalid messages or variables, and if rendering takes too
+        long. Raises :class:`~chairlift.errors.TemplateError` if there is no template, or the template fails or kills
+        its process. Raises :class:`~chairlift.errors.OverloadedError` if no process can be started or it gets no
+        processor time, QueueFullError if too many chats wait, and WorkerLostError if two processes in a row were
+        killed from outside.
         """
         variables = dict(variables or {})
         check_variables(variables)
@@ -294,7 +305,7 @@ class TemplateWorker(WorkerPool):
         return await self._text_of(self.ask(fields, self._time_limit))
 
     async def _text_of(self, replies: Awaitable[dict[str, Any]]) -> str:
-        """Text in a worker's reply. Raises the errors of :meth:`render`."""
+        """The text in a worker's reply. Raises the errors of :meth:`render`."""
         try:
             reply = await replies
         except TimeoutError:
@@ -316,7 +327,7 @@ class TemplateWorker(WorkerPool):
 
 
 class _Process:
-    """One worker process, in the server."""
+    """One worker process, as seen from the server."""
 
     def __init__(self, process: asyncio.subprocess.Process, stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader):
         self._process = process
@@ -331,7 +342,7 @@ class _Process:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(),
-            # Ctrl-C signals the terminal's whole group, and a starting worker does not handle it yet
+            # Ctrl-C signals the terminal's whole process group, and a worker that is still starting would not ignore it
             start_new_session=True,
         )
         if process.stdin is None or process.stdout is None:
@@ -340,34 +351,36 @@ class _Process:
 
     @property
     def alive(self) -> bool:
-        # The event loop may not know of its end yet.
+        # The event loop may not have noticed the end of the process yet.
         return not (self._process.returncode is not None or self._stdout.at_eof() or has_ended(self.pid))
 
     def seconds_computed(self) -> float:
-        """Processor seconds since its start; elapsed time if the system does not tell."""
+        """Processor seconds that the process has used; elapsed seconds if the system does not report processor time."""
         try:
-            # called for each chat, and twice as fast as read_text
+            # this runs for each chat, and it is twice as fast as read_text
             with open(f"/proc/{self.pid}/stat", "rb", 0) as file:
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
             return time.monotonic()
         return (int(fields[11]) + int(fields[12])) * _TICK
 
-    async def ask(self, frame: bytes, most: int) -> dict[str, Any]:
-        """Send a frame and wait for the answer. Raises OSError or EOFError when the process dies, and ValueError for an
-        invalid answer."""
+    async def ask(self, frame: bytes, max_bytes: int) -> dict[str, Any]:
+        """Send a frame and return the worker's reply, which has at most ``max_bytes`` bytes.
+
+        Raises OSError or EOFError if the process dies, and ValueError for an invalid reply.
+        """
         self._stdin.write(frame)
         await self._stdin.drain()
         length = int.from_bytes(await self._stdout.readexactly(_HEADER), "big")
-        if length > most:
-            raise ValueError(f"a frame of {length:,} bytes, of at most {most:,}")
+        if length > max_bytes:
+            raise ValueError(f"a frame of {length:,} bytes, of at most {max_bytes:,}")
         reply = json.loads(await self._stdout.readexactly(length))
         if not isinstance(reply, dict):
             raise ValueError(f"a frame that is a {type(reply).__name__}")
         return reply
 
     async def ended_from_outside(self) -> bool:
-        """Whether a process whose pipe has ended was killed from outside, not by its own limits."""
+        """Whether a process whose pipe has ended was killed from outside, and not because it reached its own limits."""
         try:
             code = await asyncio.wait_for(self._process.wait(), _EXIT_SECONDS)
         except TimeoutError:  # it closed its pipe and still runs
@@ -386,7 +399,7 @@ class _Process:
 
 
 def _frame(fields: Mapping[str, Any]) -> bytes:
-    # Halves of surrogate pairs are kept: the tokenizer refuses them later with a good message.
+    # Half of a surrogate pair is passed on. The tokenizer refuses it later with a clear message.
     body = json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return len(body).to_bytes(_HEADER, "big") + body
 
@@ -399,13 +412,14 @@ def _read_frame(pipe: IO[bytes]) -> dict[str, Any] | None:
 
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
-"""Makes the reply to a request."""
+"""Function that makes the reply to a request."""
 Prepare = Callable[[dict[str, Any]], tuple[Answer, Callable[[], object]]]
-"""Takes the setup. Returns the function that answers, and a function to call once the limits are set."""
+"""Function that gets the setup. Returns (function that makes replies, function to call after the limits are set)."""
 
 
 def _serve(requests: IO[bytes], replies: IO[bytes], prepare: Prepare, too_much: str) -> None:
-    """Main loop of a worker: a frame with its setup, then one per request, until the server closes the pipe."""
+    """Main loop of a worker. It reads one frame with the setup, then one frame per request, until the server closes
+    the pipe."""
     setup = _read_frame(requests)
     if setup is None:
         return
@@ -416,17 +430,17 @@ def _serve(requests: IO[bytes], replies: IO[bytes], prepare: Prepare, too_much: 
     replies.flush()
     _limit_processor_time(_CPU_SECONDS)
     begin()
-    while (asked := _read_frame(requests)) is not None:
-        _limit_processor_time(asked.get("cpu_seconds", _CPU_SECONDS))
+    while (request := _read_frame(requests)) is not None:
+        _limit_processor_time(request.get("cpu_seconds", _CPU_SECONDS))
         try:
-            reply = answer(asked)
+            reply = answer(request)
             reply["retire"] = _address_space() - at_start > _RETIRE_SHARE * setup["memory_bytes"]
             frame = _frame(reply)
         except MemoryError:
             frame = _frame({"error": too_much, "kind": "request", "retire": True})
         replies.write(frame)
         replies.flush()
-        asked, reply, frame = {}, {}, b""
+        request, reply, frame = {}, {}, b""
 
 
 def _prepare(setup: dict[str, Any]) -> tuple[Answer, Callable[[], object]]:
@@ -460,13 +474,14 @@ def _reply(template: ChatTemplate, chat: dict[str, Any]) -> dict[str, Any]:
 
 
 def limit_resources(memory_bytes: int, seconds: int) -> None:
-    """Set the kernel's limits for further memory and further processor seconds of this process."""
+    """Set the kernel's limits on memory and processor time of this process: ``memory_bytes`` and ``seconds`` more than
+    it uses now."""
     _limit_memory(_address_space(), memory_bytes)
     _limit_processor_time(seconds)
 
 
 def _address_space() -> int:
-    """Bytes of used address space; 0 if the system does not tell."""
+    """Size in bytes of this process's address space; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -494,10 +509,13 @@ def _limit_processor_time(more: int) -> None:
 
 
 def serve(prepare: Prepare, too_much: str) -> None:
-    """Main function of a worker. Its first argument is the parent's process id. ``too_much`` is the error for a request
-    that takes too much memory."""
+    """Main function of a worker process. Its first command-line argument is the parent's process id.
+
+    ``too_much`` is the error message for a request that takes too much memory.
+    """
     die_with_parent(int(sys.argv[1]))
-    # A stop of the server may signal its whole group; the server still needs its workers while it drains.
+    # A signal that stops the server may be sent to its whole process group. Workers ignore it, because the server needs
+    # them while it drains.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")

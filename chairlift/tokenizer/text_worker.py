@@ -1,7 +1,7 @@
-"""Tokenizes texts in processes that can be killed, for tokenizers whose time is unknown.
+"""Tokenizes texts in processes that can be killed, for tokenizers whose time has no known limit.
 
-As for chat templates, the kernel limits processor time and memory. Tokenizers that ``growth`` knows to be limited run
-in the server's own process, which is faster.
+As for chat templates, the kernel limits processor time and memory. If :mod:`~chairlift.tokenizer.growth` finds a
+limit, the tokenizer runs in the server's own process instead, which is faster.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from chairlift.errors import ModelLoadError, RequestError
-from chairlift.tokenizer.growth import MOST_ADDED, MOST_GROWTH
+from chairlift.tokenizer.growth import MAX_ADDED, MAX_GROWTH
 from chairlift.tokenizer.template_worker import Answer, WorkerPool, limit_resources, serve
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.tokenizer.trial import TRIAL_BYTES, TRIAL_BYTES_PER_BYTE, TRIAL_SECONDS
 
 __all__ = ["TextWorker"]
 
-_MOST_TOKENS: Final = 1 << 22
+_MAX_TOKENS: Final = 1 << 22
 _BYTES_PER_TOKEN: Final = 12
-"""Bytes of a token id as JSON, with its separator."""
+"""Number of bytes of a token id as JSON, with its separator."""
 _BYTES_PER_CHAR: Final = 256
-"""Memory for encoding per character; real tokenizers take 100 MB for a million."""
+"""Memory limit for encoding, in bytes per character. Real tokenizers take 100 MB for a million characters."""
 _SECONDS: Final = 1.0
 _SECONDS_PER_CHAR: Final = 10e-6
-"""Processor seconds per character: ten times the real value of a second per million."""
+"""Limit of processor time for encoding, in seconds per character. Real tokenizers take a tenth of it."""
 
 
 def _try(folder: str, file_bytes: int) -> int:
-    """Try the tokenizer in a limited process. Returns 0 if it works, 1 if an error was printed, otherwise another
-    code."""
+    """Try the tokenizer in a limited process. Returns 0 if it works, 1 if it printed an error, another code if the
+    process was killed."""
     limit_resources(TRIAL_BYTES + TRIAL_BYTES_PER_BYTE * file_bytes, TRIAL_SECONDS)
     try:
         tokenizer = Tokenizer.from_dir(folder, probe=False)
@@ -41,25 +41,28 @@ def _try(folder: str, file_bytes: int) -> int:
         return 1
     for text in (*(4 * char for char in string.printable), string.printable, "Grüße, 你好 😀"):
         ids = tokenizer.encode(text)
-        if len(ids) > MOST_ADDED + MOST_GROWTH * len(text.encode()):
+        if len(ids) > MAX_ADDED + MAX_GROWTH * len(text.encode()):
             return 3
     return 0
 
 
 class TextWorker(WorkerPool):
-    """Encodes with the tokenizer in ``folder`` in worker processes. ``max_chars`` is the longest text."""
+    """Encodes texts with the tokenizer in ``folder``, in worker processes. ``max_chars`` is the maximum length of a
+    text."""
 
-    def __init__(self, folder: str, max_chars: int, most_waiting: int = 256, memory_bytes: int = 128 << 20) -> None:
+    def __init__(self, folder: str, max_chars: int, max_waiting: int = 256, memory_bytes: int = 128 << 20) -> None:
         memory = memory_bytes + _BYTES_PER_CHAR * max_chars
         setup = {"folder": folder, "memory_bytes": memory}
-        reply = _BYTES_PER_TOKEN * _MOST_TOKENS + 4096
-        super().__init__(__name__, setup, "texts", reply, num_workers=2, most_waiting=most_waiting)
+        reply = _BYTES_PER_TOKEN * _MAX_TOKENS + 4096
+        super().__init__(__name__, setup, "texts", reply, num_workers=2, max_waiting=max_waiting)
         self.seconds = _SECONDS
-        """Seconds of processor time for a short text."""
+        """Limit of processor time for a short text, in seconds."""
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises RequestError for one that takes too much time or memory. Errors of
-        :meth:`WorkerPool.ask` mean that the text is not at fault."""
+        """Token ids of a text. Raises RequestError if it takes too much time or memory.
+
+        Other errors, those of :meth:`WorkerPool.ask`, do not mean that the text is at fault.
+        """
         if not isinstance(text, str):
             raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
         seconds = self.seconds + _SECONDS_PER_CHAR * len(text)
@@ -85,13 +88,13 @@ class TextWorker(WorkerPool):
 def _prepare(setup: dict[str, Any]) -> tuple[Answer, Callable[[], object]]:
     tokenizer = Tokenizer.from_dir(setup["folder"], probe=False)
 
-    def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
-            ids = tokenizer.encode(asked["text"], asked["special"])
+            ids = tokenizer.encode(request["text"], request["special"])
         except RequestError as error:
             return {"error": str(error)}
-        if len(ids) > _MOST_TOKENS:
-            return {"error": f"the text has {len(ids):,} tokens, and at most {_MOST_TOKENS:,} are allowed; shorten it"}
+        if len(ids) > _MAX_TOKENS:
+            return {"error": f"the text has {len(ids):,} tokens, and at most {_MAX_TOKENS:,} are allowed; shorten it"}
         return {"ids": ids}
 
     return answer, lambda: None

@@ -1,4 +1,5 @@
-"""Conversion of text to token ids and back, with the ``tokenizers`` library and a Hugging Face model directory."""
+"""Converts text to token ids and back, with the ``tokenizers`` library and the files of a Hugging Face model
+directory."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ __all__ = ["ByteDecoding", "Tokenizer", "byte_level_alphabet"]
 _log = logging.getLogger(__name__)
 
 _EACH_BYTE: Final = "chairlift.each_byte"
-_MOST_BYTES: Final = 4
-"""Most bytes of a UTF-8 character."""
+_MAX_BYTES: Final = 4
+"""Maximum number of bytes of a character in UTF-8."""
 _ALONE: Final = 512
-"""Most characters or tokens for the library's functions for one text. These hold the interpreter's lock, so every other
-thread and the event loop wait. Longer texts use the functions for batches."""
+"""Maximum number of characters or tokens for the library's functions that process one text. These functions hold the
+interpreter's lock, so all other threads wait. Longer texts use the batch functions, which release the lock."""
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -43,7 +44,8 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Printable character of each byte in byte-level vocabularies (GPT-2, Radford et al., 2019)."""
+    """Character -> byte, in byte-level vocabularies (GPT-2, Radford et al., 2019). Every byte is written as a
+    printable character."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -54,25 +56,26 @@ _BYTE_OF: Final = byte_level_alphabet()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ByteDecoding:
-    """Conversion of a token to bytes, for decoders that need one token at a time.
+    """Converts single tokens to bytes, for decoders that can decode one token at a time.
 
-    These are the byte-level decoder (GPT-2, Llama 3, Qwen) and the one with byte fallback of SentencePiece models
-    (Llama 2, Mistral, Gemma): the text is the concatenated bytes of the tokens, read as UTF-8. Other decoders
-    (Metaspace, WordPiece) depend on neighbours and have no such form.
+    These are the byte-level decoder (GPT-2, Llama 3, Qwen) and SentencePiece's decoder with byte fallback (Llama 2,
+    Mistral, Gemma). With both, the text is the concatenated bytes of the tokens, decoded as UTF-8. Other decoders
+    (Metaspace, WordPiece) depend on neighbouring tokens, so this class cannot represent them.
     """
 
     byte_level: bool
-    """Whether each character of a token is one byte."""
+    """Whether each character of a token represents one byte."""
     replacements: tuple[tuple[str, str], ...] = ()
-    """Substitutions within a token, in order (``▁`` to a space)."""
+    """Replacements (old, new) within a token, applied in order. Example: ``▁`` becomes a space."""
     byte_fallback: bool = False
-    """Whether ``<0xE4>`` is that byte."""
+    """Whether a token such as ``<0xE4>`` means the byte 0xE4."""
     strip_start: bool = False
-    """Whether one space at the start of a sequence is dropped."""
+    """Whether one space at the beginning of a sequence is dropped."""
 
     @classmethod
     def of(cls, decoder: Mapping[str, Any] | None) -> ByteDecoding | None:
-        """Read the ``decoder`` entry of a ``tokenizer.json``; None if it needs more than one token at a time."""
+        """Read the ``decoder`` entry of a ``tokenizer.json``. None if the decoder needs more than one token at a
+        time."""
         parts = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         kinds = [part["type"] for part in parts]
         if kinds == ["ByteLevel"]:
@@ -94,11 +97,12 @@ class ByteDecoding:
 
     @property
     def errors(self) -> str:
-        """Codec error handler: one U+FFFD per broken character, or per byte with byte fallback."""
+        """Error handler for the UTF-8 decoder. Invalid bytes become U+FFFD: one per broken character, or one per byte
+        with byte fallback."""
         return "replace" if self.byte_level else _EACH_BYTE
 
     def token_bytes(self, token: str) -> bytes:
-        """Bytes of one vocabulary entry."""
+        """Bytes of a vocabulary entry."""
         if self.byte_level:
             mapped = [_BYTE_OF.get(char, -1) for char in token]
             return token.encode() if -1 in mapped else bytes(mapped)
@@ -115,8 +119,8 @@ class ByteDecoding:
 class Tokenizer:
     """A tokenizer read from ``tokenizer.json``, with its special tokens and chat template.
 
-    ``named_tokens`` maps names such as ``bos_token`` and ``eos_token`` to texts. ``backend`` is the library's
-    tokenizer, which must not be changed. Threads may share the object.
+    ``named_tokens`` maps names such as ``bos_token`` and ``eos_token`` to texts of tokens. ``backend`` is the
+    tokenizers library's object; do not change it. Several threads may use a Tokenizer.
     """
 
     def __init__(
@@ -125,26 +129,27 @@ class Tokenizer:
         named_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
     ) -> None:
-        # The file may still contain truncation or padding from training, but a prompt must be complete.
+        # The file may still have settings for truncation and padding from training. Prompts must be complete, so both
+        # are turned off.
         backend.no_truncation()
         backend.no_padding()
         self.backend: Final = backend
         self.folder: Path | None = None
-        """Directory from which it was read."""
+        """Directory from which the tokenizer was read; None for other sources."""
         self.doubt = ""
-        """Reason why the time of encoding is unknown; empty if time and memory are limited."""
+        """Reason why the time or memory for encoding has no known limit; empty if it has."""
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
         added = backend.get_added_tokens_decoder()
         self.named_tokens: dict[str, str] = dict(named_tokens or {})
         self.chat_template: str | None = chat_template
         self.special_texts: dict[int, str] = {i: token.content for i, token in added.items() if token.special}
-        """Text of each special token in the vocabulary."""
+        """Id -> text, for each special token."""
         self.special_ids: frozenset[int] = frozenset(self.special_texts)
         self.vocab_size: int = max([backend.get_vocab_size(with_added_tokens=True) - 1, *added]) + 1
-        """Upper bound of the ids that the tokenizer can produce; a model may have more rows."""
+        """Upper bound of the token ids that the tokenizer can produce. The model's vocabulary may be larger."""
         self.num_added: tuple[int, int] = _num_added(backend)
-        """Numbers of special tokens that ``encode`` adds before and behind a text."""
+        """(number before, number after): special tokens that :meth:`encode` adds around a text."""
         self.bos_token_id: int | None = self._named_id("bos_token")
         eos = self._named_id("eos_token")
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
@@ -155,15 +160,16 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path, *, probe: bool = True) -> Tokenizer:
-        """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` from a model directory, or all
-        three from a GGUF file.
+        """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` from a model directory, or
+        the same data from a GGUF file.
 
         Only ``tokenizer.json`` is required. Raises :class:`~chairlift.errors.ModelLoadError`. With ``probe``, a
-        tokenizer whose time is unknown is first tried in a limited process.
+        tokenizer whose time has no known limit is first tried in a limited process.
         """
         folder = Path(path)
         file, data, config = _contents(folder)
-        # The library normalizes added tokens while it reads, so dangerous files are refused before.
+        # The library already normalizes added tokens while it reads the file. So dangerous files must be refused
+        # before.
         parts = read_parts(data)
         check_growth(parts)
         doubt = doubt_about(parts)
@@ -197,15 +203,16 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``. ``add_special_tokens`` adds the model's special tokens around it (such as a BOS).
 
-        Text that spells a special token becomes that token, unless the model has split_special_tokens. A rendered chat
-        template contains its special tokens: encode it without more. Raises :class:`~chairlift.errors.RequestError` for
-        invalid text, or text without tokens in the vocabulary.
+        If the text contains the text of a special token, it is encoded as that token, except if the model sets
+        split_special_tokens. A rendered chat already contains its special tokens: encode it with
+        ``add_special_tokens=False``. Raises :class:`~chairlift.errors.RequestError` for invalid text, and for text
+        that the vocabulary cannot represent.
         """
         ids: list[int] = self._encoding(text, add_special_tokens).ids
         return ids
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int], list[int]]:
-        """Token ids of two texts as one, their token types, and the indices of the second text's own tokens.
+        """(token ids, token types, indices of the second text's own tokens) of two texts encoded together.
 
         Special tokens are added as the model expects them. Raises RequestError like :meth:`encode`.
         """
@@ -235,7 +242,8 @@ class Tokenizer:
 
     def _encoding(self, text: str, add_special_tokens: bool, with_offsets: bool = False) -> tokenizers.Encoding:
         self._check_text(text)
-        # The batch functions release the interpreter's lock, and the fast one omits offsets.
+        # Both batch functions release the interpreter's lock. The faster one computes no offsets, so it is used unless
+        # offsets are needed.
         encode_many = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
         try:
             if len(text) <= _ALONE:
@@ -249,12 +257,12 @@ class Tokenizer:
             raise RequestError(f"the model's tokenizer cannot encode the text ({reason}); change it") from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True, final: bool = True) -> str:
-        """The text of a sequence. Unknown ids are skipped; broken UTF-8 becomes U+FFFD. Without ``final`` more tokens
-        will follow, and an incomplete character at the end is left out (:attr:`byte_decoding`).
+        """The text of a token sequence. Unknown ids are skipped; invalid UTF-8 becomes U+FFFD. If ``final`` is false,
+        more tokens will follow, so an incomplete character at the end is left out (only with :attr:`byte_decoding`).
 
-        It decodes like the ``tokenizers`` library with one exception: in a run of ``<0x..>`` byte tokens that is not
-        valid UTF-8 as a whole, valid characters are kept. The library replaces every byte of such a run, so a later
-        token could change a character that was already streamed.
+        The result equals that of the ``tokenizers`` library, except in a run of ``<0x..>`` byte tokens that is not
+        valid UTF-8. The library replaces every byte of such a run, so a later token could change a character that was
+        already streamed. This method keeps the valid characters.
         """
         decoding = self.byte_decoding
         if decoding is None:
@@ -280,8 +288,10 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token inside a sequence, special tokens included. A space that a decoder drops at the start (or
-        end) of a sequence is kept."""
+        """Text of one token inside a sequence, also for special tokens.
+
+        Some decoders drop a space at the beginning or the end of a sequence; here it is kept.
+        """
         decoding = self.byte_decoding
         if decoding is not None:
             return self.token_bytes(token_id, skip_special_tokens=False).decode("utf-8", decoding.errors)
@@ -303,7 +313,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _neighbour(self) -> tuple[list[int], str]:
-        """A token that reads like a letter, alone and repeated, and that letter."""
+        """(token ids, text) of a token that decodes to one letter. Other tokens are decoded next to it. Both are empty
+        if there is no such token."""
         for token_id in range(self.vocab_size):
             if token_id not in self.special_ids:
                 text = self._decode_together([token_id], False)
@@ -312,8 +323,11 @@ class Tokenizer:
         return [], ""
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Offset in ``text`` of each token of :meth:`encode`, in characters, including the token's own space. A part of
-        a character begins where the character does. Raises the errors of ``encode``."""
+        """Offset in ``text`` of each token of :meth:`encode`, in characters. A space that belongs to a token is
+        included.
+
+        A token that has only a part of a character gets the offset of the character. Raises the errors of ``encode``.
+        """
         encoding = self._encoding(text, add_special_tokens, with_offsets=True)
         found, end = [], 0
         for token_id, added, span in zip(encoding.ids, encoding.special_tokens_mask, encoding.offsets, strict=True):
@@ -326,7 +340,7 @@ class Tokenizer:
         return found
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
-        """Bytes that one token adds to the text; needs ``byte_decoding``. Empty for skipped and unknown ids."""
+        """Bytes that a token adds to the text; empty for skipped and unknown ids. Requires ``byte_decoding``."""
         if skip_special_tokens and token_id in self.special_ids:
             return b""
         piece = self._bytes.get(token_id)
@@ -338,17 +352,17 @@ class Tokenizer:
         return piece
 
     def tail_bytes(self, ids: Sequence[int], skip_special_tokens: bool = True) -> bytes:
-        """Last bytes of a sequence, enough for any incomplete character; empty only if no token has bytes. Needs
-        ``byte_decoding``."""
+        """Last bytes of a sequence, enough to contain any incomplete character. Empty only if no token has bytes.
+        Requires ``byte_decoding``."""
         tail = b""
         for token_id in reversed(ids):
             tail = self.token_bytes(token_id, skip_special_tokens) + tail
-            if len(tail) >= _MOST_BYTES:
+            if len(tail) >= _MAX_BYTES:
                 break
         return tail
 
     def token_to_id(self, token: str) -> int | None:
-        """Id of a vocabulary entry by its text in the vocabulary; None if there is none."""
+        """Id of a token by its text in the vocabulary; None if there is none."""
         found: int | None = self.backend.token_to_id(token)
         return found
 
@@ -365,7 +379,7 @@ def _num_added(backend: tokenizers.Tokenizer) -> tuple[int, int]:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty if there is no regular file (a device or a pipe may have no end)."""
+    """The JSON object in a file; empty if there is no regular file. (A device or a pipe might never end.)"""
     if not file.is_file():
         return {}
     try:
@@ -378,7 +392,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _contents(folder: Path) -> tuple[Path, bytes, dict[str, Any]]:
-    """The file of a tokenizer, the content of ``tokenizer.json``, and its configuration."""
+    """(path of the tokenizer's file, contents of ``tokenizer.json``, contents of ``tokenizer_config.json``)."""
     file = folder / "tokenizer.json"
     if file.is_file():
         try:
@@ -389,7 +403,7 @@ def _contents(folder: Path) -> tuple[Path, bytes, dict[str, Any]]:
         beside = _read_object(folder / "special_tokens_map.json") | _read_object(folder / "tokenizer_config.json")
         return file, data, beside
     if (model := find_gguf(folder)) is not None:
-        # These modules need numpy, which is slow to import, and most models do not need them.
+        # The import is here because these modules need numpy, which is slow to import and not needed for most models.
         from chairlift.gguf.reader import GGUFModel
         from chairlift.tokenizer.gguf_tokenizer import gguf_tokenizer
 
@@ -416,7 +430,8 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Sequence[str]) -> None:
-    """Add the tokens that only the config has, in the order of transformers 5. Tokens in ``named`` are special."""
+    """Add the tokens that only the configuration has, in the order of transformers 5. Tokens in ``named`` become
+    special tokens."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     further = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
     try:
@@ -445,15 +460,15 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named:
 
 
 def _added_token(given: Any) -> tokenizers.AddedToken:
-    """An added token, from its text alone (a special one), or from its text and flags."""
+    """An added token, from its text alone (then it is special), or from its text and flags."""
     if isinstance(given, str):
         return tokenizers.AddedToken(given, special=True)
     return tokenizers.AddedToken(given["content"], **{flag: given[flag] for flag in _TOKEN_FLAGS if flag in given})
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template: ``chat_template.jinja`` first, as in transformers; of several named templates the one called
-    default."""
+    """The chat template. ``chat_template.jinja`` takes precedence over the configuration, as in transformers. Of
+    several named templates, the one named ``default`` is used."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:

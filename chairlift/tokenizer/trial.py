@@ -1,4 +1,4 @@
-"""Tries a tokenizer in a limited process before it runs where a hang would stop everything."""
+"""Tries a tokenizer in a limited process, before it runs in a process that a hang would stop."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PROGRAM: Final = "chairlift.tokenizer.text_worker"
 TRIAL_SECONDS: Final = 20
 TRIAL_BYTES: Final = 1 << 30
 TRIAL_BYTES_PER_BYTE: Final = 32
-"""Limit of memory and time for reading a tokenizer, per byte of its file. The largest files (30 MB) need a tenth of
-it."""
+"""Limit on memory and time for reading a tokenizer, per byte of its file. The largest known files (30 MB) need a tenth
+of the limit."""
 
 
 def try_out(folder: Path, file_bytes: int, doubt: str) -> None:
-    """Raise ModelLoadError for a tokenizer that a limited process cannot read, or use for short texts."""
+    """Raise ModelLoadError if a limited process cannot read the tokenizer, or cannot use it for short texts."""
     command = [sys.executable, "-P", "-m", _PROGRAM, "try", str(folder), str(file_bytes)]
     try:
         trial = subprocess.run(
@@ -32,9 +32,9 @@ def try_out(folder: Path, file_bytes: int, doubt: str) -> None:
         code = -1
     if code == 0:
         return
-    told = trial.stdout.decode(errors="replace").strip()[:400] if code == 1 else ""
+    printed = trial.stdout.decode(errors="replace").strip()[:400] if code == 1 else ""
     raise ModelLoadError(
-        told
+        printed
         or f"{folder / 'tokenizer.json'} takes too much time or memory for a few characters, because {doubt}; use the "
         "tokenizer of another release of this model, or send token ids with skip_tokenizer_init"
     )

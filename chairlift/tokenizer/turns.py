@@ -1,4 +1,4 @@
-"""Runs a few jobs at a time, with a limited queue and an error for further ones."""
+"""Runs a limited number of jobs at a time. A limited number of further jobs waits; beyond that an error is raised."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _T = TypeVar("_T")
 
 
 class Turns:
-    """``at_once`` running jobs and at most ``most_waiting`` (at least 1) waiting callers; ``what`` names them in
-    errors.
+    """``at_once`` running jobs, and at most ``max_waiting`` (at least 1) waiting callers. ``what`` names the jobs in
+    error messages.
 
-    A job whose caller leaves continues, and keeps its place until it ends, because work on a thread or in a worker
+    If a caller is cancelled, its job continues and still counts until it ends, because work on a thread or in a worker
     process cannot be stopped.
     """
 
-    def __init__(self, at_once: int, most_waiting: int, what: str) -> None:
+    def __init__(self, at_once: int, max_waiting: int, what: str) -> None:
         self._at_once = at_once
         self._free = asyncio.Semaphore(at_once)
-        self._most_waiting = max(1, most_waiting)
+        self._max_waiting = max(1, max_waiting)
         self._what = what
         self.num_waiting = 0
         self._seconds = 0.0
-        """Running mean of a job's seconds."""
+        """Running mean of the duration of a job, in seconds."""
 
     async def take(self, start: Callable[[], asyncio.Future[_T]]) -> _T:
-        """Result of the job that ``start`` begins. Raises QueueFullError when the queue is full."""
-        if self.num_waiting >= self._most_waiting:
+        """Run the job that ``start`` begins, and return its result. Raises QueueFullError if the queue is full."""
+        if self.num_waiting >= self._max_waiting:
             message = f"{self.num_waiting} {self._what} wait already, as many as may; try again later"
             raise QueueFullError(message, min(60.0, self.num_waiting * self._seconds / self._at_once) or 1.0)
         self.num_waiting += 1

@@ -1,9 +1,11 @@
-"""Grammars for forced calls, where ``tool_choice`` is ``required`` or names a function.
+"""Grammars that force a tool call, for ``tool_choice`` ``required`` or the name of a function.
 
-The values are formats of structural tags (``chairlift/grammar/structural_tag.py`` lists them), which are plain data. An
-answer that follows them is read by :class:`~chairlift.tool_calls.reader.AnswerReader`, and its arguments satisfy their
-schemas. An object has only the properties of its schema, unless the schema has ``additionalProperties``: models that
-may invent keys do not stop.
+The grammars are written as formats of structural tags (``chairlift/grammar/structural_tag.py`` lists them), which are
+plain data. :class:`~chairlift.tool_calls.reader.AnswerReader` can read any output that follows such a grammar, and the
+arguments satisfy their schemas.
+
+An object gets only the properties that its schema names, except if the schema has ``additionalProperties``. Otherwise
+a model could invent further keys without end.
 """
 
 from __future__ import annotations
@@ -20,21 +22,22 @@ __all__ = ["calls_format"]
 
 _NUMBER: Final = "(0|[1-9][0-9]?)"
 _COMBINED: Final = ("patternProperties", "allOf", "anyOf", "oneOf", "$ref", "not", "if")
-"""Keywords beside ``properties`` that may allow or require more properties."""
+"""Keywords, other than ``properties``, that may allow or require further properties of an object."""
 _DESCRIBES: Final = (
     *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
     *("title", "description", "$schema", "$id", "$comment", "default", "examples"),
 )
-"""Keywords of an object's schema that are kept if each argument is written separately."""
+"""Keywords that an object's schema may have if the grammar writes each argument separately. A schema with any other
+keyword is not supported in this case."""
 _OF_TEXT: Final = ("pattern", "format", "minLength", "maxLength", "allOf", "anyOf", "oneOf", "not")
-"""Keywords that cannot be enforced on text without quotes."""
+"""Keywords that the grammar cannot enforce for text without quotation marks."""
 
 
 def calls_format(form: ToolFormat, tools: Tools) -> dict[str, Any]:
-    """Format of one or more calls of the allowed functions, and nothing else. It is one call if ``tools.parallel`` is
-    false, a function is named, or the format allows no more.
+    """Format of one or more calls of the allowed functions, without any other text.
 
-    Raises RequestError for a format without such a form, and for schemas that it cannot express.
+    It allows one call only if ``tools.parallel`` is false, a function is named, or the format itself allows no more.
+    Raises RequestError if the tool format or a schema cannot be expressed as a grammar.
     """
     schemas = tools.schemas
     names = [tools.named] if tools.named else list(schemas)
@@ -58,18 +61,19 @@ def calls_format(form: ToolFormat, tools: Tools) -> dict[str, Any]:
 
 
 def literal(text: str) -> Iterator[dict[str, Any]]:
-    """The text as a format; none if it is empty."""
+    """The format that requires exactly this text; nothing if the text is empty."""
     if text:
         yield {"type": "const_string", "value": text}
 
 
 def sequence(*elements: dict[str, Any]) -> dict[str, Any]:
-    """The formats one after another; at least one."""
+    """The format that requires the given formats one after another. At least one must be given."""
     return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": list(elements)}
 
 
 def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
-    """A content between two texts. ``{number}`` in ``begin`` is a number of one or two digits."""
+    """The format of a content between the texts ``begin`` and ``end``. ``{number}`` in ``begin`` matches a number of
+    one or two digits."""
     head, mark, tail = begin.partition("{number}")
     if mark:
         content = sequence({"type": "regex", "pattern": _NUMBER}, *literal(tail), content)
@@ -77,12 +81,13 @@ def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
 
 
 def optional(one: dict[str, Any]) -> dict[str, Any]:
-    """An optional tag."""
+    """The format that allows a tag once or not at all."""
     return {"type": "tags_with_separator", "tags": [one], "separator": "", "stop_after_first": True}
 
 
 def _series(form: ToolFormat) -> tuple[str, str | None, str]:
-    """Texts (before a series of calls, between them, after it). None for the second: only one call is possible."""
+    """(text before a series of calls, text between two calls, text after the series). If the second is None, only one
+    call is possible."""
     if form.body is Body.HARMONY or not form.section:
         return "", None, ""
     if form.body is Body.JSON and form.wrapped is not None:
@@ -129,7 +134,8 @@ def _tagged(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> dict[str,
         one = _argument(form, f"{where}.{key}", key, value if isinstance(value, Mapping) else {}, shared)
         parts.append(one if key in required else optional(one))
     section = form.section[0] + "\n" if form.bare_call else ""
-    # The line ends inside the call, because a grammar cannot tell "\n" from the beginning of "\n</section>".
+    # The line break belongs to the call. As a separate part, the grammar could not distinguish "\n" from the beginning
+    # of "\n</section>".
     end = form.call_end + ("\n" + form.section_end if form.bare_call else "\n" if form.call else "")
     head = section + (form.call or form.section[0]) + name + form.name_ends[0].removesuffix("\n") + "\n"
     return tag(head, sequence(*parts, *literal(end)), "")
@@ -159,7 +165,7 @@ def _argument(
 
 
 def _texts(schema: Mapping[str, Any]) -> bool:
-    """Whether the values are listed, and all are texts."""
+    """Whether the schema lists its allowed values and all of them are texts."""
     words = [schema["const"]] if "const" in schema else schema.get("enum")
     return isinstance(words, list) and bool(words) and all(isinstance(word, str) for word in words)
 
@@ -176,7 +182,8 @@ def _not_here(form: ToolFormat, where: str, what: str) -> RequestError:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with closed objects, which have only the named properties. It allows no more than the schema."""
+    """The schema, changed so that objects may have only the properties that it names. It never allows more than the
+    original schema."""
     return schema if '"allOf"' in json.dumps(schema) else _close(schema)
 
 

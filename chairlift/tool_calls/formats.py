@@ -1,7 +1,8 @@
-"""Formats of tool calls and reasoning: a row of data per format, and the recognition of a chat template's format.
+"""Formats of tool calls and reasoning: one row of data per format, and functions that find the format of a chat
+template.
 
-The rows follow the models' published chat templates. llama.cpp derives most markers by rendering a template in pairs
-and comparing the texts. A table is shorter, readable, and can be overridden by name.
+The rows follow the models' published chat templates. llama.cpp instead derives most markers: it renders a template
+twice with different inputs and compares the texts. A table is shorter, readable, and a user can select a row by name.
 """
 
 from __future__ import annotations
@@ -23,72 +24,74 @@ __all__ = [
 ]
 
 NONE: Final = "none"
-"""Name that turns a parser off."""
+"""Value of ``--tool-call-parser`` and ``--reasoning-parser`` that turns the parser off."""
 
 
 class Body(enum.Enum):
-    """Contents between the markers of a call."""
+    """Form of a call's contents between its markers."""
 
     JSON = "json"
-    """One JSON object with name and arguments, or a list of such objects."""
+    """A JSON object with name and arguments, or a list of such objects."""
     NAMED = "named"
     """The name as text, then the arguments as a JSON object."""
     TAGGED = "tagged"
-    """The name as text, then a tag per argument. The values are text."""
+    """The name as text, then one tag per argument. The values are text."""
     PYTHON = "python"
     """A list of Python calls with keyword arguments."""
     GEMMA = "gemma"
-    """``call:NAME{key:value,...}`` with texts between ``<|"|>``."""
+    """``call:NAME{key:value,...}``, where strings are between ``<|"|>`` marks."""
     HARMONY = "harmony"
-    """The messages of gpt-oss: a header with channel and recipient, then the text."""
+    """Messages of gpt-oss: a header with channel and recipient, then the text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """A format of tool calls. Markers are literal text; white space between parts is always allowed."""
+    """A format of tool calls. Markers are literal text. White space is allowed between all parts."""
 
     name: str
-    """Value of ``--tool-call-parser`` for it."""
+    """Name of the format: a value of ``--tool-call-parser``."""
     body: Body
     signs: tuple[tuple[str, ...], ...]
     """Groups of texts. A chat template has this format if it contains all texts of one group."""
     section: tuple[str, ...] = ()
-    """Texts that begin one call or a series of calls. None: the call is the whole message."""
+    """Texts that begin a call or a series of calls. Empty: the whole message is the call."""
     section_end: str = ""
     call: str = ""
-    """Text that begins each call of a series."""
+    """Text that begins each call in a series."""
     bare_call: bool = False
-    """Whether ``call`` may come without a ``section`` before it."""
+    """Whether ``call`` may also occur without a ``section`` text before it."""
     name_ends: tuple[str, ...] = ()
-    """Texts that end the name."""
+    """Texts that end the function's name."""
     id_mark: str = ""
-    """Text between the name and an id that the model gives the call."""
+    """Text between the function's name and the id that the model gives to the call."""
     call_end: str = ""
     key: str = ""
     key_end: str = ""
     values: tuple[tuple[str, str], ...] = (("", "schema"),)
-    """(text before a value, how to read it: ``schema`` by the tool's schema, ``text``, ``json``)."""
+    """(text before a value, form of the value). The form is ``schema`` (the tool's schema decides), ``text`` or
+    ``json``."""
     value_end: str = ""
     prefix: str = ""
-    """Text before a tool's name that does not belong to it."""
+    """Text that the model writes before the function's name."""
     numbered: bool = False
-    """Whether the model writes ``NAME:NUMBER``, which is the id of the call."""
+    """Whether the model writes ``NAME:NUMBER`` instead of the name. This text is also the id of the call."""
     wrapped: tuple[str, str, str] | None = None
-    """Text before a forced call with a JSON body, key of its arguments, text after it. A first text that ends with
-    ``[`` begins a list of calls."""
+    """(text before, key of the arguments, text after) of a forced call with a JSON body. If the first text ends with
+    ``[``, it begins a list of calls."""
     opening: str = '{"name": '
-    """Text before the function's name, in a forced call with a JSON body."""
+    """Text before the function's name in a forced call with a JSON body."""
     own_line: bool = False
-    """Whether values are on separate lines."""
+    """Whether each value is on a line of its own."""
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """The texts with which calls begin in an answer."""
+        """Texts that can begin a call in the output."""
         return (*self.section, self.call) if self.bare_call else self.section
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All texts that the reader needs, even if they are special tokens."""
+        """All texts that the reader searches for. The engine must not remove them from the text, even if they are
+        special tokens."""
         parts = (*self.begins, self.section_end, self.call, *self.name_ends, self.id_mark, self.call_end)
         values = tuple(mark for mark, _ in self.values)
         tags = (self.key, self.key_end, self.value_end, *values, *_BODY_MARKERS.get(self.body, ()))
@@ -321,28 +324,28 @@ _ROWS: Final = (
 )
 
 TOOL_FORMATS: Final = {row.name: row for row in _ROWS}
-"""Every format by name. The first whose signs a template has is the template's."""
+"""Name -> format. A chat template has the first format whose ``signs`` it contains."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Marks around a model's reasoning before its answer."""
+    """Texts that mark a model's reasoning before its answer."""
 
     name: str
-    """Value of ``--reasoning-parser`` for it."""
+    """Name of the format: a value of ``--reasoning-parser``."""
     begin: str
     end: str
     signs: tuple[tuple[str, ...], ...]
-    """Like those of :class:`ToolFormat`."""
+    """Groups of texts. A chat template has this format if it contains all texts of one group."""
     opened: bool = False
-    """Whether every answer begins inside the reasoning, even if the template does not write ``begin``."""
+    """Whether every output begins inside the reasoning, even if the template does not write ``begin``."""
     goes_on: str = ""
-    """Text between the reasoning and the rest, if it is not white space."""
+    """Text between the reasoning and the rest of the output. Empty if only white space is between them."""
     content: str = ""
-    """Text before the content."""
+    """Text that the model writes before the content."""
 
     def is_open_after(self, prompt_end: str) -> bool:
-        """Whether a prompt that ends with this text has begun the reasoning."""
+        """Whether a prompt with this ending has begun the reasoning and not ended it."""
         return prompt_end.rstrip().endswith(self.begin)
 
 
@@ -364,16 +367,16 @@ _REASONING_ROWS: Final = (
 )
 
 REASONING_FORMATS: Final = {row.name: row for row in _REASONING_ROWS}
-"""Every format by name. The first whose signs a template has is the template's."""
+"""Name -> format. A chat template has the first format whose ``signs`` it contains."""
 
 
 def tool_format_of(template: str | None) -> ToolFormat | None:
-    """Format in which a chat template prints tool calls; None if the table has none for it."""
+    """Format in which a chat template prints tool calls; None if no known format fits."""
     return next((row for row in _ROWS if _has(template, row.signs)), None)
 
 
 def reasoning_format_of(template: str | None) -> ReasoningFormat | None:
-    """Format in which a chat template prints reasoning; None if it prints none, or its format is unknown."""
+    """Format in which a chat template prints reasoning; None if it prints none, or no known format fits."""
     return next((row for row in _REASONING_ROWS if _has(template, row.signs)), None)
 
 

@@ -1,6 +1,6 @@
-"""One grammar for a whole answer: the reasoning first, then calls, or a content with a given form.
+"""Makes one grammar for a whole output: first the reasoning, then tool calls or a constrained content.
 
-With one grammar for everything, no code has to detect the token where the content begins.
+Because one grammar covers everything, no code has to detect the token at which the content begins.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from chairlift.tool_calls.forced import calls_format, literal, optional, sequenc
 from chairlift.tool_calls.formats import ReasoningFormat, ToolFormat
 from chairlift.tool_calls.request import Tools
 
-__all__ = ["Thinking", "held_to", "thinking_of"]
+__all__ = ["Thinking", "output_constraint", "thinking_of"]
 
 _SPACE: Final = {"type": "regex", "pattern": "[ \\n]{0,4}"}
 
 
 class Thinking(enum.Enum):
-    """State of the reasoning at the begin of an answer."""
+    """State of the reasoning at the beginning of an output."""
 
     NONE = "none"
-    """There is no reasoning, or it is over."""
+    """The output has no reasoning, or the prompt already contains the end of it."""
     MAY = "may"
-    """The model may begin it."""
+    """The model may begin reasoning."""
     INSIDE = "inside"
-    """The prompt has begun it."""
+    """The prompt has begun the reasoning, so the output continues it."""
 
 
 def thinking_of(form: ReasoningFormat | None, prompt_end: str) -> Thinking:
-    """State after a prompt that ends with this text."""
+    """State of the reasoning after a prompt with the ending ``prompt_end``."""
     if form is None:
         return Thinking.NONE
     if form.opened or form.is_open_after(prompt_end):
@@ -40,31 +40,31 @@ def thinking_of(form: ReasoningFormat | None, prompt_end: str) -> Thinking:
     return Thinking.NONE if prompt_end.rstrip().endswith(form.end) else Thinking.MAY
 
 
-def held_to(
-    asked: StructuredOutputsParams | None,
+def output_constraint(
+    constraint: StructuredOutputsParams | None,
     tools: Tools,
     tool_format: ToolFormat | None,
     reasoning: ReasoningFormat | None,
     thinking: Thinking,
 ) -> StructuredOutputsParams | None:
-    """Form of the whole answer if its content must have the form ``asked``; None: no restriction.
+    """Constraint on the whole output, given the constraint on its content (``constraint``). None: no constraint.
 
-    Forced calls replace the content. Optional calls are alternatives to the content, except with a grammar or
-    structural tags, which already describe the whole answer. Raises RequestError for combinations that cannot be
-    expressed.
+    A forced call replaces the content. An optional call is an alternative to the content. With a grammar or structural
+    tags calls are not added, because these already describe the whole output. Raises RequestError for combinations
+    that cannot be expressed.
     """
     forced = tools.choice in ("required", "named")
-    if tool_format is None or not (forced or (asked is not None and _is_content(asked) and tools.schemas)):
+    if tool_format is None or not (forced or (constraint is not None and _is_content(constraint) and tools.schemas)):
         calls = None
     else:
         calls = calls_format(tool_format, tools)
-    if asked is None and calls is None:
+    if constraint is None and calls is None:
         return None
     if calls is None and thinking is Thinking.NONE:
-        return asked
-    if not forced and asked is not None and asked.grammar is not None:
+        return constraint
+    if not forced and constraint is not None and constraint.grammar is not None:
         if thinking is not Thinking.INSIDE:
-            return asked
+            return constraint
         raise RequestError(
             "structured_outputs.grammar cannot begin after the reasoning, which the prompt has opened; turn thinking"
             " off (chat_template_kwargs, reasoning_effort), use a structural_tag, or write the reasoning into the"
@@ -72,11 +72,11 @@ def held_to(
         )
     lead = reasoning.content if reasoning is not None and thinking is not Thinking.NONE else ""
     ways = [] if calls is None else [calls]
-    if asked is not None and not forced:
-        ways.append(sequence(*literal(lead), _form(asked)))
+    if constraint is not None and not forced:
+        ways.append(sequence(*literal(lead), _form(constraint)))
     rest = ways[0] if len(ways) == 1 else {"type": "or", "elements": ways}
     whole = sequence(*_reasoning(reasoning, thinking), rest)
-    compact = asked is not None and asked.disable_any_whitespace
+    compact = constraint is not None and constraint.disable_any_whitespace
     return StructuredOutputsParams(structural_tag={"format": whole}, disable_any_whitespace=compact)
 
 
@@ -91,20 +91,20 @@ def _reasoning(form: ReasoningFormat | None, thinking: Thinking) -> list[dict[st
     return [optional(tag("", sequence(thought, after), ""))]
 
 
-def _is_content(asked: StructuredOutputsParams) -> bool:
-    return asked.grammar is None and asked.structural_tag is None
+def _is_content(constraint: StructuredOutputsParams) -> bool:
+    return constraint.grammar is None and constraint.structural_tag is None
 
 
-def _form(asked: StructuredOutputsParams) -> dict[str, Any]:
-    """Form of a content as a format of structural tags."""
-    if asked.json is not None or asked.json_object:
-        schema = {"type": "object"} if asked.json is None else json.loads(str(asked.json))
+def _form(constraint: StructuredOutputsParams) -> dict[str, Any]:
+    """A constraint on the content, as a format of structural tags."""
+    if constraint.json is not None or constraint.json_object:
+        schema = {"type": "object"} if constraint.json is None else json.loads(str(constraint.json))
         return {"type": "json_schema", "json_schema": schema}
-    if asked.regex is not None:
-        return {"type": "regex", "pattern": asked.regex}
-    if asked.choice is not None:
-        return {"type": "or", "elements": [each for word in asked.choice for each in literal(word)]}
-    spec: dict[str, Any] = json.loads(str(asked.structural_tag))
+    if constraint.regex is not None:
+        return {"type": "regex", "pattern": constraint.regex}
+    if constraint.choice is not None:
+        return {"type": "or", "elements": [each for word in constraint.choice for each in literal(word)]}
+    spec: dict[str, Any] = json.loads(str(constraint.structural_tag))
     whole = spec.get("format")
     if isinstance(whole, dict):
         return whole

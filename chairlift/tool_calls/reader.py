@@ -1,9 +1,10 @@
-"""Streaming reader of answers: text goes in; pieces of content, pieces of reasoning and whole tool calls come out.
+"""Streaming reader of generated text: text goes in; pieces of content, pieces of reasoning and complete tool calls
+come out.
 
-One state machine, written as generators, handles all formats; the rows of :mod:`~chairlift.tool_calls.formats` have the
-differences. A call is delivered when it is complete and valid: its function is offered and its arguments are an object.
-Text that begins like a call but is none is delivered as text, with a reason. The joined events depend only on the whole
-text, not on how it was divided into pieces.
+One state machine, written as generators, reads all formats. The rows of :mod:`~chairlift.tool_calls.formats` describe
+how they differ. A call is returned when it is complete and valid: the request offers its function and its arguments
+are an object. Text that begins like a call but is not valid is returned as text, together with a reason. The events,
+joined, depend only on the whole text, not on how the text was divided into pieces.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _HEADERS: Final = ("<|start|>", "<|channel|>")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """Text: ``content`` or ``reasoning``."""
+    """A piece of text of the kind ``content`` or ``reasoning``."""
 
     kind: str
     text: str
@@ -36,7 +37,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call. ``arguments`` is the JSON text of an object; ``id`` is empty unless the model wrote one."""
+    """A tool call. ``arguments`` is a JSON object as text. ``id`` is empty if the model wrote no id."""
 
     name: str
     arguments: str
@@ -45,7 +46,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Broken:
-    """Reason why text that began like a call was delivered as text."""
+    """Reason why text that began like a call was returned as text."""
 
     reason: str
 
@@ -55,16 +56,16 @@ Event = Piece | Call | Broken
 
 @dataclasses.dataclass(slots=True)
 class Answer:
-    """A whole answer."""
+    """Everything that was read in an output."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[Call] = dataclasses.field(default_factory=list)
     broken: list[str] = dataclasses.field(default_factory=list)
-    """Reasons, one for each text that began like a call."""
+    """One reason for each text that began like a call but was not valid."""
 
     def add(self, events: Sequence[Event]) -> None:
-        """Append events of a reader."""
+        """Append the events of a reader."""
         for event in events:
             if isinstance(event, Call):
                 self.calls.append(event)
@@ -77,11 +78,11 @@ class Answer:
 
 
 class AnswerReader:
-    """Reads one answer. ``tools`` maps the names of the offered functions to the schemas of their arguments.
+    """Reads one output. ``tools`` maps the names of the offered functions to the schemas of their arguments.
 
-    Without ``tool_format`` there are no calls, and without ``reasoning`` everything is content. ``inside``: the prompt
-    has already begun the reasoning. ``hidden`` are texts of special tokens that are removed from content and reasoning.
-    With ``parallel`` false, calls after the first are dropped.
+    Without ``tool_format`` no calls are recognised; without ``reasoning`` everything is content. ``inside``: the
+    output begins inside the reasoning. ``hidden`` are texts of special tokens to remove from content and reasoning. If
+    ``parallel`` is false, calls after the first are dropped.
     """
 
     def __init__(
@@ -96,36 +97,37 @@ class AnswerReader:
     ) -> None:
         self._format, self._reasoning, self._tools = tool_format, reasoning, tools or {}
         self._inside = inside or (reasoning is not None and reasoning.opened)
-        wanted = {*(tool_format.markers if tool_format else ())}
-        wanted |= {reasoning.begin, reasoning.end} if reasoning else set()
-        self._hidden = tuple(text for text in hidden if text not in wanted)
+        needed = {*(tool_format.markers if tool_format else ())}
+        needed |= {reasoning.begin, reasoning.end} if reasoning else set()
+        self._hidden = tuple(text for text in hidden if text not in needed)
         self._parallel = parallel
         self._text = TextScanner()
         self._code = CodeBlocks()
         self._space = ""
-        """White space that is delivered only if text of the same kind follows."""
+        """White space at the end so far. It is returned only if more text of the same kind follows."""
         self._kind = _CONTENT
         self._at_start = False
-        """Whether leading white space is dropped."""
+        """Whether white space is dropped until other text comes."""
         self._said: set[str] = set()
-        """Kinds of text that were delivered."""
+        """Kinds of text that have been returned: ``content``, ``reasoning``."""
         self.num_calls = 0
         self._num_left_out = 0
         self._spans: list[int] = []
-        """Begin and end of each reasoning, in bytes of the text; an open one has no end."""
+        """Offsets of the beginning and the end of each reasoning part, in bytes of the text. If a part has not ended,
+        its end is missing."""
         self._events: list[Event] = []
         self._run = self._harmony() if self._is_harmony() else self._whole()
         next(self._run, None)
 
     def feed(self, text: str) -> list[Event]:
-        """Add text. Returns the events that are certain now."""
+        """Add text. Returns the events that further text cannot change."""
         if text:
             self._text.add(text)
             next(self._run, None)
         return self._take()
 
     def finish(self) -> list[Event]:
-        """End the answer. Returns the remaining events."""
+        """Mark the end of the output. Returns the remaining events."""
         self._text.ended = True
         for _ in self._run:
             pass
@@ -138,8 +140,7 @@ class AnswerReader:
         return self._take()
 
     def num_reasoning_tokens(self, starts: Sequence[int]) -> int:
-        """Number of tokens that are reasoning or its markers; ``starts`` are the offsets of the tokens' first bytes, in
-        order."""
+        """Number of tokens that are reasoning or its marks. ``starts`` are the byte offsets of all tokens, in order."""
         spans = [*self._spans, *([1 << 62] if len(self._spans) % 2 else [])]
         ends = [bisect.bisect_left(starts, place) for place in spans]
         return sum(ends[1::2]) - sum(ends[::2])
@@ -149,7 +150,7 @@ class AnswerReader:
         return bisect.bisect_right(self._spans, place) % 2 == 1
 
     def _take(self) -> list[Event]:
-        """Events since the last call, with neighbouring pieces of one kind joined."""
+        """Events since the last call. Adjacent pieces of the same kind are joined."""
         events: list[Event] = []
         for event in self._events:
             last = events[-1] if events else None
@@ -185,7 +186,8 @@ class AnswerReader:
         self._space += text[len(body) :]
 
     def _stream(self, kind: str, markers: tuple[str, ...]) -> Reading[str]:
-        """Deliver text up to the first marker, and return the marker; empty at the end of the answer."""
+        """Return text as pieces of ``kind`` up to the first marker, and return that marker; empty at the end of the
+        output."""
         every = markers_of((*markers, *self._hidden))
         while True:
             text, marker = yield from self._text.flow(every)
@@ -216,7 +218,7 @@ class AnswerReader:
         self._space, self._at_start = "", True
 
     def _whole(self) -> Reading[None]:
-        """Read a whole answer."""
+        """Read the whole output: reasoning, then content and calls."""
         yield from self._think()
         form = self._format
         if form is None:
@@ -231,7 +233,7 @@ class AnswerReader:
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _try(self, body: Reading[None]) -> Reading[None]:
-        """Read calls; invalid ones are delivered as text."""
+        """Read calls with ``body``. If they are invalid, their text is returned as content."""
         try:
             yield from body
             self._text.record = None
@@ -241,7 +243,7 @@ class AnswerReader:
                 self._events.append(Broken(str(error)))
 
     def _commit(self, name: str, arguments: Mapping[str, Any], call_id: str = "") -> None:
-        """Deliver a complete call."""
+        """Return a complete call as an event."""
         self._text.record = []
         if self._kind == _CONTENT:
             self._space, self._at_start = "", True
@@ -252,7 +254,7 @@ class AnswerReader:
         self._events.append(Call(name, json.dumps(arguments, ensure_ascii=False), call_id))
 
     def _tool(self, written: str) -> str:
-        """The name of an offered function. Raises NotReadable."""
+        """Name of the offered function that the text ``written`` names. Raises NotReadable if there is none."""
         name, prefix = written.strip(), self._format.prefix if self._format else ""
         if name not in self._tools and self._format is not None and self._format.numbered:
             name = name.rpartition(":")[0] if name.rpartition(":")[2].isdigit() else name
@@ -270,7 +272,7 @@ class AnswerReader:
         return value
 
     def _from_json(self, value: Any) -> tuple[str, dict[str, Any]]:
-        """(name, arguments) of an object that describes a call. Raises NotReadable."""
+        """(name, arguments) of a JSON value that describes a call. Raises NotReadable."""
         if not isinstance(value, dict):
             raise NotReadable("a call is no object")
         value = value["function"] if isinstance(value.get("function"), dict) else value
@@ -301,7 +303,8 @@ class AnswerReader:
                 return
 
     def _begins_call(self, form: ToolFormat, is_first: bool) -> Reading[bool]:
-        """Read the text before a name in a series of calls. False at the end of the series."""
+        """Read the text that comes before the function's name in a series of calls. Returns False at the end of the
+        series."""
         goes_on = yield from self._text.skip_space()
         if not goes_on and is_first:
             raise NotReadable(CUT_OFF)
@@ -312,7 +315,7 @@ class AnswerReader:
         return bool(mark) and mark == form.call
 
     def _series(self, form: ToolFormat, marker: str, one: Callable[[ToolFormat], Reading[None]]) -> Reading[None]:
-        """Read the calls of a section, or the single call of a format without sections."""
+        """Read all calls of a section, or the single call of a format without sections."""
         if not form.call:
             yield from one(form)
             return
@@ -391,7 +394,7 @@ class AnswerReader:
     # --- answers that are a call as a whole -------------------------------------------------------------------------
 
     def _message(self, form: ToolFormat) -> Reading[None]:
-        """Read a message that consists of calls only. Any other message is text, even JSON that describes no call."""
+        """Read a message that consists of calls only. Any other message is content, even if it is JSON."""
         text = self._text
         text.record, reason = [], ""
         sign = "{" if form.body is Body.JSON else "["
@@ -432,7 +435,7 @@ class AnswerReader:
         before = len(text.record or ())
         text.advance(text.at + 1)
         yield from text.skip_space()
-        name, _ = yield from text.word(("(",), most=80)
+        name, _ = yield from text.word(("(",), max_chars=80)
         if not name.replace("_", "a").replace(".", "a").replace("-", "a").isalnum():
             raise NotReadable("it describes no call")
         self._tool(name)
@@ -445,14 +448,14 @@ class AnswerReader:
     # --- gpt-oss ----------------------------------------------------------------------------------------------------
 
     def _harmony(self) -> Reading[None]:
-        """Read messages one after another, each with a header; text before the first header is content."""
+        """Read messages one after another, each with a header. Text before the first header is content."""
         text = self._text
         marker = yield from text.take((*_HEADERS, " to=", "to="))
         marker = marker or (yield from self._stream(_CONTENT, _HEADERS))
         while marker:
             text.record, begin = [marker], text.num_bytes - len(marker)
             try:
-                header, _ = yield from text.word(("<|message|>",), most=400)
+                header, _ = yield from text.word(("<|message|>",), max_chars=400)
             except NotReadable as error:
                 self._emit(_CONTENT, text.take_record())
                 self._events.append(Broken(f"a message has no text: {error}"))
@@ -512,7 +515,7 @@ _BODIES: Final[Mapping[Body, Callable[[AnswerReader, ToolFormat, str], Reading[N
 
 
 def read_answer(text: str, reader: AnswerReader) -> Answer:
-    """Read a whole answer with a new reader."""
+    """Read a complete output with a new reader."""
     answer = Answer()
     answer.add(reader.feed(text))
     answer.add(reader.finish())

@@ -1,4 +1,4 @@
-"""Validation of the tools in a request: definitions, the choice, and calls and results in the conversation."""
+"""Checks the tools of a request: their definitions, the choice of a tool, and calls and results in the conversation."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ _LONGEST: Final = 60
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tools:
-    """Tools of one request, and the wanted calls."""
+    """Tools of one request, and the choice between them."""
 
     definitions: tuple[Mapping[str, Any], ...] = ()
-    """Entries ``{"type": "function", "function": {...}}``, as the chat template gets them."""
+    """Definitions ``{"type": "function", "function": {...}}``, as the chat template gets them."""
     choice: str = "auto"
-    """``auto``, ``none``, ``required``, or ``named``."""
+    """``auto`` (the model decides), ``none``, ``required`` (a call must come), or ``named`` (a call of :attr:`named`
+    must come)."""
     named: str = ""
-    """The function of a ``named`` choice."""
+    """Name of the function that must be called, if ``choice`` is ``named``."""
     parallel: bool = True
-    """Whether one answer may have several calls."""
+    """Whether one output may have several calls."""
     allowed: tuple[str, ...] | None = None
-    """Functions that may be called; None: all. The model sees the others, too."""
+    """Names of the functions that may be called; None: all. The prompt also shows the other functions."""
 
     @property
     def offered(self) -> tuple[Mapping[str, Any], ...]:
-        """Tools that the model sees."""
+        """Definitions of the tools that the prompt shows to the model."""
         return () if self.choice == "none" else self.definitions
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """JSON schema of the arguments, by the name of the function."""
+        """Name of a function -> JSON schema of its arguments."""
         functions = [definition["function"] for definition in self.offered]
         allowed = [each for each in functions if self.allowed is None or each["name"] in self.allowed]
         return {function["name"]: function.get("parameters") or {} for function in allowed}
 
 
 def check_tools(tools: Any, tool_choice: Any = None, parallel: bool | None = None) -> Tools:
-    """Validate the fields ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request, in OpenAI's form.
+    """Check the request fields ``tools``, ``tool_choice`` and ``parallel_tool_calls``, in OpenAI's form.
 
-    Raises RequestError. The message begins with the path of the wrong value.
+    Raises RequestError. Its message begins with the path of the wrong value.
     """
     given: Sequence[Any] = () if tools is None else tools
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
@@ -70,7 +71,7 @@ def check_tools(tools: Any, tool_choice: Any = None, parallel: bool | None = Non
 
 
 def _allowed(given: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
-    """(mode, names) of ``{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}``."""
+    """(mode, names) from ``{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}``."""
     inner = given.get("allowed_tools")
     mode = inner.get("mode") if isinstance(inner, Mapping) else None
     tools = inner.get("tools") if isinstance(inner, Mapping) else None
@@ -110,7 +111,7 @@ def _definition(where: str, tool: Any) -> dict[str, Any]:
 
 
 def _schema(where: str, schema: Any) -> None:
-    """Check that a schema of arguments describes an object."""
+    """Raise RequestError if a schema of arguments does not describe an object."""
     if not isinstance(schema, Mapping):
         _wrong(where, "must be a JSON schema of an object", schema)
     if schema.get("type", "object") != "object":
@@ -128,9 +129,9 @@ def _schema(where: str, schema: Any) -> None:
         _wrong(f"{where}.required", "must be a list of names", required)
 
 
-def _too_deep(value: Any, left: int) -> bool:
+def _too_deep(value: Any, levels: int) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return left < 0 or any(_too_deep(each, left - 1) for each in inner)
+    return levels < 0 or any(_too_deep(each, levels - 1) for each in inner)
 
 
 def _choice(given: Any, names: Sequence[str]) -> tuple[str, str]:
@@ -159,11 +160,11 @@ def _choice(given: Any, names: Sequence[str]) -> tuple[str, str]:
 
 
 def check_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a conversation, with the function's ``name`` added to every tool message without one.
+    """The messages of a conversation, in which every tool message has the function's ``name``.
 
-    Some templates print the function's name beside its result, but clients send only the id of the call. Raises
-    RequestError for a call without a name, for equal ids in one message, and for a result with an unknown id. Messages
-    of another form are left to the validator of chats.
+    Some templates print the function's name next to its result, but clients send only the id of the call. Raises
+    RequestError for a call without a name, for equal ids in one message, and for a result with an unknown id.
+    Malformed messages are not checked here; the validation of chats reports them.
     """
     known: dict[str, str] = {}
     checked: list[dict[str, Any]] = []

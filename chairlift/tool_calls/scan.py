@@ -1,6 +1,6 @@
-"""Scanner for text that arrives in pieces. Its generators wait for more text where a decision needs it.
+"""Scanner for text that arrives in pieces. Its generators wait for more text when they need it for a decision.
 
-Every decision depends on the text alone, never on how it was divided into pieces.
+Every decision depends only on the text, never on how the text was divided into pieces.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ __all__ = ["CUT_OFF", "CodeBlocks", "Markers", "Reading", "TextScanner", "marker
 
 _T = TypeVar("_T")
 Reading = Generator[None, None, _T]
-"""A generator that yields where it needs more text, or the signal that the text has ended."""
+"""A generator that yields when it needs more text, or the information that the text has ended."""
 
 CUT_OFF: Final = "the answer ends inside the call"
 _SPACE: Final = re.compile(r"[ \t\r\n]+")
 
 
 class Markers:
-    """Texts to search for. A set of them is prepared once, because a model may have a thousand special tokens."""
+    """A set of texts to search for. The search is prepared once per set, because a model may have a thousand special
+    tokens."""
 
     def __init__(self, texts: tuple[str, ...]) -> None:
         self._pattern = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
@@ -31,39 +32,39 @@ class Markers:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def find(self, text: str, at: int) -> tuple[int, str]:
-        """(offset, text) of the first marker. Without one: the offset where the end of the text may be the beginning of
-        a marker, and an empty text."""
+        """(offset, text) of the first marker. If there is none, the text is empty, and the offset is the first
+        position at which an incomplete marker may begin."""
         places = range(max(at, len(text) - self._longest), len(text))
-        held = next((start for start in places if text[start:] in self._beginnings), len(text))
+        pending = next((start for start in places if text[start:] in self._beginnings), len(text))
         found = None if self._pattern is None else self._pattern.search(text, at)
-        return (found.start(), found[0]) if found is not None and found.start() <= held else (held, "")
+        return (found.start(), found[0]) if found is not None and found.start() <= pending else (pending, "")
 
 
 @functools.lru_cache(maxsize=256)
 def markers_of(texts: tuple[str, ...]) -> Markers:
-    """The prepared markers of these texts."""
+    """:class:`Markers` for these texts, cached."""
     return Markers(texts)
 
 
 class TextScanner:
-    """A text, the position in it, and a record of the call that is being read."""
+    """A text, the current position in it, and a copy of the call that is being read."""
 
     def __init__(self) -> None:
         self.rest = ""
         self.at = 0
         self.ended = False
         self.num_bytes = 0
-        """UTF-8 bytes that were read."""
+        """Number of UTF-8 bytes that have been read."""
         self.record: list[str] | None = None
-        """Everything read since a call began."""
+        """Everything that was read since the beginning of a call; None outside a call."""
 
     def add(self, text: str) -> None:
-        """Add text."""
+        """Append text."""
         self.rest = self.rest[self.at :] + text
         self.at = 0
 
     def advance(self, to: int) -> str:
-        """Read up to an offset in ``rest``."""
+        """Read up to the offset ``to`` in ``rest``, and return the text that was read."""
         text = self.rest[self.at : to]
         self.at = to
         self.num_bytes += len(text.encode("utf-8", "replace"))
@@ -72,20 +73,20 @@ class TextScanner:
         return text
 
     def take_record(self) -> str:
-        """End the recording, and return the recorded text."""
+        """End the record of a call, and return its text."""
         text = "".join(self.record or ())
         self.record = None
         return text
 
     def more(self) -> Reading[bool]:
-        """Wait for text. False at the end of the text."""
+        """Wait for more text. Returns False at the end of the text."""
         if self.ended:
             return False
         yield
         return True
 
     def skip_space(self) -> Reading[bool]:
-        """Read white space. False if the text ends after it."""
+        """Read white space. Returns False if the text ends after the white space."""
         while True:
             if (space := _SPACE.match(self.rest, self.at)) is not None:
                 self.advance(space.end())
@@ -95,7 +96,8 @@ class TextScanner:
                 return False
 
     def peek(self, markers: Sequence[str]) -> Reading[str]:
-        """The next marker, without reading it; empty if there is none. No marker may be the beginning of another."""
+        """The marker at the current position, without reading it; empty if there is none. No marker may be the
+        beginning of another marker."""
         longest = max(map(len, markers))
         while True:
             view = self.rest[self.at : self.at + longest]
@@ -106,13 +108,13 @@ class TextScanner:
                 return ""
 
     def take(self, markers: Sequence[str]) -> Reading[str]:
-        """Read the next marker and return it; empty if there is none."""
+        """Read the marker at the current position and return it; empty if there is none."""
         marker = yield from self.peek(markers)
         self.advance(self.at + len(marker))
         return marker
 
     def until(self, texts: tuple[str, ...]) -> Reading[str]:
-        """Text before the first marker, which is read too. Raises NotReadable at the end of the text."""
+        """Text before the first marker. The marker is also read. Raises NotReadable at the end of the text."""
         markers, pieces = markers_of(texts), []
         while True:
             place, found = markers.find(self.rest, self.at)
@@ -124,16 +126,16 @@ class TextScanner:
                 self.advance(len(self.rest))
                 raise NotReadable(CUT_OFF)
 
-    def word(self, texts: tuple[str, ...], keep: Sequence[str] = (), most: int = 128) -> Reading[tuple[str, str]]:
-        """(text before the first marker, marker). The marker is read unless it is in ``keep``. Raises NotReadable after
-        ``most`` characters or a line break."""
+    def word(self, texts: tuple[str, ...], keep: Sequence[str] = (), max_chars: int = 128) -> Reading[tuple[str, str]]:
+        """(text before the first marker, marker). The marker is read, except if it is in ``keep``. Raises NotReadable
+        at a line break, or if the text before the marker has more than ``max_chars`` characters."""
         markers, text = markers_of(texts), ""
         while True:
-            left = self.at + most - len(text)
+            remaining = self.at + max_chars - len(text)
             end, found = markers.find(self.rest, self.at)
-            line = self.rest.find("\n", self.at, min(end, left))
-            if line >= 0 or end > left:
-                self.advance(line if line >= 0 else left)
+            line = self.rest.find("\n", self.at, min(end, remaining))
+            if line >= 0 or end > remaining:
+                self.advance(line if line >= 0 else remaining)
                 raise NotReadable("no name follows the marker")
             text += self.advance(end)
             if found:
@@ -156,8 +158,8 @@ class TextScanner:
                 raise NotReadable(CUT_OFF)
 
     def flow(self, markers: Markers) -> Reading[tuple[str, str]]:
-        """(text that certainly comes before any marker, marker if it follows at once). Both are empty at the end of the
-        text."""
+        """(text, marker): text that cannot belong to a marker, and the marker that follows it, if any. Both are empty
+        at the end of the text."""
         while True:
             place, found = markers.find(self.rest, self.at)
             if found or place > self.at:
@@ -169,18 +171,18 @@ class TextScanner:
 
 
 class CodeBlocks:
-    """Tells whether a place in Markdown is inside a fenced code block, or in inline code."""
+    """Finds out whether a position in Markdown text is inside a fenced code block or inline code."""
 
     _FENCE: Final = re.compile(r" {0,3}(`{3,}|~{3,})")
 
     def __init__(self) -> None:
         self._open = ""
         self._head = ""
-        """Beginning of the line; a fence can only be there."""
+        """The beginning of the current line, because a fence can only be there."""
         self._ticks = 0
 
     def feed(self, text: str) -> None:
-        """Advance by this text."""
+        """Process further text."""
         lines = text.split("\n")
         for index, line in enumerate(lines):
             if index:

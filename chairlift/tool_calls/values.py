@@ -1,7 +1,8 @@
-"""Parses arguments of tool calls: finds where a JSON value ends, reads literals of Python and Gemma, and converts text
-by a schema.
+"""Parses arguments of tool calls: finds the end of a JSON value, reads Python and Gemma literals, and converts text to
+the type of a schema.
 
-Nothing is evaluated (CVE-2025-9141 was a parser that did), no pattern has nested quantifiers, and depth is limited.
+For security, nothing is evaluated (CVE-2025-9141 was a parser that did), no regular expression has nested quantifiers,
+and the depth of values is limited.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any, Final
 __all__ = ["MAX_DEPTH", "JsonScanner", "NotReadable", "by_schema", "gemma_call", "json_value", "python_calls"]
 
 MAX_DEPTH: Final = 64
-"""Largest depth of nested lists and objects."""
+"""Maximum depth of nested lists and objects."""
 
 
 class NotReadable(ValueError):
-    """The text does not have the expected form; the message has the reason."""
+    """The text does not have the expected form. The message says why."""
 
 
 _PLAIN: Final = re.compile(r'[^"\\]+')
@@ -30,7 +31,7 @@ _HEX: Final = "0123456789abcdefABCDEF"
 
 
 class JsonScanner:
-    """Finds the end of one JSON object or list in text that arrives in pieces, or the first invalid place.
+    """Finds the end of one JSON object or list, or the first invalid character, in text that arrives in pieces.
 
     Raw control characters inside strings are accepted, because models write line breaks there.
     """
@@ -38,15 +39,16 @@ class JsonScanner:
     def __init__(self) -> None:
         self.done = False
         self.fault = ""
-        """Reason why it is invalid; empty while it may be valid."""
+        """Reason why the text is invalid; empty while it may be valid."""
         self._stack: list[str] = []
         self._want = "value"
         self._scalar = ""
         self._escape = 0
-        """Number of missing characters of an escape."""
+        """Number of characters that an escape sequence still needs."""
 
     def feed(self, text: str, at: int) -> int:
-        """Read from ``at``. Returns the offset after the read part. Stops at the end of the value and at a fault."""
+        """Read ``text`` from the offset ``at``. Returns the offset after the part that was read. Stops at the end of
+        the value and at an error."""
         while at < len(text) and not self.done and not self.fault:
             at = self._in_string(text, at) if self._want in ("key text", "text") else self._outside(text, at)
         return at
@@ -114,7 +116,7 @@ class JsonScanner:
 
 
 def json_value(text: str) -> tuple[Any, str]:
-    """A value and its JSON text, which is ``text`` itself if it is strict JSON. Raises NotReadable."""
+    """(value, JSON text) of a text. The JSON text is ``text`` itself if that is strict JSON. Raises NotReadable."""
     try:
         return _loads(text, True), text
     except ValueError:
@@ -317,9 +319,10 @@ _PYTHON_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
 
 
 def by_schema(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """Value of an argument's text, by the argument's JSON schema. ``root`` is the schema for ``$ref``.
+    """Value of an argument, converted from text to the type in the argument's JSON schema.
 
-    Text stays text where the schema allows text, and where it fits no allowed type.
+    ``root`` is the schema in which ``$ref`` is resolved. The text is not converted if the schema allows a string, or
+    if the text fits none of the allowed types.
     """
     types = _types(schema, root, 0)
     if types == {"string"}:
@@ -346,7 +349,7 @@ def by_schema(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
-    """Types that a schema allows; empty if it does not say."""
+    """Types that a schema allows; empty if the schema does not restrict them."""
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
     reference = schema.get("$ref")

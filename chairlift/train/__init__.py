@@ -1,8 +1,9 @@
-"""The training half: variable-length sequences packed into flat batches, without padding and without leaks.
+"""The training half: packs sequences of different lengths into flat batches, without padding and without leaks between
+sequences.
 
-Packing is continuous batching without a cache. Each piece works alone, with a plain PyTorch loop, with Hugging Face's
-Trainer and with TRL; ``chairlift train`` uses nothing else. Names are imported when they are first touched: planning
-packs needs NumPy only.
+Packing is continuous batching without a cache. Each part can be used alone: with a plain PyTorch loop, with Hugging
+Face's Trainer, or with TRL. ``chairlift train`` is built from the same parts. Names are imported on first use, so that
+planning packs needs NumPy only.
 """
 
 from __future__ import annotations

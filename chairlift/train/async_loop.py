@@ -1,6 +1,6 @@
-"""Training on rollouts while the next ones are generated: generate, select, train, publish.
+"""Trains on rollouts while the next rollouts are generated, and publishes the new weights after each step.
 
-The loop has no clock, no threads and no random numbers. Its behaviour depends on the generator's reports only.
+The loop uses no clock, no threads and no random numbers. Its behaviour depends only on the rollouts of the generator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rollout:
-    """One answer to one prompt, with the log-probabilities and weight versions that a policy gradient needs."""
+    """A generated answer to a prompt, with the log-probabilities and weight versions that a policy gradient needs."""
 
     ticket: int
     prompt: Sequence[int]
@@ -28,17 +28,17 @@ class Rollout:
     tokens: Sequence[int] = ()
     """[L] generated token ids."""
     logprobs: Sequence[float] = ()
-    """[L] log-probability of each under the weights it was sampled from."""
+    """[L] log-probability of each generated token under the weights that sampled it."""
     versions: Sequence[int] = ()
-    """[L] version of those weights."""
+    """[L] version of the weights that sampled each token."""
     error: str = ""
-    """Reason why the rollout failed; empty if it did not."""
+    """Reason why the rollout failed. Empty if it succeeded."""
 
     def sequence(self, weight: float = 1.0) -> dict[str, Any]:
-        """The whole sequence [P + L] as :class:`~chairlift.train.stream.PackStream` takes it.
+        """Prompt and answer as an item for :class:`~chairlift.train.stream.PackStream`, with P + L tokens.
 
-        ``loss_weight`` is 0 for the prompt and ``weight`` (an advantage, an importance weight) for the answer;
-        ``logprobs`` and ``versions`` are aligned with the tokens, and 0 for the prompt.
+        ``loss_weight`` is 0 for the prompt and ``weight`` (such as an advantage or an importance weight) for the
+        answer. ``logprobs`` and ``versions`` are aligned with the tokens; they are 0 for the prompt.
         """
         prompt = len(self.prompt)
         return {
@@ -50,41 +50,44 @@ class Rollout:
 
 
 class Generator(Protocol):
-    """An engine or a simulation that answers prompts."""
+    """Protocol of an engine, or of a simulation, that generates answers to prompts."""
 
     def submit(self, ticket: int, prompt: Sequence[int]) -> None:
-        """Begin a rollout; ``ticket`` names it."""
+        """Start a rollout. ``ticket`` identifies it in :meth:`poll`."""
         ...
 
     def poll(self, *, wait: bool) -> Sequence[Rollout]:
-        """Rollouts that have ended since the last call. With ``wait``, block or compute until there is one, if any is
-        running; without it, return at once."""
+        """Rollouts that have ended since the last call.
+
+        With ``wait``, block until a rollout has ended, if any is running. Without ``wait``, return at once.
+        """
         ...
 
     def update_weights(self, source: Any, version: int) -> None:
-        """Sample from new weights, in running rollouts too. Returns when the old weights are no longer used."""
+        """Use new weights, also for running rollouts. Returns when the old weights are no longer used."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoopStats:
-    """Counts since the beginning."""
+    """Counts since the loop was created."""
 
     gate: GateStats
     num_steps: int
     num_failed: int
-    """Rollouts that ended with an error."""
+    """Number of rollouts that ended with an error."""
     num_waits: int
-    """Number of times that the trainer waited for a rollout. It is near 0 with a fast generator."""
+    """Number of times that the trainer had to wait for a rollout. It is near 0 if the generator is fast enough."""
 
 
 class AsyncLoop:
-    """Keeps a generator busy, trains on rollouts from a :class:`~chairlift.train.staleness.StalenessGate`, publishes.
+    """Asynchronous training loop: generates rollouts, trains on the rollouts that a
+    :class:`~chairlift.train.staleness.StalenessGate` selects, and publishes the new weights to the generator.
 
-    ``train_step`` takes one optimiser step on a :class:`~chairlift.train.staleness.Selection` of :class:`Rollout`
-    samples; rewards, loss and packing belong there. ``weights()`` is what ``generator.update_weights`` is given: a
+    ``train_step`` computes rewards and loss for a :class:`~chairlift.train.staleness.Selection` of :class:`Rollout`
+    samples, and takes one optimiser step. ``weights()`` returns the new weights for ``generator.update_weights``: a
     mapping of tensors or a directory. At most ``(bound + 1) * batch`` rollouts run or wait, and at most ``concurrency``
-    run. A bound of 0 is synchronous training.
+    of them run. With a bound of 0, training is synchronous.
     """
 
     def __init__(
@@ -109,14 +112,14 @@ class AsyncLoop:
         self._num_prompts = self._num_steps = self._num_failed = self._num_waits = 0
         self._exhausted = False
         self._unpublished = False
-        """Whether publishing failed. The generator then lacks the newest trained weights."""
+        """Whether publishing the newest weights failed, so that the generator does not have them yet."""
 
     def step(self) -> Any:
-        """Generate until there is a batch, train on it, and publish. Returns what ``train_step`` returned.
+        """Generate until there is a batch, train on it, and publish the weights. Returns the result of ``train_step``.
 
-        Raises StopIteration when the prompts have ended and less than a batch is left. Where ``train_step`` raises,
-        nothing is published, and its samples wait for the next call; where publishing raises, the next call publishes
-        first.
+        Raises StopIteration when the prompts have ended and too few rollouts for a batch remain. If ``train_step``
+        raises, no weights are published, and the samples wait for the next call. If publishing raises, the next call
+        publishes first.
         """
         if self._unpublished:
             self._publish()
@@ -128,7 +131,7 @@ class AsyncLoop:
                     raise StopIteration
                 raise ConfigError(
                     f"no rollout is running and none may start, but there is no batch of {self.gate.batch}: the "
-                    "gate is used by somebody else, too; give the loop a gate of its own"
+                    "gate is used elsewhere, too; give the loop a gate that nothing else uses"
                 )
             self._num_waits += 1
             self._collect(wait=True)
@@ -143,7 +146,7 @@ class AsyncLoop:
         return result
 
     def run(self, num_steps: int) -> list[Any]:
-        """Take ``num_steps`` steps, or fewer if the prompts end. Returns the results of ``train_step``."""
+        """Run ``num_steps`` steps, or fewer if the prompts end. Returns the results of ``train_step``."""
         results: list[Any] = []
         try:
             while len(results) < num_steps:
@@ -153,11 +156,11 @@ class AsyncLoop:
         return results
 
     def stats(self) -> LoopStats:
-        """Counts so far."""
+        """Counts since the loop was created."""
         return LoopStats(self.gate.stats(), self._num_steps, self._num_failed, self._num_waits)
 
     def state_dict(self) -> dict[str, Any]:
-        """The gate, with the rollouts that wait in it, the prompts under way, how many were read, and the counts."""
+        """State of the loop: the gate with its waiting rollouts, the prompts of running rollouts, and all counts."""
         gate = self.gate.state_dict()
         gate["waiting"] = [[*each[:3], dataclasses.asdict(each[3])] for each in gate["waiting"]]
         return {
@@ -171,19 +174,21 @@ class AsyncLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, in a new loop whose generator has the weights of that version.
+        """Continue from a state of :meth:`state_dict` in a new loop. The generator must have the weights of that
+        version.
 
-        Rollouts that were running begin again. Prompts that were read are passed, so the source must yield the same.
-        Raises ConfigError for a loop under way, a gate with other settings, and prompts that end too early.
+        Rollouts that were running start again. The prompts that were read before are skipped, so the source must give
+        the same prompts from its beginning. Raises ConfigError if this loop has already started, if the settings of the
+        gate differ, and if the prompts end too early.
         """
         if self._num_prompts or self._num_steps:
-            raise ConfigError("a state is loaded into a new loop; this one is under way")
+            raise ConfigError("a state can only be loaded into a new loop; this loop has already started")
         gate = dict(state["gate"])
         gate["waiting"] = [[*each[:3], Rollout(**each[3])] for each in gate["waiting"]]
         self.gate.load_state_dict(gate)
         self._unpublished = state.get("unpublished", False)
         self._num_steps = state["num_steps"]
-        self._num_failed = state.get("num_failed", 0)  # earlier releases do not say
+        self._num_failed = state.get("num_failed", 0)  # states of earlier releases have no count
         self._num_waits = state.get("num_waits", 0)
         self._num_prompts = state["num_prompts"]
         for position in range(self._num_prompts):
@@ -208,7 +213,7 @@ class AsyncLoop:
         self._running[ticket] = prompt
 
     def _refill(self) -> None:
-        """Start as many rollouts as may start."""
+        """Start rollouts until the gate or ``concurrency`` allows no more, or the prompts end."""
         while not self._exhausted and self.gate.capacity:
             if self._concurrency is not None and len(self._running) >= self._concurrency:
                 return
@@ -221,13 +226,13 @@ class AsyncLoop:
             self._begin(self.gate.admit()[0], prompt)
 
     def _collect(self, *, wait: bool) -> None:
-        """Give ended rollouts to the gate."""
+        """Pass ended rollouts to the gate. Failed rollouts are cancelled."""
         for rollout in self._generator.poll(wait=wait):
             if rollout.ticket not in self._running:
                 raise ConfigError(f"the generator reports rollout {rollout.ticket}, which is not running")
             del self._running[rollout.ticket]
             if rollout.error or not rollout.tokens:
-                _log.warning("rollout %d: %s; its prompt is passed", rollout.ticket, rollout.error or "no token")
+                _log.warning("rollout %d: %s; its prompt is skipped", rollout.ticket, rollout.error or "no token")
                 self._num_failed += 1
                 self.gate.cancel(rollout.ticket)
             else:

@@ -1,7 +1,8 @@
-"""The cost of computing a pack, and the division of packs among ranks. Equal tokens are not equal work.
+"""Estimates the cost of computing a pack, and divides packs among ranks by cost.
 
-Attention costs the square of each sequence's length, so packs of equally many tokens differ in cost (WLB-LLM, 2025).
-The number of tokens stays the cap, as it bounds memory; cost decides which packs share a step. Standard library only.
+The cost of attention grows with the square of each sequence's length, so packs with equal numbers of tokens differ in
+cost (WLB-LLM, 2025). The number of tokens limits the size of a pack, because it determines the memory. The cost
+determines which ranks compute which packs of a step. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ __all__ = ["Cost", "deal_rows", "idle", "level_rows"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-    """Work of one forward and backward pass over a pack, in a unit of its own: a * sum(L) + b * sum(L^2)."""
+    """Cost of one forward and backward pass over a pack, in an arbitrary unit: a * sum(L) + b * sum(L^2), where L are
+    the lengths of its sequences."""
 
     linear: float
-    """a: cost per token."""
+    """Cost per token (a)."""
     quadratic: float
-    """b: cost per squared length of a sequence."""
+    """Cost per squared length of a sequence (b)."""
 
     def __post_init__(self) -> None:
         if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):
@@ -30,12 +32,12 @@ class Cost:
 
     @classmethod
     def transformer(cls, hidden: int = 4096) -> Cost:
-        """Cost of a model with this hidden size: 6 * hidden per token, 1 per squared length (as in verl)."""
+        """Cost for a model with this hidden size: a = 6 * hidden and b = 1 (as in verl)."""
         return cls(6.0 * hidden, 1.0)
 
     @classmethod
     def tokens(cls) -> Cost:
-        """Cost by tokens alone, for models without attention or short sequences."""
+        """Cost proportional to the number of tokens, for models without attention and for short sequences."""
         return cls(1.0, 0.0)
 
     def of(self, lengths: Iterable[int]) -> float:
@@ -46,8 +48,9 @@ class Cost:
 
 
 def idle(costs: Iterable[Sequence[float]]) -> float:
-    """Waiting time of ranks as a fraction of the mean time: sum(max) / sum(mean) - 1 over all entries. Each entry has
-    one cost per rank and ends with the slowest rank.
+    """Waiting time of the ranks divided by their mean computing time: sum(max) / sum(mean) - 1.
+
+    Each item of ``costs`` has one cost per rank. All ranks wait for the slowest rank of each item.
     """
     longest = mean = 0.0
     for row in costs:
@@ -57,9 +60,10 @@ def idle(costs: Iterable[Sequence[float]]) -> float:
 
 
 def deal_rows(costs: Sequence[float], ranks: int, seed: int) -> list[list[int]]:
-    """Cut packs into rows of ``ranks`` that cost alike, and shuffle the rows: indices, dearest first in each row.
+    """Divide packs into rows of ``ranks`` packs of similar cost, and shuffle the rows.
 
-    Raises ConfigError unless the packs make whole rows.
+    Returns the indices of the packs of each row, the most expensive pack first. Raises ConfigError if the number of
+    packs is not a multiple of ``ranks``.
     """
     if ranks < 1 or len(costs) % ranks:
         raise ConfigError(f"{len(costs)} packs cannot be divided evenly among {ranks} ranks; add packs without tokens")
@@ -70,15 +74,17 @@ def deal_rows(costs: Sequence[float], ranks: int, seed: int) -> list[list[int]]:
 
 
 def level_rows(rows: Sequence[Sequence[float]], first: int = 0) -> list[list[int]]:
-    """For each row, which of its packs each rank takes, so that the ranks' sums over all rows are alike.
+    """Assign the packs of each row to ranks, so that the total costs of the ranks are similar.
 
-    Rows whose packs differ most come first, and the dearest pack of each goes to the rank that has had least: longest
-    processing time first (Graham, 1969), over rows of packs of similar cost. Among
-    equals rank ``first`` comes first; counting it up from call to call leaves no rank the dearest pack of every row.
+    ``rows`` has the costs of the packs of each row. Returns, for each row, the index of the pack of each rank.
+
+    The rows with the largest differences of cost are assigned first. In each row, the most expensive pack goes to the
+    rank with the lowest total so far (longest processing time first; Graham, 1969). If totals are equal, rank ``first``
+    takes precedence. Callers increase ``first`` from call to call, so that no rank always gets the most expensive pack.
     """
     ranks = len(rows[0]) if rows else 0
     loads = [0.0] * ranks
-    taken: list[list[int]] = [[]] * len(rows)
+    assignment: list[list[int]] = [[]] * len(rows)
     for number in sorted(range(len(rows)), key=lambda number: min(rows[number]) - max(rows[number])):
         row = rows[number]
         waiting = sorted(range(ranks), key=lambda rank: (loads[rank], (rank - first) % ranks))
@@ -86,5 +92,5 @@ def level_rows(rows: Sequence[Sequence[float]], first: int = 0) -> list[list[int
         for rank, pack in zip(waiting, sorted(range(ranks), key=lambda pack: -row[pack]), strict=True):
             chosen[rank] = pack
             loads[rank] += row[pack]
-        taken[number] = chosen
-    return taken
+        assignment[number] = chosen
+    return assignment

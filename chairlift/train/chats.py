@@ -1,4 +1,4 @@
-"""Chats as texts to train on, through the model's chat template, and which characters of them are learnt."""
+"""Converts chats to training texts with the model's chat template, and determines which characters are targets."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from chairlift.train.records import MESSAGE_KEYS, Chat
 __all__ = ["Answers", "Written", "known_messages", "write_chat"]
 
 Answers = Literal["auto", "together", "apart"]
-"""Examples that a chat with several answers becomes.
+"""How a chat with several answers is divided into training examples.
 
-- ``together``: one. ConfigError where the template writes earlier turns in another way once more follow.
-- ``apart``: one for each answer, in which it comes last.
-- ``auto``: as few as possible: an answer joins a later one's example where it stands there as the model would write it.
+- ``together``: one example. ConfigError if the template renders earlier turns differently when more turns follow.
+- ``apart``: one example for each answer. The example ends with this answer.
+- ``auto``: as few examples as possible. An answer is a target in the example of a later answer if the template renders
+  it there as it does when the answer is the last.
 """
 
 _OPEN_TAG: Final = re.compile(r"[<\[][|\uff5c]?\Z")
@@ -30,25 +31,26 @@ _NO_REASONING: Final = "have reasoning that the chat template does not print"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Written:
-    """One example of a chat."""
+    """A training example made from a chat."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
-    """Begins and ends of what is learnt, in characters."""
+    """(start, end) of the parts of the text that are targets, in characters."""
 
 
 def write_chat(template: ChatTemplate, chat: Chat, answers: Answers, notes: list[str]) -> list[Written]:
-    """Write a chat's answers, so that each follows what the model would see before it.
+    """Convert a chat to training examples. In each example, the text before an answer is what the model would see.
 
-    A template with ``{% generation %}`` says itself what is learnt, in one example. Otherwise an answer is what the
-    template adds to the prompt for it. What the caller should know is added to ``notes``: predicates of records.
+    A template with ``{% generation %}`` marks the targets itself, in one example. Otherwise an answer is the text that
+    the template adds after the prompt for this answer. Remarks for the user are added to ``notes``, as predicates of
+    records ("have the field ...").
 
-    Raises ConfigError when nothing is to learn or an answer has no place of its own, RequestError for messages of
-    another form, and TemplateError.
+    Raises ConfigError when there is no target or the text of an answer cannot be found, RequestError for invalid
+    messages, and TemplateError for an error in the template.
     """
     messages = normalize_messages(known_messages(template, chat, notes))
     if not any(chat.learnt):
-        raise ConfigError("the chat has no message of an assistant, so nothing to learn; set train_on: all")
+        raise ConfigError("the chat has no message of an assistant, so there is nothing to learn; set train_on: all")
     pages = _Pages(template, messages, chat.tools, chat.variables)
     written = _marked(pages, chat.learnt) if template.marks_answers else _by_prefix(pages, chat.learnt, answers, notes)
     _check_printed(messages, chat.learnt, "".join(example.text for example in written), notes)
@@ -56,18 +58,18 @@ def write_chat(template: ChatTemplate, chat: Chat, answers: Answers, notes: list
 
 
 def known_messages(template: ChatTemplate, chat: Chat, notes: list[str]) -> list[dict[str, Any]]:
-    """The chat's messages without unknown keys. Each removed key is noted."""
-    kept = []
+    """The messages of a chat without unknown keys. A remark about each removed key is added to ``notes``."""
+    messages = []
     for message in chat.messages:
         unread = [key for key in message if key not in MESSAGE_KEYS and not template.names(str(key))]
         notes += [f"have messages with the key {str(key)[:40]!r}, which is ignored" for key in unread]
-        kept.append({key: value for key, value in message.items() if key not in unread})
-    return kept
+        messages.append({key: value for key, value in message.items() if key not in unread})
+    return messages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pages:
-    """Texts of a chat's beginnings."""
+    """Renders the first messages of a chat with the chat template."""
 
     template: ChatTemplate
     messages: Sequence[Mapping[str, Any]]
@@ -75,7 +77,7 @@ class _Pages:
     variables: Mapping[str, Any]
 
     def first(self, count: int, *, opens: bool = False) -> str:
-        """Text of the first messages; ``opens``: with the beginning of an answer."""
+        """Text of the first ``count`` messages. ``opens``: with the prompt for an answer at the end."""
         if not count:
             return ""
         return self.template.render(
@@ -100,22 +102,22 @@ def _marked(pages: _Pages, learnt: Sequence[bool]) -> list[Written]:
 
 
 def _by_prefix(pages: _Pages, learnt: Sequence[bool], answers: Answers, notes: list[str]) -> list[Written]:
-    """Examples that end with an answer each, and in which earlier answers are learnt where they stand the same."""
-    places = [index for index, is_learnt in enumerate(learnt) if is_learnt]
-    texts = {index: pages.first(index + 1) for index in places}
-    starts = {index: _start(pages, index, texts[index], notes) for index in places}
+    """Training examples that end with an answer. Earlier answers are targets, too, if they are rendered unchanged."""
+    targets = [index for index, is_learnt in enumerate(learnt) if is_learnt]
+    texts = {index: pages.first(index + 1) for index in targets}
+    starts = {index: _start(pages, index, texts[index], notes) for index in targets}
     written: list[Written] = []
-    left = places
-    while left:
-        text = texts[left[-1]]
-        here = [i for i in left if i == left[-1] or (answers != "apart" and text.startswith(texts[i]))]
+    remaining = targets
+    while remaining:
+        text = texts[remaining[-1]]
+        here = [i for i in remaining if i == remaining[-1] or (answers != "apart" and text.startswith(texts[i]))]
         written.append(Written(text, tuple((starts[i], len(texts[i])) for i in here)))
-        left = [index for index in left if index not in here]
-        if left and answers == "together":
+        remaining = [index for index in remaining if index not in here]
+        if remaining and answers == "together":
             raise ConfigError(
-                f"the chat template writes the turns up to messages[{left[-1]}] in another way once more follow, so "
-                "this answer has no place of its own; set answers: auto, give each answer a record in which it comes "
-                "last, or set train_on: all"
+                f"the chat template writes the turns up to messages[{remaining[-1]}] in another way once more follow,"
+                " so one text cannot contain all answers; set answers: auto, give each answer a record in which it"
+                " comes last, or set train_on: all"
             )
     if len(written) > 1:
         notes.append(_SEVERAL)
@@ -123,7 +125,7 @@ def _by_prefix(pages: _Pages, learnt: Sequence[bool], answers: Answers, notes: l
 
 
 def _start(pages: _Pages, index: int, text: str, notes: list[str]) -> int:
-    """First character of an answer in the text that ends with it."""
+    """Index of the first character of an answer in ``text``, which ends with this answer."""
     opened = pages.first(index, opens=True)
     if text.startswith(opened):
         return len(opened)
@@ -131,28 +133,28 @@ def _start(pages: _Pages, index: int, text: str, notes: list[str]) -> int:
     common = common[: len(common) - len(match.group())] if (match := _OPEN_TAG.search(common)) else common
     if not text.startswith(before) or len(common) < len(before):
         raise ConfigError(
-            f"the chat template writes the turns before messages[{index}] in another way once the answer follows, so it"
-            " has no place of its own; give chat_template a template for training, or set train_on: all"
+            f"the chat template writes the turns before messages[{index}] in another way once the answer follows, so"
+            " the beginning of the answer is unknown; give chat_template a template for training, or set train_on: all"
         )
     notes.append(_OPENING)
     return len(common)
 
 
 def _common(first: str, second: str) -> str:
-    """The longest beginning that both have."""
+    """The longest common prefix of two texts."""
     pairs = enumerate(zip(first, second, strict=False))
-    return first[: next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))]
+    return first[: next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))]
 
 
 def _check_printed(messages: Sequence[Mapping[str, Any]], learnt: Sequence[bool], text: str, notes: list[str]) -> None:
-    """Raise ConfigError for a call of a tool that is not in the text, and note reasoning that is not."""
+    """Raise ConfigError if a tool call is missing in the text, and add a remark if reasoning is missing."""
     for index, (message, is_learnt) in enumerate(zip(messages, learnt, strict=True)):
         for call in message.get("tool_calls", ()) if is_learnt else ():
             name = (call.get("function") or call).get("name")
             if isinstance(name, str) and name not in text:
                 raise ConfigError(
-                    f"messages[{index}] calls {name[:60]!r}, but the chat template does not print calls of tools; give "
-                    "chat_template one that does"
+                    f"messages[{index}] calls {name[:60]!r}, but the chat template does not print tool calls; give "
+                    "chat_template a template that does"
                 )
         reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
         if is_learnt and isinstance(reasoning, str) and reasoning.strip() not in text and _NO_REASONING not in notes:

@@ -1,14 +1,16 @@
-"""Checkpoints that are complete or absent, can be served as they are, and resume a run bit for bit.
+"""Checkpoints of training runs. A checkpoint can be served as a model, and a run resumes from it with identical
+results.
 
 ::
 
     OUTPUT/step-00000100/
         model.safetensors, config.json, generation_config.json, tokenizer.json, ...   a Hugging Face model
-        training/state.safetensors, training/state.json                               what the trainer goes on with
-        training/SHA256SUMS                                                           of these two, for sha256sum -c
+        training/state.safetensors, training/state.json                               state of the trainer
+        training/SHA256SUMS                                                           their checksums, for sha256sum -c
 
 An adapter is ``adapter_config.json`` and ``adapter_model.safetensors`` instead of a model, as PEFT writes it; of
-several, each is in a directory of its name.
+several, each is in a directory of its name. Heads are
+``config.json`` and ``medusa_lm_head.safetensors``.
 Everything is written into a directory of another name, flushed to the disk, and then renamed, so a process that is
 killed at any moment leaves the previous checkpoint as the newest. Only JSON and safetensors: nothing that is read runs.
 """
@@ -38,21 +40,29 @@ from chairlift.models.checkpoint import hf_state_dict
 from chairlift.models.model_files import TOKENIZER_FILES
 from chairlift.models.registry import FAMILIES
 
-__all__ = ["CheckpointStore", "ModelFiles", "load_state", "random_state", "set_random_state", "write_model"]
+__all__ = [
+    "CheckpointStore",
+    "ModelFiles",
+    "copy_files",
+    "load_state",
+    "random_state",
+    "set_random_state",
+    "write_model",
+]
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STATE = Path("training")
 _SUMS = "SHA256SUMS"
 _KIND = "__kind__"
-"""Key of a JSON object that stands for a value of a type that JSON lacks."""
+"""Key of a JSON object that represents a value of a type that JSON does not have, such as a tuple or a tensor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """Files that make weights a directory that can be served and that transformers loads."""
+    """Files that are written next to the weights, so that the directory can be served and loaded by transformers."""
 
     config: Mapping[str, Any]
-    """Content of ``config.json``; the dtype in it is replaced, and what it says of quantised weights left out."""
+    """Content of ``config.json``. Its dtype is replaced, and its fields about quantised weights are left out."""
     generation_config: Mapping[str, Any] | None = None
     tokenizer_dir: Path | None = None
     """Directory from which the tokenizer is copied."""
@@ -61,16 +71,21 @@ class ModelFiles:
 
 
 def write_model(model: CausalLM, files: ModelFiles, directory: Path) -> None:
-    """Write the model under Hugging Face's names into ``directory``, which is made if needed."""
+    """Write the model into ``directory`` with Hugging Face's tensor names. The directory is created if needed."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(files.dtype).cpu().contiguous() for name, tensor in hf_state_dict(model).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "model.safetensors").chmod(0o644)  # the library writes it for the owner only
+    (directory / "model.safetensors").chmod(0o644)  # safetensors makes it readable by the owner only
     config = {"architectures": [FAMILIES[model.config.model_type].architecture], **files.config}
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(files.dtype).removeprefix("torch.")
     for key in ("quantization_config", "compression_config"):
-        config.pop(key, None)  # whatever the model began as, these weights are floats
+        config.pop(key, None)  # the written weights are not quantised
     _write_json(directory / "config.json", config)
+    copy_files(files, directory)
+
+
+def copy_files(files: ModelFiles, directory: Path) -> None:
+    """Write what belongs to a model beside its weights and config: generation settings and the tokenizer."""
     if files.generation_config:
         _write_json(directory / "generation_config.json", files.generation_config)
     for name in TOKENIZER_FILES if files.tokenizer_dir is not None else ():
@@ -79,21 +94,21 @@ def write_model(model: CausalLM, files: ModelFiles, directory: Path) -> None:
 
 
 class _WritesItself(Protocol):
-    """A :class:`~chairlift.train.networks.Network`, as checkpoints see it."""
+    """The method of a :class:`~chairlift.train.networks.Network` that checkpoints call."""
 
     def write(self, directory: Path, files: ModelFiles) -> None: ...
 
 
 class CheckpointStore:
-    """The checkpoints of one run, of which the newest ``keep`` stay, and the best."""
+    """The checkpoints of one run. The newest ``keep`` checkpoints and the best checkpoint are kept."""
 
     def __init__(self, root: Path, *, keep: int = 3, at: Callable[[str], None] = lambda _point: None) -> None:
-        """``at`` is called with ``written``, ``flushed`` and ``renamed`` as a save gets there: a seam for tests."""
+        """``at`` is called after each stage of a save, with ``written``, ``flushed`` or ``renamed``. Tests use it."""
         self.root = root
         self._keep = keep
         self._at = at
         self.best: int | None = None
-        """Step of the best checkpoint, which stays however old it is, and has the name ``best`` too."""
+        """Step of the best checkpoint. It is never removed, and the link ``best`` points to it. None: no best yet."""
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -101,20 +116,21 @@ class CheckpointStore:
         return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_step_of)
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint."""
+        """The newest complete checkpoint. None if there is none."""
         return next(reversed(self.all()), None)
 
     def save(self, step: int, state: Mapping[str, Any], model: CausalLM | _WritesItself, files: ModelFiles) -> Path:
         """Write a checkpoint; returns its directory. ``state`` is made of plain Python, NumPy arrays and tensors.
-        ``files`` are of a model; an adapter has its own.
+        ``files`` are of a model; an adapter and heads have their own.
 
-        Raises ConfigError for a state with anything else in it, and OSError for a disk that is full.
+        ``state`` may contain plain Python values, NumPy arrays and tensors. ``files`` are the further files of a model;
+        an adapter ignores them. Raises ConfigError for a state with other values, and OSError if the disk is full.
         """
         final = self.root / f"step-{step:08d}"
         partial = self.root / f".{final.name}.partial"
         for pattern in (".step-*.partial", ".step-*.removed"):
-            for left in self.root.glob(pattern):  # by a process that was killed, perhaps at another step
-                shutil.rmtree(left)
+            for leftover in self.root.glob(pattern):  # from a process that was killed
+                shutil.rmtree(leftover)
         try:
             if isinstance(model, CausalLM):
                 write_model(model, files, partial)
@@ -140,19 +156,19 @@ class CheckpointStore:
         return final
 
     def point_to_best(self) -> None:
-        """Let the link ``best`` lead to the best checkpoint, if it is there. It changes at once or not at all."""
+        """Make the link ``best`` point to the best checkpoint, if there is one. The link changes atomically."""
         best, link = self.root / f"step-{self.best or 0:08d}", self.root / "best"
         if self.best is None or not best.is_dir() or (link.is_symlink() and link.readlink() == Path(best.name)):
             return
         if link.exists() and not link.is_symlink():
             raise ConfigError(f"{link} is in the way of a link to the best checkpoint; move it")
-        made = self.root / ".best.partial"
-        made.unlink(missing_ok=True)
-        made.symlink_to(best.name)
-        made.replace(link)
+        new_link = self.root / ".best.partial"
+        new_link.unlink(missing_ok=True)
+        new_link.symlink_to(best.name)
+        new_link.replace(link)
 
     def _remove(self, directory: Path) -> None:
-        """Remove a checkpoint. It is renamed first, so that a partial one is never taken for a complete one."""
+        """Remove a checkpoint. It is renamed first, so that a partly removed checkpoint never looks complete."""
         doomed = self.root / f".{directory.name}.removed"
         directory.rename(doomed)
         shutil.rmtree(doomed)
@@ -164,7 +180,7 @@ def _step_of(path: Path) -> int:
 
 
 def load_state(directory: Path) -> dict[str, Any]:
-    """The ``state`` of :meth:`CheckpointStore.save`. Raises ConfigError for a damaged or missing one."""
+    """Read the ``state`` that :meth:`CheckpointStore.save` wrote. Raises ConfigError if it is damaged or missing."""
     folder = directory / _STATE
     if not (folder / "state.json").is_file():
         raise ConfigError(f"{directory} is no checkpoint of a training run: it has no {_STATE}/state.json")
@@ -181,12 +197,12 @@ def load_state(directory: Path) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """State of the global generators of Python, NumPy and PyTorch, for sources that use them."""
+    """State of the global random generators of Python, NumPy and PyTorch."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Set the generators to a state that :func:`random_state` returned."""
+    """Set the global random generators to a state from :func:`random_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -210,7 +226,7 @@ def _sums(folder: Path) -> str:
 
 
 def _store(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """``value`` as JSON, with its arrays moved to ``tensors``."""
+    """Convert ``value`` to data for JSON. Its arrays and tensors are added to ``tensors`` by name."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, np.generic):
@@ -252,7 +268,7 @@ def _restore(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return {_restore(key, tensors): _restore(item, tensors) for key, item in value["items"]}
         case None:
             return {key: _restore(item, tensors) for key, item in value.items()}
-    raise ValueError(f"{str(value)[:60]} stands for nothing that is known")
+    raise ValueError(f"{str(value)[:60]} is not a known kind of value")
 
 
 def _write_json(path: Path, value: Any, indent: int | None = 2) -> None:
@@ -260,7 +276,7 @@ def _write_json(path: Path, value: Any, indent: int | None = 2) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Flush a file, or the names in a directory, to the disk."""
+    """Flush the content of a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

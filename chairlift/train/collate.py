@@ -1,10 +1,10 @@
-"""Turns packs into inputs of models and kernels: one flat row, offsets of its sequences, and weights of its targets.
+"""Converts packs to inputs of models and kernels: one flat row of tokens, offsets of its sequences, and loss weights.
 
-There is never an ``attention_mask``: an all-ones mask makes Hugging Face models treat the row as one sequence, without
-a warning. They find the boundaries in ``position_ids``, which restart at 0. With a KV cache, their default, they
-overlook the boundaries as well, so ``use_cache`` is always False.
+The inputs never contain an ``attention_mask``, because an all-ones mask makes Hugging Face models treat the row as one
+sequence, without a warning. These models find the boundaries of the sequences in ``position_ids``, which restart at 0.
+``use_cache`` is always False, because with a KV cache (the default) they ignore the boundaries, too.
 
-NumPy only; :meth:`PackCollator.__call__` imports PyTorch.
+Needs NumPy. :meth:`PackCollator.__call__` imports PyTorch.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ __all__ = [
 ]
 
 IGNORED = -100
-"""Label of a token that is no target (the convention of PyTorch's cross-entropy)."""
+"""Label of a token that is not a target (the convention of PyTorch's cross-entropy)."""
 
 TRAINER_KEYS = ("input_ids", "labels", "position_ids", "use_cache")
-"""Keys that ``forward`` of a transformers model takes without handing them on to a kernel."""
+"""Arguments of ``forward`` that every transformers model accepts."""
 
 FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Transformers' names for FlashAttention's arguments. Without them every layer derives the boundaries again."""
+"""Names that transformers uses for FlashAttention's arguments. Without them, every layer computes the boundaries
+again."""
 
 ALL_KEYS = (
     *TRAINER_KEYS,
@@ -51,7 +52,7 @@ ALL_KEYS = (
     "step_weight",
     "step_sequences",
 )
-"""Keys that a collator makes by default. See :class:`PackCollator`."""
+"""Default keys of a collator's output. See :class:`PackCollator`."""
 
 _SYNONYMS = {
     "seq_idx": "segment_ids",
@@ -64,41 +65,43 @@ _SYNONYMS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackCollator:
-    """A pack, several packs or plain features -> one row of T tokens, ready for a model. A ``collate_fn`` for loaders.
+    """Collates a pack, or a list of packs and features, into one row of T tokens for a model.
 
-    Of a list, everything is joined into the one row, a boundary between any two. Features are mappings with
-    ``input_ids``, and optionally ``labels`` (aligned with them, :data:`IGNORED` for no target), ``loss_weight``, and
-    TRL's ``seq_lengths`` where one feature holds several sequences.
+    It can be used as the ``collate_fn`` of a data loader. The items of a list become consecutive sequences of one row.
+    A feature is a mapping with ``input_ids``, and optionally ``labels`` (aligned with ``input_ids``; :data:`IGNORED`
+    for tokens that are not targets), ``loss_weight``, and TRL's ``seq_lengths`` if the feature contains several
+    sequences.
 
     ========================== ================ ==================================================================
     input_ids, position_ids    int64 [1, T]     positions restart at 0 in every sequence
     labels                     int64 [1, T]     aligned with ``input_ids`` (the loss shifts them); :data:`IGNORED` for
                                                 the first token of every sequence and where the weight is 0
-    cu_seqlens, max_seqlen     int32 [N+1], int offsets of the sequences; tokens in the longest
-    segment_ids, seq_idx       int32 [1, T]     0 in the first sequence, 1 in the second
-    use_cache                  bool             False: with a cache, models of transformers overlook the boundaries
+    cu_seqlens, max_seqlen     int32 [N+1], int offsets of the sequences; length of the longest sequence
+    segment_ids, seq_idx       int32 [1, T]     index of the sequence of each token, from 0
+    use_cache                  bool             False: with a cache, transformers' models ignore the boundaries
     loss_weight                float32 [1, T]   weight of each token as a target
-    num_tokens                 int              tokens before the padding; 0 for a filler
-    step_weight, _sequences    float, int       of :class:`~chairlift.train.layout.Pack`; 0 when they are not known
+    num_tokens                 int              number of tokens without padding; 0 for a filler
+    step_weight, _sequences    float, int       as in :class:`~chairlift.train.layout.Pack`; 0 if unknown
     ========================== ================ ==================================================================
     """
 
     pad_to: int = 1
-    """T is filled up to a multiple of this, by a sequence of its own without targets."""
+    """T is padded to a multiple of this number. The padding is a separate sequence without targets."""
     pad_id: int = 0
     """Token id of the padding."""
     keys: Sequence[str] = ALL_KEYS
-    """Keys to return. :data:`TRAINER_KEYS` alone for a model that takes no unknown names; add :data:`FLASH_KEYS`."""
+    """Keys of the output. Use :data:`TRAINER_KEYS` for a model that rejects unknown arguments; :data:`FLASH_KEYS` can
+    be added."""
 
     def __post_init__(self) -> None:
         unknown = set(self.keys) - {*ALL_KEYS, *_SYNONYMS}
         if unknown:
-            raise ConfigError(f"unknown keys {sorted(unknown)}; a collator makes {[*ALL_KEYS, *FLASH_KEYS]}")
+            raise ConfigError(f"unknown keys {sorted(unknown)}; known keys are {[*ALL_KEYS, *FLASH_KEYS]}")
         if self.pad_to < 1:
             raise ConfigError(f"pad_to must be 1 (no padding) or more, got {self.pad_to}")
 
     def __call__(self, packs: Pack | Sequence[Pack | Mapping[str, Any]]) -> dict[str, Any]:
-        """Collate to CPU tensors that own their memory. Raises ConfigError as :meth:`arrays` does."""
+        """Collate to CPU tensors that own their memory. Raises ConfigError for the same errors as :meth:`arrays`."""
         import torch
 
         arrays = self.arrays(packs)
@@ -108,8 +111,8 @@ class PackCollator:
     def arrays(self, packs: Pack | Sequence[Pack | Mapping[str, Any]]) -> dict[str, Any]:
         """Collate to NumPy arrays, without PyTorch.
 
-        Raises ConfigError for nothing to collate, for features that do not fit together, and for packs that belong to
-        different optimiser steps.
+        Raises ConfigError for an empty list, for features with inconsistent fields, and for packs of different
+        optimiser steps.
         """
         pack = _join([packs] if isinstance(packs, Pack) else packs)
         tokens, weights, lengths = pack.tokens.astype(np.int64), pack.weights.astype(np.float32), pack.lengths
@@ -140,9 +143,9 @@ class PackCollator:
 
 
 def trl_columns(pack: Pack) -> dict[str, Any]:
-    """A pack as a row for ``datasets``, with the columns of TRL's packing; :class:`PackCollator` reads it back.
+    """A pack as a row of a ``datasets`` data set, with the columns of TRL's packing. :class:`PackCollator` accepts it.
 
-    ``SFTTrainer`` takes no other kind: ``IterableDataset.from_generator(lambda: map(trl_columns, stream))``, with
+    For ``SFTTrainer``, use ``IterableDataset.from_generator(lambda: map(trl_columns, stream))`` with
     ``dataset_kwargs={"skip_prepare_dataset": True}`` and ``remove_unused_columns=False``.
     """
     weights = PackCollator(keys=("loss_weight",)).arrays(pack)["loss_weight"][0]
@@ -155,7 +158,7 @@ def trl_columns(pack: Pack) -> dict[str, Any]:
 
 
 def packed_seq_params(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of Megatron-Core's ``PackedSeqParams``, for attention over [T, heads, dim]."""
+    """Fields of Megatron-Core's ``PackedSeqParams``, for attention over tensors [T, heads, dim]."""
     offsets, longest = batch["cu_seqlens"], batch["max_seqlen"]
     return {
         "qkv_format": "thd",
@@ -167,12 +170,12 @@ def packed_seq_params(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def xformers_seqlens(batch: Mapping[str, Any]) -> list[int]:
-    """Lengths, for ``BlockDiagonalCausalMask.from_seqlens`` of xformers."""
+    """Lengths of the sequences, for ``BlockDiagonalCausalMask.from_seqlens`` of xformers."""
     return [int(length) for length in np.diff(np.asarray(batch["cu_seqlens"]))]
 
 
 def jax_inputs(batch: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int32]]:
-    """Tokens, positions and segment ids as JAX libraries name and count them: segments from 1, and 0 is padding."""
+    """Tokens, positions and segment ids under the names of JAX libraries. Segments count from 1; 0 is padding."""
     segment_ids = np.asarray(batch["segment_ids"]) + 1
     segment_ids[..., batch["num_tokens"] :] = 0
     return {
@@ -206,7 +209,7 @@ def _join(packs: Sequence[Pack | Mapping[str, Any]]) -> Pack:
 
 
 def _from_feature(feature: Mapping[str, Any], index: int) -> Pack:
-    """Make a pack from a feature of a Hugging Face loader, which holds one sequence or several."""
+    """Convert a feature of a Hugging Face loader, with one or several sequences, to a pack."""
     if "input_ids" not in feature:
         raise ConfigError(f"feature {index} has {sorted(feature)}; it needs input_ids")
     tokens = np.asarray(feature["input_ids"], dtype=np.int32)

@@ -1,6 +1,6 @@
-"""Settings of a training run as one checked value, from a YAML file and ``--set``. Unknown keys are refused by name.
+"""Settings of a training run, read from a YAML file and ``--set``, and checked. Unknown keys are errors.
 
-Standard library and NumPy only; PyYAML is imported when a file is read.
+Uses the standard library. PyYAML is imported when a file is read.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = [
     "CheckpointSettings",
     "DataSettings",
     "DriftSettings",
+    "HeadsSettings",
     "LoraAdapter",
     "LoraSettings",
     "ModelSettings",
@@ -42,19 +43,22 @@ def _positive(settings: object, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """The model to train. ``path`` loads one, ``config`` makes a new one from the run's seed."""
+    """The model to train: an existing model (``path``), or a new model with random weights (``config``)."""
 
     path: str | None = None
-    """Directory of a Hugging Face model of a family that runs natively (docs/models.md)."""
+    """Directory of a Hugging Face model."""
     config: str | Mapping[str, Any] | None = None
-    """``config.json`` of a new model, as a path or as its content."""
+    """``config.json`` of a new model: a path, or its content."""
     generation_config: Mapping[str, Any] | None = None
-    """``generation_config.json`` to write beside the model (default: that of ``path``, if any)."""
+    """Content of ``generation_config.json`` for checkpoints (default: the file in ``path``, if any)."""
     tokenizer: str | None = None
     """Directory of the tokenizer for texts, copied into checkpoints (default: ``path``)."""
+    impl: Literal["auto", "native", "transformers"] = "auto"
+    """Who computes the layers: ``native`` for the families of docs/models.md; ``transformers`` for any other causal
+    language model, if its packed sequences do not leak; ``auto``: native where there is such a family."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Dtype of the weights written for serving. The trainer's own weights are float32 and kept beside them. An adapter
-    is written in float32."""
+    """Dtype of the weights for serving in a checkpoint. The checkpoint also contains the trainer's weights in float32.
+    An adapter is written in float32."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -68,7 +72,8 @@ class ModelSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoraAdapter:
-    """One of several adapters that are trained together. What it leaves out is as in the section ``lora``."""
+    """Settings of one of several adapters that are trained together. A missing setting is that of the section
+    ``lora``."""
 
     r: int | None = None
     alpha: float | None = None
@@ -84,24 +89,25 @@ _STATE_NAME = "training"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """A low-rank adapter that is trained in place of the model (LoRA; Hu et al., 2021), or several.
+    """One or several low-rank adapters that are trained while the model does not change (LoRA; Hu et al., 2021).
 
-    Names are PEFT's.
+    The names of the settings are those of PEFT.
     """
 
     r: int = 16
-    """Rank."""
+    """Rank of the adapter's matrices."""
     alpha: float = 32.0
-    """The product is multiplied with ``alpha / r``."""
+    """Scale: the output of the adapter is multiplied by ``alpha / r``."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Layers that get an adapter: ends of their names in transformers, such as ``q_proj``, or ``all-linear``."""
+    """Layers that get an adapter: the last parts of their names in transformers, such as ``q_proj``, or
+    ``all-linear``."""
     rslora: bool = False
-    """Multiply with ``alpha / sqrt(r)`` instead (rsLoRA; Kalajdzievski, 2023)."""
+    """Multiply the output by ``alpha / sqrt(r)`` instead of ``alpha / r`` (rsLoRA; Kalajdzievski, 2023)."""
     dropout: float = 0.0
-    """Share of each matrix's input that is zeroed."""
+    """Fraction of the inputs of each adapted layer that is set to 0 in training."""
     adapters: Mapping[str, LoraAdapter] | None = None
-    """Several adapters by name, trained in one pass. A record names its adapter in its field ``adapter``; without that
-    field, the source's name in ``data.files`` is its adapter's."""
+    """Name -> settings of several adapters that are trained together. A record names its adapter in its field
+    ``adapter``. Without this field, the name of its source in ``data.files`` is the name of the adapter."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.r <= 1024:
@@ -132,7 +138,7 @@ class LoraSettings:
                 )
 
     def of(self, name: str) -> LoraSettings:
-        """The settings of one of ``adapters``, as if it were trained alone."""
+        """Complete settings of one of ``adapters``, as if it were the only adapter."""
         given = {
             field.name: value
             for field in dataclasses.fields(LoraAdapter)
@@ -142,47 +148,76 @@ class LoraSettings:
 
     @property
     def by_name(self) -> Mapping[str, LoraSettings]:
-        """The settings of each of ``adapters``; empty if there is only one, without a name."""
+        """Name -> complete settings of each of ``adapters``. Empty if a single adapter without a name is trained."""
         return {name: self.of(name) for name in self.adapters or {}}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsSettings:
+    """Heads that draft (docs/speculation.md), trained in place of the model, which stays as it is."""
+
+    method: Literal["medusa"] = "medusa"
+    """Kind of heads: ``medusa`` (Cai et al., 2024)."""
+    num_heads: int = 4
+    """Number of heads; each guesses a token further ahead."""
+    num_layers: int = 1
+    """Residual blocks of each head."""
+    own_output_heads: bool = False
+    """Train an output head for each, which begins as the model's: as many numbers as the vocabulary times the width.
+    Without, all heads use the model's."""
+    decay: float = 0.8
+    """Each head's weight in the loss, relative to that of the head before."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_layers"):
+            if not 1 <= getattr(self, name) <= 64:
+                raise ConfigError(f"{name} must be 1 to 64, got {getattr(self, name)}")
+        if not 0 < self.decay <= 1:
+            raise ConfigError(f"decay must be above 0 and at most 1, got {self.decay}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """Training data, from ``files`` or from ``source``."""
+    """Training data: ``files``, or a custom ``source``."""
 
     files: tuple[str, ...] | Mapping[str, tuple[str, ...]] = ()
-    """Files of records (:class:`~chairlift.train.sources.Encoder`): JSON lines or a JSON array, both also as ``.gz`` or
-    ``.zst``, or Parquet; patterns (``data/*.jsonl``), and directories of Hugging Face datasets. Several lists by name
-    are sources that are mixed (``weights``)."""
+    """Files of records (:class:`~chairlift.train.sources.Encoder`): JSON lines, JSON arrays (both also as ``.gz`` or
+    ``.zst``), Parquet files, patterns (``data/*.jsonl``), and directories of Hugging Face datasets. Either one list, or
+    name -> list of files for several sources that are mixed (see ``weights``)."""
     weights: Mapping[str, float] | None = None
-    """Share of each source in the sequences, by its name in ``files`` (default: equal)."""
+    """Name of a source in ``files`` -> relative number of sequences from it (default: equal)."""
     source: str | None = None
-    """``module:Class`` of a custom source, iterable, with ``state_dict`` and ``load_state_dict``."""
+    """``module:Class`` of a custom source: an iterable class with ``state_dict`` and ``load_state_dict``."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Keyword arguments for that class."""
+    """Keyword arguments for the class ``source``."""
     eval_files: tuple[str, ...] | Mapping[str, tuple[str, ...]] = ()
-    """Files of records that are not learnt, as ``files``: with every checkpoint the run says the loss on them, for each
-    source, and keeps the checkpoint with the lowest loss beside the newest ones. All records must be usable."""
+    """Files of records for evaluation, in the form of ``files``. They are not trained on. At every checkpoint, the loss
+    on each source is computed, and the checkpoint with the lowest loss is kept in addition to the newest ones. An
+    invalid record is an error."""
     text_field: str = "text"
-    """Name of the field with the text."""
+    """Name of the field with the text in records of plain text."""
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Other names of fields: ``{question: prompt, answer: completion}``."""
+    """Name of a field in the files -> name that is used here, such as ``{question: prompt, answer: completion}``."""
     chat_template: str | None = None
-    """File with a chat template for training (default: that of the tokenizer). Checkpoints keep the tokenizer's."""
+    """File with a chat template for training (default: the tokenizer's). Checkpoints contain the tokenizer's
+    template."""
     answers: Literal["auto", "together", "apart"] = "auto"
-    """Examples that a chat with several answers becomes; see :data:`~chairlift.train.chats.Answers`."""
+    """How a chat with several answers is divided into examples; see :data:`~chairlift.train.chats.Answers`."""
     train_on: Literal["answers", "all"] = "answers"
-    """Whether the prompts of chats and of prompt-completion pairs are learnt too. Plain text is learnt whole."""
+    """Targets in chats and in prompt-completion pairs: only the ``answers``, or ``all`` tokens. In plain text all
+    tokens are targets."""
     add_eos: bool = True
-    """End plain texts and completions with the tokenizer's end token."""
+    """Whether to add the tokenizer's end token to plain texts and completions."""
     shuffle: bool = True
-    """A new order in each epoch, from the run's seed. Needs ``access: random``."""
+    """Whether each epoch has a new random order, from the seed of the run. Needs ``access: random``."""
     epochs: int | None = None
-    """Times through the files (default: until the steps are done)."""
+    """Number of times that the files are read (default: until all steps are done)."""
     access: Literal["random", "stream", "follow"] = "random"
-    """``stream`` reads JSON lines once, without an index; ``follow`` also waits for what is appended to the last."""
+    """``random``: any order. ``stream``: read JSON lines once, without an index. ``follow``: as ``stream``, then wait
+    for lines that are appended to the last file."""
     on_error: Literal["stop", "skip"] = "stop"
-    """``stop`` at a record that cannot be used or does not fit any pack, or ``skip`` and count it."""
+    """``stop``: an invalid record, or a record that does not fit into a pack, ends the run. ``skip``: it is skipped and
+    counted."""
 
     def __post_init__(self) -> None:
         _positive(self, "epochs")
@@ -208,12 +243,12 @@ class DataSettings:
 
     @property
     def by_name(self) -> Mapping[str, tuple[str, ...]]:
-        """The files of each source; where it has no name, ``data``."""
+        """Name of a source -> its files. A single source without a name is called ``data``."""
         return self.files if isinstance(self.files, Mapping) else {"data": self.files}
 
     @property
     def eval_by_name(self) -> Mapping[str, tuple[str, ...]]:
-        """The files of each source to evaluate on; where it has no name, ``eval``. Empty without any."""
+        """Name of a source of evaluation data -> its files. A single source without a name is called ``eval``."""
         if isinstance(self.eval_files, Mapping):
             return self.eval_files
         return {"eval": self.eval_files} if self.eval_files else {}
@@ -223,43 +258,44 @@ class DataSettings:
 class DriftSettings:
     """Mixing of sources, and replay of old data after a source changed (:class:`~chairlift.train.drift.DriftSampler`).
 
-    Only a source that is not shuffled changes over time.
+    Changes can be detected only in sources that are not shuffled.
     """
 
     weights: Mapping[str, float] | None = None
-    """Share of each source, by its name in ``data.files`` (default: ``data.weights``)."""
+    """Name of a source in ``data.files`` -> relative number of sequences from it (default: ``data.weights``)."""
     mixing: Literal["declared", "bandit"] = "declared"
-    """``bandit`` favours sources whose loss is high."""
+    """``declared`` mixes sources by ``weights``; ``bandit`` prefers sources with a high loss."""
     replay: float = 0.1
-    """Share of old sequences, once a source has changed."""
+    """Fraction of replayed old sequences after a source has changed."""
     reservoir: int = 10_000
-    """Number of sequences kept for replay. Every checkpoint contains them."""
+    """Number of sequences that are stored for replay. Every checkpoint contains them."""
     detector: Literal["adwin", "page_hinkley"] = "adwin"
-    """Change detector."""
+    """Detector of changes; see :mod:`~chairlift.train.detectors`."""
     signal: Literal["loss", "length"] = "loss"
-    """Signal that the detector watches: a rising loss, or the length."""
+    """Signal in which changes are detected: a rising loss, or the length of sequences."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PackingSettings:
-    """How sequences share forward passes: arguments of :class:`~chairlift.train.stream.PackStream`."""
+    """How sequences are packed: arguments of :class:`~chairlift.train.stream.PackStream`."""
 
     capacity: int = 4096
-    """Tokens per pack: bounds the memory of one forward and backward pass."""
+    """Maximum number of tokens in a pack. It determines the memory of one forward and backward pass."""
     pool: int = 256
-    """Sequences the packer chooses among."""
+    """Number of pending sequences among which the packer chooses."""
     align: int = 1
-    """Sequences begin at multiples of this."""
+    """Sequences are padded so that each begins at a multiple of this number of tokens."""
     max_sequences: int | None = None
-    """Sequences per pack, at most."""
+    """Maximum number of sequences in a pack. None: no limit."""
     overflow: Literal["error", "split", "truncate", "drop", "own_pack"] = "error"
-    """Treatment of a sequence that is longer than a pack."""
+    """Treatment of a sequence that is longer than ``capacity``; see :class:`~chairlift.train.stream.PackStream`."""
     step: str = "packs:8"
     """Size of one optimiser step, over all ranks: ``tokens:1M``, ``sequences:256`` or ``packs:8``."""
     window: int = 128
-    """Number of packs among which packs of equal cost are dealt to the ranks. A multiple of the number of ranks."""
+    """Number of packs that are balanced together, if ``balance`` is set. It must be a multiple of the number of
+    ranks."""
     balance: bool = False
-    """Deal packs to ranks by what they cost to compute, attention included."""
+    """Whether to give all ranks packs of similar cost at the same time. The cost includes attention."""
 
     def __post_init__(self) -> None:
         _positive(self, "capacity", "pool", "align", "max_sequences", "window")
@@ -267,42 +303,46 @@ class PackingSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """Settings of optimiser steps. Every number is per optimiser step."""
+    """Settings of the optimiser steps."""
 
     steps: int
-    """Steps in the whole schedule."""
+    """Number of optimiser steps in the whole schedule."""
     learning_rate: float = 1e-3
-    """Peak of the schedule."""
+    """Highest learning rate of the schedule, after the warm-up."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
-    """How the rate falls from its peak: ``cosine`` and ``linear`` to ``final_fraction`` of it at the end; ``wsd``
-    likewise, but only over the last ``decay_steps`` (Hu et al., 2024); ``inverse_sqrt`` with the root of the steps
-    (Vaswani et al., 2017)."""
+    """How the learning rate falls from its peak. ``cosine`` and ``linear`` end at ``final_fraction`` of the peak.
+    ``wsd`` falls only in the last ``decay_steps`` (Hu et al., 2024). ``inverse_sqrt`` falls with the square root of the
+    number of steps (Vaswani et al., 2017)."""
     warmup_steps: int = 100
-    """Steps over which the rate rises from 0."""
+    """Number of steps at the start in which the learning rate rises from 0 to its peak."""
     decay_steps: int | None = None
-    """Steps at the end over which ``wsd`` lowers the rate (default: a fifth of all steps)."""
+    """Number of steps at the end in which ``wsd`` lowers the learning rate (default: a fifth of all steps)."""
     final_fraction: float = 0.02
-    """Final rate as a share of the peak. The step after the last one would have it."""
+    """Final learning rate as a fraction of the peak. It would be reached in the step after the last step."""
     weight_decay: float = 0.1
-    """Decoupled decay of matrices; norms are not decayed (AdamW: Loshchilov and Hutter, 2019)."""
+    """Decoupled weight decay of matrices. Norm weights are not decayed (AdamW: Loshchilov and Hutter, 2019)."""
     betas: tuple[float, float] = (0.9, 0.98)
-    """Decay of the running mean and of the running square of the gradient."""
+    """Decay factors of AdamW's running means of the gradient and of its square."""
     max_grad_norm: float | None = 1.0
-    """Gradients longer than this are scaled down to it; null never scales them."""
+    """Maximum norm of the gradient. A larger gradient is scaled down to it. null: no clipping."""
     reduce: Literal["token", "sequence", "sqrt", "weights"] = "token"
     """Weighting of the targets; see :class:`~chairlift.train.loss.StepLoss`."""
     label_smoothing: float = 0.0
-    """Share of the target's probability that is spread over the whole vocabulary (Szegedy et al., 2016)."""
+    """Fraction of the target's probability that is spread over the whole vocabulary (Szegedy et al., 2016)."""
     dropout: float = 0.0
-    """Share of each layer's attention and MLP outputs that is zeroed (Srivastava et al., 2014)."""
+    """Fraction of each layer's attention and MLP outputs that is set to 0 in training (Srivastava et al., 2014)."""
     balance_loss: float = 0.0
     """Factor of the load-balancing loss of models with experts, which is added to the loss of the step; see
     :class:`~chairlift.train.expert_balance.ExpertBalance`. It is 1 when the load is even, so 0.01 is usual. Every pack
     costs one more forward pass, because tokens per expert are counted over the whole step first."""
-    autocast: bool = False
-    """Compute products in bf16 while weights and their sums stay fp32."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of products. With ``bfloat16`` weights, gradients, moments and losses stay float32, and each product
+    rounds its operands (torch.autocast)."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """``adamw8bit`` keeps the moments in 8 bits, by bitsandbytes (``chairlift[adamw8bit]``)."""
     gradient_checkpointing: bool = False
-    """Keep only each layer's input for the backward, which computes the layer again: less memory, a third more time."""
+    """Whether to store only the input of each layer for the backward pass, which computes the layer again. This needs
+    less memory and about a third more time."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or not 0 <= self.warmup_steps <= self.steps:
@@ -338,7 +378,7 @@ class TrainerConfig:
         return min(self.steps // 5, self.steps - self.warmup_steps) if self.decay_steps is None else self.decay_steps
 
     def rate(self, step: int) -> float:
-        """The learning rate of step ``step`` (0-based)."""
+        """Learning rate of step number ``step``, counted from 0."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
@@ -346,8 +386,8 @@ class TrainerConfig:
         if self.schedule == "inverse_sqrt":
             return self.learning_rate * math.sqrt(max(1, self.warmup_steps) / max(1, step, self.warmup_steps))
         if self.schedule == "wsd":
-            left = min(1.0, (self.steps - step) / self._decay_steps) if self._decay_steps else 1.0
-            return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * max(0.0, left))
+            remaining = min(1.0, (self.steps - step) / self._decay_steps) if self._decay_steps else 1.0
+            return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * max(0.0, remaining))
         done = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
         fall = 0.5 * (1 + math.cos(math.pi * done)) if self.schedule == "cosine" else 1 - done
         return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * fall)
@@ -355,12 +395,12 @@ class TrainerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
-    """When the run is written down. It always is at its end, and when it is interrupted."""
+    """When checkpoints are written. A checkpoint is always written at the end of a run, and when it is interrupted."""
 
     every: int = 100
-    """Optimiser steps between checkpoints."""
+    """Number of optimiser steps between two checkpoints."""
     keep: int = 3
-    """The newest so many are kept."""
+    """Number of newest checkpoints that are kept. Older checkpoints are removed."""
 
     def __post_init__(self) -> None:
         _positive(self, "every", "keep")
@@ -368,7 +408,7 @@ class CheckpointSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """A whole training run. Relative paths begin where the command runs."""
+    """Settings of a complete training run. Relative paths are relative to the current directory."""
 
     model: ModelSettings
     data: DataSettings
@@ -377,14 +417,22 @@ class TrainConfig:
     checkpoints: CheckpointSettings = CheckpointSettings()
     lora: LoraSettings | None = None
     """Train an adapter, and leave the model as it is. None: train the model."""
+    heads: HeadsSettings | None = None
+    """Train heads that draft, and leave the model as it is. None: none."""
     drift: DriftSettings | None = None
-    """Also for a single source; None replays nothing, and mixes several in equal shares."""
+    """Detection of changes in sources, and replay; also for a single source. None: no replay; several sources are mixed
+    by ``data.weights``."""
     output: str | None = None
     """Directory for the checkpoints."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model is computed; ``auto`` is ``cuda`` where there is one. Each process of a machine takes a device of
+    its own."""
+    tensorboard: bool = False
+    """Write curves to ``OUTPUT/tensorboard`` (``chairlift[tensorboard]``)."""
     seed: int = 0
-    """Seed of fresh weights, the order of the data, and dropout."""
+    """Seed of new weights, of the order of the data, and of dropout."""
     threads: int | None = None
-    """CPU threads per process (default: PyTorch's choice). Another number rounds otherwise."""
+    """Number of CPU threads per process (default: PyTorch's choice). Results with another number differ by rounding."""
 
     def __post_init__(self) -> None:
         _positive(self, "threads")
@@ -398,17 +446,31 @@ class TrainConfig:
             raise ConfigError(
                 "training.balance_loss is a product over all tokens, so several adapters cannot share it; set it to 0"
             )
+        if self.heads is not None:
+            self._check_heads()
         if self.seed < 0:
             raise ConfigError(f"seed must not be negative, got {self.seed}")
 
+    def _check_heads(self) -> None:
+        if self.model.path is None:
+            raise ConfigError("heads draft for a model that exists; give model.path, or leave heads out")
+        if self.lora is not None:
+            raise ConfigError("both lora and heads are given; train one after the other")
+        if self.drift is not None:
+            raise ConfigError("drift is found by the model's loss, which heads do not compute; leave drift out")
+        if self.training.dropout or self.training.balance_loss:
+            raise ConfigError(
+                "heads learn from the model as it is served; leave training.dropout and training.balance_loss out"
+            )
+
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any], where: str = "config") -> TrainConfig:
-        """Check every key and value. Raises ConfigError with the key, what it got and what it takes."""
+        """Create settings from nested mappings. Raises ConfigError for an unknown key or an invalid value."""
         return _build(cls, raw, where)
 
     @classmethod
     def from_file(cls, path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-        """Read YAML (JSON is YAML too), then apply ``section.key=value`` overrides. Raises ConfigError."""
+        """Read a YAML or JSON file, then apply overrides of the form ``section.key=value``. Raises ConfigError."""
         import yaml
 
         try:
@@ -434,7 +496,7 @@ class TrainConfig:
 
 @functools.cache
 def _loader() -> Any:
-    """YAML's safe loader, but ConfigError for a key that stands twice in one mapping: the first would be lost."""
+    """YAML's safe loader, which in addition raises ConfigError for a key that occurs twice in one mapping."""
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -493,7 +555,10 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
-    """``value`` as the type ``hint``, or a ConfigError. Numbers may be written as YAML reads them as text: ``1e-3``."""
+    """Convert ``value`` to the type ``hint``. Raises ConfigError if this is impossible.
+
+    A number can be text, because YAML reads ``1e-3`` as text.
+    """
     if hint is Any:
         return value
     origin, args = typing.get_origin(hint), typing.get_args(hint)

@@ -1,4 +1,4 @@
-"""Has the mean of a stream of numbers changed? Two change detectors with bounded state; standard library only."""
+"""Two detectors of a change in the mean of a stream of numbers. Their state is bounded; standard library only."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ __all__ = ["Adwin", "Detector", "PageHinkley"]
 
 
 class Detector(Protocol):
-    """Interface of a detector for :class:`~chairlift.train.drift.DriftSampler`. The state is plain data."""
+    """Protocol of a change detector for :class:`~chairlift.train.drift.DriftSampler`. Its state is plain data."""
 
     before: float
-    """Mean of the values before the change seen last."""
+    """Mean of the values before the last detected change."""
     after: float
-    """Mean of the values since that change."""
+    """Mean of the values after the last detected change, up to its detection."""
     recent: int
-    """Number of values in the mean ``after``, the newest included."""
+    """Number of values in the mean ``after``."""
 
     def update(self, value: float) -> bool:
-        """Take the next value; whether the mean has changed. Raises ConfigError for a value that is not finite."""
+        """Add the next value. Returns whether a change was detected. Raises ConfigError for a value that is not
+        finite."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -31,20 +32,25 @@ class Detector(Protocol):
 
 def _finite(value: float) -> float:
     if not math.isfinite(value):
-        raise ConfigError(f"a detector takes finite numbers, got {value}; leave steps without a loss out")
+        raise ConfigError(f"a detector needs finite numbers, got {value}; leave out steps without a loss")
     return float(value)
 
 
 class PageHinkley:
-    """Cumulative sums of deviations above, and below, the running mean (Page, 1954; Hinkley, 1971).
+    """Page-Hinkley test: cumulative sums of the deviations above and below the running mean (Page, 1954; Hinkley,
+    1971).
 
-    Values are measured in standard deviations since the last change, at most four, so settings do not depend on the
-    unit. O(1) in time and memory. For abrupt changes; use :class:`Adwin` for slow ones, or where the spread grows.
+    Deviations are divided by the standard deviation since the last change, and limited to four, so the settings do not
+    depend on the unit of the values. Time and memory are O(1). It is meant for abrupt changes. Use :class:`Adwin` for
+    slow changes, and if the spread of the values grows.
     """
 
     def __init__(self, delta: float = 0.5, threshold: float = 15.0, warmup: int = 30) -> None:
-        """``delta``: deviation let pass at every value, half the smallest change worth seeing. ``threshold``: sum of
-        deviations beyond it that is a change. ``warmup``: values to learn mean and deviation from. Raises ConfigError.
+        """Create a detector. Raises ConfigError for settings out of range.
+
+        - ``delta``: deviation that is ignored at every value; half of the smallest change to detect.
+        - ``threshold``: a change is detected when the sum of the deviations beyond ``delta`` exceeds this number.
+        - ``warmup``: number of values from which the mean and the standard deviation are estimated first.
         """
         if delta < 0 or threshold <= 0 or warmup < 2:
             raise ConfigError(
@@ -58,12 +64,13 @@ class PageHinkley:
 
     def _restart(self) -> None:
         self._count, self._mean, self._squares = 0, 0.0, 0.0
-        # For each direction (up, down): the CUSUM statistic, the number of values since it left zero, and the total of
+        # For each direction (up, down): the cumulative sum, the number of values since it was last 0, and the sum of
         # these values.
         self._runs: list[list[float]] = [[0.0, 0, 0.0], [0.0, 0, 0.0]]
 
     def update(self, value: float) -> bool:
-        """Take the next value; whether the mean has changed. Raises ConfigError for a value that is not finite."""
+        """Add the next value. Returns whether a change was detected. Raises ConfigError for a value that is not
+        finite."""
         value = _finite(value)
         if self._count >= self.warmup:
             deviation = math.sqrt(self._squares / (self._count - 1))
@@ -102,16 +109,22 @@ class PageHinkley:
 
 
 class Adwin:
-    """A window that grows while its mean holds and drops its older part when it does not (Bifet and Gavaldà, 2007).
+    """ADWIN: a window of recent values that drops its older part when the mean changes (Bifet and Gavaldà, 2007).
 
-    Kept as O(log n) buckets of 1, 2, 4... values, at most ``buckets`` of each size. When one split exceeds its bound,
-    the window is cut where a change is most likely. Values should vary by about 1 (losses in nats, logarithms of
-    lengths).
+    The window is stored as O(log n) buckets of 1, 2, 4... values, with at most ``buckets`` buckets of each size. A
+    change is detected if, for some split of the window, the means of the two parts differ by more than a bound. The
+    window is then cut where a change is most likely. The values should vary by about 1, like losses in nats or
+    logarithms of lengths.
     """
 
     def __init__(self, delta: float = 0.002, clock: int = 4, buckets: int = 5, min_side: int = 5) -> None:
-        """``delta``: confidence, smaller for fewer false alarms. ``clock``: values between two looks. ``min_side``:
-        values on either side of a split that shows a change. Raises ConfigError."""
+        """Create a detector. Raises ConfigError for settings out of range.
+
+        - ``delta``: significance level. A smaller number gives fewer false alarms.
+        - ``clock``: number of values between two tests for a change.
+        - ``buckets``: maximum number of buckets of each size.
+        - ``min_side``: minimum number of values on each side of a split.
+        """
         if not 0 < delta < 1 or clock < 1 or buckets < 2 or min_side < 1:
             raise ConfigError(
                 "Adwin needs 0 < delta < 1, clock >= 1, buckets >= 2 and min_side >= 1, "
@@ -122,10 +135,11 @@ class Adwin:
         self.recent = 0
         self._ticks = 0
         self._rows: list[list[tuple[float, float]]] = [[]]
-        """``_rows[k]``: mean and sum of squared deviations of buckets of ``2**k`` values, the oldest first."""
+        """``_rows[k]``: (mean, sum of squared deviations) of each bucket of ``2**k`` values, oldest bucket first."""
 
     def update(self, value: float) -> bool:
-        """Take the next value; whether the mean has changed. Raises ConfigError for a value that is not finite."""
+        """Add the next value. Returns whether a change was detected. Raises ConfigError for a value that is not
+        finite."""
         self._rows[0].append((_finite(value), 0.0))
         self._merge()
         self._ticks += 1
@@ -151,21 +165,21 @@ class Adwin:
         centre = total / count
         variance = sum(squares + size * (mean - centre) ** 2 for size, mean, squares in window) / count
         confidence = math.log(2 * math.log(count) / self.delta)
-        found, cut, most, older, older_total = False, 0, 0.0, 0, 0.0
-        for place, (size, mean, _) in enumerate(window[:-1], start=1):
+        found, cut, best, older, older_total = False, 0, 0.0, 0, 0.0
+        for index, (size, mean, _) in enumerate(window[:-1], start=1):
             older += size
             older_total += size * mean
             newer = count - older
             before, after = older_total / older, (total - older_total) / newer
             sides = older - self.min_side + 1, newer - self.min_side + 1
             if min(sides) > 0:
-                # A side with few values can look like a change by chance, so its count is reduced.
+                # With few values, a change can appear by chance, so the counts are reduced.
                 inverse = 1 / sides[0] + 1 / sides[1]
                 bound = math.sqrt(2 * inverse * variance * confidence) + 2 / 3 * inverse * confidence
                 found = found or abs(after - before) > bound
             likelihood = older * newer * (after - before) ** 2
-            if likelihood > most:
-                most, cut, last = likelihood, place, (before, after, newer)
+            if likelihood > best:
+                best, cut, last = likelihood, index, (before, after, newer)
         if found:
             self.before, self.after, self.recent = last
             self._drop(cut)
@@ -173,9 +187,9 @@ class Adwin:
 
     def _drop(self, buckets: int) -> None:
         for row in reversed(self._rows):
-            gone = min(buckets, len(row))
-            del row[:gone]
-            buckets -= gone
+            count = min(buckets, len(row))
+            del row[:count]
+            buckets -= count
 
     def state_dict(self) -> dict[str, Any]:
         rows = [[list(bucket) for bucket in row] for row in self._rows]

@@ -1,7 +1,7 @@
-"""Mixing of sources, detection of drift, and replay of old data.
+"""Mixes training data from several sources, detects when a source changes (drift), and replays old data.
 
-Replaying a small share of old data keeps a model from forgetting it (Rolnick et al., 2019; Ibrahim et al., 2024). A
-change detector on losses or lengths says when data has become old. Python and NumPy.
+Replaying a small fraction of old data prevents a model from forgetting it (Rolnick et al., 2019; Ibrahim et al., 2024).
+A change detector on losses or lengths determines which data is old. Needs NumPy.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ __all__ = ["DriftEvent", "DriftSampler", "Reservoir"]
 
 _DETECTORS: dict[str, Callable[[], Detector]] = {"adwin": Adwin, "page_hinkley": PageHinkley}
 _REMEMBERED = 65_536
-"""Number of newest items that can be observed by their number."""
+"""Number of recent items for which :meth:`DriftSampler.observe` accepts the number of the item."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DriftEvent:
-    """A source has changed."""
+    """A detected or declared change of a source."""
 
     source: str
     old: str
-    """Name under which old items of the source are replayed: ``"<source>@<n>"`` after its n-th change."""
+    """Name under which the source's items from before the change are replayed: ``"<source>@<n>"``, n counting from
+    0."""
     drawn: int
-    """Number of items that the sampler had given when the change was noticed."""
+    """Number of items that the sampler had returned when the change was detected."""
     before: float
-    """Mean of the signal (loss, or logarithm of the length) before the change; nan when declared by hand."""
+    """Mean of the signal (loss, or logarithm of the length) before the change. nan if :meth:`DriftSampler.shift`
+    declared the change."""
     after: float
-    """Mean of the signal since."""
+    """Mean of the signal after the change, or nan."""
 
 
 class Reservoir:
@@ -47,25 +49,26 @@ class Reservoir:
     def __init__(self, capacity: int) -> None:
         self.capacity, self.seen = capacity, 0
         self.items: list[tuple[int, Mapping[str, Any]]] = []
-        """(number of the offer, item)."""
+        """(number of the item in its source, item)."""
 
     def offer(self, number: int, item: Mapping[str, Any], rng: np.random.Generator) -> None:
         self.seen += 1
         if len(self.items) < self.capacity:
             self.items.append((number, item))
-        elif (place := int(rng.random() * self.seen)) < self.capacity:
-            self.items[place] = (number, item)
+        elif (index := int(rng.random() * self.seen)) < self.capacity:
+            self.items[index] = (number, item)
 
     def shrink(self, capacity: int, rng: np.random.Generator) -> None:
-        """Keep a uniform sample of the items here. It is a uniform sample of all offered items, too."""
+        """Reduce the sample to ``capacity`` items, chosen at random. It remains a uniform sample of all offered
+        items."""
         self.capacity = capacity
         while len(self.items) > capacity:
-            place = int(rng.random() * len(self.items))
-            self.items[place] = self.items[-1]
+            index = int(rng.random() * len(self.items))
+            self.items[index] = self.items[-1]
             self.items.pop()
 
     def forget_since(self, number: int) -> None:
-        """Drop items that were offered from ``number`` on."""
+        """Drop the items with this number or a larger number."""
         self.items = [entry for entry in self.items if entry[0] < number]
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,44 +76,47 @@ class Reservoir:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Reservoir:
-        made = cls(state["capacity"])
-        made.seen, made.items = state["seen"], [(at, item) for at, item in state["items"]]
-        return made
+        reservoir = cls(state["capacity"])
+        reservoir.seen = state["seen"]
+        reservoir.items = [(at, item) for at, item in state["items"]]
+        return reservoir
 
 
 @dataclasses.dataclass(slots=True)
 class _Source:
     cursor: SourceCursor
     share: float
-    """Share in the declared mix."""
+    """Fraction of the items in the declared mix."""
     detector: Detector
     current: Reservoir
     live: bool = True
     drawn: int = 0
-    """Items drawn, replays not included."""
+    """Number of items drawn from the source, without replays."""
     start: int = 0
-    """Value of ``drawn`` when the source last changed."""
+    """Value of ``drawn`` at the last change of the source."""
     seen_until: int = 0
     """Value of ``drawn`` just after the newest item with a known loss."""
     observations: int = 0
-    """Number of observed losses since the source last changed."""
+    """Number of observed losses since the last change of the source."""
     changes: int = 0
     reward: float = 0.0
-    """Reward for the bandit: running mean of loss divided by probability."""
+    """Reward of this source for the bandit: running mean of loss divided by probability."""
 
 
 _NUMBERS = ("live", "drawn", "start", "seen_until", "observations", "changes", "reward")
 
 
 class DriftSampler:
-    """Items of several named sources in a declared mix; once a source has drifted, also items from before.
+    """Iterator over items of several named sources in a declared mix. After a change of a source, it also replays items
+    from before the change.
 
-    Items are mappings ready for a packer: their fields, ``source`` (the name, or ``"name@0"`` for a replay of what
-    ``name`` was before its first change) and ``weight`` (1, or the importance weight). A source that ends leaves the
-    mix; the sampler ends with its last source. It is one pass: iterating again goes on.
+    An item is a mapping for a packer: its own fields, ``source`` and ``weight`` (1, or the importance weight).
+    ``source`` is the name of the source, or for example ``"name@0"`` for a replayed item from before the first change
+    of ``name``. A source that has ended is left out of the mix. The sampler ends when all sources have ended. The
+    sources are read once: a second loop continues where the first stopped.
 
-    Tell it the losses with :meth:`observe`. What comes next depends on sources, settings, seed and the losses told
-    alone.
+    Report the losses with :meth:`observe`. The items depend only on the sources, the settings, the seed and the
+    reported losses.
     """
 
     def __init__(
@@ -129,14 +135,15 @@ class DriftSampler:
     ) -> None:
         """Raises ConfigError for settings out of range.
 
-        - ``weights``: the declared mix, shares of items (default: equal).
-        - ``detector``: its name, or a function that makes one for each source.
-        - ``signal``: what it looks at. A loss counts as drift only when it rises.
-        - ``replay``: share of replays, once something has drifted; ``reservoir``: items kept for that, in all.
-        - ``importance``: weight items so that each source's expected share of the summed weights is its declared one;
-          use ``StepLoss("weights")``.
-        - ``mixing``: ``bandit`` favours sources with a high loss (ODM: Albalak et al., 2023).
-        - ``smoothing``: share of the newest loss in its running mean.
+        - ``weights``: the declared mix: relative number of items of each source (default: equal).
+        - ``detector``: name of a detector, or a function that returns a new detector; each source has its own.
+        - ``signal``: values that the detector gets: losses, or logarithms of lengths. Only a rising loss is a change.
+        - ``replay``: fraction of replayed items after the first change.
+        - ``reservoir``: total number of items that are stored for replays.
+        - ``importance``: whether to weight items so that the expected sum of weights of each source is in proportion to
+          the declared mix; use it with ``StepLoss("weights")``.
+        - ``mixing``: ``declared``, or ``bandit``, which prefers sources with a high loss (ODM: Albalak et al., 2023).
+        - ``smoothing``: weight of the newest loss in the running mean of losses.
         """
         weights = dict.fromkeys(sources, 1.0) if weights is None else weights
         if not sources or set(weights) != set(sources) or not all(weight > 0 for weight in weights.values()):
@@ -144,7 +151,7 @@ class DriftSampler:
                 f"weights must give every source a number above 0: sources {sorted(sources)}, weights {dict(weights)}"
             )
         if any("@" in name for name in sources):
-            raise ConfigError(f"names of sources must not contain '@', which marks old items: {sorted(sources)}")
+            raise ConfigError(f"names of sources must not contain '@', which marks replayed items: {sorted(sources)}")
         make = _DETECTORS.get(detector) if isinstance(detector, str) else detector
         if make is None or signal not in ("loss", "length") or mixing not in ("declared", "bandit"):
             raise ConfigError(
@@ -176,16 +183,16 @@ class DriftSampler:
         self._rng = np.random.Generator(self._bits)
         self._drawn = self._replayed = self._observed = 0
         self._recent = np.zeros((_REMEMBERED, 2), np.int64)
-        """Ring of the last items: row ``item % _REMEMBERED`` has the source's index in ``_names`` and the item's
-        number in that source."""
+        """Ring buffer of the last items: row ``item % _REMEMBERED`` has (index of the source in ``_names``, number of
+        the item in its source)."""
         self.events: list[DriftEvent] = []
-        """Changes noticed so far."""
+        """All changes so far."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        """The next item. Raises ConfigError for one that cannot be used, once; the next call goes on after it."""
+        """The next item. Raises ConfigError for an invalid item; the next call continues after it."""
         while mix := self._mix():
             if self._old and self._rng.random() < self._replay:
                 self._replayed += 1
@@ -199,7 +206,7 @@ class DriftSampler:
             except StopIteration:
                 source.live = False
                 continue
-            except BaseException:  # a bad item, or an interruption: the choice is made again, and is the same
+            except BaseException:  # an invalid item or an interruption: undo the draw, so that the next call repeats it
                 self._bits.advance(2**128 - (2 if self._old else 1))
                 raise
             fields: dict[str, Any] = {**(sample.meta or {}), "input_ids": sample.tokens}
@@ -208,14 +215,14 @@ class DriftSampler:
             number = source.drawn
             source.drawn += 1
             source.current.offer(number, fields, self._rng)
-            given = self._give(name, number, fields, mix)
+            item = self._give(name, number, fields, mix)
             if self._signal == "length":
                 self._detect(name, math.log(len(sample.tokens)), source.drawn)
-            return given
+            return item
         raise StopIteration
 
     def _mix(self) -> dict[str, float]:
-        """Probability of each source that has not ended."""
+        """Source that has not ended -> probability to be drawn."""
         live = {name: source for name, source in self._sources.items() if source.live}
         shares = {name: source.share for name, source in live.items()}
         explore = 0.0
@@ -229,8 +236,8 @@ class DriftSampler:
 
     def _pick(self, mix: Mapping[str, float]) -> str:
         edges = list(itertools.accumulate(mix.values()))
-        place = bisect.bisect_right(edges, self._rng.random() * edges[-1])
-        return list(mix)[min(place, len(mix) - 1)]
+        index = bisect.bisect_right(edges, self._rng.random() * edges[-1])
+        return list(mix)[min(index, len(mix) - 1)]
 
     def _give(self, name: str, number: int, fields: Mapping[str, Any], mix: Mapping[str, float]) -> dict[str, Any]:
         self._recent[self._drawn % _REMEMBERED] = self._names.index(name), number
@@ -239,7 +246,7 @@ class DriftSampler:
         return {**fields, "source": name, "weight": weight}
 
     def _importance_weight(self, source: str, mix: Mapping[str, float]) -> float:
-        """Declared share divided by probability. Replays count for the source that they come from."""
+        """Declared fraction of a source divided by its probability. Replayed items count for their original source."""
         owners = [old.partition("@")[0] for old in self._old]
         present = set(mix) | set(owners)
         declared = self._sources[source].share / sum(self._sources[name].share for name in present)
@@ -253,13 +260,16 @@ class DriftSampler:
         loss: float | Sequence[float],
         targets: int | Sequence[int] | None = None,
     ) -> None:
-        """Tell the mean loss per token of what was learnt from: per source, or per item.
+        """Report losses of training: the mean loss per token of sources or of single items.
 
-        ``of``: ``source`` fields, or numbers of items (0 for the first given; a packer's ``ids``); one or many, with as
-        many losses. Losses of one call are averaged per source, and each average is one value for the detector: call it
-        once per optimiser step. ``targets`` are the numbers of tokens behind each loss: the average is then the mean
-        over tokens. Without it every loss counts the same, so tokens of short items count more. Raises ConfigError for
-        unknown names, items not given or given too long ago, losses that are not finite, and numbers below 1.
+        ``of`` has one or more names (the ``source`` of items) or numbers of items (0 for the first returned item, as in
+        the ``ids`` of packs), and ``loss`` has one loss for each. The losses of one call are averaged per source, and
+        each average is one value for the detector, so call this method once per optimiser step. ``targets`` are the
+        numbers of target tokens of each loss, which make the average a mean over tokens. Without them, all losses have
+        equal weight, so that the tokens of short items count more.
+
+        Raises ConfigError for unknown names, for items that were not returned or too long ago, for losses that are not
+        finite, and for numbers of targets below 1.
         """
         keys = [of] if isinstance(of, (str, int)) else _listed(of)
         values = [float(value) for value in _listed(loss)]
@@ -287,21 +297,21 @@ class DriftSampler:
 
     @property
     def oldest(self) -> int:
-        """The first item that can be observed by number."""
+        """Number of the oldest item that :meth:`observe` accepts."""
         return max(0, self._drawn - _REMEMBERED)
 
     def _look_up(self, key: str | int) -> tuple[str, int]:
-        """Name of a source or of its old items, and which item of that source."""
+        """(name of a source or of its replayed items, number of the item in that source)."""
         if isinstance(key, str):
             if key not in self._names:
                 raise ConfigError(f"there is no source {key!r}; there are {self._names}")
             return key, self._sources[key].drawn - 1 if key in self._sources else 0
         if not self.oldest <= key < self._drawn:
             raise ConfigError(
-                f"item {key} is not among the last {_REMEMBERED} of {self._drawn} given; observe by source instead"
+                f"item {key} is not among the last {_REMEMBERED} of {self._drawn} items; report the loss by source"
             )
-        place, number = self._recent[key % _REMEMBERED].tolist()
-        return self._names[place], number
+        index, number = self._recent[key % _REMEMBERED].tolist()
+        return self._names[index], number
 
     def _detect(self, name: str, value: float, seen_until: int) -> None:
         source = self._sources[name]
@@ -314,7 +324,7 @@ class DriftSampler:
             source.observations = detector.recent
 
     def shift(self, name: str) -> None:
-        """Declare by hand that ``name`` has changed after the items given so far. Raises ConfigError if unknown."""
+        """Declare that source ``name`` has changed now. Raises ConfigError for an unknown name."""
         if name not in self._sources:
             raise ConfigError(f"there is no source {name!r}; there are {list(self._sources)}")
         source = self._sources[name]
@@ -322,7 +332,7 @@ class DriftSampler:
         source.detector, source.observations, source.seen_until = self._make_detector(), 0, source.drawn
 
     def _change(self, name: str, since: int, before: float, after: float) -> None:
-        """Make the items of ``name`` before item ``since`` old data from now on."""
+        """Treat the items of source ``name`` before item ``since`` as old data, which is replayed from now on."""
         source = self._sources[name]
         old = f"{name}@{source.changes}"
         source.current.forget_since(since)
@@ -338,8 +348,11 @@ class DriftSampler:
         self.events.append(DriftEvent(name, old, self._drawn, before, after))
 
     def stats(self) -> dict[str, Any]:
-        """``drawn``, ``replayed``; per source its share, items drawn, changes and running mean loss (None if unknown);
-        per old stretch the items held and the running mean loss."""
+        """Counts ``drawn`` and ``replayed``, and values per source and per set of old items.
+
+        ``sources``: probability (``share``), number of items drawn, number of changes, and running mean loss (None if
+        unknown). ``old``: number of stored items (``held``) and running mean loss.
+        """
         mix = self._mix()
         return {
             "drawn": self._drawn,
@@ -360,7 +373,10 @@ class DriftSampler:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the item given last, bit for bit: plain data, NumPy arrays, and the items held for replay."""
+        """State after the last returned item: plain data, NumPy arrays, and the items that are stored for replays.
+
+        A resumed sampler returns identical items.
+        """
         return {
             "settings": self._settings,
             "rng": self._bits.state,
@@ -382,7 +398,7 @@ class DriftSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, over the same sources. Raises ConfigError when the settings differ."""
+        """Continue from a state of :meth:`state_dict`, with the same sources. Raises ConfigError if settings differ."""
         changed = [key for key, value in self._settings.items() if state["settings"].get(key) != value]
         if changed:
             raise ConfigError(

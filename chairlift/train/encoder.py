@@ -1,4 +1,4 @@
-"""Turns records into token ids and weights that say which of them are learnt."""
+"""Converts records to token ids and loss weights. A weight of 0 marks a token that is not a target."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ __all__ = ["Encode", "Encoded", "Encoder", "fitting"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoded:
-    """Examples from one record."""
+    """Training examples made from one record."""
 
     items: tuple[Mapping[str, Any], ...]
-    """Mappings with ``input_ids`` and, if wanted, ``loss_weight``."""
+    """Mappings with ``input_ids`` and optionally ``loss_weight``."""
     notes: frozenset[str] = frozenset()
-    """What the user should know, as predicates of records: "have the field 'id', which is ignored"."""
+    """Remarks for the user, as predicates of records: "have the field 'id', which is ignored"."""
 
 
 Encode = Callable[[Mapping[str, Any]], Mapping[str, Any] | Encoded]
-"""A record -> a mapping with ``input_ids``, or :class:`Encoded`. Raises ChairliftError for an unusable record."""
+"""Function from a record to a mapping with ``input_ids``, or to :class:`Encoded`. Raises ChairliftError for an invalid
+record."""
 
 _PASSED_ON = ("labels", "loss_weight", "completion_mask", "weight", "attention_mask")
 _OTHER_FORMS = {
     "chosen": "a pair of answers, one of them preferred: rename chosen to completion to learn it (data.columns)",
     "prompt": "a prompt without a completion: there is nothing to learn in it",
 }
-"""Fields of TRL's forms for other trainers."""
+"""Field of a record in TRL's formats for other trainers -> description of the record, for the error message."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,9 +52,10 @@ class _Text:
 
 
 def fitting(encode: Encode, vocab_size: int | None, capacity: int | None) -> Encode:
-    """``encode``, but ConfigError for a token that the model does not know, or more tokens than a pack takes.
+    """Wrap ``encode`` so that it raises ConfigError for token ids of ``vocab_size`` or more, and for examples with more
+    than ``capacity`` tokens.
 
-    None is no limit. Raised here, it names the file and the line.
+    None means no limit. The caller adds the file and the line to the error.
     """
 
     def check(found: Mapping[str, Any]) -> None:
@@ -63,8 +65,8 @@ def fitting(encode: Encode, vocab_size: int | None, capacity: int | None) -> Enc
             )
         if capacity is not None and len(found["input_ids"]) > capacity:
             raise ConfigError(
-                f"it has {len(found['input_ids']):,} tokens, but a pack takes {capacity:,}; raise the capacity, or let"
-                " overflow split, truncate or drop what is longer"
+                f"it has {len(found['input_ids']):,} tokens, but a pack takes {capacity:,}; raise the capacity, or set"
+                " overflow to split, truncate or drop"
             )
 
     def read(record: Mapping[str, Any]) -> Encoded:
@@ -78,17 +80,25 @@ def fitting(encode: Encode, vocab_size: int | None, capacity: int | None) -> Enc
 
 
 class Encoder:
-    """A record -> ``{"input_ids": int32 [L], "loss_weight": float32 [L]}``.
+    """Converts a record to training examples ``{"input_ids": int32 [L], "loss_weight": float32 [L]}``.
 
     - ``input_ids`` (with ``labels``, ``loss_weight``, ``weight`` if any): taken as it is, but for its padding.
     - A chat, as the chat template writes it: ``messages``, ``conversations``, ``instruction`` and ``output``, and
       other forms (:func:`~chairlift.train.records.chat_of`).
     - ``prompt`` and ``completion``: two texts, one after the other.
+    - ``prompt_token_ids`` and ``outputs`` with ``token_ids``, as ``chairlift generate`` writes them: an example of each
+      answer.
     - ``text_field``: a text.
 
-    The first of these that is there counts; other fields are ignored, and noted. With ``train_on="answers"`` only what
-    an assistant says, or the completion, has weight: exactly what the model would have to generate, the end of the turn
-    included. A chat may become several examples (:data:`~chairlift.train.chats.Answers`).
+    - ``input_ids``, and optionally ``labels``, ``loss_weight`` and ``weight``. Only padding is removed.
+    - A chat: ``messages``, ``conversations``, ``instruction`` with ``output``, and other formats (see
+      :func:`~chairlift.train.records.chat_of`). The chat template renders it.
+    - ``prompt`` and ``completion``: two texts that are joined.
+    - The field named ``text_field``: a text.
+
+    Other fields are ignored, and the user gets a note about them. With ``train_on="answers"``, only the answers of an
+    assistant or the completion are targets: the tokens that the model would have to generate, including the end of the
+    turn. A chat can give several examples (:data:`~chairlift.train.chats.Answers`).
     """
 
     def __init__(
@@ -102,11 +112,13 @@ class Encoder:
         answers: Answers = "auto",
         columns: Mapping[str, str] | None = None,
     ) -> None:
-        """``chat_template`` is a file with a template for training, in place of the directory's. ``columns`` maps names
-        of fields to the names above.
+        """Create an encoder.
 
-        Raises ModelLoadError for a directory without a readable tokenizer, and ConfigError for a template that cannot
-        be read. Without a directory, only token ids are read.
+        ``chat_template`` is a file with a template that replaces the tokenizer's template. ``columns`` maps field names
+        of the records to the names above. Without ``tokenizer_dir``, only records with token ids can be encoded.
+
+        Raises ModelLoadError for a directory without a readable tokenizer, and ConfigError for a template file that
+        cannot be read.
         """
         self._text_field, self._train_on, self._add_eos = text_field, train_on, add_eos
         self._answers: Answers = answers
@@ -121,18 +133,19 @@ class Encoder:
 
     @property
     def vocab_size(self) -> int:
-        """Every id of the tokenizer is below this; 0 without one."""
+        """Number of token ids of the tokenizer. 0 without a tokenizer."""
         return self._text.vocab_size if self._text else 0
 
     def __call__(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The only example of a record. Raises ConfigError as :meth:`examples`, and for a record of several."""
+        """The example of a record that gives exactly one example. Raises ConfigError for several examples, and the
+        errors of :meth:`examples`."""
         encoded = self.examples(record)
         if len(encoded.items) != 1:
             raise ConfigError(f"the record makes {len(encoded.items)} examples; call examples(record)")
         return encoded.items[0]
 
     def examples(self, record: Mapping[str, Any]) -> Encoded:
-        """The examples of a record. Raises ConfigError, RequestError or TemplateError for one that cannot be used."""
+        """The examples of a record. Raises ConfigError, RequestError or TemplateError for an invalid record."""
         if self._columns:
             record = {self._columns.get(name, name): value for name, value in record.items()}
         notes: list[str] = []
@@ -142,9 +155,11 @@ class Encoder:
         return Encoded(tuple(items), frozenset(notes))
 
     def _read(self, record: Mapping[str, Any], notes: list[str]) -> tuple[list[Mapping[str, Any]], Collection[str]]:
-        """Examples, and the names of the fields that were read."""
+        """(examples, names of the fields that were used) of a record."""
         if "input_ids" in record:
             return [_of_ids(record)], {"input_ids", *_PASSED_ON}
+        if "prompt_token_ids" in record and "outputs" in record:
+            return self._generated(record), record
         if (chat := chat_of(record)) is not None:
             return self._chat(chat, notes), chat.fields
         if "prompt" in record and "completion" in record:
@@ -162,6 +177,21 @@ class Encoder:
             "fields in data.columns"
         )
 
+    def _generated(self, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        answers = record["outputs"]
+        if not isinstance(answers, list) or not all(isinstance(each, Mapping) for each in answers):
+            raise ConfigError(f"outputs must be a list of answers with token_ids, got {str(answers)[:60]!r}")
+        if not answers:
+            raise ConfigError(f"the prompt has no answer ({str(record.get('error'))[:60]}); leave it out, or skip it")
+        prompt = _token_ids(record["prompt_token_ids"], "prompt_token_ids")
+        examples: list[Mapping[str, Any]] = []
+        for answer in answers:
+            tokens = _token_ids(answer.get("token_ids"), "token_ids of an answer")
+            weights = np.ones(len(prompt) + len(tokens), np.float32)
+            weights[: len(prompt)] = self._train_on == "all"
+            examples.append({"input_ids": np.concatenate((prompt, tokens)), "loss_weight": weights})
+        return examples
+
     def _chat(self, chat: Chat, notes: list[str]) -> list[Mapping[str, Any]]:
         template = self._tools().template
         if self._train_on == "all":
@@ -172,7 +202,8 @@ class Encoder:
         return [self._encode(example.text, example.spans, special=False) for example in written]
 
     def _encode(self, text: str, spans: Sequence[tuple[int, int]] | None, *, special: bool) -> Mapping[str, Any]:
-        """Encode text. ``spans`` are the characters to learn, None for all. ``special`` adds special tokens."""
+        """Encode a text. ``spans`` has the (start, end) of the characters that are targets; None: all are targets.
+        ``special``: whether to add special tokens."""
         tools = self._tools()
         try:
             text.encode()
@@ -183,15 +214,16 @@ class Encoder:
         weights = np.ones(len(ids), np.float32)
         if spans is not None and self._train_on == "answers":
             starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-            places = np.where(ends > starts, starts, ends - 1)  # of spaces, some tokenizers say only where they end
+            # Some tokenizers give tokens of white space an empty range at its end.
+            positions = np.where(ends > starts, starts, ends - 1)
             weights[:] = 0
             for start, end in spans:
-                weights[(places >= start) & (places < end)] = 1
+                weights[(positions >= start) & (positions < end)] = 1
             _learn_closing_tokens(weights, np.array(encoding.special_tokens_mask, bool) & (ends == starts))
         if special and self._add_eos and tools.eos is not None and ids[-1:] != [tools.eos]:
             ids, weights = [*ids, tools.eos], np.append(weights, np.float32(1))
         if len(ids) < 2:
-            raise ConfigError(f"the text {text[:40]!r} is {len(ids)} tokens long, which leaves nothing to predict")
+            raise ConfigError(f"the text {text[:40]!r} has only {len(ids)} tokens, so there is nothing to predict")
         return {"input_ids": np.array(ids, np.int32), "loss_weight": weights}
 
     def _tools(self) -> _Text:
@@ -201,7 +233,7 @@ class Encoder:
 
 
 def _learn_closing_tokens(weights: npt.NDArray[np.float32], added: npt.NDArray[np.bool_]) -> None:
-    """Learn the end token that the tokenizer appends, if the text ends with an answer."""
+    """Set the weight of end tokens that the tokenizer has appended (``added``) to 1, if the text ends with a target."""
     last = len(weights)
     while last and added[last - 1]:
         last -= 1
@@ -219,7 +251,7 @@ def _read_template(path: Path) -> str:
 def _of_ids(record: Mapping[str, Any]) -> Mapping[str, Any]:
     others = {name: record[name] for name in _PASSED_ON if record.get(name) is not None}
     given = {"input_ids": _token_ids(record["input_ids"]), **others}
-    if others:  # read here, where file and line are known
+    if others:  # checked here, because the caller adds file and line to errors
         sample = read_sample(given, -1)
         given = {"input_ids": sample.tokens}
         if sample.weights is not None:
@@ -227,10 +259,10 @@ def _of_ids(record: Mapping[str, Any]) -> Mapping[str, Any]:
     return given
 
 
-def _token_ids(given: Any) -> npt.NDArray[np.int32]:
+def _token_ids(given: Any, name: str = "input_ids") -> npt.NDArray[np.int32]:
     ids = np.asarray(given) if isinstance(given, list) and all(type(entry) is int for entry in given) else None
     if ids is None or not ids.size or not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
-        raise ConfigError(f"input_ids must be a list of token ids, at least one, from 0 up; got {str(given)[:60]}")
+        raise ConfigError(f"{name} must be a list of token ids, at least one, from 0 up; got {str(given)[:60]}")
     return ids.astype(np.int32)
 
 

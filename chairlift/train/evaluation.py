@@ -1,4 +1,4 @@
-"""Losses on data that is not learnt from: an exact mean over tokens, and perplexity, for each source and for all."""
+"""Evaluation on data that is not trained on: the exact mean loss per token, and the perplexity, of each source."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ __all__ = ["Evaluation", "EvaluationResult", "SourceLoss"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceLoss:
-    """Loss on one source, or on all."""
+    """Loss on one source, or on all sources together."""
 
     loss: float
-    """Sum of weight * loss over all targets, divided by the sum of their weights, in nats."""
+    """Weighted mean of the targets' losses, in nats."""
     targets: int
     """Number of targets."""
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that is too large for a float."""
+        """exp(loss), or infinity if the result is too large for a float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Losses after one step."""
+    """Losses of one evaluation."""
 
     step: int
-    """Number of steps taken."""
+    """Number of optimiser steps before the evaluation."""
     sources: Mapping[str, SourceLoss]
     total: SourceLoss
-    """Loss on all sources together: a mean over tokens, not over sources."""
+    """Loss on all sources together: the mean over all tokens, not the mean of the sources' losses."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for a line of a log."""
+        """The losses as plain data, for a line of the log."""
         rows = {"total": self.total, **self.sources}
         plain = {
             name: {"loss": row.loss, "perplexity": row.perplexity, "targets": row.targets} for name, row in rows.items()
@@ -59,8 +59,8 @@ class EvaluationResult:
 class Evaluation:
     """Evaluates a trainer's model on the same sequences each time.
 
-    Nothing of the training changes: neither weights nor random states. The mean does not depend on how sequences were
-    packed or dealt to ranks, but for rounding.
+    An evaluation changes neither weights nor random states. Except for rounding, its result does not depend on how the
+    sequences are packed and divided among ranks.
     """
 
     def __init__(
@@ -71,25 +71,27 @@ class Evaluation:
         overflow: Any = "error",
         ranks: Ranks | None = None,
     ) -> None:
-        """``sources`` maps each name to a function that opens its data from the beginning, as for
-        :class:`PackStream`."""
+        """``sources`` maps the name of a source to a function that opens it from the beginning.
+
+        The function returns a source for :class:`PackStream`.
+        """
         self._sources, self._capacity, self._overflow = dict(sources), capacity, overflow
         self._ranks = ranks or Ranks()
 
     def check(self) -> None:
-        """Read all of the data once, before anything is computed.
+        """Read all data once without computing losses, to find errors before the training starts.
 
-        Raises ConfigError for a record that cannot be used, and for a source without a target.
+        Raises ConfigError for an invalid record, and for a source without a target.
         """
         for name, open_source in self._sources.items():
             stream = PackStream(open_source(), self._capacity, overflow=self._overflow)
             if not math.fsum(float(pack.weights.sum(dtype="float64")) for pack in stream) > 0:
                 raise ConfigError(
-                    f"eval_files {name} has no target of a weight above 0; give records with something to learn"
+                    f"eval_files {name} has no target with a weight above 0; give records with tokens to learn"
                 )
 
     def run(self, trainer: Trainer) -> EvaluationResult:
-        """Evaluate. Every rank must call it."""
+        """Evaluate the trainer's model on all sources. Every rank must call this method."""
         sums = {name: self._sum(trainer, open_source()) for name, open_source in self._sources.items()}
         flat = sum_over_ranks([value for row in sums.values() for value in row])
         rows = {name: flat[3 * index : 3 * index + 3] for index, name in enumerate(sums)}
@@ -97,7 +99,7 @@ class Evaluation:
         return EvaluationResult(trainer.num_steps, {name: _loss(row) for name, row in rows.items()}, _loss(total))
 
     def _sum(self, trainer: Trainer, source: Any) -> list[float]:
-        """Sum of weighted losses, sum of weights and number of targets of this rank's packs."""
+        """[sum of weighted losses, sum of weights, number of targets] over this rank's packs of one source."""
         stream = PackStream(
             source, self._capacity, overflow=self._overflow, ranks=self._ranks.size, rank=self._ranks.rank
         )

@@ -1,7 +1,7 @@
-"""The load-balancing loss of native models with experts, over a whole optimiser step.
+"""Load-balancing loss for native models with experts, computed over a whole optimiser step.
 
-It is a product of two means, so the losses of packs do not add up to that of their step. Tokens per expert are
-therefore counted over all packs and ranks of the step before its first backward.
+The loss is a product of two means, so the losses of single packs do not add up to the loss of their step. Therefore the
+tokens per expert are counted over all packs and ranks of the step before its first backward pass.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ __all__ = ["ExpertBalance"]
 
 
 class ExpertBalance:
-    """E / k * sum_e f_e * P_e, as a mean over the layers with experts; 1 when the load is even.
+    """Load-balancing loss E / k * sum_e f_e * P_e, averaged over the layers with experts. It is 1 for an even load.
 
-    f_e is the share of the step's tokens that chose expert e, and P_e the expert's mean probability (Switch
-    Transformer, eq. 4-6; Fedus et al., 2022). f has no gradient. E is the number of experts, and k the number per
-    token. Probabilities are the softmax of the router's logits, or its sigmoids divided by their sum where the router
-    uses sigmoids (DeepSeek-V3). Tokens choose experts as in the forward pass, and none is dropped. Each rank's part is
-    divided by the tokens of all ranks, so gradients are to be summed over the ranks.
+    f_e is the fraction of the step's tokens that are routed to expert e, and P_e is the expert's mean probability
+    (Switch Transformer, eq. 4-6; Fedus et al., 2022). f has no gradient. E is the number of experts, and k is the
+    number of experts per token. The probabilities are the softmax of the router's logits. For routers with sigmoids
+    (DeepSeek-V3) they are the sigmoids divided by their sum. Tokens are routed as in the forward pass; no token is
+    dropped. The part of each rank is divided by the number of tokens of all ranks, so the gradients of the ranks must
+    be summed.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises ConfigError for a model without experts."""
+        """Find the layers with experts. Raises ConfigError for a model without experts."""
         self._layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
         if not self._layers:
             raise ConfigError("balance_loss is for models with experts, and this model has none; leave it out")
@@ -43,9 +44,10 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[list[Tensor]]:
-        """Within, forward passes append the router's logits [T, E] of each layer with experts to the list.
+        """Context in which forward passes append the router's logits [T, E] of each layer with experts to a list.
 
-        The backward must also run within, because layers that are computed again must compute the same tensors.
+        The backward pass must also run inside the context, because gradient checkpointing computes layers again and
+        must get the same tensors.
         """
         logits: list[Tensor] = []
 
@@ -61,10 +63,11 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def step(self, packs: Sequence[Pack], forward: Callable[[Pack], Sequence[Tensor]]) -> Iterator[None]:
-        """Count the tokens of each expert, over this rank's packs and all ranks; within, :meth:`part` may be called.
+        """Context of one optimiser step, in which :meth:`part` can be called.
 
-        ``forward`` returns the router's logits of a pack, as the training pass will compute them. Every rank must
-        enter, if need be without packs.
+        At the start, the tokens of each expert are counted over ``packs``, the packs of this rank, and over all ranks.
+        ``forward`` returns the router's logits of a pack, as the training pass will compute them. Every rank must enter
+        the context, even without packs.
         """
         counts = torch.zeros(len(self._layers), self._layers[0].routing.num_experts, dtype=torch.float64)
         for pack in packs:
@@ -78,8 +81,10 @@ class ExpertBalance:
             self._num_tokens = 0.0
 
     def part(self, logits: Sequence[Tensor]) -> Tensor:
-        """A pack's part of the step's loss, a scalar, from its router's logits. Raises ConfigError outside of a step
-        with tokens."""
+        """A pack's part of the step's loss, as a scalar tensor. ``logits`` are the router's logits of the pack.
+
+        Raises ConfigError outside :meth:`step`, and for a step without tokens.
+        """
         if not self._num_tokens:
             raise ConfigError("call part() inside `with balance.step(packs, forward):`, for packs with tokens")
         total = torch.zeros((), device=logits[0].device)
@@ -93,11 +98,11 @@ class ExpertBalance:
 
     @property
     def total(self) -> float:
-        """This rank's share of the last step's loss. Its sum over the ranks is the step's loss."""
+        """This rank's part of the last step's loss. The sum over all ranks is the loss of the step."""
         return float(self._total)
 
     def _count(self, logits: Sequence[Tensor]) -> Tensor:
-        """float64 [layers, E] on the CPU: tokens that chose each expert."""
+        """Number of tokens routed to each expert: float64 [layers, E] on the CPU."""
         rows = []
         for layer, each in zip(self._layers, logits, strict=True):
             _, chosen = route(each.detach(), layer.routing, layer.gate.e_score_correction_bias)

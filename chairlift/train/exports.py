@@ -1,7 +1,7 @@
-"""Packs written for other frameworks to train on: Megatron-LM's indexed data set, NeMo's packed data set, TRL's rows.
+"""Writes packs to files for training with other frameworks: Megatron-LM, NeMo and TRL.
 
-Each writer is given the packs one after another, and the files appear when all of them are written. NumPy; pyarrow for
-Parquet.
+A writer receives the packs one after another. The files appear only after all packs are written. Needs NumPy, and
+pyarrow for Parquet files.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from chairlift.writing import replacing
 __all__ = ["FORMATS", "export_files", "megatron_writer", "nemo_writer", "trl_writer", "writer_of"]
 
 FORMATS: Final = ("megatron", "nemo", "trl")
-"""Frameworks that packs are written for."""
+"""Names of the frameworks for which packs can be written."""
 
 Write = Callable[[Pack], None]
 
 _INDEX_HEADER: Final = b"MMIDIDX\x00\x00"
 _DTYPES: Final = {"uint8": 1, "int32": 4, "uint16": 8}
-"""NumPy's name -> code of the index (``DType`` of ``megatron.core.datasets.indexed_dataset``)."""
+"""NumPy dtype -> code of the dtype in the index file (``DType`` of ``megatron.core.datasets.indexed_dataset``)."""
 _SMALL_VOCABULARY: Final = 65_500
-"""Token ids below this are kept in 16 bits, as Megatron does."""
+"""If the vocabulary is smaller than this, token ids are stored in 16 bits, as in Megatron-LM."""
 _ROWS: Final = 500
-"""Rows of a Parquet row group."""
+"""Number of rows in a row group of a Parquet file."""
 
 
 def export_files(to: str, output: Path) -> list[Path]:
-    """The files that may be written. Raises ConfigError for a name whose suffix does not fit."""
+    """Paths of the files that a writer may create. Raises ConfigError if ``output`` has a wrong suffix."""
     suffixes = {"megatron": ("",), "nemo": (".parquet", ".pq", ".npy"), "trl": (".parquet", ".pq", ".jsonl")}[to]
     if to == "megatron":
         if output.suffix in (".bin", ".idx"):
@@ -53,7 +53,7 @@ def export_files(to: str, output: Path) -> list[Path]:
 
 
 def writer_of(to: str, output: Path, vocab_size: int = 0) -> AbstractContextManager[Write]:
-    """The writer for one of :data:`FORMATS`. ``vocab_size`` 0: token ids may have any size."""
+    """Writer for one of :data:`FORMATS`. ``vocab_size`` is checked for Megatron-LM only; 0 allows all token ids."""
     files = export_files(to, output)
     if to == "megatron":
         return megatron_writer(files, vocab_size)
@@ -61,7 +61,7 @@ def writer_of(to: str, output: Path, vocab_size: int = 0) -> AbstractContextMana
 
 
 class _Indexed:
-    """One indexed data set, whose index is written at its end."""
+    """An indexed data set of Megatron-LM: values are written as they come, and the index at the end."""
 
     def __init__(self, data: Any, dtype: str) -> None:
         self._data, self._dtype = data, np.dtype(dtype)
@@ -84,18 +84,18 @@ class _Indexed:
 
 @contextlib.contextmanager
 def megatron_writer(files: list[Path], vocab_size: int = 0) -> Iterator[Write]:
-    """Megatron-LM's ``.bin`` and ``.idx``: each sequence is a sequence of the data set, each pack a document.
+    """Write Megatron-LM's ``.bin`` and ``.idx`` files: a sequence becomes a sequence, and a pack becomes a document.
 
-    ``document_indices`` of the index says where packs begin. The format holds tokens only. Where some are not learnt,
-    a second data set beside it, with the same index, has a byte for each token: 1 for a target. ``files`` are those of
-    :func:`export_files`. Raises ConfigError for weights other than 0 and 1, and for a token id of ``vocab_size`` or
+    ``document_indices`` in the index gives the start of each pack. The format has tokens only. If some tokens are not
+    targets, a second data set with the same index is written: one byte per token, 1 for a target. ``files`` comes from
+    :func:`export_files`. Raises ConfigError for weights other than 0 and 1, and for token ids of ``vocab_size`` or
     more.
     """
     dtype = "uint16" if 0 < vocab_size < _SMALL_VOCABULARY else "int32"
     with contextlib.ExitStack() as stack:
         data, index = (stack.enter_context(replacing(file)) for file in files[:2])
         tokens = _Indexed(data, dtype)
-        mask_data, mask_index = (stack.enter_context(_dropped_unless(file)) for file in files[2:])
+        mask_data, mask_index = (stack.enter_context(_optional_file(file)) for file in files[2:])
         masks, is_needed = _Indexed(mask_data.file, "uint8"), False
 
         def write(pack: Pack) -> None:
@@ -113,33 +113,34 @@ def megatron_writer(files: list[Path], vocab_size: int = 0) -> Iterator[Write]:
         mask_data.keep = mask_index.keep = is_needed
 
 
-class _Kept:
-    """A file that is written, and may turn out not to be needed."""
+class _OptionalFile:
+    """An open file that is deleted at the end unless ``keep`` is set."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.keep = file, False
 
 
 @contextlib.contextmanager
-def _dropped_unless(path: Path) -> Iterator[_Kept]:
-    """A file that becomes ``path`` if it is to be kept; otherwise nothing is left there."""
+def _optional_file(path: Path) -> Iterator[_OptionalFile]:
+    """Context with a file at ``path``, which is deleted at the end unless ``keep`` is set."""
     with replacing(path) as file:
-        kept = _Kept(file)
-        yield kept
-    if not kept.keep:
+        optional = _OptionalFile(file)
+        yield optional
+    if not optional.keep:
         path.unlink()
 
 
 @contextlib.contextmanager
 def nemo_writer(output: Path) -> Iterator[Write]:
-    """NeMo's and Megatron-Bridge's packed data set: ``input_ids``, ``loss_mask`` and ``seq_start_id`` of each pack.
+    """Write the packed data set of NeMo and Megatron-Bridge: ``input_ids``, ``loss_mask`` and ``seq_start_id`` per
+    pack.
 
-    As Parquet, or as ``.npy`` with an array of dicts. Its ``loss_mask`` stands with the token before each target:
-    their reader drops the last place of each sequence. It is 0 or 1: raises ConfigError for other weights.
+    The file is Parquet, or ``.npy`` with an array of dicts. A 1 in ``loss_mask`` stands at the token before the target,
+    because NeMo's reader drops the last position of each sequence. Raises ConfigError for weights other than 0 and 1.
     """
 
     def columns(pack: Pack) -> dict[str, list[int]]:
-        ahead = np.append(_binary(pack)[1:], np.int8(0))  # the first token of a sequence is no target: 0 at its end
+        ahead = np.append(_binary(pack)[1:], np.int8(0))  # shifted left; the last position has no target
         starts = list(pack.layout.cu_seqlens[:-1])
         return {"input_ids": pack.tokens.tolist(), "loss_mask": ahead.tolist(), "seq_start_id": starts}
 
@@ -158,9 +159,10 @@ def nemo_writer(output: Path) -> Iterator[Write]:
 
 @contextlib.contextmanager
 def trl_writer(output: Path) -> Iterator[Write]:
-    """Rows with the columns of TRL's packing (:func:`~chairlift.train.collate.trl_columns`), as Parquet or JSON lines.
+    """Write rows with the columns of TRL's packing (:func:`~chairlift.train.collate.trl_columns`).
 
-    ``datasets.load_dataset`` reads them; ``SFTTrainer`` takes them with ``skip_prepare_dataset``.
+    The file is Parquet or JSON lines. ``datasets.load_dataset`` reads it. ``SFTTrainer`` accepts the rows if
+    ``skip_prepare_dataset`` is set.
     """
     if output.suffix == ".jsonl":
         with replacing(output) as file:
@@ -172,12 +174,13 @@ def trl_writer(output: Path) -> Iterator[Write]:
 
 
 def _ignore(_value: object) -> None:
-    """Drop a result, so that a function with a result can stand where none is expected."""
+    """Return None for any value, so that an expression with a value can be a lambda that returns None."""
 
 
 @contextlib.contextmanager
 def _parquet(output: Path, types: dict[str, str]) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Write rows whose columns are lists of numbers of these types."""
+    """Context with a function that writes a row to a Parquet file. ``types``: column -> pyarrow type of its list
+    items."""
     try:
         pyarrow: Any = importlib.import_module("pyarrow")
         parquet: Any = importlib.import_module("pyarrow.parquet")
@@ -203,13 +206,13 @@ def _parquet(output: Path, types: dict[str, str]) -> Iterator[Callable[[dict[str
 
 
 def _binary(pack: Pack) -> npt.NDArray[np.int8]:
-    """[T] 1 where a token is a target. Raises ConfigError for weights other than 0 and 1."""
+    """Loss mask [T]: 1 for a token that is a target, otherwise 0. Raises ConfigError for weights other than 0 and 1."""
     weights = PackCollator(keys=("loss_weight",)).arrays(pack)["loss_weight"][0]
     other = weights[(weights != 0) & (weights != 1)]
     if other.size:
         raise ConfigError(
-            f"sequences {', '.join(map(str, pack.ids[:8]))} have a target of weight {other[0]}, but this format knows "
-            "0 and 1 only; leave loss_weight and weight out, or write for trl"
+            f"sequences {', '.join(map(str, pack.ids[:8]))} have a target of weight {other[0]}, but this format has "
+            "only the weights 0 and 1; leave loss_weight and weight out, or write for trl"
         )
     mask: npt.NDArray[np.int8] = weights.astype(np.int8)
     return mask

@@ -1,4 +1,4 @@
-"""Packs and the exact loss in the ``Trainer`` of transformers, and in TRL's ``SFTTrainer``, which is one.
+"""Uses packs and the exact loss in the ``Trainer`` of transformers, and in TRL's ``SFTTrainer``, a subclass of it.
 
 ::
 
@@ -13,9 +13,9 @@
     loss.attach(trainer)
     trainer.train()
 
-The trainer decides what a step is: ``gradient_accumulation_steps`` rows on every rank. It deals an iterable data set to
-the ranks by itself (give the stream neither ``ranks`` nor ``rank``), if told to with
-``accelerator_config={"dispatch_batches": False}``; otherwise it would cut the one row of a pack into pieces.
+The trainer determines the size of a step: ``gradient_accumulation_steps`` rows on every rank. Set
+``accelerator_config={"dispatch_batches": False}``; otherwise the trainer would cut the row of a pack into pieces. The
+trainer then divides the data set among the ranks, so do not pass ``ranks`` and ``rank`` to the stream.
 """
 
 from __future__ import annotations
@@ -37,31 +37,34 @@ _OURS = frozenset(ALL_KEYS) - frozenset(TRAINER_KEYS)
 
 
 class TrainerLoss:
-    """A ``compute_loss_func``. Its Z covers the whole step, over accumulation and ranks, before the first backward.
+    """A ``compute_loss_func`` that divides the loss by the constant Z of the whole optimiser step.
 
-    Alone, with a collator of :data:`~chairlift.train.collate.TRAINER_KEYS`, it is the mean over tokens that have a
-    label: the trainer's own count is Z. With :meth:`attach` it knows weights and boundaries: every ``reduce`` works,
-    and evaluation is a mean over tokens, too.
+    Z is computed over all accumulated rows and all ranks before the first backward pass. Without :meth:`attach`, with a
+    collator of :data:`~chairlift.train.collate.TRAINER_KEYS`, the loss is the mean over all tokens with a label, and Z
+    is the trainer's own count. With :meth:`attach`, the loss uses weights and boundaries of sequences, so that every
+    ``reduce`` works, and the evaluation is a mean over tokens, too.
     """
 
     def __init__(self, reduce: Reduce = "token", *, label_smoothing: float = 0.0, chunk: int | None = None) -> None:
-        """As :class:`~chairlift.train.loss.StepLoss`, which does the work."""
+        """Create a loss. The arguments are those of :class:`~chairlift.train.loss.StepLoss`."""
         self.loss = StepLoss(reduce, label_smoothing=label_smoothing, chunk=chunk)
         self._pending: collections.deque[Mapping[str, Any]] = collections.deque()
         self._normaliser = 0.0
         self._attached = False
         self._rows: list[Tensor] = []
-        """[1, 2] sum of the losses and number of the targets of the row that was evaluated last."""
+        """[1, 2] (sum of the losses, number of targets) of the row that was evaluated last."""
         self._sums = torch.zeros(2, dtype=torch.float64)
-        """Both sums over the running evaluation."""
+        """[2] (sum of the losses, number of targets) of the running evaluation."""
 
     def attach(self, trainer: Any) -> TrainerLoss:
-        """See what the trainer takes from its loader: Z is counted there, and what models do not know is taken out.
+        """Replace methods of the trainer, so that the loss sees the batches before the model does.
 
-        ``eval_loss`` becomes the mean over all tokens that have a label, over batches and ranks, whatever ``reduce``
-        is. The trainer's own is a mean of the batches' means, in which tokens of short rows weigh more.
-        Raises ConfigError for a trainer that has another loss, that splits rows over devices (``DataParallel``), or
-        that drops columns of a ``datasets`` data set which the loss needs.
+        The loss computes Z from them, and removes the keys that models do not accept. ``eval_loss`` becomes the mean
+        over all tokens with a label, over all batches and ranks, for every ``reduce``. The trainer's own ``eval_loss``
+        is a mean of the means of batches, in which the tokens of short rows have more weight.
+
+        Raises ConfigError for a trainer with another loss, for a trainer that divides rows among devices
+        (``DataParallel``), and for a trainer that removes columns of the data set which the loss needs.
         """
         given: object = trainer.compute_loss_func
         if given is not self:
@@ -72,7 +75,7 @@ class TrainerLoss:
             )
         if trainer.args.remove_unused_columns and hasattr(trainer.train_dataset, "column_names"):
             raise ConfigError("the trainer would drop seq_lengths and loss_weight; set remove_unused_columns=False")
-        # A trainer that counts over ranks multiplies by their number itself.
+        # With this setting, the trainer itself multiplies the loss by the number of ranks.
         self.loss.gradients = "sum" if trainer.args.average_tokens_across_devices else "mean"
         self._attached = True
         take, predict, loop = trainer.get_batch_samples, trainer.prediction_step, trainer.evaluation_loop
@@ -84,7 +87,7 @@ class TrainerLoss:
         def prediction_step(model: Any, inputs: Mapping[str, Any], *rest: Any, **named: Any) -> Any:
             self._rows.clear()
             result = predict(model, _known_to_models(inputs), *rest, **named)
-            for row in self._rows:  # gathered as the trainer gathers losses, which leaves out rows that it repeats
+            for row in self._rows:  # the trainer's own function leaves out repeated rows
                 self._sums += trainer.gather_function(row.to(trainer.args.device)).cpu().double().sum(0)
             return result
 
@@ -102,7 +105,7 @@ class TrainerLoss:
         return self
 
     def __call__(self, outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor | float | None = None) -> Tensor:
-        """The scalar loss of one row. The trainer calls it. Raises ConfigError without labels."""
+        """The loss of one row as a scalar. The trainer calls this method. Raises ConfigError if there are no labels."""
         if labels is None:
             raise ConfigError("the batch has no labels; use PackCollator, or a collator that makes them")
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs.logits
@@ -121,7 +124,8 @@ class TrainerLoss:
         return losses.sum() / (count if num_items_in_batch is None else num_items_in_batch)
 
     def _begin(self, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Agree with all ranks on Z of the step with these ``samples``, and return the samples' inputs of the model."""
+        """Compute Z of the step from its ``samples`` on all ranks. Returns the samples without keys that models do not
+        accept."""
         self._pending = collections.deque(samples)
         self._normaliser = self.loss.normaliser(samples)
         return [_known_to_models(batch) for batch in samples]

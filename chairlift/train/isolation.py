@@ -1,8 +1,8 @@
-"""A test of whether packed sequences see each other, made on the model itself before training.
+"""Tests on a given model, before training, that packed sequences do not affect each other.
 
-A model whose packed sequences leak trains without an error and with a plausible loss. So a few short sequences are
-packed as in training. When one of them changes, the logits of the others must not change. Each must also get the same
-logits as alone, which finds positions that do not restart.
+If packed sequences leak into each other, training still runs without an error and with a plausible loss. The test packs
+a few short sequences as in training. If one sequence changes, the logits of the other sequences must not change. Each
+sequence must also have the same logits as when it is the only one in its row; this finds positions that do not restart.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from chairlift.train.layout import Layout
 __all__ = ["IsolationReport", "Leak", "check_isolation"]
 
 LENGTHS = (9, 13, 7)
-"""Tokens of each packed sequence. Their sum should not be a width of a model, so that the token axis is unique."""
+"""Length of each packed sequence in tokens. The sum should differ from the widths of models, so that the token axis of
+a tensor can be recognised by its size."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _FOR_KERNELS = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-"""Arguments that transformers passes to kernels though no ``forward`` names them."""
+"""Arguments that transformers passes to kernels although the ``forward`` methods of models do not name them."""
 
 Batch = dict[str, Any]
 Forward = Callable[[Batch], Any]
@@ -33,28 +34,30 @@ Forward = Callable[[Batch], Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leak:
-    """Changing the tokens of one packed sequence changed the logits of another."""
+    """A pair of packed sequences: changing the tokens of ``source`` changed the logits of ``victim``."""
 
     source: int
     victim: int
     difference: float
-    """Largest change of a logit of the victim, divided by the largest absolute logit."""
+    """Largest change of any logit of ``victim``, divided by the largest absolute logit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IsolationReport:
-    """Result of :func:`check_isolation`. True if the sequences are isolated; ``str()`` explains it."""
+    """Result of :func:`check_isolation`. It is true if the sequences are isolated. ``str()`` explains the result."""
 
     model: str
     tolerance: float
     leaks: tuple[Leak, ...]
-    """Pairs of sequences in which one sees the other."""
+    """Pairs of sequences in which one sequence affects the other."""
     alone: tuple[float, ...]
-    """Difference of each sequence's logits in the pack and alone, relative as in :class:`Leak`."""
+    """For each sequence, the largest difference between its logits in the pack and in a row of its own, divided by the
+    largest absolute logit."""
     blind: bool
-    """Whether a changed sequence left its own logits unchanged, so that the test says nothing."""
+    """Whether the logits do not depend on the tokens at all, so that the test has no result."""
     first_layer: str | None
-    """Name of the first module that mixes sequences: its inputs were untouched, its outputs were not."""
+    """Name of the first module that mixes sequences: its inputs for the other sequence did not change, but its outputs
+    did."""
     advice: tuple[str, ...]
 
     @property
@@ -92,18 +95,22 @@ def check_isolation(
     attention_mask: bool = False,
     collate: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]] | None = None,
 ) -> IsolationReport:
-    """Pack three short random sequences and see whether they influence each other.
+    """Pack three short random sequences, and test whether they affect each other.
 
-    ``collate`` is the collator that training uses: it takes features with ``input_ids`` and ``labels`` and joins them
-    into one row. Without it the model gets ``input_ids`` and ``position_ids`` [1, T] that restart at 0, and with
-    ``attention_mask`` a mask of ones too, as many collators emit. ``forward`` computes logits [1, T, V] or [T, V] (or
-    an output with ``logits``) from such a batch; by default it is ``model(**batch)``. ``tol`` bounds changes relative
-    to the largest absolute logit (default by dtype: 2e-5 in float32).
+    Args:
+        model: The model to test.
+        tol: Largest accepted change of a logit, relative to the largest absolute logit (default by dtype: 2e-5 in
+            float32).
+        strict: Whether to raise ConfigError if the sequences are not isolated.
+        forward: Function from a batch to logits [1, T, V] or [T, V], or to an output with ``logits``. The default is
+            ``model(**batch)``.
+        attention_mask: Whether to add a mask of ones to the batch, as many collators do.
+        collate: Collator of the training. It joins features with ``input_ids`` and ``labels`` into one row. Without it,
+            the model gets ``input_ids`` and ``position_ids`` [1, T] that restart at 0.
 
-    Seven forward passes of at most 29 tokens, without gradients, in ``eval`` mode, which is put back afterwards; two
-    more when something leaks, to find where. Raises ConfigError when the batch is no packed row, and with ``strict``
-    whenever the report is not true: refuse to train then. Models that take no ``position_ids`` are reported, not an
-    error.
+    The test needs seven forward passes of at most 29 tokens, without gradients and in ``eval`` mode, and two more to
+    locate a leak. The mode of the model is restored. Raises ConfigError if the batch is not a packed row. A model
+    without ``position_ids`` gives a report that is not true, not an error.
     """
     probe = _Probe(model, forward, attention_mask, collate)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -116,7 +123,7 @@ def check_isolation(
 
 
 class _Probe:
-    """One check of one model."""
+    """Runs the test on a model."""
 
     def __init__(
         self, model: nn.Module, forward: Forward | None, attention_mask: bool, collate: Callable[..., Any] | None
@@ -157,7 +164,7 @@ class _Probe:
         return [self.changed[i] if i == source else ids for i, ids in enumerate(self.tokens)]
 
     def _batch(self, sequences: Sequence[Tensor]) -> Batch:
-        """Batch of the sequences as training collates them, on the model's device."""
+        """The sequences as one collated row, on the model's device."""
         if self.collate is not None:
             features = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in sequences]
             batch = dict(self.collate(features))
@@ -173,7 +180,7 @@ class _Probe:
         return {key: x.to(device) if isinstance(x, Tensor) else x for key, x in batch.items()}
 
     def _logits(self, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """Logits [L_i, V] of each sequence, from one packed row."""
+        """Logits [L_i, V] of each sequence, computed in one packed row."""
         batch = self._batch(sequences)
         if self.forward is not None:
             out = self.forward(batch)
@@ -187,7 +194,7 @@ class _Probe:
         return starts.unpack(logits[: starts.num_tokens].detach().double().cpu())
 
     def _first_layer(self, leak: Leak, tolerance: float) -> str | None:
-        """Name of the first module to finish whose separate inputs come out mixed; None if no module leaks."""
+        """Name of the first module whose output for the victim changes although its input does not. None if unknown."""
         start, end = self.layout.cu_seqlens[leak.victim : leak.victim + 2]
         runs: list[list[tuple[str, Tensor | None, Tensor | None]]] = []
         for sequences in (self.tokens, self._with_change(leak.source)):
@@ -206,7 +213,7 @@ class _Probe:
         found = False
         if "attention_mask" in batch:
             found = True
-            yield "do not pass an attention_mask: transformers drops the boundaries beside one, even of ones"
+            yield "do not pass an attention_mask: transformers then ignores the boundaries, even for a mask of ones"
         if "position_ids" not in batch:
             found = True
             yield "pass position_ids that restart at 0 in every sequence"
@@ -222,10 +229,10 @@ class _Probe:
                 "attention leaks; recurrent and convolutional layers cannot be packed: train it unpacked"
             )
         elif not found:
-            yield "no sequence sees another, but positions may not restart: see that position_ids reach the model"
+            yield "no sequence affects another, but positions may not restart: check that position_ids reach the model"
 
     def _helps(self, leaks: Sequence[Leak], threshold: float) -> bool:
-        """Whether the first leak is closed without a KV cache."""
+        """Whether the first leak disappears with ``use_cache=False``."""
         if not leaks:
             return False
         self.extra = {"use_cache": False}
@@ -235,19 +242,20 @@ class _Probe:
 
 
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Parameters of the model's ``forward``. For a wrapper (PEFT, DDP, torch.compile), those of the wrapped model."""
-    taken = inspect.signature(model.forward).parameters
+    """Parameters of the model's ``forward``, by name. For a wrapper (PEFT, DDP, torch.compile): of the wrapped
+    model."""
+    parameters = inspect.signature(model.forward).parameters
     own: Any = model
     inside = own.get_base_model() if hasattr(own, "get_base_model") else None
     inside = inside or getattr(own, "module", None) or getattr(own, "_orig_mod", None)
-    passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
-    if "position_ids" in taken or not passes_on or inside is model or not isinstance(inside, nn.Module):
-        return taken
+    passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if "position_ids" in parameters or not passes_on or inside is model or not isinstance(inside, nn.Module):
+        return parameters
     return _parameters(inside)
 
 
 def _vocabulary(model: nn.Module) -> int:
-    """Size of the model's vocabulary, from its config or its embedding."""
+    """Number of token ids of the model, from its config or its embedding. Raises ConfigError if there is neither."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(config, "vocab_size", None)
@@ -259,7 +267,7 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Largest difference; infinite when a number is not finite."""
+    """Largest absolute difference. Infinity if any number is not finite."""
     difference = float((one - other).abs().max())
     return difference if difference == difference else float("inf")
 
@@ -270,7 +278,7 @@ def _relative(one: Tensor, other: Tensor) -> float:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Context without dropout and gradients. Every module's mode is restored."""
+    """Context without dropout and gradients. The mode of every module is restored at the end."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -283,7 +291,10 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _recorded(model: nn.Module, tokens: int, rows: slice) -> Iterator[list[tuple[str, Tensor | None, Tensor | None]]]:
-    """Name, input and output of every module that runs, in the order in which they finish, at these rows only."""
+    """Context that records (name, input, output) of every module that runs, in the order in which modules finish.
+
+    ``rows`` selects tokens: only these parts of inputs and outputs are recorded.
+    """
     seen: list[tuple[str, Tensor | None, Tensor | None]] = []
 
     def hook(name: str) -> Callable[..., None]:
@@ -301,7 +312,8 @@ def _recorded(model: nn.Module, tokens: int, rows: slice) -> Iterator[list[tuple
 
 
 def _rows(value: Any, tokens: int, rows: slice) -> Tensor | None:
-    """The first floating tensor in ``value`` with an axis of ``tokens`` entries, at ``rows`` of that axis."""
+    """The ``rows`` of the first floating-point tensor in ``value`` that has an axis with ``tokens`` entries. Otherwise
+    None."""
     if isinstance(value, Tensor):
         if not value.is_floating_point() or tokens not in value.shape:
             return None

@@ -1,8 +1,8 @@
-"""Lanes: long documents in equal chunks, with the model's state carried from each chunk to the next.
+"""Divides long documents into chunks of equal length, for models that carry a state from each chunk to the next.
 
-Truncated back-propagation through time (Williams and Peng, 1990) with slot refill: a lane whose document has ended goes
-on with the next one at once, as a serving batch gives the row of a finished request to a waiting one. For recurrent
-and state-space models, and for Transformers with a memory. Plain Python and NumPy.
+This is truncated back-propagation through time (Williams and Peng, 1990) in several parallel lanes. When the document
+of a lane ends, the lane continues at once with the next document, as a serving batch gives a finished request's row to
+a waiting request. For recurrent and state-space models, and for Transformers with a memory. Needs NumPy.
 """
 
 from __future__ import annotations
@@ -31,42 +31,43 @@ _NO_TARGET = -100
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaneBatch:
-    """One chunk of every lane. Row ``l`` continues row ``l`` of the batch before."""
+    """One chunk of every lane. Row ``l`` continues row ``l`` of the previous batch."""
 
     tokens: npt.NDArray[np.int32]
-    """[lanes, chunk]; 0 where a lane has nothing to hold."""
+    """[lanes, chunk] token ids; 0 for padding."""
     targets: npt.NDArray[np.int32]
-    """[lanes, chunk]: the next token of the same document, for a chunk's last place the first of the next chunk; -100
-    where none counts: at the end of a document, in the filling, where the weight is 0."""
+    """[lanes, chunk] the next token of the same document. At the end of a chunk it is the first token of the next
+    chunk. It is -100 at the end of a document, in padding, and where the weight is 0."""
     weights: npt.NDArray[np.float32]
-    """[lanes, chunk]: loss weight of ``targets``, so one place to the left of ``Pack.weights``."""
+    """[lanes, chunk] loss weight of ``targets``: shifted left by one position compared with ``Pack.weights``."""
     positions: npt.NDArray[np.int64]
-    """[lanes, chunk]: each token's position in its own document; they go on over chunks and restart in the filling."""
+    """[lanes, chunk] position of each token in its document, counted over all chunks. Padding restarts at 0."""
     cu_seqlens: tuple[tuple[int, ...], ...]
-    """Per lane the offsets of its segments: segment ``i`` is ``[cu_seqlens[l][i], cu_seqlens[l][i + 1])``."""
+    """Offsets of the segments of each lane ``l``: segment ``i`` is ``[cu_seqlens[l][i], cu_seqlens[l][i + 1])``."""
     ids: tuple[tuple[int, ...], ...]
-    """Per lane and segment, which document of the source, from 0; -1 for filling."""
+    """Index in the source of the document of each segment, for each lane. -1 for padding."""
     carry: npt.NDArray[np.bool_]
-    """[lanes]: whether the lane's last document continues in the next batch. The next batch then needs its state."""
+    """[lanes] whether the lane's last document continues in the next batch, which then needs the model's state."""
 
     @property
     def reset(self) -> npt.NDArray[np.bool_]:
-        """[lanes, chunk]: whether the state must be zero before this token. Nowhere else may it be."""
+        """[lanes, chunk] whether the state must be set to zero before this token, because a document begins there."""
         return np.equal(self.positions, 0)
 
     @property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Per lane and segment, the position of the segment's first token in its document."""
+        """Position in its document of the first token of each segment, for each lane."""
         pairs = zip(self.positions, self.cu_seqlens, strict=True)
         return tuple(tuple(int(row[start]) for start in bounds[:-1]) for row, bounds in pairs)
 
     @property
     def layout(self) -> Layout:
-        """Layout of all lanes one after another, [lanes * chunk], for code that looks no further back than a chunk."""
+        """Layout of all lanes one after another, [lanes * chunk], for models that carry no state between chunks."""
         return Layout.of([end - start for bounds in self.cu_seqlens for start, end in itertools.pairwise(bounds)])
 
     def tensors(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
-        """``tokens``, ``targets``, ``positions`` in int64; ``weights`` in float32; ``reset``, ``carry`` in bool."""
+        """Fields as tensors: ``tokens``, ``targets`` and ``positions`` in int64, ``weights`` in float32, ``reset`` and
+        ``carry`` in bool."""
         import torch
 
         names = ("tokens", "targets", "positions", "weights", "reset", "carry")
@@ -83,17 +84,19 @@ class _Document:
     weights: npt.NDArray[np.float32]
     """[L] weight of each token as a target."""
     done: int = 0
-    """Tokens already in a batch."""
+    """Number of tokens that earlier batches contained."""
 
 
 class Lanes:
-    """Documents of a source in ``lanes`` parallel streams of ``chunk`` tokens per batch; see :class:`LaneBatch`.
+    """Iterator over batches (:class:`LaneBatch`) with ``chunk`` tokens in each of ``lanes`` parallel lanes.
 
-    ``source`` holds documents, as :mod:`~chairlift.train.sequences` says. Every token of it is in exactly one batch; a
-    lane takes the next document when its own has ended, and lanes without one are filled up when the source ends. With
-    ``refill="boundary"`` documents begin at chunk borders only: for models that cannot reset inside a chunk.
+    ``source`` is a source of documents (see :mod:`~chairlift.train.sequences`). Every token is in exactly one batch. A
+    lane continues with the next document when its document ends. After the end of the source, empty lanes are padded.
+    With ``refill="boundary"``, documents begin only at the start of a chunk, for models that cannot reset their state
+    inside a chunk.
 
-    One pass: iterating again goes on. The order depends on the source and the settings only.
+    The source is read once: a second loop continues where the first stopped. The batches depend only on the source and
+    the settings.
     """
 
     def __init__(
@@ -109,15 +112,15 @@ class Lanes:
         self._cursor = SourceCursor(source)
         self._slots: list[_Document | None] = [None] * lanes
         self._ahead: collections.deque[_Document] = collections.deque()
-        """Documents that were read and are in no lane yet. A bad document raises here, before any lane has moved."""
+        """Documents that were read and are not yet in a lane. Reading ahead raises errors before any lane changes."""
         self._batches = self._tokens = self._documents = 0
 
     def __iter__(self) -> Iterator[LaneBatch]:
         return self
 
     def __next__(self) -> LaneBatch:
-        """The next chunk of every lane. Raises ConfigError for a document that cannot be used, once: it is left out
-        when iteration goes on, and nothing else is lost."""
+        """The next chunk of every lane. Raises ConfigError for an invalid document. The next call skips this document,
+        and no other document is lost."""
         self._read_ahead()
         if not self._ahead and not any(self._slots):
             raise StopIteration
@@ -138,23 +141,23 @@ class Lanes:
         return dataclasses.replace(batch, cu_seqlens=bounds, ids=ids)
 
     def _read_ahead(self) -> None:
-        """Read the documents that the next batch will take."""
-        taken = 0
+        """Read the documents that the next batch needs."""
+        needed = 0
         for slot in self._slots:
             room = self.chunk - (len(slot.tokens) - slot.done if slot else 0)
             if self.refill == "boundary":
                 room = 0 if slot else 1
             while room > 0:
-                if taken == len(self._ahead):
+                if needed == len(self._ahead):
                     try:
                         self._ahead.append(_document(self._cursor.read()))
                     except StopIteration:
                         return
-                room -= len(self._ahead[taken].tokens)
-                taken += 1
+                room -= len(self._ahead[needed].tokens)
+                needed += 1
 
     def _fill(self, row: int, batch: LaneBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Write one lane's chunk into ``batch``; its offsets and ids."""
+        """Write the next chunk of lane ``row`` into ``batch``. Returns (segment offsets, segment ids)."""
         bounds, ids = [0], []
         while (start := bounds[-1]) < self.chunk:
             document, done, take = self._slots[row], 0, self.chunk - start
@@ -178,17 +181,18 @@ class Lanes:
         return tuple(bounds), tuple(ids)
 
     def stats(self) -> dict[str, float]:
-        """``batches``, ``documents`` begun, ``tokens``, and ``used``: the share of all places that held a token."""
-        places = self._batches * self.lanes * self.chunk
+        """Number of ``batches``, started ``documents`` and ``tokens``, and ``used``: the fraction that is not
+        padding."""
+        positions = self._batches * self.lanes * self.chunk
         return {
             "batches": self._batches,
             "documents": self._documents,
             "tokens": self._tokens,
-            "used": self._tokens / places if places else 0.0,
+            "used": self._tokens / positions if positions else 0.0,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """State after the last batch, as plain data and NumPy arrays. It resumes bit for bit."""
+        """State after the last batch, as plain data and NumPy arrays. A resumed iterator gives identical batches."""
         return {
             "settings": dict(self._settings),
             "source": self._cursor.state_dict(),
@@ -198,7 +202,7 @@ class Lanes:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, over the same source. Raises ConfigError when the settings differ."""
+        """Continue from a state of :meth:`state_dict`, with the same source. Raises ConfigError if settings differ."""
         if state["settings"] != self._settings:
             raise ConfigError(
                 f"the state was taken with {state['settings']}, but this object has {self._settings}; "

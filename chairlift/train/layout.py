@@ -1,6 +1,6 @@
-"""Packs and the layout of their sequences: the plain data that all parts of training exchange.
+"""Packs and the layout of their sequences: the data classes that all parts of the training half use.
 
-NumPy only; PyTorch is imported by the methods that return tensors.
+Needs NumPy. PyTorch is imported only by methods that return tensors.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ __all__ = ["Layout", "Pack"]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Begins and ends of N sequences in a flat batch of T tokens, without padding between them."""
+    """Boundaries of N sequences in a flat batch of T tokens. There is no padding between the sequences."""
 
     cu_seqlens: tuple[int, ...]
-    """[N + 1] offsets, ascending from 0: sequence ``i`` is ``[cu_seqlens[i], cu_seqlens[i + 1])``; the last is T."""
+    """[N + 1] ascending offsets. Sequence ``i`` is ``[cu_seqlens[i], cu_seqlens[i + 1])``; the first offset is 0 and
+    the last is T."""
 
     def __post_init__(self) -> None:
         if not self.cu_seqlens or self.cu_seqlens[0] != 0:
@@ -37,7 +38,7 @@ class Layout:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Layout:
-        """Layout of sequences with these lengths, one after another. Raises ConfigError for an empty one."""
+        """Layout of sequences with these lengths, one after another. Raises ConfigError for an empty sequence."""
         return cls((0, *itertools.accumulate(int(length) for length in lengths)))
 
     @property
@@ -50,30 +51,30 @@ class Layout:
 
     @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
-        """[N]."""
+        """Length of each sequence in tokens, [N]."""
         return tuple(end - start for start, end in itertools.pairwise(self.cu_seqlens))
 
     @property
     def max_seqlen(self) -> int:
-        """Tokens in the longest sequence."""
+        """Length of the longest sequence in tokens."""
         return max(self.lengths, default=0)
 
     @functools.cached_property
     def positions(self) -> npt.NDArray[np.int64]:
-        """[T]: they restart at 0 in every sequence."""
+        """[T] position of each token in its sequence, from 0."""
         starts = np.asarray(self.cu_seqlens[:-1], dtype=np.int64)
         return np.arange(self.num_tokens, dtype=np.int64) - np.repeat(starts, self.lengths)
 
     @functools.cached_property
     def segment_ids(self) -> npt.NDArray[np.int32]:
-        """[T]: 0 for the tokens of the first sequence, 1 for those of the second (``seq_idx`` of Mamba's kernels)."""
+        """[T] index of the sequence that each token belongs to, from 0 (``seq_idx`` of Mamba's kernels)."""
         return np.repeat(np.arange(self.num_sequences, dtype=np.int32), self.lengths)
 
     def unpack(self, tensor: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
-        """Split a tensor [T, ...] into one view per sequence, [L_i, ...] each.
+        """Split a tensor [T, ...] into one view [L_i, ...] per sequence.
 
-        A leading axis of size 1 (the batch axis of Hugging Face's models) is dropped. Raises ConfigError when the
-        axis does not have T entries.
+        A leading axis of size 1 (the batch axis of Hugging Face's models) is dropped. Raises ConfigError when axis
+        ``dim`` does not have T entries.
         """
         import torch
 
@@ -86,28 +87,29 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pack:
-    """Sequences that share one forward pass."""
+    """A pack: one or more sequences that are computed in one forward pass."""
 
     tokens: npt.NDArray[np.int32]
-    """[T], the sequences one after another."""
+    """[T] token ids: the sequences one after another."""
     lengths: tuple[int, ...]
     """[N] lengths of the sequences; their sum is T."""
     ids: tuple[int, ...]
-    """[N] position in the source of each. Pieces of one split sequence have the same."""
+    """[N] index of each sequence in its source. Pieces of a split sequence have the same index."""
     weights: npt.NDArray[np.float32]
     """[T] loss weight of each token as a *target*: 0 for prompts and for the first token of a sequence."""
     meta: tuple[Mapping[str, Any], ...] = ()
-    """[N] other fields that the source gave with each sequence; empty if it gave none."""
+    """[N] other fields of each sequence in the source. Empty if no sequence has other fields."""
     step: int = 0
-    """Optimiser step that this pack belongs to, from 0."""
+    """Number of the optimiser step that this pack belongs to, from 0."""
     last_of_step: bool = True
     """Whether this rank's optimiser step ends with this pack."""
     step_weight: float = 0.0
-    """Sum of ``weights`` over all packs of the step on all ranks: the constant Z of a token mean."""
+    """Sum of ``weights`` over all packs of the step on all ranks. A mean over tokens divides the loss by it."""
     step_sequences: int = 0
-    """Sequences with a target in all packs of the step on all ranks: the constant Z of a sequence mean."""
+    """Number of sequences with a target in all packs of the step on all ranks. A mean over sequences divides by it."""
     filler: bool = False
-    """Whether this is a filler: one token without a target, so that all ranks take equally many packs at the end."""
+    """Whether this pack is a filler: a single token without a target, so that all ranks get the same number of
+    packs."""
 
     @property
     def num_tokens(self) -> int:
@@ -115,5 +117,5 @@ class Pack:
 
     @property
     def layout(self) -> Layout:
-        """Layout of its sequences."""
+        """Layout of the sequences in the pack."""
         return Layout.of(self.lengths)

@@ -1,7 +1,8 @@
-"""The loss of an optimiser step, independent of how the step was cut up.
+"""The loss of an optimiser step, which does not depend on how the step is divided into micro-batches and ranks.
 
-It is ``sum_t w_t * nll_t / Z``. Z belongs to the whole optimiser step, over micro-batches and ranks, and is known
-before the first backward. Means of means give other gradients where micro-batches differ in their numbers of targets.
+The loss is ``sum_t w_t * nll_t / Z``. Z is a constant of the whole optimiser step, over all micro-batches and ranks,
+and is computed before the first backward pass. A mean of micro-batch means would give other gradients if micro-batches
+have different numbers of targets.
 """
 
 from __future__ import annotations
@@ -25,36 +26,38 @@ from chairlift.train.parallel import num_ranks, sum_over_group
 __all__ = ["Batch", "ExpertCounts", "Gradients", "Reduce", "StepLoss", "own_normaliser", "token_losses"]
 
 Batch = Pack | Mapping[str, Any]
-"""A pack, or a collated batch: ``labels`` [B, S]; ``loss_weight``, ``segment_ids``, ``position_ids`` if any."""
+"""A pack, or a collated batch: ``labels`` [B, S], and optionally ``loss_weight``, ``segment_ids``, ``position_ids``."""
 
 Reduce = Literal["token", "sequence", "sqrt", "weights"]
-"""Factor of a target, beside its own ``loss_weight``. n is the number of targets in its sequence.
+"""How the losses of targets are combined: a factor that multiplies ``loss_weight``, and Z. n is the number of targets
+in a sequence.
 
-- ``token``: 1; Z is the sum of the weights.
-- ``sequence``: 1 / n; Z is the number of sequences with a target. DPO, reward models.
-- ``sqrt``: 1 / sqrt(n); Z is the sum of sqrt(n).
-- ``weights``: 1; Z is the number of targets, so that weights keep their size: importance ratios, advantages.
+- ``token``: factor 1; Z is the sum of the weights. A mean over tokens.
+- ``sequence``: factor 1 / n; Z is the number of sequences with a target. For DPO and reward models.
+- ``sqrt``: factor 1 / sqrt(n); Z is the sum of sqrt(n).
+- ``weights``: factor 1; Z is the number of targets, so that the scale of the weights matters. For importance ratios and
+  advantages.
 """
 
 Gradients = Literal["mean", "sum"]
-"""What becomes of the ranks' gradients: ``mean``, as in DDP and FSDP, so each rank's loss is multiplied by the number
-of ranks; or ``sum``, which leaves the loss alone."""
+"""How the gradients of the ranks are combined. ``mean``, as in DDP and FSDP: each rank's loss is therefore multiplied
+by the number of ranks. ``sum``: the loss is not changed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Targets:
-    """Targets of a row, aligned with the logits: entry t is for the token after t."""
+    """Targets of a row, aligned with the logits: entry t belongs to the token at position t + 1."""
 
     labels: Tensor
-    """int64 [T]."""
+    """int64 [T] token id of each target, or -100."""
     weights: Tensor
-    """[T], in the dtype that the loss is summed in."""
+    """[T] weight of each target, in the dtype of the sum of losses."""
     normaliser: Tensor
-    """Scalar: this row's share of Z."""
+    """This row's part of the constant Z that the loss is divided by, a scalar."""
 
 
 class StepLoss:
-    """The loss of one optimiser step, piece by piece.
+    """Computes the loss of an optimiser step in parts, one part per row.
 
     ::
 
@@ -67,8 +70,8 @@ class StepLoss:
                     loss(logits, batch).backward()
             optimizer.step()
 
-    ``group`` are the ranks that share the step (default: all). ``chunk`` rows of logits are cast to float32 at a time,
-    and once more in the backward, which bounds memory.
+    ``group`` has the ranks that compute the step (default: all ranks). With ``chunk``, only this number of rows of
+    logits is converted to float32 at a time, which limits memory; the backward pass converts them again.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class StepLoss:
         label_smoothing: float = 0.0,
         chunk: int | None = None,
     ) -> None:
-        """Raises ConfigError for an unknown ``reduce`` or ``gradients``, and for values out of range."""
+        """Create a loss. Raises ConfigError for an unknown ``reduce`` or ``gradients``, and for values out of range."""
         if reduce not in ("token", "sequence", "sqrt", "weights"):
             raise ConfigError(f"reduce must be token, sequence, sqrt or weights, got {reduce!r}")
         if gradients not in ("mean", "sum"):
@@ -97,14 +100,15 @@ class StepLoss:
         self._normaliser: float | None = None
         self._total: Tensor | float = 0.0
         self.losses = torch.empty(0)
-        """[T] token losses of the last call, without weights and without a graph; 0 where there is no target."""
+        """[T] loss of each token in the last call, without weights and without a graph. 0 if a token has no target."""
 
     @contextlib.contextmanager
     def step(self, packs: float | Sequence[Batch]) -> Iterator[StepLoss]:
-        """Within, calls belong to one optimiser step: this rank's packs or batches of it, or Z itself.
+        """Context of one optimiser step. ``packs`` has this rank's packs or batches of the step, or is Z itself.
 
-        A stream's packs know Z of a token or sequence mean. Otherwise it is counted and summed over the group: every
-        rank must enter, if need be without packs. Raises ConfigError when the step has no target.
+        The packs of a stream contain Z for a mean over tokens or sequences. Otherwise Z is computed and summed over the
+        group; every rank must then enter the context, even without packs. Raises ConfigError when the step has no
+        target.
         """
         self._normaliser = self._agree(packs)
         self._total = 0.0
@@ -114,10 +118,10 @@ class StepLoss:
             self._normaliser = None
 
     def __call__(self, logits: Tensor, batch: Batch) -> Tensor:
-        """This row's part of the step's loss, a scalar to call ``backward`` on.
+        """This row's part of the step's loss, as a scalar tensor with a graph for ``backward``.
 
-        logits [T, V] or [B, S, V], row t about the token after t. A row without targets gives 0, with a graph, so that
-        every rank's backward runs. Raises ConfigError outside of :meth:`step`.
+        ``logits`` [T, V] or [B, S, V]: row t predicts the token at t + 1. A row without targets gives 0, also with a
+        graph, so that every rank can run a backward pass. Raises ConfigError outside :meth:`step`.
         """
         if self._normaliser is None:
             raise ConfigError("call a StepLoss inside `with loss.step(packs):`; Z must be known before any backward")
@@ -134,11 +138,11 @@ class StepLoss:
 
     @property
     def total(self) -> float:
-        """This rank's share of the last step's loss, for logs; its sum over the ranks is the step's mean."""
+        """This rank's part of the last step's loss, for logs. The sum over all ranks is the loss of the step."""
         return float(self._total)
 
     def normaliser(self, batches: Sequence[Batch]) -> float:
-        """Z counted over these batches and the group. Every rank must call it, with its own batches."""
+        """Z of a step with these batches, summed over the group. Every rank must call this method with its batches."""
         own = own_normaliser(batches, self.reduce)
         return float(sum_over_group(torch.tensor([own], dtype=torch.float64), self.group))
 
@@ -160,15 +164,15 @@ class StepLoss:
 
 
 def own_normaliser(batches: Sequence[Batch], reduce: Reduce) -> float:
-    """Z counted over these batches of one rank."""
+    """Part of Z that comes from these batches of one rank."""
     cpu = torch.device("cpu")
     return sum(float(_targets(batch, reduce, cpu, torch.float64).normaliser) for batch in batches)
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, chunk: int | None = None) -> Tensor:
-    """Cross-entropy [T] of labels [T] under logits [T, V], 0 where a label is -100; at least float32.
+    """Cross-entropy [T] of labels [T] for logits [T, V], in float32 or wider. It is 0 where the label is -100.
 
-    With ``chunk``, that many rows exist in float32 at a time, and are computed again in the backward.
+    With ``chunk``, only this number of rows exists in float32 at a time. The backward pass computes them again.
     """
 
     def some(rows: Tensor, targets: Tensor) -> Tensor:
@@ -177,18 +181,18 @@ def token_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0
 
     if chunk is None or len(logits) <= chunk:
         return some(logits, labels)
-    # split, not slices: the gradients of the pieces are joined once, instead of being added up in full size each.
+    # torch.split joins the gradients of all pieces once. Slices would add up one full-size gradient per piece.
     pieces = zip(torch.split(logits, chunk), torch.split(labels, chunk), strict=True)
     return torch.cat([checkpoint(some, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces])
 
 
 class ExpertCounts:
-    """The load-balancing loss of mixtures of experts, independent of how the step was cut up.
+    """Load-balancing loss for mixtures of experts, which does not depend on how the step is divided.
 
-    E * sum_e f_e * P_e (Switch Transformer, eq. 4-6): f_e is expert e's share of the routings, P_e its mean
-    probability. f has no gradient. Where f of the whole step is known beforehand, by a forward without gradient per
-    micro-batch, the parts add up exactly. Without one, f is of what this rank has seen of the step: cheaper, and not
-    exact.
+    The loss is E * sum_e f_e * P_e (Switch Transformer, eq. 4-6). f_e is the fraction of routings to expert e, and P_e
+    is its mean probability. f has no gradient. If ``forward`` is given to :meth:`step`, f is computed over the whole
+    step first, by a forward pass without gradients for each micro-batch, and the parts add up exactly. Without
+    ``forward``, f covers only the rows of this rank so far, which is cheaper but not exact.
 
     ::
 
@@ -197,8 +201,8 @@ class ExpertCounts:
                 out = forward(batch)
                 (loss(out.logits, batch) + 0.01 * experts(out.router_logits, batch)).backward()
 
-    For routers that take the ``top_k`` largest logits. ``per_layer`` averages one loss per layer (Switch, Megatron);
-    without it all layers are counted together (transformers).
+    The routers must choose the ``top_k`` largest logits. ``per_layer`` averages the losses of single layers, as in
+    Switch and Megatron. Otherwise all layers are counted together, as in transformers.
     """
 
     def __init__(
@@ -210,7 +214,8 @@ class ExpertCounts:
         group: distributed.ProcessGroup | None = None,
         gradients: Gradients = "mean",
     ) -> None:
-        """Raises ConfigError unless 1 <= top_k <= num_experts."""
+        """Create counts for routers with ``num_experts`` experts. Raises ConfigError unless 1 <= top_k <=
+        num_experts."""
         if not 1 <= top_k <= num_experts:
             raise ConfigError(f"top_k must be from 1 to num_experts ({num_experts}), got {top_k}")
         self.num_experts = num_experts
@@ -225,20 +230,19 @@ class ExpertCounts:
 
     @classmethod
     def of(cls, config: Any, **settings: Any) -> ExpertCounts:
-        """Make counts for a transformers model from its ``config``. Raises ConfigError if it names no experts."""
+        """Create an instance from the ``config`` of a transformers model. Raises ConfigError for a model without
+        experts."""
         for name in ("num_local_experts", "num_experts", "n_routed_experts"):
             if getattr(config, name, None):
                 return cls(getattr(config, name), config.num_experts_per_tok, **settings)
-        raise ConfigError(
-            f"{type(config).__name__} names no number of experts; ExpertCounts is for mixtures of experts"
-        )
+        raise ConfigError(f"{type(config).__name__} has no number of experts; ExpertCounts is for mixtures of experts")
 
     @contextlib.contextmanager
     def step(self, batches: Sequence[Batch], forward: Callable[[Batch], Any] | None = None) -> Iterator[ExpertCounts]:
-        """Within, calls belong to one optimiser step. Every rank of the group must enter, with its own batches.
+        """Context of one optimiser step. Every rank of the group must enter it, with its batches.
 
-        ``forward`` returns a batch's router logits, or an output that has them as ``router_logits``. It is called once
-        per batch, without gradient, and must route as in training (no dropout, no router noise).
+        ``forward`` returns the router logits of a batch, or an output with ``router_logits``. It is called once per
+        batch, without gradients, and must route tokens as in training: without dropout and router noise.
         """
         self.exact = forward is not None
         self._counts = None
@@ -258,7 +262,8 @@ class ExpertCounts:
             self._num_tokens = 0.0
 
     def __call__(self, router_logits: Sequence[Tensor], batch: Batch) -> Tensor:
-        """This row's part of the step's loss, a scalar; router logits [T, E] per layer, padding excluded."""
+        """This row's part of the step's loss, as a scalar. ``router_logits`` has a tensor [T, E] for each layer;
+        padding is ignored."""
         if not self._num_tokens:
             raise ConfigError("an ExpertCounts is called inside `with experts.step(batches, forward):`")
         if not self.exact:
@@ -267,9 +272,9 @@ class ExpertCounts:
             self._counted += _num_tokens(batch)
         if self._counts is None:
             raise ConfigError("no routing was counted; give `forward` the batches that are trained on")
-        kept = _num_tokens(batch)
+        num_tokens = _num_tokens(batch)
         wide = torch.promote_types(router_logits[0].dtype, torch.float32)
-        shares = [logits[:kept].to(wide).softmax(-1).sum(0) for logits in router_logits]
+        shares = [logits[:num_tokens].to(wide).softmax(-1).sum(0) for logits in router_logits]
         probabilities = torch.stack([share.to(shares[0].device) for share in shares]) / self._num_tokens
         fractions = (self._counts / max(1.0, self._counted)).to(probabilities)
         if not self.per_layer:
@@ -279,13 +284,14 @@ class ExpertCounts:
 
     @property
     def fractions(self) -> Tensor:
-        """float64 [layers, E]: share of its tokens that each layer sent to each expert; a row adds up to ``top_k``."""
+        """float64 [layers, E] fraction of the tokens that each layer routes to each expert. Each row adds up to
+        ``top_k``."""
         if self._counts is None:
             raise ConfigError("no routing was counted yet")
         return self._counts / max(1.0, self._counted)
 
     def _routings(self, router_logits: Any, batch: Batch) -> Tensor:
-        """float64 [layers, E] on the CPU: tokens of each expert."""
+        """float64 [layers, E] on the CPU: number of tokens routed to each expert."""
         layers = getattr(router_logits, "router_logits", router_logits)
         chosen = [logits[: _num_tokens(batch)].detach().topk(self.top_k, -1).indices for logits in layers]
         return torch.stack([layer.flatten().bincount(minlength=self.num_experts).cpu() for layer in chosen]).double()
@@ -295,7 +301,7 @@ _collate = PackCollator(keys=("labels", "loss_weight", "segment_ids"))
 
 
 def _targets(batch: Batch, reduce: Reduce, device: torch.device, dtype: torch.dtype) -> _Targets:
-    """Targets of ``batch``. The first token of a sequence is never a target, whatever its label says."""
+    """Targets of ``batch``. The first token of a sequence is never a target, even if it has a label."""
     row = _collate(batch) if isinstance(batch, Pack) else batch
     labels = row["labels"].to(device)
     labels = labels if labels.ndim > 1 else labels[None]
@@ -312,25 +318,26 @@ def _targets(batch: Batch, reduce: Reduce, device: torch.device, dtype: torch.dt
     weights = weights.masked_fill(ignored, 0.0)
     counted = (weights != 0).to(dtype)
     segments = starts.flatten().cumsum(0) - 1
-    # One place per token, which is always enough. Reading the number of sequences would wait for the device.
+    # The vector has one entry per token, which is always enough. Reading the number of sequences from the device would
+    # make the host wait for it.
     lengths = torch.zeros_like(weights).index_add_(0, segments, counted)
     power = {"sequence": 1.0, "sqrt": 0.5}.get(reduce, 0.0)
     if power:
         weights = weights / lengths[segments].clamp(min=1.0) ** power
     normaliser = {"token": weights, "weights": counted, "sequence": (lengths > 0).to(dtype), "sqrt": lengths.sqrt()}
-    # Aligned with the logits: what a row predicts is the next token's label, and the last row predicts nothing.
+    # Align labels and weights with the logits: row t predicts the label of token t + 1, and the last row has no label.
     labels = functional.pad(labels.flatten().masked_fill(ignored, IGNORED)[1:], (0, 1), value=IGNORED)
     return _Targets(labels, functional.pad(weights[1:], (0, 1)), normaliser[reduce].sum())
 
 
 def _known(batch: Batch, reduce: Reduce) -> float:
-    """Z for all ranks from the stream's packs, or 0 if they do not know it."""
+    """Z over all ranks, as stored in the packs of a stream. 0 if it is unknown."""
     name = {"token": "step_weight", "sequence": "step_sequences"}.get(reduce, "")
     return float((getattr(batch, name, 0.0) if isinstance(batch, Pack) else batch.get(name)) or 0.0)
 
 
 def _num_tokens(batch: Batch) -> int:
-    """Tokens of the row that are not padding."""
+    """Number of tokens of the row without padding."""
     if isinstance(batch, Pack):
         return 0 if batch.filler else batch.num_tokens
     return int(batch["num_tokens"] if "num_tokens" in batch else batch["input_ids"].numel())

@@ -1,7 +1,7 @@
-"""A model as the trainer sees it, whoever implements its layers.
+"""The interface between the trainer and a model.
 
-:class:`NativeNetwork` is a model of Chairlift's, whole or with an adapter; another implementation needs the methods of
-:class:`Network` and nothing else. The trainer packs, weighs losses, takes steps and keeps moments the same way for all.
+:class:`NativeNetwork` is a model with Chairlift's own layers, which is trained as a whole or with an adapter. Any other
+implementation needs only the methods of :class:`Network`. Packing, losses and optimiser steps are the same for all.
 """
 
 from __future__ import annotations
@@ -28,40 +28,48 @@ __all__ = ["NativeNetwork", "Network"]
 
 
 class Network(Protocol):
-    """What the trainer needs of a model."""
+    """Protocol of a model that the trainer can train."""
 
     module: nn.Module
     """The whole model. The trainer sets its mode and reads its device."""
     trained: Mapping[str, nn.Parameter]
-    """Parameters that are trained, by their names in checkpoints."""
+    """Name in checkpoints -> parameter, for the parameters that are trained."""
     vocab_size: int
-    """Token ids are below this."""
+    """Number of token ids of the model."""
     drops: bool
     """Whether the module drops numbers by itself in training mode."""
+    section: str
+    """Section of the settings that :meth:`settings` come from."""
 
     def logits(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor) -> Tensor:
-        """Logits [R, V] of the tokens ``rows`` (int64 [R]) of a collated pack, without a look at other sequences."""
+        """Logits [R, V] at the positions ``rows`` (int64 [R]) of a collated pack. Sequences do not affect each
+        other."""
         ...
 
     def branches(self) -> Iterable[nn.Module]:
-        """Modules whose outputs the trainer's dropout is applied to."""
+        """Modules to whose outputs the trainer applies dropout."""
         ...
 
     def recomputed(self) -> contextlib.AbstractContextManager[None]:
-        """Within, only the input of each layer is kept for the backward, which computes the layer again."""
+        """Context with gradient checkpointing: a forward pass stores only the input of each layer, and the backward
+        pass computes the layer again."""
         ...
 
     def settings(self) -> Mapping[str, Any] | None:
-        """Plain data that must be equal where a run goes on; None for a model that is trained whole."""
+        """Settings that must be equal when a run is resumed, as plain data. None for a model that is trained as a
+        whole."""
         ...
 
     def write(self, directory: Path, files: ModelFiles) -> None:
-        """Write the directory that is served, which is made if needed."""
+        """Write the model or adapter into ``directory`` so that it can be served. The directory is created if
+        needed."""
         ...
 
 
 class NativeNetwork:
-    """A model of Chairlift's own layers. With an ``adapter`` of it, or several, only these are trained and written."""
+    """A model with Chairlift's own layers. With one or more adapters, only the adapters are trained and written."""
+
+    section = "lora"
 
     def __init__(self, model: CausalLM, adapter: TrainableAdapter | TrainableAdapters | None = None) -> None:
         self.model = model
@@ -81,7 +89,7 @@ class NativeNetwork:
         return self.model.compute_logits(hidden[rows])
 
     def branches(self) -> Iterable[nn.Module]:
-        """Attention and MLP of each layer."""
+        """The attention module and the MLP of each layer."""
         return [module for module in self.model.modules() if isinstance(module, (Attention, MLP))]
 
     @contextlib.contextmanager
@@ -94,7 +102,7 @@ class NativeNetwork:
             yield
         finally:
             for layer in layers:
-                del layer.forward  # what hid the class's own method
+                del layer.forward  # makes the method of the class visible again
 
     def settings(self) -> Mapping[str, Any] | None:
         """Scale and base model of the adapter."""
@@ -106,3 +114,9 @@ class NativeNetwork:
             self.adapter.write(directory)
         else:
             write_model(self.model, files, directory)
+
+    def __str__(self) -> str:
+        kind = "native"
+        if self.adapter is not None:
+            kind += ", with an adapter" if isinstance(self.adapter, TrainableAdapter) else ", with several adapters"
+        return f"{self.model.config.model_type}, {kind}"

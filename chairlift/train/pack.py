@@ -1,9 +1,9 @@
-"""Plans which sequences share a pack: bounded lookahead with exact completion, and its offline version.
+"""Plans which sequences share a pack, from their lengths alone. Uses the standard library only.
 
-Standard library only, and about lengths only. Packing is bin packing (Johnson, 1973). Lengths are small integers, many
-of them equal, as in packing by histogram (Krell et al., 2021). One pack at a time is filled as well as the pending
-sequences allow, which is the minimum bin slack idea (Gupta and Ho, 1999), reduced to one exact sequence or one exact
-pair. Bit operations on whole sets of lengths find these without a loop.
+Packing sequences is bin packing (Johnson, 1973). The lengths are small integers, and many are equal, as in packing by
+histogram (Krell et al., 2021). The packer holds a limited number of pending sequences, and fills one pack at a time as
+completely as these sequences allow (minimum bin slack; Gupta and Ho, 1999). It looks only for one or two sequences that
+fill the remaining room exactly. Bit operations on sets of lengths find them without a loop.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ __all__ = ["LookaheadPacker", "lower_bound", "pack_indices"]
 
 _Opens = Literal["oldest", "longest"]
 _OFFLINE: tuple[tuple[int, _Opens], ...] = ((2**63, "longest"), (256, "oldest"), (1024, "oldest"))
-"""(pool, opening rule) pairs that are tried when the whole data set is known."""
+"""(pool, opens) arguments of :class:`LookaheadPacker` that are tried when the whole data set is known."""
 
 
 class _Shelf:
-    """Pending sequences that may share a pack: one queue per size, and the present sizes as two bitsets."""
+    """Pending sequences that may share a pack: one queue per size, and two bitsets of the sizes that are pending."""
 
     __slots__ = ("capacity", "have", "mirror", "queues", "spare")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.queues: dict[int, deque[int]] = {}  # size -> serials, oldest first; never an empty queue
+        self.queues: dict[int, deque[int]] = {}  # size -> serial numbers, oldest first; empty queues are removed
         self.spare: list[deque[int]] = []
         self.have = 0  # bit x: a sequence of size x is pending
-        self.mirror = 0  # bit capacity - x, likewise
+        self.mirror = 0  # bit capacity - x: a sequence of size x is pending
 
     def add(self, size: int, serial: int) -> None:
         queue = self.queues.get(size)
@@ -43,7 +43,7 @@ class _Shelf:
         queue.append(serial)
 
     def take(self, size: int) -> int:
-        """Take the oldest sequence of this size."""
+        """Remove the oldest sequence of this size, and return its serial number."""
         queue = self.queues[size]
         serial = queue.popleft()
         if not queue:
@@ -52,34 +52,40 @@ class _Shelf:
             self.mirror ^= 1 << (self.capacity - size)
         return serial
 
-    def complete(self, room: int, most: int, taken: list[int]) -> None:
-        """Fill ``room`` with at most ``most`` sequences: exactly one, exactly two, or else the largest that fits."""
-        while room and most:
+    def complete(self, room: int, max_sequences: int, pack: list[int]) -> None:
+        """Add at most ``max_sequences`` sequences to ``pack``, in the remaining ``room``.
+
+        One or two sequences that fill the room exactly are preferred. Otherwise the largest sequence that fits is
+        added, and the search is repeated.
+        """
+        while room and max_sequences:
             if room in self.queues:
-                taken.append(self.take(room))
+                pack.append(self.take(room))
                 return
-            if most > 1:
-                # Bit a: sizes a and room - a are both pending. The largest a is room / 2 only if there is no other.
+            if max_sequences > 1:
+                # Bit a is set if sizes a and room - a are both pending. The largest a is room / 2 only if no other pair
+                # exists; then two sequences of this size are needed.
                 pairs = self.have & (self.mirror >> (self.capacity - room))
                 size = pairs.bit_length() - 1
                 if size > 0 and (size + size != room or len(self.queues[size]) > 1):
-                    taken.append(self.take(size))
-                    taken.append(self.take(room - size))
+                    pack.append(self.take(size))
+                    pack.append(self.take(room - size))
                     return
             size = (self.have & ((2 << room) - 1)).bit_length() - 1
             if size < 0:
                 return
-            taken.append(self.take(size))
+            pack.append(self.take(size))
             room -= size
-            most -= 1
+            max_sequences -= 1
 
 
 class LookaheadPacker:
-    """Packs sequences as they come, with at most ``pool`` of them pending.
+    """Packs sequences as they arrive, with at most ``pool`` pending sequences.
 
-    The oldest pending sequence opens each pack, so none waits for more than ``pool`` packs. Sequences with different
-    keys never share a pack; the oldest decides the key. What a pack holds depends only on the order of the calls.
-    A call costs O(capacity / 64) machine words per sequence taken and no loop over what is pending.
+    Each pack begins with the oldest pending sequence, so no sequence waits for more than ``pool`` packs. Sequences with
+    different keys never share a pack; the oldest sequence determines the key of the pack. The packs depend only on the
+    order of the calls. A call costs O(capacity / 64) machine words for each sequence of the pack, and needs no loop
+    over the pending sequences.
     """
 
     def __init__(
@@ -91,23 +97,30 @@ class LookaheadPacker:
         max_sequences: int | None = None,
         opens: _Opens = "oldest",
     ) -> None:
-        """``capacity`` is in tokens, and every length counts as the next multiple of ``align`` tokens. ``opens`` says
-        which pending sequence opens a pack; ``longest`` (of the oldest's key) bounds no delay and suits a whole data
-        set. Raises ConfigError for numbers below 1 and a capacity that is no multiple of ``align``.
+        """Create a packer.
+
+        ``capacity`` is in tokens. Each length is rounded up to a multiple of ``align`` tokens. ``opens`` selects the
+        first sequence of a pack: ``oldest``, or ``longest`` (among the sequences with the key of the oldest), which
+        does not limit the delay and is meant for a complete data set. Raises ConfigError for numbers below 1, and for a
+        capacity that is not a multiple of ``align``.
         """
-        capacity, pool, align = operator.index(capacity), operator.index(pool), operator.index(align)  # also NumPy's
-        least = min(capacity, pool, align, 1 if max_sequences is None else max_sequences)
-        if least < 1 or capacity % align:
+        capacity, pool, align = (
+            operator.index(capacity),
+            operator.index(pool),
+            operator.index(align),
+        )  # also of NumPy
+        smallest = min(capacity, pool, align, 1 if max_sequences is None else max_sequences)
+        if smallest < 1 or capacity % align:
             raise ConfigError(
                 f"capacity, pool, align and max_sequences must be at least 1, and capacity a multiple of align; got "
                 f"capacity {capacity}, pool {pool}, align {align}, max_sequences {max_sequences}"
             )
         self.capacity, self.pool, self.align = capacity, pool, align
         self._room = capacity // align
-        self._most = self._room if max_sequences is None else max_sequences
+        self._max_sequences = self._room if max_sequences is None else max_sequences
         self._opens = opens
         self._shelves: dict[Hashable, _Shelf] = {}
-        self._arrivals: deque[tuple[int, int, Hashable]] = deque()  # (serial, size, key); some are packed already
+        self._arrivals: deque[tuple[int, int, Hashable]] = deque()  # (serial, size, key); may contain packed sequences
         self._count = 0
 
     def __len__(self) -> int:
@@ -116,18 +129,18 @@ class LookaheadPacker:
 
     @property
     def full(self) -> bool:
-        """Whether a pack is due before another sequence may come."""
+        """Whether ``pool`` sequences are pending, so that :meth:`next_pack` must be called before :meth:`add`."""
         return self._count >= self.pool
 
     def add(self, serial: int, length: int, key: Hashable = None) -> None:
-        """Make a sequence pending. ``serial`` names it, above every one before; ``length`` is in tokens.
+        """Add a pending sequence of ``length`` tokens. ``serial`` must be larger than all earlier serial numbers.
 
-        Raises ConfigError for a length that no pack takes.
+        Raises ConfigError for a length of 0, and for a length above the capacity.
         """
         size = length if self.align == 1 else -(-length // self.align)
         if not 1 <= size <= self._room:
             raise ConfigError(
-                f"sequence {serial} has {length} tokens, but a pack takes 1 to {self.capacity}; "
+                f"sequence {serial} has {length} tokens, but a pack has room for 1 to {self.capacity}; "
                 "drop or cut the sequence, or raise the capacity"
             )
         shelf = self._shelves.get(key)
@@ -138,42 +151,44 @@ class LookaheadPacker:
         self._count += 1
 
     def next_pack(self) -> list[int]:
-        """The serials of one pack, in the order in which they should lie. Raises ConfigError when none is pending."""
+        """Serial numbers of the sequences of the next pack, in order. Raises ConfigError when no sequence is
+        pending."""
         if not self._count:
             raise ConfigError("no sequence is pending; add one first")
         arrivals = self._arrivals
         while True:
             serial, size, key = arrivals[0]
             shelf = self._shelves.get(key)
-            # Each queue is in order of arrival, so this one is still pending unless its queue has moved past it.
+            # Queues are in order of arrival, so the sequence is still pending if its queue begins with it or before it.
             if shelf is not None and size in shelf.queues and shelf.queues[size][0] <= serial:
                 break
             arrivals.popleft()
         if self._opens == "longest":
             size = shelf.have.bit_length() - 1
-        taken = [shelf.take(size)]
-        shelf.complete(self._room - size, self._most - 1, taken)
-        self._count -= len(taken)
+        pack = [shelf.take(size)]
+        shelf.complete(self._room - size, self._max_sequences - 1, pack)
+        self._count -= len(pack)
         if not shelf.queues:
             del self._shelves[key]
         if not self._count:
             arrivals.clear()
-        return taken
+        return pack
 
     def pending(self) -> list[int]:
-        """Serials of pending sequences, oldest first. Adding them in this order to a new packer restores the state."""
+        """Serial numbers of the pending sequences, oldest first. Adding these sequences in this order to a new packer
+        restores the state of this packer."""
         return sorted(serial for shelf in self._shelves.values() for queue in shelf.queues.values() for serial in queue)
 
 
 def pack_indices(
     lengths: Iterable[int], capacity: int, *, pool: int | None = None, align: int = 1, max_sequences: int | None = None
 ) -> list[list[int]]:
-    """Plan packs of at most ``capacity`` tokens: the positions in ``lengths`` that share one, for each pack.
+    """Plan packs of at most ``capacity`` tokens. Returns a list of indices into ``lengths`` for each pack.
 
-    With a ``pool``, exactly what :class:`LookaheadPacker` makes of the sequences in order. Without, the whole data set
-    is looked at: the best of lookahead, longest first with exact completion, and best-fit decreasing, which needs at
-    most 11/9 of the optimal number of packs plus one (Johnson, 1973). The result depends on the arguments only. Raises
-    ConfigError for numbers below 1 and a length outside 1 to ``capacity`` or that is no whole number.
+    With a ``pool``, the packs are those of :class:`LookaheadPacker`. Without a pool, several methods are tried on the
+    whole data set, and the result with the fewest packs is returned. One of the methods is best-fit decreasing, which
+    needs at most 11/9 of the optimal number of packs plus one (Johnson, 1973). The result depends on the arguments
+    only. Raises ConfigError for numbers below 1, and for lengths that are not whole numbers from 1 to ``capacity``.
     """
     try:
         lengths, capacity = [operator.index(length) for length in lengths], operator.index(capacity)
@@ -194,7 +209,8 @@ def pack_indices(
 
 
 def lower_bound(lengths: Sequence[int], capacity: int, *, align: int = 1) -> int:
-    """Fewest packs that any packer needs, by tokens and by sequences of which no two fit together."""
+    """Lower bound of the number of packs: by the sum of the lengths, and by the number of sequences that are longer
+    than half of a pack."""
     sizes = [-(-operator.index(length) // align) for length in lengths]
     room = operator.index(capacity) // align
     return max(-(-sum(sizes) // room), sum(size + size > room for size in sizes))
@@ -211,12 +227,12 @@ def _in_order(lengths: Sequence[int], packer: LookaheadPacker) -> list[list[int]
     return packs
 
 
-def _best_fit_decreasing(lengths: Sequence[int], capacity: int, align: int, most: int) -> list[list[int]]:
+def _best_fit_decreasing(lengths: Sequence[int], capacity: int, align: int, max_sequences: int) -> list[list[int]]:
     """Pack sequences longest first, each into the fullest pack that has room."""
     sizes = [-(-length // align) for length in lengths]
     packs: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
-    rooms = 0  # bit r: a pack with room r may take another sequence
+    rooms = 0  # bit r: some pack has room for r more tokens
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         size = sizes[index]
         fits = rooms >> size
@@ -229,10 +245,10 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int, align: int, most
             room, pack = capacity // align, len(packs)
             packs.append([])
         packs[pack].append(index)
-        left = room - size
-        if left and len(packs[pack]) < most:
-            waiting = by_room.setdefault(left, [])
+        remaining = room - size
+        if remaining and len(packs[pack]) < max_sequences:
+            waiting = by_room.setdefault(remaining, [])
             if not waiting:
-                rooms ^= 1 << left
+                rooms ^= 1 << remaining
             waiting.append(pack)
     return packs

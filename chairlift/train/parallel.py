@@ -1,6 +1,6 @@
-"""Data parallelism over processes: ranks, gradients summed in flat buckets, and a launcher for one machine.
+"""Data parallelism over processes: ranks, sums of gradients over ranks, and a launcher for one machine.
 
-Gradients are summed, not averaged: each rank's loss is already divided by the constant of the whole step.
+Gradients are summed, not averaged, because the loss of each rank is already divided by the constant of the whole step.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 _LAUNCHER: Final = "CHAIRLIFT_LAUNCHER"
-"""Environment variable with the process id of the launcher, set by :func:`launch`."""
+"""Name of the environment variable in which :func:`launch` passes its process id to the processes that it starts."""
 _BUCKET: Final = 1 << 24
-"""Numbers per all-reduce: 64 MiB of float32."""
+"""Number of values in one all-reduce: 64 MiB in float32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ranks:
-    """Rank of this process, and number of processes that train together."""
+    """Rank of this process (from 0), and number of processes that train together."""
 
     rank: int = 0
     size: int = 1
@@ -56,18 +56,24 @@ def world_size() -> int:
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[Ranks]:
-    """Join the processes that ``torchrun`` or :func:`launch` has started, for as long as the context lasts."""
+def process_group(device: str = "cpu") -> Iterator[Ranks]:
+    """Join the processes that ``torchrun`` or :func:`launch` has started, for as long as the context lasts.
+
+    They exchange by gloo, or for ``device`` ``cuda`` by NCCL, each with the device of its local rank.
+    """
     size = world_size()
     if launcher := os.environ.get(_LAUNCHER):
         die_with_parent(int(launcher))
     if size == 1:
         yield Ranks()
         return
-    # This module keeps the group of the moment at which it is imported in its defaults, and an optimizer's first step
-    # imports it. A group that is kept so long ends with the interpreter, whose end its threads sometimes abort.
+    # This module stores the group that exists when it is imported in its default arguments, and the first step of an
+    # optimizer imports it. A stored group is destroyed only at the interpreter's exit, and its threads can then abort
+    # the process. So the module is imported before the group exists.
     importlib.import_module("torch.distributed.nn.functional")
-    distributed.init_process_group("gloo")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         yield Ranks(distributed.get_rank(), size)
     finally:
@@ -76,24 +82,25 @@ def process_group() -> Iterator[Ranks]:
 
 
 def settle() -> None:
-    """Let a process group's threads drop their references. Must run between the last exchange and the group's end.
+    """Give the threads of the process group time to release their work. Call this between the last collective operation
+    and the end of the group.
 
-    What autograd keeps for the calling thread travels with every exchange. Whoever drops it last needs the
-    interpreter's lock, and gloo's group keeps that lock while it waits for its threads to end (PyTorch 2.13): a thread
-    that was slow to drop its work would be waited for without end.
+    Otherwise there can be a deadlock (PyTorch 2.13). Each operation has a reference to the caller's autograd state, and
+    the thread that drops the last reference needs the interpreter's lock. The gloo group holds this lock while it waits
+    for its threads to end.
     """
     time.sleep(0.1)
 
 
 def num_ranks(group: distributed.ProcessGroup | None = None) -> int:
-    """Number of ranks in a group, or of all ranks; 1 without torch.distributed."""
+    """Number of ranks in a group, or of all ranks. 1 if torch.distributed is not initialised."""
     return distributed.get_world_size(group) if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def sum_gradients(parameters: Sequence[Tensor]) -> None:
-    """Replace each gradient by its sum over the ranks; the same on all of them, bit for bit. No gradient counts as 0.
+    """Replace each gradient by its sum over all ranks. The results are identical on all ranks.
 
-    Buckets are cut in the order of ``parameters``, which must be the same everywhere.
+    A missing gradient counts as 0. The order of ``parameters`` must be the same on all ranks.
     """
     if num_ranks() == 1:
         return
@@ -109,7 +116,7 @@ def sum_gradients(parameters: Sequence[Tensor]) -> None:
 
 
 def sum_over_group(values: Tensor, group: distributed.ProcessGroup | None = None) -> Tensor:
-    """The sums over the ranks of a group of float64 ``values``, both on the CPU. Every rank must call it."""
+    """Sum a float64 tensor on the CPU over the ranks of a group. Every rank must call this function."""
     if num_ranks(group) == 1:
         return values
     device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
@@ -119,12 +126,13 @@ def sum_over_group(values: Tensor, group: distributed.ProcessGroup | None = None
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
-    """The sums over all ranks, in double precision. Every rank must call it."""
+    """Sum each value over all ranks, in double precision. Every rank must call this function."""
     return [float(value) for value in sum_over_group(torch.tensor(values, dtype=torch.float64))]
 
 
 def join_over_ranks(values: Sequence[float]) -> list[float]:
-    """The values of all ranks, those of rank 0 first, in double precision. Every rank must call it."""
+    """Concatenate the values of all ranks in the order of the ranks, in double precision. Every rank must call this
+    function."""
     if num_ranks() == 1:
         return list(values)
     rank, size = distributed.get_rank(), distributed.get_world_size()
@@ -133,10 +141,11 @@ def join_over_ranks(values: Sequence[float]) -> list[float]:
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:
-    """Run ``python -m chairlift ARGUMENTS`` in so many processes here; returns the exit code of the first that fails.
+    """Run ``python -m chairlift ARGUMENTS`` in several processes on this machine. Returns 0, or the exit code of the
+    first process that fails.
 
-    When one fails, or this process is killed, the others are ended. Ctrl-C reaches them all, and is waited for. Raises
-    ConfigError for none.
+    If a process fails, or if this process is killed, the other processes are ended. After Ctrl-C, this function waits
+    until all processes have ended. Raises ConfigError if ``processes`` is below 1.
     """
     if processes < 1:
         raise ConfigError(f"processes must be at least 1, got {processes}")
@@ -149,7 +158,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's; nobody else opens one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the children connect to the store of this process
         "WORLD_SIZE": str(processes),
         _LAUNCHER: str(os.getpid()),
     }
@@ -159,7 +168,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     def pass_on(_number: int, _frame: FrameType | None) -> None:
         for child in children:
             if child.poll() is None:
-                child.terminate()  # not SIGINT: a terminal has sent them that already, and twice means at once
+                child.terminate()  # the terminal sent SIGINT already; a second one would end them at once
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -177,7 +186,10 @@ def launch(arguments: Sequence[str], processes: int) -> int:
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all have ended, or one has failed and the others had time to report an error of their own."""
+    """Wait until all processes have ended. After a failure, wait only a few seconds for the errors of the others.
+
+    Returns the exit code of the first process that failed, or 0.
+    """
     waiting, code = list(children), 0
     while waiting:
         for child in list(waiting):

@@ -1,6 +1,7 @@
-"""Files of records by position: JSON lines, JSON arrays, Parquet and Hugging Face datasets, compressed or not.
+"""Files of records with access by index: JSON lines, JSON arrays, Parquet and Hugging Face datasets.
 
-Needs NumPy; pyarrow for Parquet and Arrow; zstandard for ``.zst`` (before Python 3.14).
+The files can be compressed. Needs NumPy, pyarrow for Parquet and Arrow files, and zstandard for ``.zst`` files (before
+Python 3.14).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ __all__ = [
 
 _CHUNK = 1 << 22
 _SAMPLE = 1 << 20
-"""Bytes at each end of an Arrow file that its fingerprint is of."""
+"""Number of bytes at each end of an Arrow file from which its fingerprint is computed."""
 _COMPRESSED: Final = (".gz", ".zst")
 _LINES: Final = (".jsonl", ".ndjson", ".json")
 _TABLES: Final = (".parquet", ".pq")
@@ -50,27 +51,28 @@ _NAMES: Final = "*.jsonl, *.json, *.ndjson (each may end in .gz or .zst), *.parq
 
 
 class RecordFile(Protocol):
-    """Records by position."""
+    """Protocol of a file of records with access by index."""
 
     path: Path
     fingerprint: int
-    """Changes when the content does."""
+    """Checksum of the content, or of parts of it."""
 
     def __len__(self) -> int: ...
     def read(self, index: int) -> dict[str, Any] | None:
-        """The record; None for a blank line. Raises ConfigError for what is none."""
+        """Record number ``index``. None for a blank line. Raises ConfigError for an invalid record."""
         ...
 
     def where(self, index: int) -> str:
-        """The record's place, for messages."""
+        """File and line (or row) of a record, for error messages."""
         ...
 
 
 def expand(files: Sequence[str | Path]) -> list[Path]:
-    """Paths of all files: a pattern such as ``data/*.jsonl`` is what it matches, a directory what it holds.
+    """Replace patterns such as ``data/*.jsonl`` and directories by the paths of their files.
 
-    A directory is a dataset saved by Hugging Face's ``save_to_disk``, or holds files of records, directly or in its
-    ``data`` directory. Raises ConfigError for a pattern that matches nothing, and for a directory of several splits.
+    A directory is a dataset saved by Hugging Face's ``save_to_disk``, or it contains files of records, directly or in
+    its subdirectory ``data``. Raises ConfigError for a pattern without a match, and for a directory with several
+    splits.
     """
     found: list[Path] = []
     for file in map(str, files):
@@ -96,13 +98,13 @@ def _in_directory(folder: Path) -> list[Path]:
             return [folder / Path(each["filename"]).name for each in state["_data_files"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder / 'state.json'} cannot be read ({error}); save the dataset again") from None
-    for place in (folder, folder / "data"):
-        files = sorted(path for path in place.glob("*") if path.is_file() and _kind_of(path))
+    for directory in (folder, folder / "data"):
+        files = sorted(path for path in directory.glob("*") if path.is_file() and _kind_of(path))
         files = [path for path in files if path.name not in ("dataset_info.json", "dataset_infos.json", "state.json")]
         splits = sorted({path.name.split("-")[0] for path in files if "-of-" in path.name})
         if len(splits) > 1:
             raise ConfigError(
-                f"{place} holds the splits {', '.join(splits)}; name one by a pattern: {place / splits[0]}-*"
+                f"{directory} holds the splits {', '.join(splits)}; name one by a pattern: {directory / splits[0]}-*"
             )
         if files:
             return files
@@ -110,7 +112,7 @@ def _in_directory(folder: Path) -> list[Path]:
 
 
 def _kind_of(path: Path) -> str:
-    """``lines``, ``table`` or ``arrow``; empty for any other file."""
+    """Kind of a file by its suffix: ``lines``, ``table`` or ``arrow``. Empty for any other file."""
     suffixes = path.suffixes
     suffix = suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in _COMPRESSED else path.suffix
     kinds = dict.fromkeys(_LINES, "lines") | dict.fromkeys(_TABLES, "table") | {".arrow": "arrow"}
@@ -119,7 +121,10 @@ def _kind_of(path: Path) -> str:
 
 
 def open_file(path: Path, whole: bool = False) -> RecordFile:
-    """By its suffix. ``whole`` keeps all of a Parquet file in memory. Raises ConfigError for what cannot be read."""
+    """Open a file of records; its suffix determines the kind. ``whole``: keep a Parquet file completely in memory.
+
+    Raises ConfigError for a file that is missing or cannot be read.
+    """
     if not path.is_file():
         raise ConfigError(f"{path} is not a file; check the path")
     kind = _kind_of(path)
@@ -131,16 +136,17 @@ def open_file(path: Path, whole: bool = False) -> RecordFile:
         return TableFile(path, whole=whole)
     if kind == "arrow":
         return ArrowFile(path)
-    raise ConfigError(f"{path} has the suffix {path.suffix!r}; files that are read: {_NAMES}")
+    raise ConfigError(f"{path} has the suffix {path.suffix!r}; known files are {_NAMES}")
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the file's name says that it is compressed."""
+    """Whether the file has the suffix of a compressed file."""
     return path.suffix in _COMPRESSED
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """Open a file to read its bytes from the beginning, decompressed. Raises ConfigError without a library for that."""
+    """Open a file for reading its bytes, decompressed. Raises ConfigError if the library for decompression is
+    missing."""
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
     if path.suffix != ".zst":
@@ -156,7 +162,7 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def decompression_errors() -> tuple[type[Exception], ...]:
-    """Errors of damaged compressed files."""
+    """Types of the exceptions that reading a damaged compressed file raises."""
     found: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
     for name in ("compression.zstd", "zstandard"):
         try:
@@ -167,24 +173,24 @@ def decompression_errors() -> tuple[type[Exception], ...]:
 
 
 def _first_byte(file: BinaryIO) -> bytes:
-    """The first byte that is no space."""
+    """The first byte that is not white space. Empty for an empty or damaged file."""
     try:
         while byte := file.read(1):
             if not byte.isspace():
                 return byte
-    except decompression_errors():  # the file's reader says so, with what to do
+    except decompression_errors():  # the reader of the file reports the error
         pass
     return b""
 
 
 class LineFile:
-    """JSON lines, found by an index of where lines begin: one pass over the file, 8 bytes per line.
+    """A file of JSON lines. An index of the line starts is made in one pass over the file; it needs 8 bytes per line.
 
-    A compressed file is read a second time, into a temporary file, when its first record is asked for.
+    A compressed file is read a second time, into a temporary file, when the first record is read.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for an empty file."""
+        """Read the file once to build the index. Raises ConfigError for an empty file."""
         self.path = path
         self.fingerprint = 0
         ends: list[npt.NDArray[np.int64]] = []
@@ -202,7 +208,7 @@ class LineFile:
     def _file(self) -> BinaryIO:
         if not is_compressed(self.path):
             return open_for(self, self.path)
-        spool = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115  (closed together with its owner)
+        spool = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115  (the finaliser closes it)
         weakref.finalize(self, spool.close)
         for chunk in _chunks(self.path):
             spool.write(chunk)
@@ -210,15 +216,15 @@ class LineFile:
         return spool
 
     def __len__(self) -> int:
-        """Lines, blank ones included."""
+        """Number of lines, including blank lines."""
         return len(self._bounds) - 1
 
     def read(self, index: int) -> dict[str, Any] | None:
         start, end = self._bounds[index : index + 2].tolist()
-        line = os.pread(self._file.fileno(), end - start, start)  # a forked loader shares the place of seek and read
+        line = os.pread(self._file.fileno(), end - start, start)  # forked processes share the file offset
         if len(line) < end - start:
             raise ConfigError(
-                f"{self.where(index)}: the file was cut while it was read; put back what it had, and go on"
+                f"{self.where(index)}: the file was cut while it was read; restore its content, and continue"
             )
         return parse_line(line, self.where(index)) if line.strip() else None
 
@@ -227,10 +233,11 @@ class LineFile:
 
 
 class TableFile:
-    """A Parquet file, decoded one row group at a time, or kept ``whole`` in memory for random order."""
+    """A Parquet file. One row group at a time is decoded; with ``whole``, all row groups stay in memory, for access in
+    random order."""
 
     def __init__(self, path: Path, *, whole: bool = False) -> None:
-        """Raises ConfigError without pyarrow, and for a file that is empty or not Parquet."""
+        """Raises ConfigError if pyarrow is missing, and for a file that is empty or not Parquet."""
         pyarrow = _pyarrow(path)
         parquet = importlib.import_module("pyarrow.parquet")
         self.path = path
@@ -244,7 +251,7 @@ class TableFile:
         self._starts = np.cumsum([0, *sizes])
         if not metadata.num_rows:
             raise ConfigError(f"{path} has no rows; give a file with at least one")
-        # The footer holds the place and the statistics of every column chunk.
+        # The metadata contains the position and the statistics of every column chunk, so it changes with the content.
         self.fingerprint = zlib.crc32(f"{path.stat().st_size} {metadata.to_dict()}".encode())
         self._groups: dict[int, Any] = {}
         self._whole = whole
@@ -268,7 +275,7 @@ class TableFile:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, decompressed, some at a time."""
+    """The decompressed content of a file in pieces of bytes."""
     try:
         with contextlib.closing(open_bytes(path)) as file:
             while chunk := file.read(_CHUNK):
@@ -278,24 +285,24 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def open_for(owner: object, path: Path) -> BinaryIO:
-    """Open a file, decompressed, that is closed together with its owner."""
+    """Open a file for reading, decompressed. It is closed when ``owner`` is garbage-collected."""
     file = open_bytes(path)
     weakref.finalize(owner, file.close)
     return file
 
 
 class ArrayFile:
-    """A JSON file that is one array of records. It is kept in memory."""
+    """A JSON file with a single array of records. The whole array is in memory."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for an empty array, and for what is no JSON."""
+        """Raises ConfigError for an empty array, and for invalid JSON."""
         self.path = path
         content = _read_all(path)
         self.fingerprint = zlib.crc32(content)
         try:
             self._records = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} begins as a JSON array and is none: {error}; correct the file") from None
+            raise ConfigError(f"{path} begins with a JSON array that is not valid: {error}; correct the file") from None
         if not self._records:
             raise ConfigError(f"{path} is an empty array; give a file with at least one record")
 
@@ -313,10 +320,10 @@ class ArrayFile:
 
 
 class ArrowFile:
-    """An Arrow file of a dataset that was saved by Hugging Face's ``save_to_disk``, mapped into memory."""
+    """A memory-mapped Arrow file of a dataset that Hugging Face's ``save_to_disk`` saved."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError without pyarrow, and for a file that is empty or not Arrow."""
+        """Raises ConfigError if pyarrow is missing, and for a file that is empty or not Arrow."""
         pyarrow = _pyarrow(path)
         self.path = path
         try:
@@ -358,7 +365,7 @@ def _pyarrow(path: Path) -> Any:
 
 
 def _row(table: Any, index: int) -> dict[str, Any]:
-    """A row without its nulls: a column has the fields of all rows, at every depth."""
+    """A row of a table without fields that are null. In a table every row has all fields, also in nested values."""
     found: dict[str, Any] = _without_nulls(table.slice(index, 1).to_pylist()[0])
     return found
 
@@ -384,12 +391,14 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
 
 
 def parse_line(line: bytes, where: str) -> dict[str, Any]:
-    """The record of a line. Raises ConfigError, which names the place, for what is no JSON object."""
+    """Parse a line as a record. Raises ConfigError, which names the line, if the line is not a JSON object."""
     problem = "a record must be a JSON object, got"
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         record, problem = None, f"not JSON ({error}):"
     if isinstance(record, dict):
-        return {name: value for name, value in record.items() if value is not None}  # as of a table: null is nothing
+        return {
+            name: value for name, value in record.items() if value is not None
+        }  # null means that the field is missing
     raise ConfigError(f"{where}: {problem} {line[:60]!r}; correct the line, or skip such records (on_error: skip)")

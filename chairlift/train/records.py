@@ -1,6 +1,6 @@
-"""Records as people have them, brought into a few forms: chats, prompts with completions, texts and token ids.
+"""Converts training records of chats in common formats to one form.
 
-Known are the forms of OpenAI's files for fine-tuning, of ShareGPT, of Alpaca and of TRL. Standard library only.
+The formats are OpenAI's fine-tuning files, ShareGPT, Alpaca and TRL. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from chairlift.tokenizer.messages import REASONING_KEYS
 __all__ = ["MESSAGE_KEYS", "Chat", "chat_of"]
 
 MESSAGE_KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING_KEYS})
-"""Keys of a message that chat templates are given. Others reach a template only if it names them."""
+"""Keys of a message that every chat template gets. A template gets other keys only if its text mentions them."""
 _ROLES: Final = {
     "human": "user",
     "user": "user",
@@ -33,44 +33,44 @@ _ROLES: Final = {
     "function_response": "tool",
     "function_call": "function_call",
 }
-"""Speakers in ShareGPT's form -> roles."""
+"""Name of a speaker in ShareGPT's format -> role of the message."""
 _SETTINGS: Final = ("tools", "chat_template_kwargs")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation to learn from."""
+    """A conversation as a training example."""
 
     messages: list[dict[str, Any]]
     learnt: tuple[bool, ...]
-    """For each message whether it is learnt, where answers are."""
+    """Whether each message is a training target, if targets are limited to answers."""
     fields: frozenset[str]
-    """Fields of the record that were read."""
+    """Names of the fields of the record that the conversation was made from."""
     tools: list[dict[str, Any]] | None = None
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Variables for the chat template, such as ``enable_thinking``."""
 
 
 def chat_of(record: Mapping[str, Any]) -> Chat | None:
-    """The chat in a record; None for a record of another form.
+    """Convert a record to a chat. Returns None if the record is not in one of these formats.
 
     - ``messages`` or ``conversations``: a list of messages with ``role`` and ``content`` (OpenAI, TRL), or ``from`` and
-      ``value`` (ShareGPT), with ``system`` beside it if there is one. ``weight: 0`` on an answer: it is not learnt.
-    - ``prompt`` and ``completion``, both lists of messages (TRL): the completion is learnt.
-    - ``instruction`` and ``output``, with ``input``, ``system`` and ``history`` if any (Alpaca).
+      ``value`` (ShareGPT), and optionally ``system``. An answer with ``weight: 0`` is not a training target.
+    - ``prompt`` and ``completion``, both lists of messages (TRL): the answers in the completion are targets.
+    - ``instruction`` and ``output``, and optionally ``input``, ``system`` and ``history`` (Alpaca).
 
-    ``tools`` (a list, or that as JSON text) and ``chat_template_kwargs`` may stand beside each. Raises ConfigError for
-    a record of one of these forms with something in it that cannot be read.
+    Each format can also have ``tools`` (a list, or a list as JSON text) and ``chat_template_kwargs``. Raises
+    ConfigError for a record in one of these formats with an invalid field.
     """
     name = next((name for name in ("messages", "conversations", "conversation") if name in record), "")
     if name:
         raw = _listed(record[name], name)
         messages = _with_system(record, [_message(message, f"{name}[{i}]") for i, message in enumerate(raw)])
-        return _made(record, messages, [_is_learnt(message) for message in messages], {name, "system"})
+        return _chat_from(record, messages, [_is_learnt(message) for message in messages], {name, "system"})
     if isinstance(record.get("prompt"), list) or isinstance(record.get("completion"), list):
         parts = [[_message(m, f"{name}[{i}]") for i, m in enumerate(_listed(record.get(name), name))] for name in _PAIR]
         learnt = [False] * len(parts[0]) + [_is_learnt(message) for message in parts[1]]
-        return _made(record, [*parts[0], *parts[1]], learnt, {"prompt", "completion"})
+        return _chat_from(record, [*parts[0], *parts[1]], learnt, {"prompt", "completion"})
     if "instruction" in record and "output" in record:
         return _alpaca(record)
     return None
@@ -79,7 +79,7 @@ def chat_of(record: Mapping[str, Any]) -> Chat | None:
 _PAIR: Final = ("prompt", "completion")
 
 
-def _made(record: Mapping[str, Any], messages: list[dict[str, Any]], learnt: list[bool], fields: set[str]) -> Chat:
+def _chat_from(record: Mapping[str, Any], messages: list[dict[str, Any]], learnt: list[bool], fields: set[str]) -> Chat:
     for message in messages:
         message.pop("weight", None)
     given = record.get("chat_template_kwargs", {})
@@ -98,14 +98,14 @@ def _alpaca(record: Mapping[str, Any]) -> Chat:
         if not isinstance(turn, Sequence) or isinstance(turn, str) or len(turn) != 2:
             raise ConfigError(f"history[{index}] must be [question, answer], got {str(turn)[:60]!r}")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    asked = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text)
-    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]}]
+    question = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text)
+    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": texts["output"]}]
     fields = {"instruction", "input", "output", "system", "history"}
-    return _made(record, messages, [message["role"] == "assistant" for message in messages], fields)
+    return _chat_from(record, messages, [message["role"] == "assistant" for message in messages], fields)
 
 
 def _with_system(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages after the record's own system text, if it has one and they do not begin with one."""
+    """The messages, with the record's ``system`` text first unless they already begin with a system message."""
     text = record.get("system")
     if not text or (messages and messages[0].get("role") == "system"):
         return messages
@@ -127,7 +127,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
             calls = _json(message.pop("content"), f"{where}.value")
             calls = calls if isinstance(calls, list) else [calls]
             message |= {"role": "assistant", "tool_calls": [_wrapped(call, f"{where}.value") for call in calls]}
-    if message.get("function_call") and "tool_calls" not in message:  # OpenAI's first form of one call
+    if message.get("function_call") and "tool_calls" not in message:  # OpenAI's older format of a tool call
         message["tool_calls"] = [_wrapped(message["function_call"], f"{where}.function_call")]
     message.pop("function_call", None)
     if message.get("role") == "function":
@@ -150,7 +150,7 @@ def _tools(given: Any) -> list[dict[str, Any]] | None:
 
 
 def _wrapped(given: Any, where: str) -> dict[str, Any]:
-    """A function, or a call of one, in OpenAI's form."""
+    """A function definition or a function call in OpenAI's format."""
     if not isinstance(given, Mapping) or not ("function" in given or "name" in given):
         raise ConfigError(f'{where} must be {{"type": "function", "function": {{...}}}}, got {str(given)[:60]!r}')
     return dict(given) if "function" in given else {"type": "function", "function": dict(given)}

@@ -1,4 +1,4 @@
-"""A whole training run (``chairlift train``), from settings to a directory that can be served."""
+"""A complete training run (``chairlift train``): from settings to a checkpoint that can be served."""
 
 from __future__ import annotations
 
@@ -27,13 +27,18 @@ from chairlift.lora.trainable import TrainableAdapter, target_parts
 from chairlift.lora.trainable_set import TrainableAdapters
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.hf_config import ModelConfig, parse_config, read_json
-from chairlift.models.loader import load_model, resolve_dtype
+from chairlift.models.loader import load_model
+from chairlift.models.registry import FAMILIES
 from chairlift.train.balance import Cost
+from chairlift.train.board import Board
 from chairlift.train.checkpoint import CheckpointStore, ModelFiles, load_state, random_state, set_random_state
 from chairlift.train.config import DataSettings, DriftSettings, LoraSettings, TrainConfig
 from chairlift.train.drift import DriftSampler
 from chairlift.train.encoder import Encode, Encoder, fitting
 from chairlift.train.evaluation import Evaluation, EvaluationResult
+from chairlift.train.hf_network import TransformersNetwork, TransformersShape, load_for_training, read_shape
+from chairlift.train.medusa import MedusaNetwork, MedusaTrainer
+from chairlift.train.networks import NativeNetwork, Network
 from chairlift.train.parallel import Ranks, process_group, world_size
 from chairlift.train.record_files import expand, open_file
 from chairlift.train.several_adapters import adapter_field, naming
@@ -43,60 +48,66 @@ from chairlift.train.stream_stats import Cut
 from chairlift.train.trainer import StepResult, Trainer
 from chairlift.writing import replacing
 
-__all__ = ["Outcome", "Prepared", "prepare", "train"]
+__all__ = ["Outcome", "Prepared", "device_of", "prepare", "train"]
 
 _POLL_SECONDS = 0.2
 
 
 class _Stopped(Exception):
-    """A stop was requested while the source waited for data."""
+    """Raised when a stop was requested while a source waits for data."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a run."""
+    """Result of a training run."""
 
     directory: Path
-    """The checkpoint it ended with."""
+    """Directory of the last checkpoint."""
     steps: int
-    """Steps taken, those before a resume included."""
+    """Number of steps, including the steps before a resume."""
     finished: bool
-    """Whether the schedule or the data is done; False after an interruption."""
+    """Whether the schedule or the data has ended. False after an interruption."""
     last: StepResult | None
-    """Last step of this process; None if there was nothing left to do."""
+    """Result of the last step of this process. None if no step was left."""
     skipped: int = 0
-    """Number of skipped records. A record counts once, however often the files are read."""
+    """Number of skipped records. A record is counted once, even if the files are read several times."""
     best: tuple[int, float] | None = None
-    """Step and loss of the best checkpoint, where ``data.eval_files`` says how good each is."""
+    """(step, evaluation loss) of the best checkpoint. None without ``data.eval_files``."""
     notes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Notes on records (:class:`~chairlift.train.encoder.Encoded`) -> number of records."""
     cut: Mapping[str, Cut] = dataclasses.field(default_factory=dict)
-    """Loss to ``packing.overflow``, by source, over the whole run; see :class:`~chairlift.train.stream_stats.Cut`."""
+    """Source -> counts of the tokens that ``packing.overflow`` removed in the whole run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run whose settings have been checked against what is on the disk."""
+    """A run whose settings and files have been checked."""
 
     config: TrainConfig
     store: CheckpointStore
-    network: ModelConfig
+    network: ModelConfig | TransformersShape
     files: ModelFiles
     resume_from: Path | None
     open_sources: Mapping[str, Callable[[Callable[[], bool]], Any]]
-    """Functions that open the data, by name. Their argument is called while there is nothing to read."""
+    """Name of a source -> function that opens it. The argument of the function is called when there is no data to read,
+    and returns False to end the source."""
     open_evaluation: Mapping[str, Callable[[], Any]]
-    """Functions that open the data to evaluate on, by name, from its beginning."""
+    """Name of a source of evaluation data -> function that opens it from its beginning."""
 
 
 def prepare(
     config: TrainConfig, *, resume: str = "auto", ranks: int = 1, on_save: Callable[[str], None] = lambda _point: None
 ) -> Prepared:
-    """Check all that can be checked before anything is computed, without writing anything.
+    """Check settings and files before the training starts. Nothing is written.
 
-    ``resume`` is ``auto`` (from the newest checkpoint in the output directory, if any), ``never``, or a checkpoint's
-    directory. ``ranks`` is how many processes will train, ``on_save`` the ``at`` of the
-    :class:`~chairlift.train.checkpoint.CheckpointStore`. Raises ConfigError and ModelLoadError.
+    Args:
+        config: Settings of the run.
+        resume: ``auto`` (from the newest checkpoint in the output directory, if any), ``never``, or the directory of a
+            checkpoint.
+        ranks: Number of processes that will train.
+        on_save: Argument ``at`` of the :class:`~chairlift.train.checkpoint.CheckpointStore`.
+
+    Raises ConfigError and ModelLoadError.
     """
     if config.output is None:
         raise ConfigError("there is no output directory; set output in the configuration, or give --output DIR")
@@ -108,8 +119,17 @@ def prepare(
     resume_from = _resume_from(store, resume)
     network, files = _model_files(config)
     if config.lora is not None:
+        if not isinstance(network, ModelConfig):
+            raise ConfigError(
+                f"lora is for native models (docs/models.md), and {network.model_type} is one of transformers; train"
+                " the whole model, or use PEFT with the Trainer (docs/training.md)"
+            )
         for settings in (config.lora, *config.lora.by_name.values()):
             target_parts(sites_in(network), settings.targets)  # for its checks alone
+    if config.heads is not None and not isinstance(network, ModelConfig):
+        raise ConfigError(f"heads are for native models (docs/models.md), and {network.model_type} is of transformers")
+    if config.heads is not None and isinstance(network, ModelConfig) and network.recurrent:
+        raise ConfigError("heads are not trained for a model with recurrent states, which a wrong draft would change")
     tokenizer_dir = files.tokenizer_dir if config.data.files or config.data.eval_files else None
     encoder = _encoder(config.data, tokenizer_dir)
     if encoder.vocab_size > network.vocab_size:
@@ -117,6 +137,7 @@ def prepare(
             f"the tokenizer has {encoder.vocab_size} tokens, but the model only {network.vocab_size} "
             "(vocab_size); use the tokenizer that belongs to the model, or a larger vocab_size"
         )
+    device_of(config)
     _stream(config, network, [[0, 0]], Ranks(0, ranks))  # for its checks alone
     most = config.packing.capacity if config.packing.overflow == "error" else None
     encode = fitting(encoder.examples, network.vocab_size, most)
@@ -143,7 +164,8 @@ def _evaluation_openers(config: TrainConfig, encode: Encode) -> dict[str, Callab
 
 
 def _encode_for(config: TrainConfig, encode: Encode, source: str | None) -> Encode:
-    """``encode`` for the records of a source, which name their adapters where there are several."""
+    """``encode`` for the records of a source. If there are several adapters, every item gets the name of its
+    adapter."""
     names = list(config.lora.by_name) if config.lora is not None else []
     if not names:
         return encode
@@ -151,18 +173,18 @@ def _encode_for(config: TrainConfig, encode: Encode, source: str | None) -> Enco
 
 
 def _check_adapters(config: TrainConfig) -> None:
-    """Raise ConfigError for an adapter that no record of the files is for."""
+    """Raise ConfigError for an adapter without any record in the files."""
     data = config.data
     missing = set(config.lora.by_name if config.lora is not None else ())
     if data.source is not None or data.access != "random":
-        return  # read once, so what comes is not known
+        return  # these sources can be read only once, so they cannot be searched
     for source, files in data.by_name.items():
         default = source if isinstance(data.files, Mapping) else None
         for file in map(open_file, expand(files)):
             for row in range(len(file)):
                 if not missing:
                     return
-                with contextlib.suppress(ConfigError):  # said, or counted, when it is read
+                with contextlib.suppress(ConfigError):  # reported when the record is read for training
                     missing.discard(adapter_field(file.read(row) or {}, data.columns, default))
     if missing:
         raise ConfigError(
@@ -195,7 +217,7 @@ def _resume_from(store: CheckpointStore, resume: str) -> Path | None:
             )
         return None
     chosen = Path(resume)
-    chosen = chosen.resolve() if chosen.is_symlink() else chosen  # the best one, by that name
+    chosen = chosen.resolve() if chosen.is_symlink() else chosen  # such as the link ``best``
     if not chosen.is_dir():
         raise ConfigError(f"--resume takes auto, never or the directory of a checkpoint; {resume!r} is none")
     if latest is not None and chosen.resolve().parent == store.root.resolve() and chosen.name != latest.name:
@@ -211,7 +233,7 @@ def _resume_from(store: CheckpointStore, resume: str) -> Path | None:
     return chosen
 
 
-def _model_files(config: TrainConfig) -> tuple[ModelConfig, ModelFiles]:
+def _model_files(config: TrainConfig) -> tuple[ModelConfig | TransformersShape, ModelFiles]:
     settings = config.model
     raw: dict[str, Any]
     generation = dict(settings.generation_config) if settings.generation_config is not None else None
@@ -231,16 +253,33 @@ def _model_files(config: TrainConfig) -> tuple[ModelConfig, ModelFiles]:
         raw, where = read_json(Path(settings.config)), settings.config
     else:
         raw, where = dict(settings.config or {}), "model.config"
-    network = parse_config(raw, generation, where=where)
-    if network.vision is not None:
-        raise ConfigError(f"{where}: a model that reads images is not trained yet; use a model of text")
+    network = _network(config, raw, generation, where)
     tokenizer_dir = settings.tokenizer_dir
     if tokenizer_dir is not None and not (tokenizer_dir / "tokenizer.json").is_file():
         if settings.tokenizer is not None:
             raise ConfigError(f"model.tokenizer {tokenizer_dir} has no tokenizer.json")
         tokenizer_dir = None
-    dtype = resolve_dtype(network, settings.dtype)
+    dtype: torch.dtype = getattr(torch, settings.dtype)
     return network, ModelFiles(config=raw, generation_config=generation, tokenizer_dir=tokenizer_dir, dtype=dtype)
+
+
+def _network(
+    config: TrainConfig, raw: Mapping[str, Any], generation: Mapping[str, Any] | None, where: str
+) -> ModelConfig | TransformersShape:
+    """The model's shape, read by whoever will compute it."""
+    impl = config.model.impl
+    if impl == "transformers" or (impl == "auto" and raw.get("model_type") not in FAMILIES):
+        shape = read_shape(raw, where)
+        if config.training.balance_loss:
+            raise ConfigError(
+                f"balance_loss is for native models, and {shape.model_type} is one of transformers; leave it out, or"
+                " use ExpertCounts in a loop of your own (docs/training.md)"
+            )
+        return shape
+    network = parse_config(raw, generation, where=where)
+    if network.vision is not None:
+        raise ConfigError(f"{where}: a model that reads images is not trained yet; use a model of text")
+    return network
 
 
 def _source_openers(config: TrainConfig, encode: Encode) -> dict[str, Callable[[Callable[[], bool]], Any]]:
@@ -273,7 +312,7 @@ def _file_opener(config: TrainConfig, files: Sequence[str], encode: Encode) -> C
 
 
 def _mixed(config: TrainConfig, sources: Mapping[str, Any]) -> Any:
-    """The only source, or a sampler that mixes all of them and watches for drift."""
+    """The source itself if there is only one, or a sampler that mixes several sources and detects drift."""
     if config.drift is None and len(sources) == 1:
         return next(iter(sources.values()))
     settings = config.drift or DriftSettings(replay=0.0)
@@ -284,7 +323,7 @@ def _mixed(config: TrainConfig, sources: Mapping[str, Any]) -> Any:
 def _import_source(data: DataSettings) -> Callable[[], Any]:
     module_name, _, class_name = (data.source or "").partition(":")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # the installed command does not look where it runs
+        sys.path.append(str(Path.cwd()))  # the installed command does not search the current directory
     try:
         made: Any = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:
@@ -302,7 +341,7 @@ def _import_source(data: DataSettings) -> Callable[[], Any]:
     return make
 
 
-def _stream(config: TrainConfig, network: ModelConfig, source: Any, ranks: Ranks) -> PackStream:
+def _stream(config: TrainConfig, network: ModelConfig | TransformersShape, source: Any, ranks: Ranks) -> PackStream:
     packing = config.packing
     return PackStream(
         source,
@@ -320,16 +359,27 @@ def _stream(config: TrainConfig, network: ModelConfig, source: Any, ranks: Ranks
     )
 
 
-def _make_model(prepared: Prepared) -> CausalLM:
-    config = prepared.config
-    if config.model.path is not None and (prepared.resume_from is None or config.lora is not None):
-        return load_model(Path(config.model.path), prepared.network, torch.float32, weight_format=PLAIN)
-    return CausalLM(prepared.network)
+def _make_network(prepared: Prepared) -> Network:
+    """The model to train, on its device. Raises ConfigError for one of transformers whose packed sequences leak."""
+    config, shape, device = prepared.config, prepared.network, device_of(prepared.config)
+    path = None if config.model.path is None else Path(config.model.path)
+    if isinstance(shape, TransformersShape):
+        return TransformersNetwork(load_for_training(shape, path).to(device))
+    keeps_model = config.lora is not None or config.heads is not None
+    if path is not None and (prepared.resume_from is None or keeps_model):
+        model = load_model(path, shape, torch.float32, weight_format=PLAIN)
+    else:
+        model = CausalLM(shape)
+    model.to(device)
+    if config.heads is not None:
+        sizes = {name: getattr(config.heads, name) for name in ("num_heads", "num_layers", "own_output_heads")}
+        return MedusaNetwork(model, **sizes, base=str(path))
+    return NativeNetwork(model, _make_adapter(config, model))
 
 
 def _make_adapter(config: TrainConfig, model: CausalLM) -> TrainableAdapter | TrainableAdapters | None:
     def make(lora: LoraSettings, *, attached: bool) -> TrainableAdapter:
-        torch.manual_seed(config.seed % 2**32)  # whatever was drawn before: each begins as it would alone
+        torch.manual_seed(config.seed % 2**32)  # each adapter begins as if it were trained alone
         given = {name: value for name, value in dataclasses.asdict(lora).items() if name != "adapters"}
         return TrainableAdapter(model, **given, base=str(config.model.path), attached=attached)
 
@@ -340,6 +390,52 @@ def _make_adapter(config: TrainConfig, model: CausalLM) -> TrainableAdapter | Tr
     return TrainableAdapters({name: make(each, attached=False) for name, each in config.lora.by_name.items()})
 
 
+def _make_trainer(config: TrainConfig, network: Network, stream: PackStream, drift: DriftSampler | None) -> Trainer:
+    if config.heads is not None and isinstance(network, MedusaNetwork):
+        decay = config.heads.decay
+        return MedusaTrainer(network, config.training, stream, decay=decay, seed=config.seed, drift=drift)
+    return Trainer(network, config.training, stream, seed=config.seed, drift=drift)
+
+
+def device_of(config: TrainConfig) -> str:
+    """``cpu`` or ``cuda``. Raises ConfigError for a device that is not here."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, and PyTorch finds no such device; take cpu, or auto")
+    return "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def _restore(trainer: Trainer, directory: Path) -> dict[str, Any]:
+    """Let the trainer go on from a checkpoint; returns its whole state. Raises ConfigError for one of another run."""
+    state = load_state(directory)
+    try:
+        trainer.load_state_dict(state["trainer"])
+        set_random_state(state["random"])
+    except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
+        why = error if isinstance(error, ConfigError) else f"it is damaged ({error!r})"
+        raise ConfigError(f"cannot go on from {directory}: {why}; to start a new run, give another --output") from None
+    return state
+
+
+def _evaluation(prepared: Prepared, ranks: Ranks) -> Evaluation | None:
+    if not prepared.open_evaluation:
+        return None
+    packing = prepared.config.packing
+    made = Evaluation(prepared.open_evaluation, capacity=packing.capacity, overflow=packing.overflow, ranks=ranks)
+    made.check()
+    return made
+
+
+def _both(first: Callable[..., None], second: Callable[..., Any] | None) -> Callable[..., None]:
+    """A function that calls both with the same arguments."""
+
+    def call(*args: Any) -> None:
+        first(*args)
+        if second is not None:
+            second(*args)
+
+    return call
+
+
 def train(
     config: TrainConfig,
     *,
@@ -347,46 +443,36 @@ def train(
     on_step: Callable[[StepResult, Trainer], None] | None = None,
     on_save: Callable[[str], None] = lambda _point: None,
     on_evaluation: Callable[[EvaluationResult], None] = lambda _result: None,
+    on_start: Callable[[Network], None] = lambda _network: None,
 ) -> Outcome:
-    """Train until the schedule or the data ends, or until SIGINT or SIGTERM, and write down where it stands.
+    """Train until the schedule or the data ends, or until SIGINT or SIGTERM, and write a checkpoint at the end.
 
     Under ``torchrun`` every process calls this; rank 0 writes. ``on_step`` is called on each rank after each step,
-    ``on_evaluation`` on each after each evaluation, ``on_save`` as for :func:`prepare`.
+    ``on_evaluation`` on each after each evaluation, ``on_start`` when the model is there, ``on_save`` as for
+    :func:`prepare`.
     Raises ConfigError and ModelLoadError before anything is computed, and DivergedError.
     """
     prepared = prepare(config, resume=resume, ranks=world_size(), on_save=on_save)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    with process_group() as ranks, _Interrupts() as interrupts:
+    with process_group(device_of(config)) as ranks, _Interrupts() as interrupts, contextlib.ExitStack() as stack:
         sources = {name: open_source(interrupts.wait) for name, open_source in prepared.open_sources.items()}
         source = _mixed(config, sources)
         stream = _stream(config, prepared.network, source, ranks)
-        for seed in (random.seed, np.random.seed, torch.manual_seed):  # fresh weights; sources may use all of them
+        for seed in (random.seed, np.random.seed, torch.manual_seed):  # for new weights, and for custom sources
             seed(config.seed % 2**32)
         drift = source if isinstance(source, DriftSampler) else None
-        model = _make_model(prepared)
-        adapter = _make_adapter(config, model)
-        trainer = Trainer(model, config.training, stream, seed=config.seed, drift=drift, adapter=adapter)
-        if prepared.resume_from is not None:
-            state = load_state(prepared.resume_from)
-            try:
-                trainer.load_state_dict(state["trainer"])
-                set_random_state(state["random"])
-            except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
-                why = error if isinstance(error, ConfigError) else f"it is damaged ({error!r})"
-                raise ConfigError(
-                    f"cannot go on from {prepared.resume_from}: {why}; to begin anew, give another --output"
-                ) from None
+        network = _make_network(prepared)
+        on_start(network)
+        trainer = _make_trainer(config, network, stream, drift)
+        state = None if prepared.resume_from is None else _restore(trainer, prepared.resume_from)
         interrupts.watch(trainer)
-        evaluation = None
-        if prepared.open_evaluation:
-            packing = config.packing
-            evaluation = Evaluation(
-                prepared.open_evaluation, capacity=packing.capacity, overflow=packing.overflow, ranks=ranks
-            )
-            evaluation.check()
-        run = _Run(prepared, ranks, trainer, on_step, on_evaluation, evaluation)
-        if prepared.resume_from is not None:
+        if config.tensorboard and ranks.rank == 0:
+            board = Board(prepared.store.root / "tensorboard", after=trainer.num_steps)
+            stack.callback(board.close)
+            on_step, on_evaluation = _both(board.step, on_step), _both(board.evaluation, on_evaluation)
+        run = _Run(prepared, ranks, trainer, on_step, on_evaluation, _evaluation(prepared, ranks))
+        if state is not None:
             run.remember(state.get("best"))
         outcome = run.go()
         skipped = sum(getattr(each, "skipped", 0) for each in sources.values())
@@ -403,12 +489,12 @@ class _Run:
     on_evaluation: Callable[[EvaluationResult], None]
     evaluation: Evaluation | None
     saved: int = -1
-    """Step of the newest checkpoint."""
+    """Step of the newest checkpoint. -1: none yet."""
     best: tuple[int, float] | None = None
-    """Step and loss of the best checkpoint."""
+    """(step, evaluation loss) of the best checkpoint. None: none yet."""
 
     def remember(self, best: Any) -> None:
-        """Go on with the best checkpoint of the run so far, if its directory is still there."""
+        """Use ``best``, from a resumed checkpoint, as the best checkpoint so far, if its directory still exists."""
         store = self.prepared.store
         if best is not None and (store.root / f"step-{int(best[0]):08d}").is_dir():
             self.best = (int(best[0]), float(best[1]))
@@ -419,7 +505,8 @@ class _Run:
     def go(self) -> Outcome:
         trainer, every = self.trainer, self.prepared.config.checkpoints.every
         last, stopped = None, False
-        # Files that have ended may have grown, or are to be read more often now; another source might begin again.
+        # A custom source that has ended is not read again, because it might begin again. Files are read again: they may
+        # have grown, or the number of epochs may be larger now.
         is_over = self.prepared.config.data.source is not None and trainer.stream is not None and trainer.stream.ended
         if self.prepared.resume_from is not None and self.prepared.resume_from.parent == self.prepared.store.root:
             self.saved = trainer.num_steps
@@ -438,7 +525,7 @@ class _Run:
         return Outcome(directory, trainer.num_steps, not stopped, last, best=self.best)
 
     def _evaluate(self) -> None:
-        """Evaluate, and let this step's checkpoint be the best if its loss is the lowest."""
+        """Evaluate, and make this step's checkpoint the best if its loss is the lowest so far."""
         if self.evaluation is None:
             return
         result = self.evaluation.run(self.trainer)
@@ -450,7 +537,7 @@ class _Run:
             self.prepared.store.root.mkdir(parents=True, exist_ok=True)
             path = self.prepared.store.root / "evaluations.jsonl"
             lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-            # What a run that was killed had evaluated after its last checkpoint is evaluated again.
+            # A killed run may have evaluated steps after its last checkpoint. These evaluations are replaced.
             lines = [line for line in lines if json.loads(line)["step"] < result.step]
             with replacing(path) as file:
                 file.write("".join(line + "\n" for line in [*lines, json.dumps(result.as_dict())]))
@@ -472,11 +559,12 @@ class _Run:
 
 
 class _Interrupts:
-    """Handlers of SIGINT and SIGTERM. The run ends after the running step; a second SIGINT ends it at once."""
+    """Context with handlers for SIGINT and SIGTERM: the run ends after the current step. A second SIGINT ends it at
+    once."""
 
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
-        self._asked = False
+        self._stop_requested = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Interrupts:
@@ -490,20 +578,20 @@ class _Interrupts:
             signal.signal(number, handler)
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
-        if self._asked and number == signal.SIGINT:
+        if self._stop_requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._asked = True
+        self._stop_requested = True
         if self._trainer is not None:
             self._trainer.stop_requested = True
 
     def watch(self, trainer: Trainer) -> None:
-        """Stop this trainer on a signal."""
+        """Register the trainer that a signal stops."""
         self._trainer = trainer
-        trainer.stop_requested = self._asked
+        trainer.stop_requested = self._stop_requested
 
     def wait(self) -> bool:
-        """Wait for data. A source without data calls this."""
-        if self._asked:
+        """Wait a moment for new data. A source without data calls this method. Raises _Stopped after a signal."""
+        if self._stop_requested:
             raise _Stopped
         time.sleep(_POLL_SECONDS)
         return True

@@ -1,13 +1,13 @@
-"""Sources of sequences: their items, the fields of an item, and how to return to a position.
+"""Reads the items of a source of sequences, and returns to a saved position in the source. Needs NumPy.
 
-NumPy only. A source yields token ids (a list, an array, a tensor) or mappings with these fields:
+A source gives token ids (a list, an array, a tensor) or mappings with these fields:
 
-- ``input_ids``: [L] the token ids;
-- ``labels``: [L] as Hugging Face has them, equal to ``input_ids``, or -100 where a token is no target;
-- ``completion_mask``, ``loss_weight``: [L] factors of the token's loss weight as a target;
-- ``weight``: one factor for the whole sequence;
-- ``attention_mask``: [L] tokens with a 0 are padding, and are removed;
-- anything else is handed on as ``meta``.
+- ``input_ids``: [L] token ids.
+- ``labels``: [L] as in Hugging Face's data sets: equal to ``input_ids``, or -100 for a token that is not a target.
+- ``completion_mask``, ``loss_weight``: [L] factors of the loss weight of each token as a target.
+- ``weight``: one factor for the whole sequence.
+- ``attention_mask``: [L]. Tokens with a 0 are padding and are removed.
+- All other fields are passed on as ``meta``.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _INT32 = np.dtype(np.int32)
 _LARGEST = 2**31 - 1
 _ROWS_AT_ONCE = 1000
 _TOGETHER = 2**18
-"""Most tokens of a block."""
+"""Maximum number of tokens of a block of sequences that are read together."""
 
 
 @dataclasses.dataclass(slots=True)
 class Sample:
-    """One sequence, or a piece of one."""
+    """A sequence, or a piece of a sequence."""
 
     id: int
-    """Position of the sequence in the source."""
+    """Index of the sequence in the source."""
     tokens: npt.NDArray[np.int32]
-    """[L]."""
+    """[L] token ids."""
     weights: npt.NDArray[np.float32] | None = None
-    """[L] loss weight of each token as a target, 0 for the first; None for 0 and then 1."""
+    """[L] loss weight of each token as a target; the first is 0. None: 0 for the first token and 1 for all others."""
     meta: Mapping[str, Any] | None = None
     key: Key = None
     born: int = 0
@@ -69,7 +69,7 @@ class Sample:
 
     @property
     def source(self) -> str:
-        """Name of the sequence's source, from its field ``source``; ``data`` where it has none."""
+        """Name of the sequence's source, from its field ``source``. ``data`` if it has no such field."""
         name = None if self.meta is None else self.meta.get("source")
         return name.partition("@")[0] if isinstance(name, str) else "data"
 
@@ -79,14 +79,14 @@ class Sample:
         return len(self.tokens) > 1 if self.weights is None else bool(self.weights.any())
 
     def piece(self, start: int, end: int) -> Sample:
-        """Tokens ``start`` to ``end`` as a sequence of their own, whose first token is no target."""
+        """Tokens ``start`` to ``end`` (exclusive) as a separate sequence. Its first token is not a target."""
         weights = None if self.weights is None else self.weights[start:end].copy()
         if weights is not None:
             weights[0] = 0
         return dataclasses.replace(self, tokens=self.tokens[start:end].copy(), weights=weights)
 
     def padded(self, align: int, token: int) -> Sample:
-        """The sequence, filled up to a multiple of ``align`` with a token that is no target."""
+        """The sequence padded to a multiple of ``align`` with ``token``. The padding is not a target."""
         extra = -len(self.tokens) % align
         if not extra:
             return self
@@ -98,15 +98,15 @@ class Sample:
 
 
 def read_sample(item: Any, position: int = 0, key: str | Callable[[Any], Key] | None = None) -> Sample:
-    """Check one item of a source and copy what it says. ``key`` is a field's name, or a function of the item.
+    """Check an item of a source, and copy its fields. ``key`` is the name of a field, or a function of the item.
 
-    Raises ConfigError, naming ``position``, for what is no sequence of at least one token id.
+    Raises ConfigError, naming ``position``, if the item is not a sequence of at least one token id.
     """
     described = not isinstance(item, (np.ndarray, list)) and isinstance(item, Mapping)
     if isinstance(key, str) and described and key not in item:
         raise _wrong(position, f"has the fields {sorted(map(str, item))}", f"give it the key {key!r}")
     group: Any = None if key is None else key(item) if callable(key) else item[key] if described else None
-    if group.__hash__ is None:  # it cannot be compared with others
+    if group.__hash__ is None:  # an unhashable key cannot be used
         raise _wrong(position, f"has the key {group!r:.40}", "give it a string or a whole number")
     if not described:
         return Sample(position, _token_ids(item, position), key=group)
@@ -145,9 +145,10 @@ def read_sample(item: Any, position: int = 0, key: str | Callable[[Any], Key] | 
 
 
 def _read_block(items: Sequence[Any], position: int) -> list[Sample] | None:
-    """What :func:`read_sample` makes of ``items``, from one copy; None unless all are good arrays of one dtype.
+    """Results of :func:`read_sample` for several ``items``, made with a single copy of their tokens.
 
-    Nor when they are long: then one of them would keep too much in memory, and there is little to win.
+    Returns None unless all items are valid arrays of one dtype, and also if they are long: a single sample would then
+    keep the large copy in memory, and little time would be saved.
     """
     if set(map(type, items)) != {np.ndarray} or len({item.dtype for item in items}) > 1:
         return None
@@ -180,7 +181,7 @@ def _token_ids(values: Any, position: int) -> npt.NDArray[np.int32]:
         raise _wrong(position, f"holds the token id {found.max()}", f"ids are at most {_LARGEST}")
     else:
         tokens = found.astype(_INT32)
-    if tokens.item(tokens.argmin()) < 0:  # a quarter of the time of min(): that goes through Python
+    if tokens.item(tokens.argmin()) < 0:  # four times as fast as tokens.min()
         raise _wrong(position, f"holds the token id {tokens.min()}", "ids are at least 0")
     return tokens
 
@@ -196,7 +197,7 @@ def _vector(values: Any, name: str, length: int, position: int) -> npt.NDArray[A
 def _as_array(values: Any) -> npt.NDArray[Any]:
     if isinstance(values, (list, tuple)) and values:
         try:
-            return np.frombuffer(array.array("i", values), np.int32)  # three times as fast as NumPy's own way
+            return np.frombuffer(array.array("i", values), np.int32)  # three times as fast as np.array
         except (TypeError, OverflowError):
             pass
     elif hasattr(values, "detach"):
@@ -208,21 +209,28 @@ def _as_array(values: Any) -> npt.NDArray[Any]:
 
 
 class SourceCursor:
-    """A place in a source, and the way back to it.
+    """Reads a source item by item, and can return to a saved position.
 
-    A source that is indexed (``len`` and ``[]``) is found again by position. One with ``state_dict`` and
-    ``load_state_dict`` (torchdata, Hugging Face's IterableDataset), or whose iterator has ``get_state`` and
-    ``set_state`` (Grain), by its own state. Any other is run forward, and must yield the same again. What stood at
-    positions 0, 1, 2, 4, 8 ... is remembered by checksum, so that a source that has changed is noticed.
+    There are three ways to return to a position:
+
+    - An indexed source (``len`` and ``[]``) is read from that index.
+    - A source with ``state_dict`` and ``load_state_dict`` (torchdata, Hugging Face's IterableDataset), or whose
+    iterator
+      has ``get_state`` and ``set_state`` (Grain), restores its own state.
+    - Any other source is read again from its beginning, and must give the same items.
+
+    Checksums of the items at positions 0, 1, 2, 4, 8 ... are stored, to detect a source that has changed.
     """
 
     def __init__(self, source: Any, key: str | Callable[[Any], Key] | None = None, *, block: int = 0) -> None:
-        """``block`` arrays of a list are checked and copied together, which takes half the time; whoever keeps one of
-        them keeps all of them in memory. Raises ConfigError for what is no source.
+        """Create a cursor at the beginning of a source. Raises ConfigError if ``source`` is not a source.
+
+        ``block``: number of arrays of a list that are checked and copied together. This takes half the time, but the
+        arrays of a block are freed only together.
         """
         self.source = source
         self.kind = _kind(source)
-        """``indexed``, ``iterable`` or ``queue``."""
+        """Kind of the source: ``indexed``, ``iterable`` or ``queue``."""
         self.position = 0
         """Number of items read in this epoch."""
         self.epoch = 0
@@ -230,12 +238,12 @@ class SourceCursor:
         self._in_batches = hasattr(source, "select") and hasattr(source, "features")  # a Hugging Face dataset
         self._iterator: Iterator[Any] | None = None
         self._checksums: dict[int, int] = {}
-        self._block: list[Sample] = []  # read ahead of ``position``, last first
+        self._block: list[Sample] = []  # samples read ahead, in reverse order
         self._block_size = block if type(source) is list and key is None else 0
-        self._single_until = 0  # the position up to which a list is read one by one
+        self._single_until = 0  # position up to which a list is read item by item
 
     def read(self) -> Sample:
-        """The next sequence. Raises StopIteration at the end, and ConfigError for a bad item, which is then passed."""
+        """The next sequence. Raises StopIteration at the end, and ConfigError for an invalid item, which is skipped."""
         if self._block_size and not self._block and self.position >= self._single_until:
             self._read_ahead()
         if self._block:
@@ -250,13 +258,13 @@ class SourceCursor:
         return self.take(next(self._iterator))
 
     def take(self, item: Any) -> Sample:
-        """Check ``item`` and take it as the next item of the source."""
+        """Check ``item``, and count it as the next item of the source."""
         position = self.position
         self.position += 1
         return self._noted(read_sample(item, position, self._key))
 
     def _read_ahead(self) -> None:
-        """A block of a list, or, where that has anything but plain arrays, the decision to read it one by one."""
+        """Read a block of a list. If the block has other items than plain arrays, it will be read item by item."""
         items = self.source[self.position : self.position + self._block_size]
         block = _read_block(items, self.position) if items else None
         if block is None:
@@ -271,11 +279,11 @@ class SourceCursor:
         return sample
 
     def rewind(self) -> None:
-        """Begin again, with the next epoch."""
+        """Go to the beginning of the source for the next epoch."""
         self._go_to(self.epoch + 1, 0, {})
 
     def _go_to(self, epoch: int, position: int, checksums: dict[int, int]) -> None:
-        """Begin an epoch. Sources that shuffle get it by ``set_epoch``."""
+        """Set epoch and position. A source with ``set_epoch``, which shuffles, is told the epoch."""
         self.position, self._iterator, self._checksums = position, None, checksums
         self._block, self._single_until = [], 0
         if epoch != self.epoch and hasattr(self.source, "set_epoch"):
@@ -283,7 +291,7 @@ class SourceCursor:
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as plain data."""
+        """State of the cursor as plain data: the position, checksums, and the state of the source if it has one."""
         state: dict[str, Any] = {"kind": self.kind, "position": self.position}
         state["checksums"] = [[position, value] for position, value in self._checksums.items()]
         if self.kind == "indexed":
@@ -291,11 +299,11 @@ class SourceCursor:
         elif self._iterator is not None and hasattr(self._iterator, "get_state"):
             state["own"] = self._iterator.get_state()
         elif _has_own_state(self.source) and (self._iterator is not None or not self.epoch):
-            state["own"] = self.source.state_dict()  # not between two epochs: the next one begins anew
+            state["own"] = self.source.state_dict()  # not between two epochs
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], epoch: int = 0) -> None:
-        """Go back to a place in an epoch. Raises ConfigError when the source is not the one that the state is of."""
+        """Return to a saved position in an epoch. Raises ConfigError if the source differs from the saved one."""
         if state["kind"] != self.kind:
             raise ConfigError(f"the state is of a source of the kind {state['kind']}, but this one is {self.kind}")
         if self.kind == "indexed" and state["length"] != len(self.source):
@@ -303,7 +311,7 @@ class SourceCursor:
                 f"the source has {len(self.source)} sequences, but had {state['length']} when the state was taken; "
                 "resume with the same data, or start a new stream"
             )
-        self._go_to(epoch, int(state["position"]), {int(place): int(value) for place, value in state["checksums"]})
+        self._go_to(epoch, int(state["position"]), {int(index): int(value) for index, value in state["checksums"]})
         if self.kind == "indexed":
             for position in self._checksums:
                 self._check(self.source[position], position)
@@ -346,8 +354,11 @@ class SourceCursor:
 
 
 def _has_own_state(source: Any) -> bool:
-    """Whether the source can say where it is. A Hugging Face stream that shuffles leaves out what its buffer holds: its
-    place is found again by reading on from the beginning."""
+    """Whether the source can save and restore its position exactly.
+
+    The state of a shuffled Hugging Face stream does not contain the items in its buffer. So such a stream is read again
+    from its beginning.
+    """
     parts = [getattr(source, "_ex_iterable", None)]
     while parts:
         part = parts.pop()
@@ -358,7 +369,7 @@ def _has_own_state(source: Any) -> bool:
 
 
 def _rows_of_tables(dataset: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a Hugging Face dataset, with views of Arrow's memory for lists of numbers instead of Python objects."""
+    """Rows of a Hugging Face dataset. Lists of numbers are NumPy views of Arrow's memory, not Python lists."""
     for table in dataset.with_format("arrow").iter(_ROWS_AT_ONCE):
         columns = {name: _column(name, table.column(name).combine_chunks()) for name in table.column_names}
         for row in range(table.num_rows):

@@ -1,8 +1,8 @@
-"""Training of several adapters in one pass over packs that hold sequences of all of them.
+"""Trains several adapters together, with packs that contain sequences of all of them.
 
-A sequence names its adapter in its field ``adapter``. Each adapter has a loss of its own, the mean over its own targets
-of the optimiser step, a gradient that is clipped by itself, and moments that stand still in steps without a target of
-it. So it learns what it would learn alone from the same sequences.
+A sequence names its adapter in its field ``adapter``. The loss of an adapter is the mean over its own targets in the
+optimiser step. Its gradient is clipped separately, and its moments do not change in a step without a target for it. So
+each adapter learns the same as if it were trained alone on the same sequences.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from chairlift.train.parallel import sum_over_ranks
 __all__ = ["ADAPTER_FIELD", "AdapterLosses", "AdapterStep", "adapter_field", "adapter_named", "mean_loss", "naming"]
 
 ADAPTER_FIELD: Final = "adapter"
-"""Field of a record, and of an item of a source, that names the adapter which learns from it."""
+"""Name of the field of a record, or of an item of a source, that names the adapter to train on it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,16 +36,17 @@ class AdapterStep:
     """Result of one optimiser step for one adapter, over all ranks."""
 
     loss: float
-    """Mean loss over the adapter's own targets, as ``TrainerConfig.reduce`` defines it; 0 without a target."""
+    """Mean loss over the adapter's own targets, as defined by ``TrainerConfig.reduce``. 0 without a target."""
     num_tokens: int
     num_targets: int
-    """0: the adapter and its moments are what they were before the step."""
+    """Number of targets for the adapter. If it is 0, the step did not change the adapter and its moments."""
     grad_norm: float
     """Norm of the adapter's gradients before clipping."""
 
 
 class AdapterLosses:
-    """Losses of several adapters over the packs of an optimiser step; it is called as a :class:`StepLoss` is."""
+    """Computes the losses of several adapters over the packs of an optimiser step. It is called like a
+    :class:`StepLoss`."""
 
     def __init__(self, adapters: TrainableAdapters, reduce: Reduce, label_smoothing: float) -> None:
         self._adapters = adapters
@@ -56,12 +57,12 @@ class AdapterLosses:
         self._counts: dict[str, tuple[int, int]] = {}
         self._totals: dict[str, Tensor | float] = {}
         self.losses = torch.empty(0)
-        """[R] token losses of the last call, without weights and without a graph; 0 where there is no target."""
+        """[R] loss of each token in the last call, without weights and without a graph. 0 if a token has no target."""
 
     def route(self, pack: Pack) -> Pack:
-        """``pack`` with its sequences sorted by adapter, for whose rows the next forward pass is prepared.
+        """Sort the sequences of a pack by adapter, and prepare the next forward pass for them. Returns the sorted pack.
 
-        Raises ConfigError for a sequence that names no adapter, or an unknown one.
+        Raises ConfigError for a sequence without an adapter or with an unknown adapter.
         """
         pack, places = self._sorted(pack)
         lengths = np.bincount(places, pack.lengths, len(self._adapters.names))
@@ -70,7 +71,7 @@ class AdapterLosses:
         return pack
 
     def _sorted(self, pack: Pack) -> tuple[Pack, list[int]]:
-        """The pack in the order of adapters, and the number of each sequence's adapter."""
+        """(pack with sequences sorted by adapter, index of each sequence's adapter)."""
         metas: Sequence[Mapping[str, Any]] = pack.meta or [{}] * len(pack.lengths)
         places = [self._place(number, meta) for number, meta in zip(pack.ids, metas, strict=True)]
         order = sorted(range(len(places)), key=places.__getitem__)
@@ -91,7 +92,7 @@ class AdapterLosses:
         return self._adapters.names.index(name)
 
     def _own(self, pack: Pack) -> Iterator[tuple[str, Pack]]:
-        """The part of a pack that belongs to each adapter, as a pack."""
+        """(name of an adapter, pack of its sequences) for each adapter with sequences in ``pack``."""
         pack, places = self._sorted(pack)
         for place, name in enumerate(self._adapters.names):
             if count := places.count(place):
@@ -103,9 +104,9 @@ class AdapterLosses:
 
     @contextlib.contextmanager
     def step(self, packs: Sequence[Pack]) -> Iterator[None]:
-        """Within, calls belong to one optimiser step, whose packs of this rank these are. Every rank must enter.
+        """Context of one optimiser step. ``packs`` are this rank's packs of the step. Every rank must enter it.
 
-        Raises ConfigError when no adapter has a target, and as :meth:`route`.
+        Raises ConfigError when no adapter has a target, and the errors of :meth:`route`.
         """
         own: dict[str, list[Pack]] = {name: [] for name in self._adapters.names}
         for pack in packs:
@@ -133,9 +134,9 @@ class AdapterLosses:
             yield
 
     def __call__(self, logits: Tensor, chosen: Mapping[str, Tensor]) -> Tensor:
-        """The sum of what the pack that was routed last adds to the adapters' losses, a scalar.
+        """Sum of the parts that the last routed pack contributes to the losses of all adapters, as a scalar.
 
-        logits [R, V] and ``chosen`` are those of :func:`~chairlift.train.trainer.predictions`.
+        ``logits`` [R, V] and ``chosen`` belong to the rows of :func:`~chairlift.train.trainer.predictions`.
         """
         ends = torch.tensor(self._sequences).cumsum(0).to(chosen["segment_ids"].device)
         bounds = [0, *torch.searchsorted(chosen["segment_ids"][0].contiguous(), ends.int()).tolist()]
@@ -154,9 +155,10 @@ class AdapterLosses:
         return total
 
     def finish(self, max_grad_norm: float) -> dict[str, AdapterStep]:
-        """Clip each adapter's gradients, after they were summed over the ranks. Every rank must call it.
+        """Clip the gradients of each adapter separately. Returns the name of each adapter -> its results.
 
-        An adapter without a target gets none, so that no optimiser moves it.
+        Call it after the gradients were summed over the ranks. Every rank must call it. The gradients of an adapter
+        without a target are removed, so that the optimiser does not change the adapter.
         """
         totals = sum_over_ranks([float(self._totals.get(name, 0.0)) for name in self._adapters.names])
         results = {}
@@ -172,13 +174,13 @@ class AdapterLosses:
 
 
 def mean_loss(results: Mapping[str, AdapterStep]) -> float:
-    """Mean of the adapters' losses, weighted with their numbers of targets."""
+    """Mean of the adapters' losses, weighted by their numbers of targets."""
     targets = sum(each.num_targets for each in results.values())
     return math.fsum(each.loss * each.num_targets for each in results.values()) / max(1, targets)
 
 
 def adapter_named(given: Any, names: Sequence[str], where: str) -> str:
-    """``given``, if it is one of ``names``; raises ConfigError otherwise."""
+    """Check that ``given`` is one of ``names``, and return it. Raises ConfigError, which mentions ``where``, if not."""
     if isinstance(given, str) and given in names:
         return given
     what = "names no adapter" if given is None else f"names the adapter {str(given)[:60]!r}"
@@ -186,9 +188,10 @@ def adapter_named(given: Any, names: Sequence[str], where: str) -> str:
 
 
 def naming(encode: Encode, names: Sequence[str], columns: Mapping[str, str], default: str | None) -> Encode:
-    """``encode``, whose items say which adapter they are for: by the record's field ``adapter``, or ``default``.
+    """Wrap ``encode`` so that every item gets a field ``adapter``: that of its record, or ``default``.
 
-    ``columns`` are other names of fields -> names. The encoder raises ConfigError for a record of no known adapter.
+    ``columns`` maps field names of records to the names used here. The returned function raises ConfigError for a
+    record without a known adapter.
     """
 
     def read(record: Mapping[str, Any]) -> Encoded:
@@ -203,6 +206,6 @@ def naming(encode: Encode, names: Sequence[str], columns: Mapping[str, str], def
 
 
 def adapter_field(record: Mapping[str, Any], columns: Mapping[str, str], default: str | None) -> Any:
-    """The adapter that a record names, or ``default``."""
+    """Name of the adapter in a record, or ``default`` if the record has none."""
     found = [value for key, value in record.items() if columns.get(key, key) == ADAPTER_FIELD]
     return found[0] if found else default

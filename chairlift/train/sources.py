@@ -1,10 +1,10 @@
-"""Files of records as a stateful source of training examples, at rest (:mod:`record_files`) or still growing.
+"""Sources of training examples that read files of records and can be saved and resumed.
 
-A record is a JSON object or a table's row: a chat, a prompt and its completion, a text or token ids, told by its fields
-(:class:`Encoder`). What comes out are mappings with ``input_ids`` and ``loss_weight``, as
-:class:`~chairlift.train.stream.PackStream` takes them. A record may make several.
+A record is a JSON object or a row of a table. Its fields determine whether it is a chat, a prompt with a completion, a
+text, or token ids (:class:`Encoder`). An example is a mapping with ``input_ids`` and ``loss_weight`` for
+:class:`~chairlift.train.stream.PackStream`. A record can give several examples.
 
-Needs NumPy; a tokenizer for anything but token ids; pyarrow for Parquet and Arrow.
+Needs NumPy, a tokenizer for records other than token ids, and pyarrow for Parquet and Arrow files.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ __all__ = ["Encoder", "FollowedLines", "LineFile", "RecordSource", "TableFile", 
 
 _CHUNK = 1 << 22
 _POLL_SECONDS = 0.5
-_MOST_NOTES = 64
-"""Number of different notes that are counted by their text; all others count as one."""
+_MAX_NOTES = 64
+"""Maximum number of different notes that are counted by their text. All other notes are counted together."""
 
 
 class RecordSource:
-    """Examples of the records of files in order, or in a new random order in each epoch; its place is three numbers.
+    """Iterator over the examples in files of records, in order or in a new random order in each epoch.
 
-    ``files`` may be patterns and directories (:func:`~chairlift.train.record_files.expand`). ``epochs`` None repeats
-    for ever. With ``on_error="skip"`` records that cannot be used are counted in ``skipped`` instead of raising
-    ConfigError with file and line. Raises ConfigError for files that are missing or empty.
+    ``files`` can contain patterns and directories (:func:`~chairlift.train.record_files.expand`). With ``epochs=None``
+    the files are repeated without end. With ``on_error="skip"``, invalid records are counted in ``skipped``; otherwise
+    they raise ConfigError with file and line. Raises ConfigError for missing or empty files.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class RecordSource:
         self._encode, self._shuffle, self._epochs, self._seed = encode, shuffle, epochs, seed
         self._on_error = on_error
         self.skipped = 0
-        """Records left out. Each counts once, in the first epoch."""
+        """Number of records that were skipped. Only the first epoch is counted."""
         self.notes: Counter[str] = Counter()
-        """Notes on records (:class:`~chairlift.train.encoder.Encoded`) -> number of records, likewise."""
-        self._rest: list[Mapping[str, Any]] = []  # examples of the record read last, last first
-        self._given = 0  # examples given of it
+        """Note (:class:`~chairlift.train.encoder.Encoded`) -> number of records with this note in the first epoch."""
+        self._rest: list[Mapping[str, Any]] = []  # remaining examples of the current record, in reverse order
+        self._given = 0  # number of examples of the current record that were returned
         self._epoch = 0
         self._position = 0
         self._found_in_epoch = 0
@@ -79,7 +79,7 @@ class RecordSource:
         return self
 
     def __next__(self) -> Mapping[str, Any]:
-        """The next example. After an error, the one after the record that was wrong."""
+        """The next example. After an error, the next call continues after the invalid record."""
         while self._epochs is None or self._epoch < self._epochs:
             if self._order is None:
                 self._order = self._order_of_epoch()
@@ -104,9 +104,9 @@ class RecordSource:
         return np.random.default_rng([self._seed, self._epoch]).permutation(count)
 
     def _examples(self, index: int, *, again: bool = False) -> list[Mapping[str, Any]]:
-        """Examples of a record. ``again``: it was counted already."""
-        place = int(np.searchsorted(self._starts, index, side="right")) - 1
-        file, row = self._files[place], index - int(self._starts[place])
+        """Examples of record number ``index``. ``again``: whether the notes of the record were counted already."""
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        file, row = self._files[number], index - int(self._starts[number])
         try:
             record = file.read(row)
             if record is None:
@@ -123,7 +123,7 @@ class RecordSource:
         return [[file.path.name, len(file), file.fingerprint] for file in self._files]
 
     def state_dict(self) -> dict[str, Any]:
-        """After what was yielded last: plain data."""
+        """State after the last returned example, as plain data."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -136,7 +136,7 @@ class RecordSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on there. Raises ConfigError, naming the file, when the files are not those that the state is of."""
+        """Continue from a state of :meth:`state_dict`. Raises ConfigError, naming the file, if the files differ."""
         _compare(self._fingerprint(), state["files"])
         if list(state["order"]) != [self._shuffle, self._seed]:
             raise ConfigError(
@@ -147,17 +147,18 @@ class RecordSource:
         self._found_in_epoch, self.skipped = int(state["found"]), int(state["skipped"])
         self.notes = Counter(state.get("notes", {}))
         self._order, self._rest, self._given = None, [], int(state.get("given", 0))
-        if self._given:  # of a record that makes several examples
+        if self._given:  # the state is inside a record with several examples
             self._order = self._order_of_epoch()
             again = self._examples(int(self._order[self._position - 1]), again=True)
             self._rest = again[self._given :][::-1]
 
 
 class FollowedLines:
-    """JSON lines, read once in order without an index; with ``follow``, what is appended to the last file as well.
+    """Iterator over the examples in files of JSON lines, which are read once, in order, without an index.
 
-    A last line without its newline may still be written: following, it waits to be ended. ``wait`` is called when there
-    is nothing to read; it returns False to end the stream. By default it sleeps, for ever.
+    With ``follow``, lines that are appended to the last file later are read, too. A last line without a newline is then
+    read only when it is complete. ``wait`` is called when there is no new line, and returns False to end the iteration.
+    By default it sleeps for a moment and returns True.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class FollowedLines:
         on_error: Literal["stop", "skip"] = "stop",
         wait: Callable[[], bool] | None = None,
     ) -> None:
-        """Raises ConfigError for a file that is missing, or empty and not followed."""
+        """Raises ConfigError for a missing file, and for an empty file that is not followed."""
         self._paths = expand(files)
         if follow and is_compressed(self._paths[-1]):
             raise ConfigError(f"{self._paths[-1]} is compressed, so it cannot grow; follow a plain file of JSON lines")
@@ -180,13 +181,13 @@ class FollowedLines:
         self._wait = wait or _sleep
         self.skipped = 0
         self.notes: Counter[str] = Counter()
-        """As of :class:`RecordSource`."""
-        self._rest: list[Mapping[str, Any]] = []  # examples of the line read last, last first
-        self._given = 0  # examples given of it
-        self._begin = 0  # the offset where it begins
+        """Note -> number of records with this note, as in :class:`RecordSource`."""
+        self._rest: list[Mapping[str, Any]] = []  # remaining examples of the current line, in reverse order
+        self._given = 0  # number of examples of the current line that were returned
+        self._begin = 0  # offset of the current line in bytes
         self._file, self._offset, self._line = 0, 0, 0
         self._checksum = 0
-        """Checksum of the current file, up to the offset."""
+        """CRC-32 checksum of the current file up to the offset."""
         self._open: BinaryIO | None = None
         self._opened_by = 0
 
@@ -194,13 +195,13 @@ class FollowedLines:
         return self
 
     def __next__(self) -> Mapping[str, Any]:
-        """The next example. After an error, the one after the record that was wrong."""
+        """The next example. After an error, the next call continues after the invalid line."""
         while self._file < len(self._paths):
             path = self._paths[self._file]
             if self._rest:
                 self._given += 1
                 return self._rest.pop()
-            if self._open is None or self._opened_by != os.getpid():  # a forked loader shares its place in the file
+            if self._open is None or self._opened_by != os.getpid():  # a forked process must not share the file offset
                 self._open, self._opened_by = self._opened(path, self._offset), os.getpid()
             while (line := self._next_line(self._open)) is not None:
                 self._begin = self._offset
@@ -217,7 +218,7 @@ class FollowedLines:
         raise StopIteration
 
     def _opened(self, path: Path, offset: int) -> BinaryIO:
-        """The file, at this offset of its decompressed bytes."""
+        """Open a file. A compressed file is read up to this offset of its decompressed bytes."""
         file = open_for(self, path)
         while is_compressed(path) and offset:
             offset -= len(file.read(min(offset, _CHUNK)))
@@ -235,12 +236,12 @@ class FollowedLines:
             line = file.readline()
             if line.endswith(b"\n") or (line and not growing):
                 return line
-            place = file.fileno()
-            still_there = not growing or (path.exists() and os.path.samefile(path, place))
-            if not still_there or os.fstat(place).st_size < self._offset:
+            descriptor = file.fileno()
+            still_there = not growing or (path.exists() and os.path.samefile(path, descriptor))
+            if not still_there or os.fstat(descriptor).st_size < self._offset:
                 raise ConfigError(
                     f"{path} was cut, moved or replaced while it was read (after line {self._line});"
-                    " put back what it had, with what is new at its end, and go on from the last checkpoint"
+                    " restore its content, with new lines at its end, and continue from the last checkpoint"
                 )
             if not growing or not self._wait():
                 return None
@@ -255,7 +256,7 @@ class FollowedLines:
             return []
 
     def state_dict(self) -> dict[str, Any]:
-        """After what was yielded last: plain data."""
+        """State after the last returned example, as plain data."""
         return {
             "file": self._file,
             "offset": self._offset,
@@ -269,20 +270,24 @@ class FollowedLines:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on there. What was read is read again, to see that it is the same: ConfigError names what changed."""
+        """Continue from a state of :meth:`state_dict`.
+
+        The part of the file that was read before is read again and compared by its checksum. Raises ConfigError if it
+        has changed.
+        """
         _compare([path.name for path in self._paths], state["names"])
         number, offset = int(state["file"]), int(state["offset"])
         if offset and _checksum(self._paths[number], offset) != state["checksum"]:
             raise ConfigError(
-                f"{self._paths[number]} has changed in what was already read (its first {offset:,} bytes); "
-                "go on with the same file, to which lines may have been appended, or start a new run"
+                f"{self._paths[number]} has changed in the part that was already read (its first {offset:,} bytes); "
+                "continue with the same file, to which lines may have been appended, or start a new run"
             )
         self._file, self._offset, self._line = number, offset, int(state["line"])
         self._checksum, self.skipped = int(state["checksum"]), int(state["skipped"])
         self.notes = Counter(state.get("notes", {}))
         self._open, self._rest, self._given = None, [], int(state.get("given", 0))
         self._begin = int(state.get("begin", 0))
-        if self._given:  # of a line that makes several examples
+        if self._given:  # the state is inside a line with several examples
             path = self._paths[number]
             file = self._opened(path, self._begin)
             if not is_compressed(path):
@@ -300,7 +305,7 @@ def _sleep() -> bool:
 def _encoded(
     encode: Encode, record: Mapping[str, Any], where: str, counts: Counter[str] | None
 ) -> list[Mapping[str, Any]]:
-    """Examples of a record, whose notes are added to ``counts``. Raises ConfigError that names the place."""
+    """Examples of a record. Its notes are added to ``counts``. Raises ConfigError with the file and line ``where``."""
     try:
         found = encode(record)
     except ChairliftError as error:
@@ -310,7 +315,7 @@ def _encoded(
     for note in found.notes:
         if counts is None:
             break
-        counts[note if note in counts or len(counts) < _MOST_NOTES else "have other peculiarities"] += 1
+        counts[note if note in counts or len(counts) < _MAX_NOTES else "have other peculiarities"] += 1
     return list(found.items)
 
 

@@ -1,7 +1,7 @@
-"""How far samples may lag behind the weights they train: a gate between a generator and a trainer.
+"""Limits how many versions of the weights a training sample may lag behind: a gate between a generator and a trainer.
 
-The capacity rule is AReaL's (Fu et al., 2025), the dampened rate that of Zhang et al. (2016). Standard library only;
-results depend on the order of the calls alone.
+The rule for the capacity is that of AReaL (Fu et al., 2025). The reduced learning rate is that of Zhang et al. (2016).
+Uses the standard library only. The results depend only on the order of the calls.
 """
 
 from __future__ import annotations
@@ -21,51 +21,51 @@ StalenessPolicy = Literal["drop", "wait", "reweight", "lr_scale"]
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Finished:
-    """A rollout that has ended. Sorts by its oldest weights, then by admission."""
+    """A rollout that has ended. Rollouts are ordered by ``version``, then by ``ticket``."""
 
     version: int
-    """Version of the oldest weights that computed one of its tokens."""
+    """Version of the oldest weights that generated any of the rollout's tokens."""
     ticket: int
     length: int = dataclasses.field(default=0, compare=False)
-    """Tokens."""
+    """Length of the rollout in tokens."""
     sample: Any = dataclasses.field(default=None, compare=False)
-    """Whatever the caller keeps of it."""
+    """The caller's object for this rollout, such as its tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """Samples of one optimiser step. False if there are not enough yet."""
+    """Samples for one optimiser step. An empty selection is false: there are not enough samples yet."""
 
     rollouts: tuple[Finished, ...] = ()
     staleness: tuple[int, ...] = ()
-    """[N] staleness of each sample in versions, at most the gate's bound."""
+    """[N] number of versions that each sample lags behind; at most the bound of the gate."""
     weights: tuple[float, ...] = ()
-    """[N] factor of each sample's ``loss_weight``. It is 1 except with the policy ``reweight``."""
+    """[N] factor for the ``loss_weight`` of each sample. It is 1 unless the policy is ``reweight``."""
     lr_scale: float = 1.0
-    """Factor of the learning rate. It is 1 except with the policy ``lr_scale``."""
+    """Factor for the learning rate. It is 1 unless the policy is ``lr_scale``."""
 
     def __bool__(self) -> bool:
         return bool(self.rollouts)
 
     @property
     def samples(self) -> list[Any]:
-        """[N]."""
+        """[N] the callers' objects of the selected rollouts."""
         return [rollout.sample for rollout in self.rollouts]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GateStats:
-    """Counts since the beginning."""
+    """Counts of rollouts since the gate was created."""
 
     version: int
     running: int
-    """Rollouts admitted that have not ended."""
+    """Number of rollouts that were admitted and have not ended."""
     waiting: int
-    """Rollouts that have ended and were not selected yet."""
+    """Number of rollouts that have ended and were not selected yet."""
     produced: int
     consumed: int
     dropped: int
-    """Produced rollouts that became too old to be selected."""
+    """Number of ended rollouts that became too old to be selected."""
     cancelled: int
     refused: int
     """Number of refused calls of :meth:`StalenessGate.admit`."""
@@ -74,29 +74,31 @@ class GateStats:
     staleness_p50: int
     staleness_max: int
     lengths_produced: dict[int, int]
-    """Power of two -> number of samples whose length does not exceed it."""
+    """Power of two -> number of samples with a length up to it and above the next smaller power."""
     lengths_consumed: dict[int, int]
     length_bias: float
-    """Mean length consumed over mean length produced, less 1: below 0 where long samples are dropped (arXiv
-    2605.02043)."""
+    """Mean length of consumed samples divided by the mean length of produced samples, minus 1. It is negative if long
+    samples are dropped (arXiv 2605.02043)."""
 
 
 class StalenessGate:
-    """Decides how many rollouts may start, and which ended ones a step trains on.
+    """Decides how many rollouts may start, and which ended rollouts a step trains on.
 
-    At most ``(bound + version + 1) * batch`` rollouts are admitted in all, less those dropped or cancelled. What
-    :meth:`select` returns never lags more than ``bound`` versions behind. Short rollouts overtake long ones, so some
-    may become too old; ``policy`` says what follows:
+    In total, at most ``(bound + version + 1) * batch`` rollouts are admitted; dropped and cancelled rollouts are not
+    counted. Samples from :meth:`select` never lag behind by more than ``bound`` versions. Short rollouts end before
+    long rollouts that started earlier, so a long rollout may become too old. ``policy`` determines what happens:
 
-    - ``drop``: a sample that is too old is dropped, and another may start. Biased against long samples.
-    - ``wait``: nothing is dropped. :meth:`select` holds back where a late rollout, or one behind it, would become too
-      old.
-    - ``reweight``: as ``drop``, and a sample's loss is weighted by ``reweight(staleness)`` (default 1 / (1 +
-      staleness)).
-    - ``lr_scale``: as ``drop``, and the learning rate is divided by the step's mean staleness, where that exceeds 1.
+    - ``drop``: a sample that is too old is dropped, and another rollout may start. Long samples are dropped more often.
+    - ``wait``: no sample is dropped. :meth:`select` returns nothing while its result would make a rollout that still
+      runs, or a rollout after it, too old.
+    - ``reweight``: as ``drop``; in addition, the loss of a sample is multiplied by ``reweight(staleness)`` (default: 1
+    /
+      (1 + staleness)).
+    - ``lr_scale``: as ``drop``; in addition, the learning rate is divided by the mean staleness of the step if that is
+      above 1.
 
-    With a bound above 0 each of them wants a loss that corrects for the older policy (decoupled PPO, importance
-    weights): keep the generator's log-probabilities in ``sample``.
+    With a bound above 0, use a loss that corrects for the older weights (decoupled PPO, importance weights). It needs
+    the generator's log-probabilities, which can be stored in ``sample``.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class StalenessGate:
         *,
         reweight: Callable[[int], float] | None = None,
     ) -> None:
-        """``batch`` is the samples one version is trained on. Raises ConfigError for values out of range."""
+        """``batch`` is the number of samples per optimiser step and version. Raises ConfigError for invalid values."""
         if bound < 0 or batch < 1:
             raise ConfigError(f"a gate needs a bound of at least 0 and a batch of at least 1, got {bound} and {batch}")
         if policy not in get_args(StalenessPolicy):
@@ -118,12 +120,12 @@ class StalenessGate:
         self.batch = batch
         self.policy = policy
         self.version = 0
-        """Version of the weights that the generator has now."""
+        """Version of the weights that the generator uses now."""
         self._weight = reweight or _inverse
-        self._running: dict[int, int] = {}  # ticket -> version at its admission: none of its tokens can be older
+        self._running: dict[int, int] = {}  # ticket -> version when it was admitted, so no token can be older
         self._waiting: list[Finished] = []  # sorted
         self._num_tickets = self._num_consumed = self._num_dropped = self._num_cancelled = self._num_refused = 0
-        self._taken = 0  # of this version
+        self._taken = 0  # number of samples selected at this version
         self._staleness: Counter[int] = Counter()
         self._lengths: dict[str, Counter[int]] = {"produced": Counter(), "consumed": Counter()}
         self._tokens = {"produced": 0, "consumed": 0}
@@ -133,19 +135,19 @@ class StalenessGate:
     @property
     def capacity(self) -> int:
         """Number of rollouts that may start now."""
-        held = len(self._waiting) + len(self._running)
+        unconsumed = len(self._waiting) + len(self._running)
         room = (self.bound + self.version + 1) * self.batch - self._num_consumed
-        if self.policy == "wait":  # what earlier versions were not trained on cannot be made up for
+        if self.policy == "wait":  # an earlier version that was trained on fewer samples leaves no room
             room = min(room, max(0, self.batch - self._taken) + self.bound * self.batch)
-        return max(0, room - held)
+        return max(0, room - unconsumed)
 
     @property
     def running(self) -> Mapping[int, int]:
-        """Ticket -> version at its admission, of rollouts that have not ended."""
+        """Ticket -> version at admission, for the rollouts that have not ended."""
         return self._running
 
     def admit(self, n: int = 1) -> range:
-        """Tickets of ``n`` rollouts that start now; empty, and so false, when not so many may."""
+        """Admit ``n`` rollouts. Returns their tickets, or an empty (false) range if fewer than ``n`` may start now."""
         if n < 1:
             raise ConfigError(f"admit takes a number of at least 1, got {n}")
         if n > self.capacity:
@@ -157,9 +159,10 @@ class StalenessGate:
         return tickets
 
     def tag(self, ticket: int, version: int, sample: Any = None, *, length: int = 0) -> bool:
-        """A rollout has ended; ``version`` is that of its oldest weights. False where it is too old, and dropped.
+        """Report that a rollout has ended. ``version`` is the version of the oldest weights that it used.
 
-        Raises ConfigError for an unknown ticket, and for a version that cannot be.
+        Returns False if the rollout is too old and was dropped. Raises ConfigError for an unknown ticket, and for an
+        impossible version.
         """
         started = self._started(ticket)
         oldest = started if self.policy == "wait" else 0
@@ -170,15 +173,15 @@ class StalenessGate:
             )
         del self._running[ticket]
         self._count("produced", length)
-        kept = self.version - version <= self.bound
-        if kept:
+        is_fresh = self.version - version <= self.bound
+        if is_fresh:
             bisect.insort(self._waiting, Finished(version, ticket, length, sample))
         else:
             self._num_dropped += 1
-        return kept
+        return is_fresh
 
     def cancel(self, ticket: int) -> None:
-        """Cancel a rollout, so that another may start. Raises ConfigError for an unknown ticket."""
+        """Cancel a running rollout, so that another rollout may start. Raises ConfigError for an unknown ticket."""
         self._started(ticket)
         del self._running[ticket]
         self._num_cancelled += 1
@@ -186,7 +189,10 @@ class StalenessGate:
     # -- the trainer's side ----------------------------------------------------------------------------------------
 
     def select(self, k: int | None = None) -> Selection:
-        """Take the ``k`` (``batch``) samples with the oldest weights, or none while there are not so many to take."""
+        """Remove and return the ``k`` samples with the oldest weights (default: ``batch``).
+
+        The selection is empty if fewer than ``k`` samples wait, or if the policy ``wait`` requires waiting.
+        """
         k = self.batch if k is None else k
         if k < 1:
             raise ConfigError(f"select takes a number of at least 1, got {k}")
@@ -200,15 +206,16 @@ class StalenessGate:
         return Selection(rollouts, staleness, weights, scale)
 
     def put_back(self, selection: Selection) -> None:
-        """Return the samples of this version's :meth:`select`, which were not trained on. They wait again."""
+        """Return samples that :meth:`select` gave at this version, if they were not trained on. They wait again."""
         self._consume(selection.rollouts, selection.staleness, -1)
         self._staleness, self._lengths["consumed"] = +self._staleness, +self._lengths["consumed"]
         self._waiting = sorted([*self._waiting, *selection.rollouts])
 
     def publish(self, version: int | None = None) -> None:
-        """The generator has the next version of the weights; ``version`` must be this one plus 1.
+        """Report that the generator has the next version of the weights. ``version``, if given, must be that number.
 
-        With ``wait``, raises ConfigError where a sample would become too old: train on ``batch`` samples per version.
+        With the policy ``wait``, raises ConfigError if a sample would become too old: each version must be trained on
+        ``batch`` samples.
         """
         if version not in (None, self.version + 1):
             raise ConfigError(f"the version after {self.version} is {self.version + 1}, got {version}")
@@ -219,12 +226,12 @@ class StalenessGate:
             )
         self.version += 1
         self._taken = 0
-        alive = bisect.bisect_left(self._waiting, self.version - self.bound, key=lambda each: each.version)
-        self._num_dropped += alive
-        del self._waiting[:alive]
+        too_old = bisect.bisect_left(self._waiting, self.version - self.bound, key=lambda each: each.version)
+        self._num_dropped += too_old
+        del self._waiting[:too_old]
 
     def stats(self) -> GateStats:
-        """Counts so far."""
+        """Counts of rollouts since the gate was created."""
         produced, consumed = (sum(self._lengths[kind].values()) for kind in ("produced", "consumed"))
         means = [self._tokens[k] / n if n else 0.0 for k, n in (("produced", produced), ("consumed", consumed))]
         return GateStats(
@@ -247,7 +254,8 @@ class StalenessGate:
     # -- resume ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the settings, as plain data; the callers' samples are in it as they are."""
+        """State as plain data. It includes the settings, to check them later. The callers' samples are stored
+        unchanged."""
         return {
             "settings": [self.bound, self.batch, self.policy],
             "version": self.version,
@@ -267,8 +275,11 @@ class StalenessGate:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. Rollouts that were running are still expected: start them again under their tickets, or
-        cancel them. Raises ConfigError for the state of a gate with other settings."""
+        """Continue from a state of :meth:`state_dict`.
+
+        Rollouts that were running must be started again with their tickets, or cancelled. Raises ConfigError if the
+        settings differ.
+        """
         settings = [self.bound, self.batch, self.policy]
         if list(state["settings"]) != settings:
             raise ConfigError(f"the state is of a gate with {state['settings']}, but this one has {settings}")
@@ -284,16 +295,17 @@ class StalenessGate:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _can_keep_up(self, left: Sequence[Finished], taken: int, *, at: int | None = None) -> bool:
-        """Whether all rollouts that are ``left`` or still run can be trained on in time, ``batch`` at each version.
+    def _can_keep_up(self, remaining: Sequence[Finished], selected: int, *, at: int | None = None) -> bool:
+        """Whether all ``remaining`` and all running rollouts can be trained on in time, with ``batch`` per version.
 
-        A rollout of version v must be taken at version v + bound at the latest. Taking the oldest first meets all these
-        times if any order does (Jackson's rule), so it is enough to count how many are due by each version. ``taken``
-        more are taken now; ``at`` is the first version.
+        A rollout of version v must be selected at version v + bound at the latest. If any order meets all these limits,
+        then selecting the oldest first does (Jackson's rule). So it is enough to count the rollouts that are due by
+        each version. ``selected`` rollouts are selected now, in addition. ``at`` is the first version to check
+        (default: the present version).
         """
         now = self.version if at is None else at
-        room = self.batch if at is not None else max(0, self.batch - self._taken - taken)
-        due = Counter(each.version + self.bound for each in left)
+        room = self.batch if at is not None else max(0, self.batch - self._taken - selected)
+        due = Counter(each.version + self.bound for each in remaining)
         due.update(version + self.bound for version in self._running.values())
         total = 0
         for version in sorted(due):
@@ -304,7 +316,9 @@ class StalenessGate:
 
     def _started(self, ticket: int) -> int:
         if ticket not in self._running:
-            raise ConfigError(f"no rollout with ticket {ticket} is running; it ended, was cancelled or never admitted")
+            raise ConfigError(
+                f"no rollout with ticket {ticket} is running; it ended, was cancelled or was never admitted"
+            )
         return self._running[ticket]
 
     def _consume(self, rollouts: Sequence[Finished], staleness: Sequence[int], sign: int) -> None:
@@ -324,7 +338,7 @@ def _inverse(staleness: int) -> float:
 
 
 def _median(counts: Counter[int]) -> int:
-    """Lower median."""
+    """Lower median of values; ``counts`` maps value -> number of occurrences."""
     half = (counts.total() + 1) // 2
     for value in sorted(counts):
         half -= counts[value]

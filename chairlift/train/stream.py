@@ -1,7 +1,7 @@
-"""Turns a source of sequences into packs for every rank, in whole optimiser steps, resumable after any pack.
+"""Packs the sequences of a source for every rank, in whole optimiser steps. A stream can be resumed after any pack.
 
-Every rank plans the packs of all ranks from lengths, and makes only its own. So ranks agree without communication.
-NumPy only.
+Every rank plans the packs of all ranks from the lengths of the sequences, but builds only its own packs. So the ranks
+need no communication. Needs NumPy.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 __all__ = ["PackStream"]
 
 _READ_AHEAD = 64
-"""Number of sequences that are read from a list together."""
-_MOST_LEFT_OUT = 100_000
-"""Number of sequences in a row that ``overflow`` may leave out. An endless source would be read for ever otherwise."""
+"""Number of sequences that are read from a list at a time."""
+_MAX_LEFT_OUT = 100_000
+"""Maximum number of consecutive sequences that ``overflow`` may leave out. The limit prevents an endless loop over an
+endless source."""
 
 
 class _Plan:
-    """Plan of one pack. Without samples it is a filler."""
+    """Plan of one pack. A plan without samples is a filler."""
 
     __slots__ = ("lengths", "num_targets", "num_tokens", "samples", "weight")
 
@@ -54,7 +55,7 @@ class _Plan:
 
 @dataclasses.dataclass(slots=True)
 class _Row:
-    """One pack for each rank."""
+    """Plans of packs that the ranks compute at the same time, one per rank."""
 
     plans: list[_Plan]
     step: int
@@ -64,18 +65,19 @@ class _Row:
 
 
 class PackStream:
-    """Iterates this rank's packs of ``source``; see :mod:`~chairlift.train.sequences` for what a source may hold.
+    """Iterator over this rank's packs of ``source``. :mod:`~chairlift.train.sequences` describes the kinds of sources.
 
-    Sequences are packed by :class:`~chairlift.train.pack.LookaheadPacker`. Packs are dealt to ranks in rows of one
-    each, and rows make optimiser steps, which close on what ``step`` asks for. A step is planned whole before its
-    first pack is handed out, so each :class:`~chairlift.train.layout.Pack` knows the constant its loss is divided by.
-    At the end the last row is filled up with ``filler`` packs: all ranks take equally many, and no token is lost.
+    :class:`~chairlift.train.pack.LookaheadPacker` packs the sequences. The packs are divided into rows with one pack
+    per rank, and one or more rows form an optimiser step of the size ``step``. A step is planned completely before its
+    first pack is returned, so each :class:`~chairlift.train.layout.Pack` has the constant that its loss is divided by.
+    At the end, the last row is completed with ``filler`` packs, so that all ranks get the same number of packs and no
+    token is lost.
 
-    The output depends on the order of the source, the settings and the seed alone, and the packs over all ranks are
-    the same for any number of ranks (that divides ``window``, if packs are balanced or shuffled).
+    The packs depend only on the order of the source, the settings and the seed. All ranks together get the same packs
+    for any number of ranks; if packs are balanced or shuffled, the number must divide ``window``.
 
-    A bad sequence raises ConfigError from the iterator's ``next`` and is passed; ``next`` may be called again.
-    Iterating again after the end begins the source again: the next epoch.
+    An invalid sequence raises ConfigError from ``next`` and is skipped; ``next`` can be called again. Iterating again
+    after the end starts the next epoch.
     """
 
     def __init__(
@@ -100,18 +102,23 @@ class PackStream:
     ) -> None:
         """Raises ConfigError for settings out of range.
 
-        - ``capacity``: tokens in a pack at most; ``max_sequences``: sequences in one at most.
-        - ``pool``: sequences that are pending, from which packs are made; none waits for more than ``pool`` packs.
-        - ``align``: each sequence is filled up to a multiple of this with ``pad_id``, of weight 0, at its end.
-        - ``overflow``: what becomes of a sequence longer than the capacity. ``split`` makes each piece a sequence
-          with the same id; ``own_pack`` makes it a pack that is too large. A piece whose tokens all have weight 0
-          teaches nothing: ``split`` and ``truncate`` leave it out, and ``stats().cut`` counts it.
-        - ``order``: ``oldest_first`` hands packs out as they close; ``shuffled`` shuffles those of a ``window``.
-        - ``key``: a field, or a function of the item; sequences with different keys never share a pack.
-        - ``balance``: rows are made of packs that cost alike, among those of a ``window`` (packs over all ranks).
-        - ``step``: ``tokens:1M``, ``sequences:256`` or ``packs:8``, over all ranks. What one step has too much of, the
-          next gets less of. None: a step is one pack per rank.
-        - ``flush_after``: of a queue (one rank): what has waited for so many seconds is handed out, however full.
+        - ``capacity``: maximum number of tokens in a pack.
+        - ``max_sequences``: maximum number of sequences in a pack.
+        - ``pool``: number of pending sequences from which packs are formed. No sequence waits for more than ``pool``
+          packs.
+        - ``align``: each sequence is padded at its end to a multiple of this, with ``pad_id`` of weight 0.
+        - ``overflow``: treatment of a sequence that is longer than the capacity. ``split`` makes several sequences with
+          the same id. ``truncate`` keeps the beginning. ``drop`` leaves the sequence out. ``own_pack`` makes a larger
+          pack for it. ``split`` and ``truncate`` leave out pieces without a target; ``stats().cut`` counts them.
+        - ``order``: ``oldest_first`` returns packs in the order in which they were closed; ``shuffled`` shuffles the
+          packs of each ``window``.
+        - ``key``: name of a field, or function of the item. Sequences with different keys never share a pack.
+        - ``balance``: cost by which each row gets packs of similar cost, chosen within a ``window``.
+        - ``window``: number of packs, over all ranks, that are shuffled or balanced together.
+        - ``step``: size of an optimiser step over all ranks: ``tokens:1M``, ``sequences:256`` or ``packs:8``. If a step
+          is larger, the next step is smaller by the difference. None: one pack per rank.
+        - ``flush_after``: time in seconds after which a pending sequence is returned in a pack, even if the pack is not
+          full. Only for a queue as the source, with one rank.
         """
         if balance is not None and not isinstance(balance, Cost):
             raise ConfigError(f"balance must be a Cost, or None, got {balance!r:.80}")
@@ -140,14 +147,14 @@ class PackStream:
         self._reset()
 
     def _reset(self) -> None:
-        """Reset to the state of a stream that has read nothing."""
+        """Reset to the state of a stream that has read no sequence."""
         self._ended = False
-        self._serial = 0  # of the next sequence
-        self._windows = 0  # dealt so far
-        self._progress = 0  # of the open step towards what it closes on
-        self._step = 0  # the open step
-        self._inside = False  # a step that was handed out in part
-        self._left_out = 0  # sequences in a row
+        self._serial = 0  # serial number of the next sequence
+        self._windows = 0  # number of windows that were divided among ranks
+        self._progress = 0  # size of the open step so far, in the unit of ``step``
+        self._step = 0  # number of the open step
+        self._inside = False  # whether some, but not all packs of a step were returned
+        self._left_out = 0  # number of consecutive sequences that were left out
         self._packer = self._new_packer()
         self._pending: dict[int, Sample] = {}
         self._window: list[_Plan] = []
@@ -161,7 +168,7 @@ class PackStream:
             settings.capacity, settings.pool, align=settings.align, max_sequences=settings.max_sequences
         )
 
-    # ---- what comes out
+    # ---- output
 
     def __iter__(self) -> Iterator[Pack]:
         if self.ended:
@@ -173,11 +180,12 @@ class PackStream:
         return self._make_pack(self._next_row())
 
     async def __aiter__(self) -> AsyncIterator[Pack]:
-        """Packs of a source that is an asyncio queue, until it yields None."""
+        """Iterate the packs of a source that is an asyncio queue, until the queue gives None."""
         queue, clock = self._cursor.source, asyncio.get_running_loop().time
         if self._cursor.kind != "queue":
             raise ConfigError("only an asyncio queue is read with 'async for'; use 'for pack in stream'")
-        came = deque([(position, clock()) for position in sorted(self._waiting())])  # what waits, the oldest first
+        # (source index, time of arrival) of the waiting sequences, oldest first
+        came = deque([(position, clock()) for position in sorted(self._waiting())])
         while not self._ended or self._ready:
             if self._ready:
                 while self._ready:
@@ -201,12 +209,12 @@ class PackStream:
                     came.append((sample.id, clock()))
 
     def _waiting(self) -> set[int]:
-        """Source positions of sequences that were read and not handed out."""
+        """Source indices of the sequences that were read but are not yet in a returned pack."""
         plans = itertools.chain(self._window, *self._open)
         return {sample.id for sample in itertools.chain(self._pending.values(), *(plan.samples for plan in plans))}
 
     def steps(self) -> Iterator[list[Pack]]:
-        """This rank's packs of one optimiser step at a time."""
+        """Iterate over lists of this rank's packs, one list per optimiser step."""
         packs: list[Pack] = []
         for pack in self:
             packs.append(pack)
@@ -215,9 +223,9 @@ class PackStream:
                 packs = []
 
     def every(self, count: int, first: int = 0) -> Iterator[tuple[int, Pack]]:
-        """Packs number ``first``, ``first + count`` and so on from here, each with its number.
+        """Iterate over every ``count``-th pack from here, beginning with number ``first``, as (number, pack).
 
-        The others are planned, but not put together: what one of ``count`` loaders reads.
+        The other packs are planned but not built. This is what one of ``count`` loader processes needs.
         """
         iter(self)
         for number in itertools.count():
@@ -229,18 +237,18 @@ class PackStream:
                 yield number, self._make_pack(row)
 
     def as_torch(self) -> TorchPackStream:
-        """This stream as a ``torch.utils.data.IterableDataset``, for a DataLoader with ``batch_size=None``."""
+        """A ``torch.utils.data.IterableDataset`` of this stream's packs, for a DataLoader with ``batch_size=None``."""
         from chairlift.train.torch_stream import TorchPackStream
 
         return TorchPackStream(self)
 
     def stats(self) -> StreamStats:
-        """Figures over all ranks, since the stream began; see :class:`~chairlift.train.stream_stats.StreamStats`."""
+        """Statistics over all ranks since the stream began; see :class:`~chairlift.train.stream_stats.StreamStats`."""
         return self._meter.snapshot()
 
     @property
     def ended(self) -> bool:
-        """Whether the source has ended and all packs were handed out."""
+        """Whether the source has ended and all packs were returned."""
         return self._ended and not self._ready
 
     # ---- from the source to closed steps
@@ -263,7 +271,7 @@ class PackStream:
         return row
 
     def _push(self, sample: Sample, fits: bool = False) -> None:
-        """Make a sequence pending. If it does not fit, its pieces become pending instead."""
+        """Add a sequence to the pending sequences. If it is too long, its pieces are added instead."""
         settings, length = self._settings, len(sample.tokens)
         if not fits and (length > settings.capacity or settings.align > 1):
             for piece in (sample,) if length <= settings.capacity else self._fitting(sample):
@@ -282,7 +290,7 @@ class PackStream:
             self._close_next()
 
     def _fitting(self, sample: Sample) -> Iterator[Sample]:
-        """Pieces of a sequence that is too long. A piece is left out where only weights of 0 remain in it."""
+        """Pieces of a sequence that is too long. Pieces without a target are left out."""
         truncates, kept, targets = self._settings.overflow == "truncate", 0, 0
         for piece in self._fit(sample):
             if piece.weights is None or piece.has_target:
@@ -293,7 +301,7 @@ class PackStream:
         if self._settings.overflow in ("truncate", "split"):
             self._meter.on_cut(sample.source, truncates, *lost, is_left_out=not kept)
         self._left_out += not kept
-        if self._left_out >= _MOST_LEFT_OUT:
+        if self._left_out >= _MAX_LEFT_OUT:
             raise ConfigError(
                 f"the last {self._left_out:,} sequences are all longer than a pack ({self._settings.capacity} tokens),"
                 f" and overflow {self._settings.overflow} leaves nothing of them to learn; raise capacity, or set"
@@ -301,7 +309,7 @@ class PackStream:
             )
 
     def _fit(self, sample: Sample) -> Iterable[Sample]:
-        """Sequences that replace one that is too long."""
+        """Pieces that replace a sequence that is too long, by the setting ``overflow``."""
         length, capacity = len(sample.tokens), self._settings.capacity
         if self._settings.overflow == "own_pack":
             return (sample,)
@@ -333,14 +341,14 @@ class PackStream:
             self._deal()
 
     def _deal(self) -> None:
-        """Divide the window into rows of one pack per rank, and close steps."""
+        """Divide the packs of the window into rows with one pack per rank, and close the steps that are complete."""
         settings, plans = self._settings, self._window
         self._window = []
         self._windows += 1
         fillers = -len(plans) % settings.ranks
         self._meter.fillers += fillers
         plans += [_Plan([]) for _ in range(fillers)]
-        if not settings.uses_window:  # then it is one row
+        if not settings.uses_window:  # then the window is a single row
             self._add_row(plans)
             return
         seed = settings.seed * 2**32 + self._windows
@@ -361,16 +369,16 @@ class PackStream:
             self._close_step()
 
     def _amount(self, row: list[_Plan]) -> int:
-        """Amount by which a row brings a step closer to its end, in the unit of ``step``."""
+        """Size of a row in the unit of the setting ``step``: packs, sequences or tokens."""
         unit = self._settings.goal[0]
         if unit == "packs":
             return len(row)
         return sum([len(plan.samples) if unit == "sequences" else plan.num_tokens for plan in row])
 
     def _close_step(self) -> None:
-        """Assign the packs of the open step to ranks, and set the constants that its losses are divided by."""
+        """Assign the packs of the open step to ranks, and compute the constants that its losses are divided by."""
         rows, self._open = self._open, []
-        if self._settings.ranks == 1:  # nobody waits for it, whatever its packs cost
+        if self._settings.ranks == 1:  # no other rank waits, so costs do not matter
             self._meter.steps += 1
         else:
             rows = self._level(rows)
@@ -382,12 +390,12 @@ class PackStream:
         self._step += 1
 
     def _level(self, rows: list[list[_Plan]]) -> list[list[_Plan]]:
-        """The rows of a step with the packs of each in the order of the ranks that take them."""
+        """The rows of a step, with the packs of each row in the order of the ranks that compute them."""
         costs = [[self._cost_of(plan) for plan in row] for row in rows]
         if self._settings.balance is not None:
-            taken = level_rows(costs, self._step)
-            rows = [[row[pack] for pack in chosen] for row, chosen in zip(rows, taken, strict=True)]
-            costs = [[row[pack] for pack in chosen] for row, chosen in zip(costs, taken, strict=True)]
+            assignment = level_rows(costs, self._step)
+            rows = [[row[pack] for pack in chosen] for row, chosen in zip(rows, assignment, strict=True)]
+            costs = [[row[pack] for pack in chosen] for row, chosen in zip(costs, assignment, strict=True)]
         self._meter.on_step(costs)
         return rows
 
@@ -395,7 +403,7 @@ class PackStream:
         return self._cost.of(plan.lengths)
 
     def _flush(self) -> None:
-        """Hand out all pending sequences, and close the open step."""
+        """Pack all pending sequences, and close the open step."""
         while self._packer:
             self._close_next()
         if self._window:
@@ -439,9 +447,10 @@ class PackStream:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """All that decides the rest of the stream: plain Python and NumPy arrays, the same on every rank.
+        """State from which the rest of the stream follows: plain Python and NumPy arrays, equal on every rank.
 
-        Save it after any pack. What was handed out is not in it; what has been read and waits is, tokens and all.
+        It can be saved after any pack. It contains the sequences that were read but not yet returned, with their
+        tokens.
         """
         plans = [*self._window, *itertools.chain(*self._open), *itertools.chain(*(row.plans for row in self._ready))]
         serials = self._packer.pending()
@@ -467,13 +476,14 @@ class PackStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was called, with the same settings and source, on any rank.
+        """Continue from a state of :meth:`state_dict`, with the same settings and source, on any rank.
 
-        The number of ranks may be another, if the state was taken between two steps: what had been dealt to ranks and
-        not handed out is dealt again, first of all and in its order. No sequence is lost or comes twice.
+        The number of ranks may differ if the state was saved between two steps. Packs that were planned but not
+        returned are then divided among the new ranks first, in their order. No sequence is lost or repeated.
 
-        Raises ConfigError, naming what differs, when the settings or the source are not the same; then nothing has
-        changed but the position of a source that keeps its own. A source that can only be iterated must be given anew.
+        A source that is a plain iterator must be opened again before the call. Raises ConfigError, naming the
+        difference, if the settings or the source differ; the stream is then unchanged, but a source with its own state
+        may have moved.
         """
         if state.get("version") != 1:
             raise ConfigError(f"the state has version {state.get('version')}, but this release reads version 1")
@@ -481,8 +491,8 @@ class PackStream:
         ranks, mine = int(state["settings"]["ranks"]), self._settings.ranks
         if ranks != mine and state.get("inside"):
             raise ConfigError(
-                f"the state was taken inside a step of {ranks} ranks, whose packs are dealt already; go on with "
-                f"{ranks} ranks instead of {mine}, or from a state that was taken between two steps"
+                f"the state was saved inside a step of {ranks} ranks, whose packs are divided already; continue with "
+                f"{ranks} ranks instead of {mine}, or from a state that was saved between two steps"
             )
         self._cursor.load_state_dict(state["source"], int(state["epoch"]))
         self._reset()
@@ -503,12 +513,12 @@ class PackStream:
             self._deal_again()
 
     def _deal_again(self) -> None:
-        """Divide what was planned for another number of ranks, and not handed out, among as many as there are now."""
+        """Divide the packs that were planned for another number of ranks and not returned among the present ranks."""
         rows = [*(row.plans for row in self._ready), *self._open]
         closed = len({row.step for row in self._ready})
         self._step -= closed
         self._meter.steps -= closed
-        # What the first of these steps got less of, because the one before it had too much.
+        # Size by which the first of these steps is smaller, because the step before it was too large.
         begun = self._progress + closed * self._settings.goal[1] - sum(map(self._amount, rows))
         self._progress = max(0, begun)
         plans = [plan for row in [*rows, self._window] for plan in row if plan.samples]

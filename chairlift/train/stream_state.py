@@ -1,4 +1,4 @@
-"""The settings that a stream's output depends on, and its waiting sequences as plain arrays."""
+"""Settings of a pack stream, and conversion of its pending sequences to plain arrays, for its saved state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GOAL = re.compile(r"(tokens|sequences|packs):([1-9][0-9]*)([KMG]?)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """Settings of :class:`~chairlift.train.stream.PackStream`. Only ``ranks`` may change within a stream."""
+    """Settings of a :class:`~chairlift.train.stream.PackStream`. Only ``ranks`` may differ when a stream is resumed."""
 
     capacity: int
     pool: int
@@ -48,7 +48,7 @@ class StreamSettings:
             if isinstance(value, bool) or not (hasattr(value, "__index__") or (value is None and name in _OPTIONAL)):
                 raise ConfigError(f"{name} must be a whole number, got {value!r:.80}")
             if value is not None:
-                object.__setattr__(self, name, operator.index(value))  # NumPy's integers are too small for bitsets
+                object.__setattr__(self, name, operator.index(value))  # the bitsets need Python's unlimited integers
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -66,7 +66,7 @@ class StreamSettings:
 
     @property
     def gathered(self) -> int:
-        """Number of packs that are collected before they are dealt to ranks."""
+        """Number of packs that are collected before they are divided among the ranks."""
         return self.window if self.uses_window else self.ranks
 
     @functools.cached_property
@@ -84,7 +84,7 @@ class StreamSettings:
         return {**state, "balance": None if self.balance is None else list(self.balance)}
 
     def check_same(self, saved: Mapping[str, Any]) -> None:
-        """Raises ConfigError, naming what differs, unless these are the settings that were saved, but for ``ranks``."""
+        """Raise ConfigError if a setting other than ``ranks`` differs from the saved setting. The message names it."""
         mine = self.state_dict()
         changed = [
             f"{name} was {saved.get(name)!r} and is {mine.get(name)!r}"
@@ -99,7 +99,7 @@ class StreamSettings:
 
 
 def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Pack sequences into columns: arrays for numbers, lists for everything else."""
+    """Store sequences as columns: arrays for numbers, lists for other values."""
     weighted = [sample.weights for sample in samples if sample.weights is not None]
     return {
         "ids": np.array([sample.id for sample in samples], np.int64),
@@ -115,10 +115,13 @@ def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def unpack_samples(columns: Mapping[str, Any]) -> Iterator[Sample]:
-    """Unpack the columns of :func:`pack_samples` into sequences."""
+    """Restore the sequences from the columns of :func:`pack_samples`."""
     start = weight_start = 0
     tokens, weights = np.asarray(columns["tokens"], np.int32), np.asarray(columns["weights"], np.float32)
-    columns = {"filled": np.zeros(len(columns["ids"]), np.int64), **columns}  # earlier releases do not say
+    columns = {
+        "filled": np.zeros(len(columns["ids"]), np.int64),
+        **columns,
+    }  # earlier releases have no "filled"
     names = ("ids", "lengths", "born", "filled", "weighted", "keys", "meta")
     rows = zip(*(columns[name] for name in names), strict=True)
     for position, length, born, filled, weighted, key, meta in rows:

@@ -1,4 +1,4 @@
-"""Figures of how well a stream packs, in bounded memory and the same on every rank."""
+"""Statistics of how well a stream packs. They need bounded memory, and are equal on every rank."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 __all__ = ["Cut", "Delay", "StreamMeter", "StreamStats"]
 
 _HORIZON = 4096
-"""Number of sequences over which mean lengths are compared."""
+"""Approximate number of recent sequences over which mean lengths are compared."""
 _EXACT = 64
-"""Delays below this are counted exactly, longer ones to within 1/32."""
-_MOST_SOURCES = 64
-"""Number of sources that are counted by name; all others count as one."""
+"""Delays below this number are counted exactly. Longer delays are rounded down by at most 1/32."""
+_MAX_SOURCES = 64
+"""Maximum number of sources that are counted by name. All other sources are counted together."""
 _OTHERS = "(others)"
-_TOGETHER = 512
-"""Number of packs whose figures are added together, because that is faster than one by one."""
+_BATCH = 512
+"""Number of packs that are counted together, which is faster than counting each pack when it closes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delay:
-    """Delay of sequences until their pack was closed."""
+    """Statistics of the delays from reading a sequence to closing its pack."""
 
     p50: int
     p99: int
@@ -32,59 +32,62 @@ class Delay:
 
 @dataclasses.dataclass(slots=True)
 class Cut:
-    """Loss of one source to ``overflow: truncate`` and ``split``."""
+    """Counts of what ``overflow: truncate`` or ``split`` removed from one source."""
 
     sequences: int = 0
-    """Sequences of which something was left out."""
+    """Number of sequences that lost tokens."""
     tokens: int = 0
-    """Tokens that were left out."""
+    """Number of tokens that were left out."""
     targets: int = 0
-    """Number of those tokens, and of first tokens of pieces, that would have been targets."""
+    """Number of targets that were lost: targets among the left-out tokens, and at the first token of a later piece."""
     left_out: int = 0
-    """Sequences of which nothing was learnt, because no target remained in what fits."""
+    """Number of sequences that were left out completely, because no target remained in the part that fits."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamStats:
-    """Figures of a stream so far, over all ranks."""
+    """Statistics of a stream since its start, over all ranks."""
 
     sequences: int
-    """Sequences in packs. Each piece of a split sequence counts."""
+    """Number of sequences in packs. Each piece of a split sequence is counted."""
     tokens: int
-    """Tokens in packs, without those that ``align`` adds."""
+    """Number of tokens in packs, without the padding that ``align`` adds."""
     packs: int
-    """Packs without ``fillers``."""
+    """Number of packs, without ``fillers``."""
     fillers: int
     steps: int
-    """Optimiser steps closed."""
+    """Number of optimiser steps that were planned."""
     waste: float
-    """1 - tokens / (packs * capacity)."""
+    """Fraction of the packs' room that is empty: 1 - tokens / (packs * capacity)."""
     excess: float
-    """Packs / lower bound - 1: what a perfect packer of the same sequences could have saved, at most."""
+    """packs / lower bound - 1: upper limit of the fraction of packs that a perfect packer would have saved."""
     delay_packs: Delay
-    """Packs closed between a sequence's arrival and its own."""
+    """Number of packs that were closed between reading a sequence and closing its pack."""
     delay_arrivals: Delay
-    """Sequences that arrived between a sequence's arrival and its pack."""
+    """Number of sequences that were read between reading a sequence and closing its pack."""
     cost_cv: float
-    """Standard deviation of the packs' cost divided by its mean."""
+    """Standard deviation of the costs of packs, divided by their mean."""
     idle: float
-    """Share of the mean time that ranks wait when they synchronise after every pack."""
+    """Waiting time of the ranks divided by the mean computing time, if ranks synchronise after every pack."""
     idle_step: float
-    """Share of the mean time that ranks wait when they synchronise after every optimiser step."""
+    """Waiting time of the ranks divided by the mean computing time, if ranks synchronise after every optimiser step."""
     truncated: int
     dropped: int
     split: int
     cut: Mapping[str, Cut]
-    """Loss to truncation and splitting, by source: the field ``source`` of a sequence, ``data`` where it has none."""
+    """Source -> counts of what truncation and splitting removed. The source is the field ``source`` of a sequence, or
+    ``data`` if it has no such field."""
     length_drift: float
-    """Mean length of the last few thousand packed sequences over that of those read, - 1: packing picks by length."""
+    """Mean length of recently packed sequences divided by the mean length of recently read sequences, minus 1. It shows
+    whether packing prefers some lengths. The means cover the last few thousand sequences."""
     length_drift_max: float
     """Largest absolute value of ``length_drift`` so far."""
 
 
 @dataclasses.dataclass
 class StreamMeter:
-    """Collects a stream's figures. All fields are plain numbers, lists and mappings, so they are its state."""
+    """Collects the statistics of a stream. Its fields are plain numbers, lists and mappings, and are its saved
+    state."""
 
     capacity: int
     sequences: int = 0
@@ -100,7 +103,7 @@ class StreamMeter:
     dropped: int = 0
     split: int = 0
     cut: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    """Fields of :class:`Cut`, by source."""
+    """Source -> values of the fields of :class:`Cut`."""
     cost_sum: float = 0.0
     cost_squares: float = 0.0
     row_longest: float = 0.0
@@ -108,9 +111,9 @@ class StreamMeter:
     step_longest: float = 0.0
     step_mean: float = 0.0
     fresh: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
-    """Sequences and tokens read since the last pack."""
+    """[number of sequences, number of tokens] read since the last pack was closed."""
     recent_read: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
-    """Sequences and tokens read recently, with exponentially falling weight."""
+    """[number of sequences, number of tokens] read recently; the weights of older sequences fall exponentially."""
     recent_packed: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     drift_max: float = 0.0
     delay_packs: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -119,7 +122,7 @@ class StreamMeter:
     longest_arrivals: int = 0
 
     def __post_init__(self) -> None:
-        self._packs: list[tuple[Sequence[int], int, float, list[int]]] = []  # closed, but not in the figures yet
+        self._packs: list[tuple[Sequence[int], int, float, list[int]]] = []  # closed packs that are not counted yet
         self._delays: tuple[list[int], list[int]] = [], []
 
     def on_read(self, length: int) -> None:
@@ -128,19 +131,22 @@ class StreamMeter:
         fresh[1] += length
 
     def on_cut(self, source: str, truncates: bool, tokens: int, targets: int, *, is_left_out: bool) -> None:
-        """Count a sequence that lost so many tokens and targets. A split that left no piece out is not counted."""
+        """Count a sequence that lost ``tokens`` tokens and ``targets`` targets. A split without lost tokens is not
+        counted."""
         if not tokens and not truncates:
             return
-        source = source if source in self.cut or len(self.cut) < _MOST_SOURCES else _OTHERS
+        source = source if source in self.cut or len(self.cut) < _MAX_SOURCES else _OTHERS
         counts = self.cut.setdefault(source, [0, 0, 0, 0])
-        for place, amount in enumerate((1, tokens, targets, int(is_left_out))):
-            counts[place] += amount
+        for index, amount in enumerate((1, tokens, targets, int(is_left_out))):
+            counts[index] += amount
 
     def on_pack(
         self, lengths: Sequence[int], packs: Iterable[int], arrivals: Iterable[int], cost: float, filled: int
     ) -> None:
-        """``packs`` and ``arrivals`` have for each sequence how many of them there were since it came; ``filled`` of
-        the tokens are what ``align`` filled up.
+        """Count a closed pack with sequences of these lengths.
+
+        For each sequence, ``packs`` and ``arrivals`` have the number of packs closed and of sequences read since it was
+        read. ``filled`` is the number of padding tokens that ``align`` added.
         """
         self.packs += 1
         self.tokens -= filled
@@ -148,11 +154,11 @@ class StreamMeter:
         self.fresh = [0, 0]
         self._delays[0].extend(packs)
         self._delays[1].extend(arrivals)
-        if len(self._packs) >= _TOGETHER:
+        if len(self._packs) >= _BATCH:
             self._settle()
 
     def _settle(self) -> None:
-        """Bring the figures up to date with the packs that have closed."""
+        """Count the closed packs that are not counted yet."""
         self.longest_packs = max(self.longest_packs, max(self._delays[0], default=0))
         self.longest_arrivals = max(self.longest_arrivals, max(self._delays[1], default=0))
         for counts, delays in zip((self.delay_packs, self.delay_arrivals), self._delays, strict=True):
@@ -172,7 +178,7 @@ class StreamMeter:
             else:
                 self.room += self.capacity
                 self.bound_tokens += tokens
-                # A pack holds at most one such sequence.
+                # A pack has room for only one sequence that is longer than half of its capacity.
                 self.bound_large += 2 * max(lengths) > self.capacity
             _fade(self.recent_read, *fresh)
             _fade(self.recent_packed, len(lengths), tokens)
@@ -181,7 +187,7 @@ class StreamMeter:
         self._packs.clear()
 
     def on_step(self, rows: Sequence[Sequence[float]]) -> None:
-        """``rows`` has the cost of each rank's pack, for each row of the step."""
+        """Count an optimiser step. ``rows`` has, for each row of the step, the cost of each rank's pack."""
         ranks = len(rows[0])
         self.steps += 1
         for row in rows:
@@ -221,7 +227,7 @@ class StreamMeter:
         self._settle()
         state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("delay_packs", "delay_arrivals"):
-            state[name] = [list(pair) for pair in state[name].items()]  # JSON has no integer keys
+            state[name] = [list(pair) for pair in state[name].items()]  # JSON allows only text as keys
         for name in ("fresh", "recent_read", "recent_packed"):
             state[name] = list(state[name])
         state["cut"] = {source: list(counts) for source, counts in state["cut"].items()}

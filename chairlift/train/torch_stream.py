@@ -1,4 +1,4 @@
-"""A stream of packs as a PyTorch dataset, for any number of loader processes."""
+"""A stream of packs as a PyTorch dataset. It works with any number of loader processes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ __all__ = ["TorchPackStream"]
 
 
 class TorchPackStream(IterableDataset[Pack]):
-    """Packs in the stream's order for any ``num_workers``. With n loader processes each makes every n-th pack.
+    """A dataset of packs in the order of the stream, for any ``num_workers``.
 
-    Give it to a DataLoader with ``batch_size=None``, or with ``batch_size=1`` and a collator. With loader processes
-    the stream in this process stands still, and its state is theirs: resume with torchdata's ``StatefulDataLoader``,
-    which asks each of them for it; and let them live (``persistent_workers=True``), or every pass is the first again.
+    Give it to a DataLoader with ``batch_size=None``, or with ``batch_size=1`` and a collator. With n loader processes,
+    each process makes every n-th pack. The stream of the main process then does not advance, because each loader
+    process has its own copy. To save and resume, use torchdata's ``StatefulDataLoader``, which collects the states of
+    the loader processes. Set ``persistent_workers=True``; otherwise the processes start again at every epoch, with the
+    first epoch.
     """
 
     def __init__(self, stream: PackStream) -> None:
         self.stream = stream
-        self._passed = 0  # packs since the loader began, those of other processes too
+        self._passed = 0  # packs of all loader processes since the loader began
         self._workers = 1
         self._resumes = False
 
@@ -34,12 +36,12 @@ class TorchPackStream(IterableDataset[Pack]):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         resumes, self._resumes = self._resumes, False
         if resumes and workers > 1 and self.stream.ended:
-            return iter(())  # the pass has ended; the other processes do not know, but have no more of it either
-        # What as many processes had handed out counts in the round; any other number begins it anew.
+            return iter(())  # this epoch has ended, and the other loader processes have no more packs of it either
+        # The count goes on if the number of loader processes is unchanged. Otherwise counting begins again.
         if self.stream.ended or self._workers != workers:
             self._passed = 0
         self._workers = workers
-        iter(self.stream)  # a pass that has ended begins again here, so that a state before its first pack says so
+        iter(self.stream)  # after the end of an epoch, this begins the next epoch
         return self._packs(workers, (worker - self._passed) % workers, self._passed)
 
     def _packs(self, workers: int, first: int, before: int) -> Iterator[Pack]:
@@ -48,10 +50,13 @@ class TorchPackStream(IterableDataset[Pack]):
             yield pack
 
     def state_dict(self) -> dict[str, Any]:
-        """The stream's own state, and where in the round of loader processes it is."""
+        """State of the stream, and the position in the turns of the loader processes."""
         return {"stream": self.stream.state_dict(), "passed": self._passed, "workers": self._workers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError as :meth:`~chairlift.train.stream.PackStream.load_state_dict` does."""
+        """Continue from a state of :meth:`state_dict`.
+
+        Raises ConfigError for the same errors as :meth:`~chairlift.train.stream.PackStream.load_state_dict`.
+        """
         self.stream.load_state_dict(state["stream"])
         self._passed, self._workers, self._resumes = int(state["passed"]), int(state["workers"]), True

@@ -1,9 +1,10 @@
-"""Optimiser steps over packs, for any model: one loss constant per step, on any number of ranks.
+"""Takes optimiser steps over packs, for any model and any number of ranks.
 
-Nothing here that a loop of one's own could not do: packs come from :class:`~chairlift.train.stream.PackStream`, are
-computed by a :class:`~chairlift.train.networks.Network`, and are weighed by :class:`~chairlift.train.loss.StepLoss`.
-The loss of a step is a sum over all its packs and ranks divided by one constant, so gradients are summed over the
-ranks, and how sequences were divided among packs and ranks changes them by rounding only.
+The trainer combines parts that can also be used in a custom loop: packs come from
+:class:`~chairlift.train.stream.PackStream`, a :class:`~chairlift.train.networks.Network` computes them, and
+:class:`~chairlift.train.loss.StepLoss` computes the loss. The loss of a step is a sum over all its packs and ranks,
+divided by one constant. So gradients are summed over the ranks. The division of sequences among packs and ranks changes
+them only by rounding.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from chairlift.train.expert_balance import ExpertBalance
 from chairlift.train.layout import Pack
 from chairlift.train.loss import StepLoss
 from chairlift.train.networks import NativeNetwork, Network
+from chairlift.train.optimizers import make_optimizer
 from chairlift.train.parallel import join_over_ranks, sum_gradients, sum_over_ranks
 from chairlift.train.several_adapters import AdapterLosses, AdapterStep, mean_loss
 
@@ -51,10 +53,10 @@ class StepResult:
     """Result of one optimiser step, over all ranks."""
 
     step: int
-    """Number of steps taken, this one included."""
+    """Number of steps so far, including this step."""
     loss: float
-    """Mean loss as ``TrainerConfig.reduce`` defines it, label smoothing included. With several adapters, the mean of
-    theirs, weighted with their numbers of targets."""
+    """Mean loss as defined by ``TrainerConfig.reduce``, with label smoothing. With several adapters: the mean of their
+    losses, weighted by their numbers of targets."""
     num_tokens: int
     num_targets: int
     num_packs: int
@@ -63,19 +65,19 @@ class StepResult:
     """Norm of all gradients before clipping."""
     learning_rate: float
     balance_loss: float = 0.0
-    """Load-balancing loss of the step before its factor, not part of ``loss``; 1 when the load is even, 0 when it is
-    not computed."""
+    """Load-balancing loss of the step, without its factor and not included in ``loss``. It is 1 for an even load, and 0
+    if it is not computed."""
     stop: bool = False
-    """Whether any rank asked to stop after this step."""
+    """Whether a stop was requested on any rank, so that the run ends after this step."""
     adapters: Mapping[str, AdapterStep] = dataclasses.field(default_factory=dict)
-    """Results by name, where several adapters are trained."""
+    """Name of an adapter -> its results, if several adapters are trained."""
 
 
 class Trainer:
-    """Takes optimiser steps on a model: AdamW, a warm-up and a schedule, clipped gradients.
+    """Trains a model with AdamW, a learning-rate schedule with warm-up, and clipped gradients.
 
-    ``model`` must be in float32 and on one device; its weights are changed in place. Where ``torch.distributed`` runs,
-    every rank makes one with the same arguments, but for its own rank of the stream.
+    ``model`` must be in float32 and on one device. Its weights are changed in place. With ``torch.distributed``, every
+    rank creates a trainer with the same arguments, except that each rank has its own ``stream``.
     """
 
     def __init__(
@@ -88,12 +90,15 @@ class Trainer:
         drift: DriftSampler | None = None,
         adapter: TrainableAdapter | TrainableAdapters | None = None,
     ) -> None:
-        """``stream`` is what :meth:`run` reads; :meth:`step` needs none. ``seed`` is of dropout. ``drift`` is told the
-        losses of all sequences after each step; it is the stream's source. With an ``adapter`` of the model, or
-        several, only these are trained, and the state holds no other weights. Each sequence then names its adapter of
-        several in its field ``adapter``.
+        """Create a trainer. Raises ConfigError for a model whose weights are not float32.
 
-        Raises ConfigError for a model that has no float32 weights to train.
+        Args:
+            model: The model to train. config: Settings of the steps. stream: Packs for :meth:`run`. :meth:`step` does
+            not need a stream. seed: Seed of dropout. drift: The source of ``stream``, if it is a DriftSampler. The
+            losses of all sequences are reported to it after
+                each step.
+            adapter: An adapter of the model, or several. Only adapters are then trained and saved. With several, each
+                sequence names its adapter in its field ``adapter``.
         """
         self.network: Network = NativeNetwork(model, adapter) if isinstance(model, CausalLM) else model
         self.model = self.network.module.train().requires_grad_(False)
@@ -103,10 +108,13 @@ class Trainer:
         self.num_steps = 0
         self.stop_requested = False
         """Set to True on any rank to stop all ranks. They learn of it with the next step's result."""
+        if config.dropout:
+            self.network.branches()  # for its check alone
         self._seed = seed
         self._several: AdapterLosses | None = None
-        if isinstance(adapter, TrainableAdapters):
-            self._several = AdapterLosses(adapter, config.reduce, config.label_smoothing)
+        adapters = self.network.adapter if isinstance(self.network, NativeNetwork) else None
+        if isinstance(adapters, TrainableAdapters):
+            self._several = AdapterLosses(adapters, config.reduce, config.label_smoothing)
         self._loss = self._several or StepLoss(config.reduce, gradients="sum", label_smoothing=config.label_smoothing)
         if self._several is not None and config.balance_loss:
             raise ConfigError(
@@ -122,15 +130,12 @@ class Trainer:
                 f"the trainer's weights must be float32, these are {', '.join(map(str, dtypes)) or 'none'}; load the "
                 "model with dtype float32 and weight_format=PLAIN"
             )
-        matrices = [p for p in self._parameters.values() if p.ndim >= 2]
-        others = [p for p in self._parameters.values() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+        self.optimizer = make_optimizer(config, self._parameters.values())
 
     def run(self) -> Iterator[StepResult]:
-        """Take the steps that are left, until the schedule or the stream ends. Between two, the state is whole.
+        """Take the remaining steps, until the schedule or the stream ends. The state can be saved between two steps.
 
-        Steps without a target are left out. Raises ConfigError for 100 in a row, or when there is no other.
+        Steps without a target are skipped. Raises ConfigError after 100 such steps in a row, or if all steps are such.
         """
         if self.stream is None:
             raise ConfigError("run() needs a stream; give Trainer a PackStream, or call step() with packs")
@@ -149,10 +154,10 @@ class Trainer:
                 raise ConfigError("no step has a target; give sequences of two tokens and more, with tokens to learn")
 
     def step(self, packs: Sequence[Pack]) -> StepResult:
-        """Learn from this rank's packs of one optimiser step.
+        """Take one optimiser step on ``packs``, this rank's packs of the step.
 
-        Raises ConfigError when the step has no target or an unknown token id, and :class:`DivergedError`; the weights
-        are untouched then.
+        Raises ConfigError when the step has no target or an unknown token id, and :class:`DivergedError` when the loss
+        or the gradient is not finite. The weights have not changed then.
         """
         real = [pack for pack in packs if not pack.filler]
         self._check_tokens(real)
@@ -185,23 +190,26 @@ class Trainer:
         return StepResult(self.num_steps, loss, tokens, targets, num_packs, norm, rate, balance, stops > 0, adapters)
 
     def _clip(self) -> tuple[float, dict[str, AdapterStep]]:
-        """Clip the gradients, of each adapter by themselves; returns their norm, and what the step was for each."""
-        most = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
+        """Clip the gradients; those of several adapters separately.
+
+        Returns (norm of all gradients before clipping, name of an adapter -> its results).
+        """
+        limit = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
         if self._several is None:
-            return float(nn.utils.clip_grad_norm_(self._parameters.values(), most)), {}
-        adapters = self._several.finish(most)
+            return float(nn.utils.clip_grad_norm_(self._parameters.values(), limit)), {}
+        adapters = self._several.finish(limit)
         return math.hypot(*(each.grad_norm for each in adapters.values())), adapters
 
     def _tell(self, drift: DriftSampler) -> None:
-        """Tell the losses of the step's sequences, over all ranks."""
+        """Report the losses of all sequences of the step, over all ranks, to the drift sampler."""
         flat = join_over_ranks(self._observed)
-        told = sorted(zip(flat[::3], flat[1::3], flat[2::3], strict=True))  # in one order for any number of ranks
-        told = told[bisect.bisect_left(told, (drift.oldest,)) :]  # a step may be longer than its memory
-        drift.observe([int(number) for number, _, _ in told], [loss for _, loss, _ in told], [int(n) for *_, n in told])
+        rows = sorted(zip(flat[::3], flat[1::3], flat[2::3], strict=True))  # the same order for any number of ranks
+        rows = rows[bisect.bisect_left(rows, (drift.oldest,)) :]  # the sampler knows only recent items
+        drift.observe([int(number) for number, _, _ in rows], [loss for _, loss, _ in rows], [int(n) for *_, n in rows])
 
     def _learn(self, pack: Pack) -> Tensor:
-        """Add the gradient of a pack; returns its part of the step's loss."""
-        with (  # also around the backward, in which layers may be computed again
+        """Add the gradient of a pack. Returns the pack's part of the step's loss."""
+        with (  # these contexts include the backward pass, which may compute layers again
             self._dropout(pack),
             self.network.recomputed() if self.config.gradient_checkpointing else contextlib.nullcontext(),
             contextlib.ExitStack() as stack,
@@ -214,10 +222,10 @@ class Trainer:
         return part.detach()
 
     def _counted(self, balance: ExpertBalance, packs: Sequence[Pack]) -> contextlib.AbstractContextManager[None]:
-        """Tokens per expert are counted over the step: by a pass over each pack, with the dropout that it will have.
+        """Count the tokens per expert of the step, with an additional forward pass over each pack.
 
-        Its products must be those of the training pass. A model without gradients computes them row by row, so the
-        pass of an adapter has gradients.
+        This pass must give the same router logits as the training pass, so it has the same dropout. If an adapter is
+        trained, gradients are enabled in it, because without gradients the model would use other kernels.
         """
 
         def router_logits(pack: Pack) -> list[Tensor]:
@@ -237,12 +245,12 @@ class Trainer:
         return {name: value.to(device) for name, value in _collate(pack).items()}
 
     def _logits(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor) -> Tensor:
-        """Logits [R, V] of these rows of a pack, in bf16 where ``autocast`` says so."""
-        with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.config.autocast):
+        """Logits [R, V] of these rows of a pack, products in ``TrainerConfig.dtype``."""
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
             return self.network.logits(batch, pack, rows)
 
     def pack_loss(self, pack: Pack, loss: StepLoss | AdapterLosses) -> Tensor:
-        """The scalar loss of one pack, inside of ``loss.step``, by the model as it is: without dropout of its own."""
+        """Loss of one pack as a scalar tensor. Call it inside ``loss.step``. It does not add the trainer's dropout."""
         if self._several is not None:
             pack = self._several.route(pack)
         batch = self._batch(pack)
@@ -271,21 +279,26 @@ class Trainer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, moments, the number of steps and the stream's place: what the rest of the run depends on.
+        """State from which a run can be resumed: weights, moments, number of steps, and the state of the stream.
 
-        A mapping of plain Python, NumPy arrays and tensors, which are not copied. The same on every rank.
+        It is a mapping of plain Python values, NumPy arrays and tensors. The tensors are not copied. The state is equal
+        on every rank.
         """
-        kept = {name: self.optimizer.state.get(parameter) for name, parameter in self._parameters.items()}
+        states = {name: self.optimizer.state.get(parameter) for name, parameter in self._parameters.items()}
         return {
             "steps": self.num_steps,
             "model": {name: parameter.detach() for name, parameter in self._parameters.items()},
-            "optimizer": {name: dict(moments) for name, moments in kept.items() if moments},
+            "optimizer": {name: dict(moments) for name, moments in states.items() if moments},
+            "optimizer_kind": self.config.optimizer,
             "stream": None if self.stream is None else self.stream.state_dict(),
             "adapter": self.network.settings(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, bit for bit. Raises ConfigError for the state of another model or stream."""
+        """Continue from a state of :meth:`state_dict`, with identical results.
+
+        Raises ConfigError for the state of another model or stream.
+        """
         self._check_adapter(state.get("adapter"))
         weights = state["model"]
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -296,6 +309,11 @@ class Trainer:
                 f"the checkpoint is of another model: {wrong[0]} is {shapes.get(wrong[0])} there and "
                 f"{mine.get(wrong[0])} here; give the same model settings"
             )
+        if (kind := state.get("optimizer_kind", "adamw")) != self.config.optimizer:
+            raise ConfigError(
+                f"the checkpoint's moments are those of {kind}, and training.optimizer is {self.config.optimizer}; give"
+                " the same optimizer"
+            )
         if self.stream is not None:
             if state["stream"] is None:
                 raise ConfigError("the checkpoint is of a run without a stream, so the data's place in it is unknown")
@@ -305,40 +323,47 @@ class Trainer:
                 parameter.copy_(weights[name])
         self.optimizer.state.clear()
         for name, moments in state["optimizer"].items():
-            self.optimizer.state[self._parameters[name]] = {key: value.clone() for key, value in moments.items()}
+            parameter = self._parameters[name]
+            self.optimizer.state[parameter] = {key: _copied(value, parameter.device) for key, value in moments.items()}
         self.num_steps = int(state["steps"])
 
     def _check_adapter(self, saved: Mapping[str, Any] | None) -> None:
         here = self.network.settings()
+        section = self.network.section
         if (saved is None) != (here is None):
-            kinds = {True: "a model", False: "an adapter"}
+            kinds = {True: "a model", False: "an adapter or heads"}
             raise ConfigError(
                 f"the checkpoint is of {kinds[saved is None]}, and {kinds[here is None]} is to be trained; give the"
-                " same lora settings"
+                " same lora or heads settings"
             )
         for name, value in (here or {}).items():
             there = (saved or {}).get(name)
             if there != value:
-                what = "another base model" if name == "base" else f"lora.{name} {there}, and here it is {value}"
-                raise ConfigError(f"the checkpoint's adapter has {what}; give the same settings and model")
+                what = "another base model" if name == "base" else f"{section}.{name} {there}, and here it is {value}"
+                raise ConfigError(f"the checkpoint has {what}; give the same settings and model")
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def predictions(batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Which rows of a collated pack predict something, and the batch of only those, for a loss without wasted logits.
+    """Select the rows of a collated pack that predict a target, so that no other logits are computed.
 
-    Kept are the targets and the first token of each sequence, so that boundaries and numbers of targets stay as they
-    are; row i of the logits predicts the kept token i + 1. Returns int64 [R] rows and the batch of R tokens.
+    Returns (rows int64 [R], batch of R selected tokens). The selected tokens are the targets and the first token of
+    each sequence, so that the loss sees the same boundaries and numbers of targets. Row i of the logits predicts the
+    selected token i + 1.
     """
-    is_kept = batch["labels"][0] != IGNORED
-    is_kept[batch["cu_seqlens"][:-1].long()] = True
-    kept = is_kept.nonzero()[:, 0]
-    # The last predicts nothing; its row only keeps the lengths equal.
-    rows = torch.cat([kept[1:] - 1, kept[-1:]])
-    return rows, {name: batch[name][:, kept] for name in ("labels", "loss_weight", "segment_ids")}
+    is_selected = batch["labels"][0] != IGNORED
+    is_selected[batch["cu_seqlens"][:-1].long()] = True
+    selected = is_selected.nonzero()[:, 0]
+    # The last row predicts nothing. It makes the numbers of rows and of tokens equal.
+    rows = torch.cat([selected[1:] - 1, selected[-1:]])
+    return rows, {name: batch[name][:, selected] for name in ("labels", "loss_weight", "segment_ids")}
 
 
 def _sequence_losses(losses: Tensor, chosen: Mapping[str, Tensor], ids: Sequence[int]) -> list[float]:
-    """Number, mean loss and number of targets, in turns, of each sequence of :func:`predictions` that has a target."""
+    """Flat list of (id, mean loss, number of targets) of each sequence of :func:`predictions` that has a target."""
     is_target = chosen["labels"][0, 1:] != IGNORED
     segments = chosen["segment_ids"][0, 1:][is_target].cpu().numpy()
     counts = np.bincount(segments, minlength=len(ids))
@@ -354,10 +379,10 @@ def _names(pack: Pack) -> str:
 
 @contextlib.contextmanager
 def _dropout(network: Network, rate: float, seed: int, step: int, pack: Pack) -> Iterator[None]:
-    """Apply dropout to the output of each branch of the model's layers, by hooks and not in the model's code.
+    """Context in which dropout is applied, by hooks, to the output of each branch of the model's layers.
 
-    What is dropped depends on the seed, the step and the pack: not on the rank, nor on what ran before. So does dropout
-    of the network's own, such as that of an adapter.
+    The dropped values depend only on the seed, the step and the pack. The same is true for dropout inside the network,
+    such as that of an adapter.
     """
     if not rate and not network.drops:
         yield

@@ -1,8 +1,8 @@
-"""Attention inside the sequences of a pack, and Hugging Face models that use it.
+"""Attention inside the sequences of a pack, and a patch that makes Hugging Face models use it.
 
-On a GPU this is FlashAttention's variable-length kernel (Dao, 2023), from ``flash-attn`` or PyTorch. PyTorch has none
-for the CPU: there, every sequence is a call of its own to the fused kernel, or shares one with others of its length
-(:func:`~chairlift.kernels.sdpa.packed_attention`), and no [T, T] mask is made.
+On a GPU, the variable-length kernel of FlashAttention (Dao, 2023) is used, from ``flash-attn`` or from PyTorch. PyTorch
+has no such kernel for the CPU. There, the fused kernel is called once for each sequence, or for several sequences of
+equal length (:func:`~chairlift.kernels.sdpa.packed_attention`). A [T, T] mask is never made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Backend", "HFPatch", "VarlenContext", "attend", "patch_hf"]
 
 Backend = Literal["auto", "flash", "torch", "segments"]
 """``flash``: the flash-attn package; ``torch``: ``torch.nn.attention.varlen``; ``segments``: one fused call per
-sequence; ``auto``: the first of them that takes these tensors."""
+sequence; ``auto``: the first of these that supports the given tensors."""
 
 _NAMES = itertools.count(1)
 _KINDS = frozenset({"full_attention", "sliding_attention"})
@@ -37,7 +37,7 @@ _REFUSED = {
     "position_bias": "adds a position bias",
     "cache": "reads a paged KV cache",
 }
-"""Arguments of attention functions that :func:`attend` has no equivalent for."""
+"""Argument of an attention function that :func:`attend` does not support -> what the layer does, for errors."""
 
 
 def attend(
@@ -55,11 +55,17 @@ def attend(
 ) -> Tensor:
     """Causal attention inside each sequence: ``q`` [T, Hq, Dh], ``k`` and ``v`` [T, Hkv, Dh] -> [T, Hq, Dh].
 
-    One floating dtype, one device; differentiable. Hq must be a multiple of Hkv (grouped-query attention). ``scale``
-    multiplies the scores (default: 1 / sqrt(Dh)); a query sees at most the ``window`` newest tokens of its sequence,
-    itself included; ``dropout`` is the share of attention weights dropped. A score s becomes ``cap`` tanh(s / ``cap``)
-    (Gemma 2), ``sinks`` [Hq] are one more logit in each head's softmax (gpt-oss): both by ``segments`` only. Raises
-    ConfigError for shapes that do not fit each other or the layout, and for a backend that cannot run on these tensors.
+    The tensors have one floating-point dtype and one device. The result is differentiable. Hq must be a multiple of Hkv
+    (grouped-query attention).
+
+    - ``scale`` multiplies the scores (default: 1 / sqrt(Dh)).
+    - ``window``: a query attends to at most this many tokens of its sequence, the newest ones, including its own.
+    - ``cap``: a score s becomes ``cap`` * tanh(s / ``cap``), as in Gemma 2.
+    - ``sinks`` [Hq]: an additional logit in the softmax of each head, as in gpt-oss.
+    - ``dropout``: fraction of the attention weights that is dropped.
+
+    Only the backend ``segments`` supports ``cap`` and ``sinks``. Raises ConfigError if the shapes do not match each
+    other or the layout, and if the backend does not support these tensors.
     """
     if q.ndim != 3 or k.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1]:
         raise ConfigError(
@@ -79,7 +85,7 @@ def attend(
         given: dict[str, Any] = {"scale": scale, "window": window, "cap": cap, "sinks": sinks}
         return packed_attention(q, k, v, layout.cu_seqlens, dropout=dropout, **given)
     if shaped:
-        raise ConfigError(f"backend {chosen!r} knows neither cap nor sinks; use backend='segments' or 'auto'")
+        raise ConfigError(f"backend {chosen!r} supports neither cap nor sinks; use backend='segments' or 'auto'")
     if not q.is_cuda or (chosen == "torch" and dropout):
         raise ConfigError(
             f"backend {chosen!r} runs on CUDA tensors{', without dropout' if chosen == 'torch' else ''}; "
@@ -103,7 +109,7 @@ def attend(
 
 
 def _choose(q: Tensor, v: Tensor, dropout: float) -> Backend:
-    """The fastest backend for these tensors. The GPU kernels take 16-bit floats and at most 256 numbers per head."""
+    """The fastest backend for these tensors. The GPU kernels support 16-bit floats and head sizes up to 256."""
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or not q.shape[2] == v.shape[2] <= 256:
         return "segments"
     if _flash_attn() is not None:
@@ -123,16 +129,17 @@ def _flash_attn() -> Callable[..., Any] | None:
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def _device_offsets(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32 [N + 1] on the device: all layers of a forward pass share one copy."""
+    """``cu_seqlens`` as an int32 tensor [N + 1] on the device. All layers of a forward pass share this cached copy."""
     return torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
 
 
 @dataclasses.dataclass(slots=True)
 class VarlenContext:
-    """Attention of a pack in Chairlift's own models (an :class:`~chairlift.models.context.AttentionContext`)."""
+    """Context with which Chairlift's own models compute the attention of a pack (an
+    :class:`~chairlift.models.context.AttentionContext`)."""
 
     cu_seqlens: Sequence[int]
-    """[N + 1] offsets of the sequences in the flat batch; the last is T. Empty sequences take no part."""
+    """[N + 1] offsets of the sequences in the flat batch; the last offset is T. Empty sequences are ignored."""
     layout: Layout = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -150,19 +157,19 @@ class VarlenContext:
         cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend inside each sequence: q [T, Hq, Dh], k and v [T, Hkv, Dh] -> [T, Hq, Dh], one dtype."""
+        """Attention inside each sequence: q [T, Hq, Dh], k and v [T, Hkv, Dh] -> [T, Hq, Dh], all of one dtype."""
         return attend(q, k, v, self.layout, scale=scale, window=window, cap=cap, sinks=sinks)
 
     def recur(self, layer: int, cell: Cell, *inputs: Tensor) -> Tensor:
-        """Run a recurrent layer over each sequence from a state of zeros: inputs [T, ...] -> [T, width]."""
+        """Run a recurrent layer over each sequence, from a zero state: inputs [T, ...] -> [T, width]."""
         return recur_packed(cell, inputs, self.layout.cu_seqlens)
 
 
 class HFPatch:
-    """A Hugging Face model whose packed rows run through :func:`attend`; made by :func:`patch_hf`.
+    """Patch of a Hugging Face model that makes packed rows use :func:`attend`. Created by :func:`patch_hf`.
 
-    A context manager: leaving it undoes the patch, as :meth:`remove` does. A deep copy of the model (an average of its
-    weights, a reference) is patched too, and stays so.
+    The patch is a context manager: leaving the context undoes the patch, as :meth:`remove` does. A deep copy of the
+    model, such as an average of its weights or a reference model, is patched too, and remains patched.
     """
 
     def __init__(self, model: Any, backend: Backend) -> None:
@@ -174,7 +181,7 @@ class HFPatch:
         self.backend = backend
         self.name = f"chairlift-packed-{next(_NAMES)}"
         self.layout: Layout | None = None
-        """Layout of the running forward pass; None when it is not packed."""
+        """Layout of the sequences in the current forward pass. None if the row is not packed."""
         self._running = False
         self._copied = False
         self._calls = 0
@@ -196,30 +203,30 @@ class HFPatch:
 
     @staticmethod
     def _refuse(model: Any, backend: str) -> None:
-        """Raise ConfigError for models that cannot be patched."""
+        """Raise ConfigError if the model cannot be patched."""
         name = type(model).__name__
         if backend not in get_args(Backend):
             raise ConfigError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
         if not hasattr(model, "config") or not hasattr(model, "_can_set_attn_implementation"):
             raise ConfigError(f"patch_hf takes a transformers model (5.0 or later), got {name}")
         if not model._can_set_attn_implementation():
-            raise ConfigError(f"{name} does not let others attend for it (no AttentionInterface); train it unpacked")
+            raise ConfigError(f"{name} has no AttentionInterface for other attention functions; train it unpacked")
         if str(model.config._attn_implementation).startswith("chairlift-packed-"):
             raise ConfigError(f"this {name} is patched already; call remove() of the earlier patch first")
         kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
         for index, kind in enumerate(kinds):
             if kind not in _KINDS:
                 raise ConfigError(
-                    f"layer {index} of {name} is of kind {kind}, whose state would run on from one sequence into the "
+                    f"layer {index} of {name} is of kind {kind}, whose state would pass from one sequence into the "
                     f"next; only {' and '.join(sorted(_KINDS))} can be packed: train it unpacked"
                 )
-        if getattr(model, "_is_stateful", False):  # not every version of transformers names the kinds of its layers
+        if getattr(model, "_is_stateful", False):  # some versions of transformers have no layer_types
             raise ConfigError(
-                f"{name} has a state that would run on from one sequence into the next; train it unpacked"
+                f"{name} has a state that would be carried from one sequence into the next; train it unpacked"
             )
 
     def remove(self) -> None:
-        """Undo the patch. Safe to call twice."""
+        """Undo the patch. A second call does nothing."""
         from transformers.masking_utils import AttentionMaskInterface
         from transformers.modeling_utils import AttentionInterface
 
@@ -233,7 +240,7 @@ class HFPatch:
         self._hooks, self._before = [], []
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Hooks of a copied model call this object too: its state is of one forward pass, of either model."""
+        """Return this object itself: the hooks of a copied model use the same patch as the original model."""
         self._copied = True
         return self
 
@@ -244,28 +251,28 @@ class HFPatch:
         self.remove()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hook before a forward pass: find the layout, once for all layers."""
+        """Hook before a forward pass: determine the layout of its sequences, once for all layers."""
         names, takes_more = self._parameters
         self.layout = _layout_of({**dict(zip(names, args, strict=False)), **kwargs})
         self._running, self._calls = True, 0
         self._windows, self._mask_windows = set(), set()
         if takes_more:
-            # Travels to the layers with the call, so that a layer computed again in the backward pass (gradient
-            # checkpointing) sees the layout of its own forward pass and not that of a later one.
+            # The layout is passed to the layers as an argument. With gradient checkpointing, a layer is computed again
+            # in the backward pass, and must see the layout of its own forward pass, not of a later one.
             kwargs = {**kwargs, "packed_layout": self.layout}
         return args, kwargs
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Hook after a forward pass: check that :func:`attend` computed the attention of every layer."""
-        packed = self.layout is not None and output is not None  # None: the forward pass has raised
+        packed = self.layout is not None and output is not None  # the output is None if the forward pass raised
         self.layout, self._running = None, False
         name = type(module).__name__
         if packed and not self._calls:
-            raise ConfigError(f"no layer of {name} used its attention interface, so its sequences may not be apart")
+            raise ConfigError(f"no layer of {name} used its attention interface, so its sequences may not be separated")
         if packed and self._mask_windows - self._windows:
             raise ConfigError(
-                f"{name} hides tokens behind a window of {sorted(self._mask_windows)} by its mask, and its layers name "
-                f"windows {sorted(w for w in self._windows if w)}; it cannot be patched: train it unpacked"
+                f"{name} has a window of {sorted(self._mask_windows)} in its mask, but its layers have the windows "
+                f"{sorted(w for w in self._windows if w)}; it cannot be patched: train it unpacked"
             )
 
     def _attention(
@@ -314,9 +321,9 @@ class HFPatch:
         return out.unsqueeze(0), None
 
     def _mask(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' mask function: packed rows need none."""
+        """transformers' mask function: returns None for packed rows, which need no mask."""
         if not self._running:
-            raise ConfigError("a part of the patched model was called by itself; call the patched model")
+            raise ConfigError("a part of the patched model was called outside its forward pass; call the patched model")
         if self.layout is None:
             from transformers.masking_utils import sdpa_mask
 
@@ -329,22 +336,27 @@ class HFPatch:
 
 
 def patch_hf(model: Any, backend: Backend = "auto") -> HFPatch:
-    """Let a transformers model (5.0 or later) attend by :func:`attend` where a row [1, T] is packed.
+    """Make a transformers model (5.0 or later) use :func:`attend` for packed rows [1, T].
 
-    Where the sequences lie is read once per forward pass: from ``cu_seq_lens_q`` (or ``cu_seqlens``) if given, else
-    from ``position_ids`` that restart at 0. Other batches (several rows, a padding mask, decoding with a cache) run by
-    PyTorch's scaled-dot-product attention as before. Sliding windows are honoured.
+    The boundaries of the sequences are read once per forward pass, from ``position_ids`` that restart at 0, and must
+    agree with ``cu_seq_lens_q`` (or ``cu_seqlens``) if given. Other batches (several rows, a padding mask, decoding
+    with a cache) use PyTorch's scaled-dot-product attention. Sliding windows are supported.
 
-    Returns the patch: ``remove()`` undoes it, and it is a context manager. Raises ConfigError for models that cannot be
-    packed; and when the model runs, for layers that need more than causal attention (named in the message), for an
-    ``attention_mask`` beside several sequences (transformers drops the boundaries then), for several packed rows, and
-    for positions that do not restart at 0. Use :func:`~chairlift.train.isolation.check_isolation` to be sure.
+    Returns the patch, which is a context manager; ``remove()`` undoes it. Raises ConfigError for models that cannot be
+    patched. When the model runs, ConfigError is raised in these cases:
+
+    - a layer needs more than causal attention (the message names it),
+    - an ``attention_mask`` is given with several sequences, because transformers then ignores the boundaries,
+    - there are several packed rows,
+    - positions do not restart at 0.
+
+    :func:`~chairlift.train.isolation.check_isolation` tests that no sequence affects another.
     """
     return HFPatch(model, backend)
 
 
 def _parameters(model: nn.Module) -> tuple[list[str], bool]:
-    """Names of the parameters of ``forward`` in order, and whether it takes others by keyword."""
+    """(names of the parameters of ``forward`` in order, whether it accepts other keyword arguments)."""
     import inspect
 
     parameters = inspect.signature(model.forward).parameters
@@ -358,10 +370,13 @@ def _subconfigs(config: Any) -> list[Any]:
 
 
 def _layout_of(given: Mapping[str, Any]) -> Layout | None:
-    """Layout of this call's sequences; None if it is no packed row. Raises ConfigError if that is unclear."""
+    """Layout of the sequences in the arguments of a forward pass. None if the arguments are not a packed row.
+
+    Raises ConfigError if the boundaries are unclear.
+    """
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
-    cache = given.get("cache") or given.get("past_key_values")  # until transformers 5.24
+    cache = given.get("cache") or given.get("past_key_values")  # the name until transformers 5.24
     if tokens is None or (cache is not None and cache.get_seq_length() > 0):
         return None
     rows, length = tokens.shape[:2]
@@ -390,14 +405,14 @@ def _layout_of(given: Mapping[str, Any]) -> Layout | None:
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not mask.all():
         kept = ids[0, mask[0, -length:].bool().cpu().numpy()] if mask.shape[1] >= length else ids[0]
-        if (np.diff(kept) == 1).all():  # one sequence, and padding
+        if (np.diff(kept) == 1).all():  # a single sequence with padding
             return None
     if ids[0, starts].any():
         raise ConfigError(f"positions jump at tokens {starts[1:9]} without restarting at 0; every sequence starts at 0")
     if padded:
         raise ConfigError(
-            f"an attention_mask beside {len(starts)} packed sequences: transformers drops their boundaries then, even "
-            "for a mask of ones; leave the mask away"
+            f"an attention_mask with {len(starts)} packed sequences: transformers then ignores their boundaries, even "
+            "for a mask of ones; pass no mask"
         )
     layout = Layout((*starts, length))
     if offsets is not None and tuple(int(x) for x in offsets) != layout.cu_seqlens:

@@ -1,1 +1,1 @@
-"""Images in requests: reading them, cutting them into tiles, and the places of their rows in a prompt."""
+"""Images in requests: decoding them, cutting them into tiles, and the prompt positions of their rows."""

@@ -1,8 +1,9 @@
-"""Reads images from addresses that a server's operator has named. Callers choose the address: nothing of it is trusted.
+"""Reads images from addresses that a request contains. The addresses are untrusted.
 
-A host must be named, and may have public addresses only, so that nobody reaches the operator's own network through the
-server. The address that was checked is the one that is connected to. Redirects are checked like the first address.
-Size, time and number of redirects are limited. A file must lie in the named folder.
+A host must be in the operator's list, and must have only public IP addresses, so that no request can reach the
+operator's own network through the server. The connection uses exactly the IP address that was checked. Redirects are
+checked in the same way as the first address. Size, time and number of redirects are limited. A file must be in the
+folder that the operator has set.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from chairlift.vision.decode import MAX_BYTES, decode_image
 __all__ = ["MediaSource", "is_public"]
 
 _SECONDS: Final = 10.0
-"""Longest time for the images of a request, redirects included."""
+"""Maximum time in seconds to read all images of a request, including redirects."""
 _THREADS: Final = 8
 _REDIRECTS: Final = 3
 _PIECE: Final = 1 << 16
 _LONGEST: Final = 2048
-"""Most characters of an address."""
+"""Maximum number of characters in an address."""
 _PORTS: Final = {"http": 80, "https": 443}
 _MOVED: Final = (301, 302, 303, 307, 308)
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
@@ -41,11 +42,12 @@ _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 _T = TypeVar("_T")
 
 Resolve = Callable[[str, int], list[str]]
-"""(host, port) -> its IP addresses."""
+"""Function from (host, port) to the host's IP addresses."""
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the internet, and leads to no private one in another form."""
+    """Whether an IP address belongs to the public internet. IPv6 addresses that embed an IPv4 address are not accepted,
+    because they may lead to a private one."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1])
@@ -57,9 +59,10 @@ def is_public(address: str) -> bool:
 
 
 class MediaSource:
-    """The hosts in ``domains``, and the files in ``folder``. ``read(where, url)`` gives the image at an address.
+    """Reads images from the hosts in ``domains`` and the files in ``folder``. ``read(where, url)`` returns the image at
+    an address.
 
-    ``resolve`` and ``public`` stand for the name service and :func:`is_public`. Any thread may use the object.
+    ``resolve`` replaces the name service, and ``public`` replaces :func:`is_public`. Any thread may use the object.
     """
 
     def __init__(
@@ -74,21 +77,21 @@ class MediaSource:
         self._domains = {each.lower().rstrip(".") for each in domains}
         self._folder = None if folder is None else Path(folder).resolve()
         self.seconds, self._resolve, self._public = seconds, resolve or _addresses, public
-        # Threads of its own: those of the server must not wait for other machines.
+        # These threads are separate from the server's threads, which must not wait for other machines.
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="chairlift-images")
 
     def reads(self, url: str) -> bool:
-        """Whether an address is of a kind that is read here: ``http:``, ``https:`` or ``file:``."""
+        """Whether this object reads addresses of this kind: ``http:``, ``https:`` or ``file:``."""
         scheme = url[:6].lower().partition(":")[0]
         return (bool(self._domains) and scheme in _PORTS) or (self._folder is not None and scheme == "file")
 
     async def run(self, work: Callable[[], _T]) -> _T:
-        """Result of ``work``, which reads images, on one of the threads for that."""
+        """Run ``work``, which reads images, on one of this object's threads, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def read(self, where: str, url: str, end: float | None = None) -> Any:
-        """The RGB image at an address; ``where`` names it in errors. ``end`` is a time of the monotonic clock. Raises
-        RequestError."""
+        """Return the RGB image at an address. ``where`` names the image in errors. ``end`` is the deadline, a time of
+        the monotonic clock. Raises RequestError."""
         parts, end = _split(where, url), time.monotonic() + self.seconds if end is None else end
         data = self._file(where, parts) if parts.scheme == "file" else self._fetch(where, url, end)
         return decode_image(where, data)
@@ -125,7 +128,7 @@ class MediaSource:
         raise RequestError(f"{where} was redirected more than {_REDIRECTS} times; send the last address")
 
     def _get(self, where: str, parts: SplitResult, end: float) -> bytes | str:
-        """The content at one address, or the address that it redirects to."""
+        """Content at one address (bytes), or the address to which it redirects (str)."""
         host, port = (parts.hostname or "").rstrip("."), parts.port or _PORTS[parts.scheme]
         if host not in self._domains:
             named = ", ".join(sorted(self._domains))
@@ -153,7 +156,8 @@ class MediaSource:
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection to one IP address of a host, which ends at a time of the monotonic clock whatever it sends."""
+    """A connection to one IP address of a host. At a given time of the monotonic clock it is closed, even while data
+    arrives."""
 
     def __init__(self, host: str, port: int, address: str, secure: bool, end: float) -> None:
         super().__init__(host, port, timeout=max(end - time.monotonic(), 0.001))
@@ -183,7 +187,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 class _Limit:
-    """Calls ``stop`` at a time of the monotonic clock, unless the block has ended before."""
+    """Calls ``stop`` at a given time of the monotonic clock, unless the ``with`` block has ended before."""
 
     def __init__(self, end: float, stop: Callable[[], None]) -> None:
         self._timer = threading.Timer(max(end - time.monotonic(), 0.001), stop)

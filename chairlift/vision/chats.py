@@ -1,4 +1,4 @@
-"""Takes images out of the messages of a chat."""
+"""Takes the images out of chat messages."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from chairlift.vision.processor import ImageProcessor, PreparedImage
 __all__ = ["GivenImage", "prepare_images", "read_addresses", "take_images"]
 
 MOST_ADDRESSES: Final = 16
-"""Most images of a request that are read from addresses, one after another."""
+"""Maximum number of images per request that are read from addresses. They are read one after another."""
 
 GivenImage = tuple[str, Any]
-"""(path of an image in the messages, its URL or image of Pillow)."""
+"""(path of an image within the messages, its URL or Pillow image)."""
 
 
 def take_images(messages: Any) -> tuple[Any, list[GivenImage]]:
-    """Messages whose images are bare parts ``{"type": "image"}``, and the images in their order.
+    """Returns (messages in which each image is replaced by the bare part ``{"type": "image"}``, list of the images in
+    order).
 
     Images are ``{"type": "image_url", "image_url": {"url": ...}}`` as in OpenAI's API, and ``{"type": "image", "image":
-    ...}`` as in transformers. Messages of another form are left to the validator of chats. Raises RequestError.
+    ...}`` as in transformers. Malformed messages are returned unchanged; the chat validator reports them. Raises
+    RequestError.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         return messages, []
@@ -40,8 +42,8 @@ def take_images(messages: Any) -> tuple[Any, list[GivenImage]]:
 
 
 def read_addresses(messages: Sequence[Any], source: MediaSource) -> list[Any]:
-    """Messages with the images at addresses that ``source`` reads, in place of the addresses. Other parts are as
-    before. Raises RequestError with the path of an image that cannot be read."""
+    """Return ``messages`` in which every address that ``source`` reads is replaced by the image at that address. All
+    other parts are unchanged. Raises RequestError that names the path of an image that cannot be read."""
     found, count, end = list(messages), 0, time.monotonic() + source.seconds
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -63,7 +65,7 @@ def read_addresses(messages: Sequence[Any], source: MediaSource) -> list[Any]:
 
 
 def prepare_images(processor: ImageProcessor, images: Sequence[GivenImage]) -> list[PreparedImage]:
-    """Read and cut images. Any thread may call it. Raises RequestError with the path of a bad one."""
+    """Decode and cut images. Any thread may call it. Raises RequestError that names the path of a bad image."""
     return [
         processor.prepare(where, from_data_url(where, image) if isinstance(image, str) else image)
         for where, image in images

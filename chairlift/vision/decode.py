@@ -1,4 +1,4 @@
-"""From what a caller sends to an RGB image, within limits. Pixels of strangers are untrusted data."""
+"""Decodes an image that a caller sends to RGB, within limits. Images are untrusted data."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from chairlift.errors import RequestError
 __all__ = ["FORMATS", "MAX_BYTES", "MAX_PIXELS", "decode_image", "from_data_url", "to_rgb"]
 
 MAX_BYTES: Final = 32 << 20
-"""Most bytes of an image file."""
+"""Maximum number of bytes of an image file."""
 MAX_PIXELS: Final = 40_000_000
-"""Most pixels of an image. A small file may unpack to any number of them."""
+"""Maximum number of pixels of an image. A small file may unpack to any number of pixels."""
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats that are read. Others would let strangers reach decoders that few people test."""
+"""Image formats that are read. Other formats are refused, because their decoders are less well tested against
+attacks."""
 _DATA_URL: Final = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
 _HINT: Final = "send a PNG, JPEG, WebP, GIF, BMP or TIFF file"
 _DEEP: Final = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
-"""Pillow's modes with more than 8 bits per channel."""
+"""Pillow's modes that have more than 8 bits per channel."""
 
 
 def from_data_url(where: str, url: str) -> Any:
-    """The RGB image in a ``data:`` URL; see :func:`decode_image`."""
+    """RGB image in a ``data:`` URL; see :func:`decode_image`."""
     head = _DATA_URL.match(url)
     if head is None:
         raise RequestError(
@@ -42,7 +43,7 @@ def from_data_url(where: str, url: str) -> Any:
 
 
 def decode_image(where: str, data: bytes) -> Any:
-    """The RGB image (``PIL.Image``) in a file's bytes. ``where`` names it in errors.
+    """RGB image (``PIL.Image``) in the bytes of a file. ``where`` names the image in errors.
 
     Raises RequestError for a file that is damaged, too large, animated, or of another format.
     """
@@ -59,9 +60,10 @@ def decode_image(where: str, data: bytes) -> Any:
 
 
 def to_rgb(where: str, image: Any) -> Any:
-    """An image of Pillow as 8-bit RGB, upright as its EXIF data says. Transparent parts show what lies under them.
+    """An image of Pillow as 8-bit RGB, turned upright as its EXIF data says. Transparency is dropped, so transparent
+    pixels show their stored colour.
 
-    Raises RequestError for images that are damaged, too large or animated, and for anything else.
+    Raises RequestError for images that are damaged, too large or animated, and for objects that are not images.
     """
     pillow = _pillow()
     from PIL import ImageOps
@@ -88,7 +90,7 @@ def to_rgb(where: str, image: Any) -> Any:
 
 
 def _scaled(image: Any) -> Any:
-    """An image of 16 bits per pixel with its 256 steps: the high byte of each value."""
+    """An image with 16 bits per pixel, reduced to 8 bits: the high byte of each value."""
     import numpy as np
 
     values = np.asarray(image)
@@ -102,7 +104,7 @@ def _too_large(where: str, what: str) -> str:
 
 
 def _pillow() -> Any:
-    """The module ``PIL.Image``. Raises RequestError where Pillow is not installed."""
+    """The module ``PIL.Image``. Raises RequestError if Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError:

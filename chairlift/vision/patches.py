@@ -1,6 +1,8 @@
-"""Images of any size as grids of patches, whose squares are rows (Qwen2.5-VL and Qwen3-VL).
+"""Images of any size as grids of patches; each square of neighbouring patches becomes one row (Qwen2.5-VL and
+Qwen3-VL).
 
-The pixels are those of transformers' image processor for Pillow, which the tests compare with. Needs no torch.
+The pixels equal those of transformers' image processor for Pillow, with which the tests compare. The module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -19,28 +21,29 @@ __all__ = ["PatchProcessor", "PatchSettings"]
 
 _MARKER: Final = "<|image_pad|>"
 _LONGEST: Final = 200
-"""Longest side divided by the shortest, at most; transformers has the same limit."""
+"""Maximum ratio of an image's longer side to its shorter side; transformers has the same limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PatchSettings:
-    """How a model's images are resized, from ``preprocessor_config.json`` and ``config.json``."""
+    """Settings for resizing images, from ``preprocessor_config.json`` and ``config.json``."""
 
     patch_size: int
-    """Pixels of a side of a patch."""
+    """Side of a patch in pixels."""
     merge_size: int
-    """A square of this many patches a side becomes one row."""
+    """Side, in patches, of the squares that become one row."""
     least_pixels: int
     most_pixels: int
-    """Bounds of width times height after resizing."""
+    """Limits on width times height after resizing, in pixels."""
     resizes: bool
     resample: int
-    """Pillow's number of the filter."""
+    """Number of the resampling filter in Pillow."""
     image_token_id: int
 
 
 class PatchProcessor(ImageProcessor):
-    """Resizes images to whole squares of patches. Raises ModelLoadError where the marker is not one token."""
+    """Resizes images so that they consist of whole squares of patches. Raises ModelLoadError if the marker is more than
+    one token."""
 
     def __init__(self, settings: PatchSettings, tokens: Tokens, where: Path) -> None:
         super().__init__(_MARKER, settings.image_token_id)
@@ -52,7 +55,7 @@ class PatchProcessor(ImageProcessor):
             )
 
     def prepare(self, where: str, image: Any) -> PreparedImage:
-        """Resize an image of Pillow; ``where`` names it in errors. Raises RequestError."""
+        """Resize a Pillow image. ``where`` names the image in errors. Raises RequestError."""
         if isinstance(image, PreparedImage):
             return image
         settings, image = self.settings, to_rgb(where, image)
@@ -79,7 +82,8 @@ class PatchProcessor(ImageProcessor):
         found.extend([self.image_token_id] * count)
 
     def _size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height as multiples of a square, with as many pixels as the settings allow."""
+        """Width and height after resizing: multiples of a square's side, with a number of pixels that the settings
+        allow."""
         settings, (width, height) = self.settings, size
         square = settings.patch_size * settings.merge_size
         found = [round(side / square) * square for side in size]

@@ -1,4 +1,5 @@
-"""From images and a prompt with one marker per image to tiles and expanded placeholders. Needs no torch."""
+"""Turns images, and a prompt with one marker per image, into tiles and expanded placeholders. The module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -14,38 +15,39 @@ from chairlift.vision.spans import ImageSpan, ImageTile
 __all__ = ["ImageProcessor", "PlacedImages", "PreparedImage", "Tokens", "place_images", "tile_of"]
 
 MAX_IMAGES: Final = 64
-"""Most images of a prompt."""
+"""Maximum number of images in a prompt."""
 
 
 class Tokens(Protocol):
-    """Interface of the tokenizer that the processor uses."""
+    """The part of a tokenizer that the processor uses."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """An image as the encoder takes it: a grid of tiles and then the whole image as one, or the whole alone."""
+    """An image in the form that the encoder reads: either a grid of tiles followed by the whole image as one tile, or
+    the whole image only."""
 
     rows: int
-    """Rows of the grid of tiles; 0 if the image is not cut."""
+    """Number of rows in the grid of tiles; 0 if the image is not cut."""
     columns: int
     tiles: tuple[ImageTile, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlacedImages:
-    """The images of a prompt whose markers were expanded."""
+    """The images of a prompt whose markers have been expanded."""
 
     spans: tuple[ImageSpan, ...]
     tiles: tuple[ImageTile, ...]
-    """The tiles that the spans name, each once."""
+    """Tiles to which the spans refer, each listed once."""
 
 
 class ImageProcessor(abc.ABC):
-    """Makes :class:`PreparedImage` objects, and expands the markers of a prompt. Any thread may use it.
+    """Base class: creates :class:`PreparedImage` objects, and expands the markers in a prompt. Any thread may use it.
 
-    ``marker`` is the text of the marker, and ``image_token_id`` its id, also that of the placeholders.
+    ``marker`` is the text of the marker. ``image_token_id`` is the marker's token id, which the placeholders also have.
     """
 
     def __init__(self, marker: str, image_token_id: int) -> None:
@@ -53,17 +55,17 @@ class ImageProcessor(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, where: str, image: Any) -> PreparedImage:
-        """Resize and cut an image of Pillow; ``where`` names it in errors. Raises RequestError."""
+        """Resize and cut a Pillow image. ``where`` names the image in errors. Raises RequestError."""
 
     @abc.abstractmethod
     def lay_out(self, image: PreparedImage, found: list[int], spans: list[ImageSpan]) -> None:
-        """Add the token ids of an image to a prompt, and the spans of its tiles."""
+        """Append the token ids of an image to ``found``, and the spans of its tiles to ``spans``."""
 
     def expand(self, token_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], list[ImageSpan]]:
-        """The prompt with the placeholders of each image in place of its marker, and the spans of the tiles.
+        """Replace each marker in a prompt by the placeholders of its image. Returns (token ids, spans of the tiles).
 
-        ``images`` are :class:`PreparedImage`, in the order of the markers. Raises RequestError where their numbers
-        differ.
+        ``images`` are :class:`PreparedImage` objects in the order of the markers. Raises RequestError if the numbers of
+        images and markers differ.
         """
         marker = self.image_token_id
         count = sum(token == marker for token in token_ids)
@@ -84,8 +86,8 @@ class ImageProcessor(abc.ABC):
 def place_images(
     processor: ImageProcessor | None, token_ids: Sequence[int], images: Sequence[Any]
 ) -> tuple[list[int], PlacedImages]:
-    """A prompt with expanded placeholders, and its images, which are of Pillow or prepared. Raises RequestError, also
-    for a model that reads no images (``processor`` is None)."""
+    """Expand the placeholders of a prompt. Returns (token ids, placed images). ``images`` are Pillow images or prepared
+    images. Raises RequestError, also if the model reads no images (``processor`` is None)."""
     if processor is None:
         raise RequestError("this model reads no images, or not with these kernels; send texts only")
     if len(images) > MAX_IMAGES:
@@ -97,7 +99,7 @@ def place_images(
 
 
 def tile_of(image: Any, grid: tuple[int, int] = (0, 0)) -> ImageTile:
-    """A tile with the pixels of an RGB image of Pillow."""
+    """Tile with the pixels of an RGB Pillow image."""
     import numpy as np
 
     pixels = np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)).tobytes()

@@ -1,4 +1,4 @@
-"""Places of encoded images in a prompt, as plain data."""
+"""Prompt positions of encoded images, as plain data."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ __all__ = ["MARK_BYTES", "ImageSpan", "ImageTile", "axes_of", "marks"]
 _PLACE: Final = struct.Struct("=qq")
 _KEY_BYTES: Final = 32
 MARK_BYTES: Final = _KEY_BYTES + _PLACE.size
-"""Bytes of one mark in :func:`marks`."""
+"""Number of bytes of one entry in the result of :func:`marks`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageTile:
-    """A part of an image that is encoded by itself, as the model's encoder sees it."""
+    """A part of an image that is encoded separately, with the pixels that the model's encoder reads."""
 
     key: bytes
-    """SHA-256 of the pixels and their shape. Tiles with equal keys have equal rows."""
+    """SHA-256 of the pixels and their shape. Tiles with equal keys have equal encoded rows."""
     pixels: bytes
-    """uint8 [3, height, width], before they are normalised."""
+    """uint8 [3, height, width], before normalisation."""
     grid: tuple[int, int] = (0, 0)
-    """Patches from top to bottom and from left to right, where images differ in it; otherwise zeros."""
+    """(patches from top to bottom, patches from left to right) for models whose images differ in size; otherwise
+    zeros."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """Prompt positions whose inputs are the rows of a tile, and not embeddings of their tokens."""
+    """Prompt positions whose inputs are the encoded rows of a tile instead of token embeddings."""
 
     position: int
-    """First of these positions."""
+    """First prompt position of the span."""
     length: int
-    """Number of rows of the tile."""
+    """Number of positions, which is the number of the tile's rows."""
     key: bytes
-    """Key of the tile."""
+    """Key of the tile; see :class:`ImageTile`."""
     grid: tuple[int, int] = (0, 0)
-    """Rows from top to bottom and from left to right, where they have such positions (see :func:`axes_of`)."""
+    """(rows from top to bottom, rows from left to right) for models with such positions (see :func:`axes_of`);
+    otherwise zeros."""
 
     @property
     def end(self) -> int:
@@ -49,12 +51,12 @@ class ImageSpan:
 
 
 def axes_of(spans: Sequence[ImageSpan]) -> tuple[npt.NDArray[np.int32], int]:
-    """Positions in time, height and width up to the end of the last span with a grid, int32 [3, end], and the number
-    that is added to the index of every later token (multimodal RoPE; Wang et al., 2024).
+    """Positions in time, height and width, for multimodal RoPE (Wang et al., 2024). Returns (int32 [3, end] up to the
+    end of the last span with a grid, number to add to the index of every later token).
 
-    Texts have the same position on all three axes. An image begins at the position p behind the text before it: all its
-    rows have p in time, and p plus their row and column in the grid. The text behind it goes on at p plus the longer
-    side of the grid.
+    Text tokens have the same position on all three axes. An image begins at the position p that follows the text before
+    it. All its rows have the time p; their height and width are p plus their row and column in the grid. The text after
+    the image continues at p plus the longer side of the grid.
     """
     placed = [span for span in spans if span.grid != (0, 0)]
     found = np.empty((3, placed[-1].end if placed else 0), dtype=np.int32)
@@ -71,7 +73,7 @@ def axes_of(spans: Sequence[ImageSpan]) -> tuple[npt.NDArray[np.int32], int]:
 
 
 def marks(spans: Sequence[ImageSpan], start: int, end: int) -> bytes:
-    """What distinguishes positions ``start`` to ``end`` (excluded) from others with the same token ids: the key and the
-    place of each span that covers some of them. Each takes :data:`MARK_BYTES`."""
+    """Bytes that distinguish positions ``start`` to ``end`` (excluded) from positions with the same token ids but other
+    images. They contain the key and the position of each span that overlaps this range, :data:`MARK_BYTES` per span."""
     covering = (span for span in spans if span.position < end and span.end > start)
     return b"".join(span.key + _PLACE.pack(span.position, span.length) for span in covering)

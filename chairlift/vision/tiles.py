@@ -1,6 +1,7 @@
-"""Images as square tiles, each with as many rows as the others (Idefics 3 and SmolVLM).
+"""Images as square tiles, each with the same number of rows (Idefics 3 and SmolVLM).
 
-The pixels are those of transformers' image processors for Pillow, which the tests compare with. Needs no torch.
+The pixels equal those of transformers' image processors for Pillow, with which the tests compare. The module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ from chairlift.vision.spans import ImageSpan
 __all__ = ["TileProcessor", "TileSettings"]
 
 _LARGEST_SIDE: Final = 4096
-"""Most pixels of a side after the first resizing; transformers has the same limit."""
+"""Maximum length in pixels of a side after the first resizing; transformers has the same limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TileSettings:
-    """How a model's images are cut, from ``preprocessor_config.json`` and ``config.json``."""
+    """Settings for cutting images, from ``preprocessor_config.json`` and ``config.json``."""
 
     tile_size: int
-    """Pixels of a side of a tile."""
+    """Side of a tile in pixels."""
     longest_edge: int | None
-    """Pixels of an image's longer side before it is cut; None: images are not resized first."""
+    """Length in pixels of an image's longer side before it is cut; None: images are not resized first."""
     resample: int
-    """Pillow's number of the filter."""
+    """Number of the resampling filter in Pillow."""
     splits: bool
     """Whether images are cut into tiles."""
     rows_per_tile: int
-    """Prompt positions of a tile."""
+    """Number of prompt positions of a tile."""
     image_token_id: int
 
 
 class TileProcessor(ImageProcessor):
-    """Cuts images into tiles, with texts around each.
+    """Cuts images into tiles, and puts marker texts around each tile.
 
-    ``tokens`` gives the ids of the placeholders' texts. Any thread may use the object. Raises ModelLoadError where a
-    placeholder is not one token.
+    ``tokens`` is the tokenizer; every placeholder text must be one token. Any thread may use the object. Raises
+    ModelLoadError if a placeholder is more than one token.
     """
 
     def __init__(self, settings: TileSettings, tokens: Tokens, where: Path) -> None:
@@ -60,7 +61,7 @@ class TileProcessor(ImageProcessor):
         self._fake, self._whole = self._one("<fake_token_around_image>"), self._one("<global-img>")
 
     def prepare(self, where: str, image: Any) -> PreparedImage:
-        """Resize and cut an image of Pillow; ``where`` names it in errors. Raises RequestError."""
+        """Resize and cut a Pillow image. ``where`` names the image in errors. Raises RequestError."""
         if isinstance(image, PreparedImage):
             return image
         settings, image = self.settings, to_rgb(where, image)
@@ -104,7 +105,8 @@ class TileProcessor(ImageProcessor):
 
 
 def _first_size(size: tuple[int, int], longest: int) -> tuple[int, int]:
-    """Width and height with the longer side of ``longest`` pixels; the other is even, as in transformers."""
+    """Width and height after the first resizing. The longer side has ``longest`` pixels; the shorter side is even, as
+    in transformers."""
     width, height = size
     ratio = width / height
     if width >= height:
@@ -123,7 +125,7 @@ def _first_size(size: tuple[int, int], longest: int) -> tuple[int, int]:
 
 
 def _whole_tiles(given: tuple[int, int], size: int) -> tuple[int, int]:
-    """Width and height as multiples of ``size``."""
+    """Width and height rounded to multiples of the tile size ``size``."""
     width, height = given
     ratio = width / height
     if width >= height:

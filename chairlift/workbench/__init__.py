@@ -1,1 +1,1 @@
-"""Tools for developers and operators: benchmarks, the deterministic simulator, traffic."""
+"""Tools for developers and operators: benchmarks, the deterministic simulator, and descriptions of traffic."""

@@ -1,4 +1,4 @@
-"""Syntax trees of the package's modules, which are read but never imported."""
+"""Syntax trees of the package's modules. The modules are parsed but never imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "chairlift"
 
 @cache
 def modules() -> dict[str, Path]:
-    """Dotted name -> file of every module."""
+    """Dotted module name -> file, for every module of the package."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -28,9 +28,9 @@ def tree(module: str) -> ast.Module:
 
 
 def imports(module: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import, including those inside functions and for type checking.
+    """(line, dotted name) of every import, including imports inside functions and for type checking.
 
-    ``from package import name`` counts as the module ``package.name`` if it exists.
+    ``from package import name`` is listed as ``package.name`` if that is a module.
     """
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Functions stay short. Sizes of files and folders are printed by ``tools/sizes.py``, not enforced."""
+"""Functions stay short, without their docstrings. ``tools/sizes.py`` prints the sizes of files and folders."""
 
 from __future__ import annotations
 
@@ -25,8 +25,15 @@ LONGER = {
 def test_functions_are_short(module: str) -> None:
     for node in ast.walk(tree(module)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None:
-            length = node.end_lineno - node.lineno + 1
+            length = node.end_lineno - node.lineno + 1 - _docstring_lines(node)
             is_schedule = (module, node.name) == ("chairlift.scheduler.scheduler", "schedule")
             most = MOST_LINES_OF_SCHEDULE if is_schedule else MOST_LINES_OF_A_FUNCTION
             most = 80 if f"{module}.{node.name}" in LONGER else most
             assert length <= most, f"{module}.{node.name} has {length} lines"
+
+
+def _docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    first = node.body[0]
+    if ast.get_docstring(node) is None or first.end_lineno is None:
+        return 0
+    return first.end_lineno - first.lineno + 1

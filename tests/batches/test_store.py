@@ -47,8 +47,8 @@ class Mortal(BatchStore):
         super()._commit()
         self._point()
 
-    def _place(self, part: Path, record: FileRecord) -> None:
-        self._around(lambda: BatchStore._place(self, part, record))
+    def _move_content(self, part: Path, record: FileRecord) -> None:
+        self._around(lambda: BatchStore._move_content(self, part, record))
 
     def _remove(self, path: Path) -> None:
         self._around(lambda: BatchStore._remove(self, path))
@@ -242,7 +242,7 @@ def test_a_disk_that_fails_leaves_nothing_half_done(store: BatchStore, monkeypat
         def full(part: Path, record: FileRecord) -> None:
             raise OSError(28, "No space left on device")
 
-        patch.setattr(store, "_place", full)
+        patch.setattr(store, "_move_content", full)
         answer_all(store, batch_id)
         with pytest.raises(OSError, match="No space"):
             store.finish(batch_id, "completed", 5)

@@ -39,7 +39,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def chairlift(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in this process. Returns exit code, lines of standard output, lines of standard error."""
+    """Function that runs a command in this process. It returns (exit code, lines of standard output, lines of standard
+    error)."""
 
     def run(*argv: str | Path) -> Result:
         code = main([str(arg) for arg in argv])

@@ -1,4 +1,4 @@
-"""A pseudo-terminal, for tests of commands that behave differently on one."""
+"""A pseudo-terminal, for tests of commands that behave differently on a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Terminal:
         self.seen = ""
 
     def wait_for(self, text: str, seconds: float = 180) -> str:
-        """Read until ``text`` appears. Returns the output up to it."""
+        """Read until ``text`` appears. Returns all output up to it."""
         end = time.monotonic() + seconds
         while text not in self.seen:
             ready, _, _ = select.select([self.master], [], [], max(0, end - time.monotonic()))
@@ -42,7 +42,8 @@ class Terminal:
         return before
 
     def interrupt_at_the_prompt(self) -> None:
-        """Press Ctrl-C until it has an effect. A press between the prompt and the reading of a key is lost."""
+        """Press Ctrl-C until it has an effect. A press is lost if it comes after the prompt is printed but before keys
+        are read."""
         for _ in range(30):
             self.process.send_signal(signal.SIGINT)
             if select.select([self.master], [], [], 5)[0]:
@@ -52,7 +53,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def read_to_the_end(self) -> str:
-        """All output up to the end of the command."""
+        """All remaining output until the command ends."""
         with contextlib.suppress(OSError):  # the other side is closed
             while data := os.read(self.master, 65536):
                 self.seen += data.decode(errors="replace")

@@ -31,7 +31,7 @@ def read(path: Path, content: Any, field: str | None = None) -> list[Job]:
 def test_human_eval_keeps_its_keys_also_compressed(tmp_path: Path) -> None:
     (job,) = read(tmp_path / "h.jsonl", HUMAN_EVAL)
     assert (job.prompt, job.fields, job.error) == (HUMAN_EVAL["prompt"], {}, None)
-    assert job.kept == {key: value for key, value in HUMAN_EVAL.items() if key != "prompt"}
+    assert job.copied == {key: value for key, value in HUMAN_EVAL.items() if key != "prompt"}
     assert read(tmp_path / "h.jsonl.gz", gzip.compress(json.dumps(HUMAN_EVAL).encode())) == [job]
     with pytest.raises(ConfigError, match=r"cannot be decompressed .*; copy it again"):
         read(tmp_path / "cut.gz", gzip.compress(b"{}" * 999)[:-9])
@@ -39,7 +39,7 @@ def test_human_eval_keeps_its_keys_also_compressed(tmp_path: Path) -> None:
 
 def test_the_prompt_may_have_another_key(tmp_path: Path) -> None:
     (job,) = read(tmp_path / "g.jsonl", GSM8K | {"max_tokens": 3, "seeds": 1}, "question")
-    assert (job.prompt, job.kept, job.fields) == ("How many?", {"answer": "#### 3", "seeds": 1}, {"max_tokens": 3})
+    assert (job.prompt, job.copied, job.fields) == ("How many?", {"answer": "#### 3", "seeds": 1}, {"max_tokens": 3})
     (job,) = read(tmp_path / "g.jsonl", GSM8K)
     assert job.error is not None
     assert job.error.endswith("or name the key with the prompt: --prompt-field NAME, of question, answer")
@@ -52,7 +52,7 @@ def test_the_prompt_may_have_another_key(tmp_path: Path) -> None:
 def test_turns_follow_each_other(tmp_path: Path) -> None:
     (job,) = read(tmp_path / "m.jsonl", MT_BENCH)
     assert (job.prompt, job.turns, job.is_chat) == ([{"role": "user", "content": "One."}], ["Two."], True)
-    assert job.kept == MT_BENCH
+    assert job.copied == MT_BENCH
     for turns in ([], ["a", 1], "a", ["a", ""]):
         assert "turns must be a list of texts" in str(read(tmp_path / "m.jsonl", {"turns": turns})[0].error)
 
@@ -64,7 +64,7 @@ def test_openai_batches(tmp_path: Path) -> None:
     (job,) = read(tmp_path / "b.jsonl", line)
     assert (job.id, job.prompt, job.is_chat, job.error) == ("r-1", body["messages"], True, None)
     assert job.fields == {"temperature": 0.5, "max_tokens": 7, "logprobs": 2}
-    assert job.kept == {"method": "POST", "url": "/v1/chat/completions", "body": {"model": "gpt-4o"}}
+    assert job.copied == {"method": "POST", "url": "/v1/chat/completions", "body": {"model": "gpt-4o"}}
     (job,) = read(tmp_path / "b.jsonl", {"url": "/v1/completions", "body": {"prompt": "Hi", "logprobs": 1}})
     assert (job.prompt, job.fields, job.is_chat) == ("Hi", {"logprobs": 1}, False)
     (job,) = read(tmp_path / "b.jsonl", line | {"url": "/v1/embeddings"})
@@ -93,10 +93,10 @@ def test_arrays_and_parquet(tmp_path: Path) -> None:
     table = pytest.importorskip("pyarrow").Table.from_pylist([GSM8K, GSM8K])
     parquet.write_table(table, tmp_path / "g.parquet")
     jobs = read_prompts_file(str(tmp_path / "g.parquet"), "question")
-    assert [(job.prompt, job.kept) for job in jobs] == [("How many?", {"answer": "#### 3"})] * 2
+    assert [(job.prompt, job.copied) for job in jobs] == [("How many?", {"answer": "#### 3"})] * 2
 
 
 @pytest.mark.parametrize("key", ["temprature", "max_token", "use_beam_search"])
 def test_misspelt_parameters_are_not_kept_but_told(tmp_path: Path, key: str) -> None:
     (job,) = read(tmp_path / "p.jsonl", {"prompt": "Hi", key: 1, "note": "mine"})
-    assert (job.fields, job.kept) == ({key: 1}, {"note": "mine"})
+    assert (job.fields, job.copied) == ({key: 1}, {"note": "mine"})

@@ -84,7 +84,7 @@ def test_settings_change_a_replay(chairlift: Run, steps: Path, tmp_path: Path) -
         (("replay", "/nowhere.jsonl"), "cannot read the recording /nowhere.jsonl: No such file"),
         (("replay", "EMPTY"), "this is not a recording of steps"),
         (("replay", "TRAFFIC"), "this is not a recording of steps"),
-        (("replay", "SHORT"), "only those of requests that came while /live was open are known"),
+        (("replay", "SHORT"), "known only for requests that arrived while /live was open"),
         (("replay", "FILE", "--json", "/nowhere/x.json"), "cannot write /nowhere/x.json: No such file"),
         (("replay", "FILE", "--num-kv-blocks", "1"), "num_kv_blocks"),
         (("replay", "FILE", "--max-num-seqs", "0"), "max_num_seqs"),

@@ -208,7 +208,7 @@ def test_changed_settings_are_named_with_the_way_out(chairlift: Run, config: Pat
     code, _, err = chairlift("train", config, *more)
     assert code == 2
     assert "cannot go on from" in err[-1] and "pool was" in err[-1]
-    assert err[-1].endswith("to begin anew, give another --output")
+    assert err[-1].endswith("to start a new run, give another --output")
 
 
 def test_a_source_of_ones_own(chairlift: Run, config: Path) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of a real server, read once."""
+"""Metrics of a real server, read once for all tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.server.harness import INFO, Client, StateOnlyEngine, make_state, run,
 
 @pytest.fixture(scope="session")
 def exposed() -> dict[str, Exposed]:
-    """Every series of ``GET /metrics`` by name, and ``up``, which Prometheus makes itself."""
+    """Name -> series, for every series of ``GET /metrics`` and for ``up``, which Prometheus adds itself."""
     engine = StateOnlyEngine()
     drafts = {"speculative_method": "ngram", "num_speculative_tokens": 8}
     engine.info = dataclasses.replace(INFO, block_bytes=4096, **drafts)

@@ -1,8 +1,8 @@
-"""Strict parser of the part of PromQL that the alerts and the dashboard use. Unknown syntax is an error.
+"""Strict parser for the part of PromQL that the alerts and the dashboard use. Unknown syntax is an error.
 
 ``parse`` returns a tree. ``labels_of`` computes the labels of the result's series. It refuses expressions that
-Prometheus accepts but that are empty or meaningless: a rate of a gauge, a level of a counter, operands with different
-labels, quantiles without ``le``.
+Prometheus accepts but whose result is empty or meaningless: a rate of a gauge, a level of a counter, operands with
+different labels, quantiles without ``le``.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ Node = Selector | Call | Aggregate | Binary | float
 
 @dataclasses.dataclass(frozen=True)
 class Exposed:
-    """A series in a scrape."""
+    """One series of ``/metrics``."""
 
     kind: str
-    """counter, gauge or histogram."""
+    """Type of the series: counter, gauge or histogram."""
     labels: Mapping[str, frozenset[str]]
-    """Its labels and their values, without the labels that Prometheus adds."""
+    """Label name -> its values, without the labels that Prometheus adds."""
 
 
 def parse(text: str) -> Node:
-    """The tree of an expression. Raises PromqlError."""
+    """Syntax tree of an expression. Raises PromqlError."""
     tokens, position = [], 0
     while text[position:].strip():
         match = _TOKEN.match(text, position)
@@ -164,7 +164,7 @@ class _Parser:
 
 
 def selectors(node: Node) -> Iterator[Selector]:
-    """Every selector of the tree."""
+    """Every selector in the tree."""
     match node:
         case Selector():
             yield node
@@ -179,7 +179,8 @@ def selectors(node: Node) -> Iterator[Selector]:
 
 
 def labels_of(node: Node, exposed: Mapping[str, Exposed], inside: str = "") -> frozenset[str] | None:
-    """Labels of the result's series, None for a plain number. ``inside`` is the function around it."""
+    """Labels of the result's series; None for a plain number. ``inside`` is the name of the function that encloses the
+    node."""
     match node:
         case Selector():
             return _labels_of_selector(node, exposed, inside)

@@ -1,5 +1,5 @@
-"""Replicas of a fleet in this process: real engine cores over HashLM that step when the event loop turns, and die on
-command."""
+"""Replicas of a fleet in this process: real engine cores with HashLM that run a step on each turn of the event loop,
+and fail on command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from chairlift.metrics.stats import ReplicaStats
 
 
 class InProcess(RemoteCore):
-    """One replica. It computes a step per turn of the event loop unless it is ``stuck``."""
+    """One replica. It computes one step per turn of the event loop, unless it is ``stuck``."""
 
     pid = None
     silent_since: float | None = None
@@ -111,7 +111,7 @@ class InProcess(RemoteCore):
 
 
 class FleetInProcess:
-    """A front end over replicas in this process. ``cores[i]`` is the present core of replica i."""
+    """A front end over replicas in this process. ``cores[i]`` is the current core of replica i."""
 
     def __init__(self, replicas: int, settings: dict[str, Any], most_queued: int = 10_000, **more: Any) -> None:
         config = EngineConfig.from_flat({"model": "hashlm", "max_num_seqs": 8, "num_kv_blocks": 2000} | settings)

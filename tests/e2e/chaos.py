@@ -3,7 +3,7 @@
     python -m tests.e2e.chaos --kills 20                  all scenarios, with the counts of a release
     python -m tests.e2e.chaos overload --seconds 60       one of them
 
-Each scenario raises :class:`~tests.e2e.load.Violation` when a rule is broken, and returns its figures.
+Each scenario raises :class:`~tests.e2e.load.Violation` when a rule is broken, and returns measured values.
 """
 
 from __future__ import annotations
@@ -57,27 +57,28 @@ __all__ = [
 
 Figures = dict[str, float]
 _HEALTH_SECONDS: Final = 20.0
-"""Seconds that a busy machine may take for two seconds of work; shorter than any timeout of the server."""
+"""Seconds allowed on a busy machine for work that normally takes two seconds. It is shorter than any timeout of the
+server."""
 _ORPHAN_SECONDS: Final = 20.0
 _BACK_SECONDS: Final = 60.0
-"""Seconds that a restart of the engine may take, without the pause that precedes it."""
+"""Seconds allowed for a restart of the engine, without the pause that precedes it."""
 _LITTLE: Final = 400
 _LONG: Final = 3500
-"""Tokens of an answer that takes seconds, with :data:`LITTLE_MEMORY` and with enough memory. Half of all requests
-together keep the engine busy for longer than :data:`_NOTHING_LEFT_SECONDS`."""
+"""Numbers of output tokens that take several seconds to generate: ``_LITTLE`` with :data:`LITTLE_MEMORY`, ``_LONG``
+with enough memory. Half of all requests together keep the engine busy for longer than :data:`_NOTHING_LEFT_SECONDS`."""
 _NOTHING_LEFT_SECONDS: Final = 20.0
 LITTLE_MEMORY: Final = (
     *("--num-kv-blocks", "64", "--max-model-len", "512"),
     *("--max-num-batched-tokens", "64", "--max-num-queued-tokens", "1000000"),
 )
-"""KV cache for a few sequences, which are preempted all the time."""
+"""Flags for a KV cache that holds only a few sequences, so that requests are preempted all the time."""
 _KILLS_PER_SERVER: Final = 5
-"""Few, because the pause before a restart doubles with each death."""
+"""Number of kills per server. It is small because the pause before a restart doubles with each death."""
 
 
 @contextlib.asynccontextmanager
 async def busy(client: Client, rng: random.Random, num_clients: int, *, pause: float = 0.02) -> AsyncIterator[None]:
-    """Clients that send one request after another inside the block; at its end they finish their last request."""
+    """Run clients that send one request after another inside the block. At its end they complete their last request."""
     over = asyncio.Event()
 
     async def one(rng: random.Random) -> None:
@@ -95,7 +96,7 @@ async def busy(client: Client, rng: random.Random, num_clients: int, *, pause: f
 
 
 async def answered(client: Client, count: int) -> None:
-    """Wait until ``count`` more requests are answered."""
+    """Wait until ``count`` more requests have been answered."""
     before = client.history.counts()[End.ANSWERED]
 
     async def enough() -> bool:
@@ -105,7 +106,8 @@ async def answered(client: Client, count: int) -> None:
 
 
 async def kill_engine(kills: int, rng: random.Random, *, num_clients: int = 16, model: str = "hashlm:2ms") -> Figures:
-    """SIGKILL for the engine under load: explicit errors, 503 on /health, automatic restart, exact answers again."""
+    """Kill the engine (SIGKILL) under load. Expected: explicit errors, 503 on /health, an automatic restart, then
+    correct outputs again."""
     unhealthy: list[float] = []
     back: list[float] = []
     history = History()
@@ -135,8 +137,8 @@ async def kill_engine(kills: int, rng: random.Random, *, num_clients: int = 16, 
 
 
 async def _kill_engine(server: ServerProcess, client: Client, limit: float) -> tuple[float | None, float]:
-    """Seconds until /health reports the death (None if the restart was faster), and until the restart, which may take
-    ``limit``."""
+    """Kill the engine once. Returns (seconds until /health reports the death, or None if the restart was faster;
+    seconds until the restart). The restart may take ``limit`` seconds."""
     old = server.engine()
     told = False
     restarts = (await client.metrics())["engine_restarts_total"]
@@ -156,7 +158,7 @@ async def _kill_engine(server: ServerProcess, client: Client, limit: float) -> t
 
 
 async def kill_while_it_loads(rng: random.Random) -> Figures:
-    """Kill the engine, and then its successor while it starts."""
+    """Kill the engine, and then kill the new engine while it starts."""
     with ServerProcess("hashlm") as server:
         client = Client(server.port, "hashlm")
         first = server.engine()
@@ -178,9 +180,10 @@ async def _is(client: Client, path: str, wanted: int) -> bool:
 
 
 async def kill_api(kills: int, rng: random.Random, *, num_clients: int = 16, stopped: bool = False) -> Figures:
-    """SIGKILL for the API process under load: connections break visibly, no process is left, a new server works.
+    """Kill the API process (SIGKILL) under load. Expected: connections break visibly, no process is left, a new server
+    works.
 
-    With ``stopped`` the engine is stopped (SIGSTOP) at that time.
+    With ``stopped``, the engine is stopped (SIGSTOP) when the API process is killed.
     """
     gone = []
     history = History()
@@ -209,8 +212,8 @@ async def kill_api(kills: int, rng: random.Random, *, num_clients: int = 16, sto
 
 
 async def stop_engine(seconds: float, rng: random.Random) -> Figures:
-    """SIGSTOP for the engine under load: /health reports it after its timeout, cancels work, and after SIGCONT
-    everything that waited is answered."""
+    """Stop the engine (SIGSTOP) under load. Expected: /health reports it after its timeout, some requests are
+    cancelled, and after SIGCONT all waiting requests are answered."""
     with ServerProcess("hashlm:2ms", "--max-num-seqs", "8", "--health-timeout", "0.5") as server:
         client = Client(server.port, "hashlm:2ms")
         async with busy(client, rng, 8):
@@ -238,7 +241,8 @@ async def stop_engine(seconds: float, rng: random.Random) -> Figures:
 
 
 async def stop_api(seconds: float, rng: random.Random) -> Figures:
-    """SIGSTOP for the API process during answers: the engine continues, and all answers are delivered after SIGCONT."""
+    """Stop the API process (SIGSTOP) while it streams. Expected: the engine continues, and everything is delivered
+    after SIGCONT."""
     with ServerProcess("hashlm:10ms") as server:
         client = Client(server.port, "hashlm:10ms")
         tasks = [asyncio.create_task(client.ask(Ask.draw(rng, most=300))) for _ in range(100)]
@@ -257,8 +261,8 @@ async def stop_api(seconds: float, rng: random.Random) -> Figures:
 
 
 async def scarce_files(rng: random.Random) -> Figures:
-    """Connections use up the file descriptors of the API process, and the engine is killed as well. The server recovers
-    when they close."""
+    """Use up the file descriptors of the API process with connections, and kill the engine. Expected: the server
+    recovers when the connections close."""
     with ServerProcess("hashlm:2ms") as server:
         client = Client(server.port, "hashlm:2ms")
         await settled(server, client, rng)
@@ -283,8 +287,8 @@ async def scarce_files(rng: random.Random) -> Figures:
 
 
 async def disconnects(count: int, rng: random.Random, *, rounds: int = 1, flags: Sequence[str] = ()) -> Figures:
-    """Send ``count`` requests at once, and cut off half of them in every way and place. The others are answered, and
-    soon nothing of the cut ones is left."""
+    """Send ``count`` requests at once, and cut off half of them in every way and at every point. Expected: all others
+    are answered, and soon nothing of the cut requests is left."""
     times = []
     sizes = ("--max-num-seqs", "64", "--max-num-queued-reqs", str(4 * count), *flags)
     with ServerProcess("hashlm:2ms", *sizes) as server:
@@ -314,7 +318,8 @@ async def disconnects(count: int, rng: random.Random, *, rounds: int = 1, flags:
 
 
 def _half_leave(client: Client, rng: random.Random, number: int, long: int) -> Coroutine[Any, Any, None]:
-    """A request; every second one is cut off and would compute for seconds if nobody noticed."""
+    """Send one request. Every second request is cut off; it would compute for several seconds if the server did not
+    notice."""
     ask = Ask.draw(rng)
     how = rng.choice((*Cut, "wait")) if number % 2 else "stay"
     if how != "stay":
@@ -339,8 +344,8 @@ def _half_leave(client: Client, rng: random.Random, number: int, long: int) -> C
 
 
 async def drain(rng: random.Random, *, num_clients: int = 20, terminal: bool = False) -> Figures:
-    """SIGTERM during streams (with ``terminal``, SIGINT for all processes like Ctrl-C): all streams finish, new
-    requests are refused, and the server exits with 0."""
+    """Send SIGTERM during streams (with ``terminal``, SIGINT to all processes, as Ctrl-C does). Expected: all streams
+    finish, new requests are refused, and the server exits with 0."""
     with ServerProcess("hashlm:5ms", "--max-num-seqs", "16") as server:
         client = Client(server.port, "hashlm:5ms")
         late = Client(server.port, "hashlm:5ms")
@@ -365,9 +370,9 @@ async def drain(rng: random.Random, *, num_clients: int = 20, terminal: bool = F
 
 
 async def cut_off(how: str, rng: random.Random) -> Figures:
-    """An exit before everything is answered. ``how`` is ``second signal``, ``timeout`` (of the drain), ``stopped
-    engine`` (a drain with a stopped engine) or ``no restart`` (its engine is killed). The affected clients get an
-    error."""
+    """Make the server exit before all requests are answered. Expected: the affected clients get an error. ``how`` is
+    ``second signal``, ``timeout`` (of the drain), ``stopped engine`` (a drain while the engine is stopped) or ``no
+    restart`` (the engine is killed and not restarted)."""
     flags = {"second signal": ("--shutdown-timeout", "30"), "no restart": ("--no-restart",)}
     expected = 3 if how == "no restart" else 1
     with ServerProcess("hashlm:50ms", *flags.get(how, ("--shutdown-timeout", "0.5"))) as server:
@@ -390,7 +395,7 @@ async def cut_off(how: str, rng: random.Random) -> Figures:
         code = await server.ended()
         seconds = time.monotonic() - start
         left = [pid for pid in children if alive(pid)]
-    # A chat whose template was not rendered yet gets the error of a stopping server.
+    # A chat whose template was not yet rendered gets the error of a stopping server.
     client.history.check(End.FAILED, End.REFUSED, refusals=("server_draining", "timeout"))
     if code != expected or left or client.history.of(End.ANSWERED):
         raise Violation(f"{how}: exit code {code}, not {expected}; processes left: {left}; {client.history.counts()}")
@@ -429,7 +434,7 @@ SCENARIOS: Final[dict[str, Scenario]] = {
 
 
 def main() -> int:
-    """Run scenarios and print their figures as JSON lines. Returns 1 when a rule was broken."""
+    """Run scenarios and print their results as JSON lines. Returns 1 if a rule was broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.chaos", description=__doc__.splitlines()[0])
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(SCENARIOS))
     parser.add_argument("--kills", type=int, default=20, help="of the engine; the API process is killed half as often")

@@ -19,7 +19,7 @@ def shared_server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def served(shared_server: ServerProcess) -> Iterator[Served]:
-    """A server with HashLM that takes 5 ms per step and computes four answers at once. It must be idle after every
+    """A server with HashLM that takes 5 ms per step and computes four sequences at once. It must be idle after every
     test."""
     served = Served(shared_server)
     yield served
@@ -28,7 +28,7 @@ def served(shared_server: ServerProcess) -> Iterator[Served]:
 
 @pytest.fixture
 def client(served: Served) -> Iterator[openai.OpenAI]:
-    """The official client of ``served``, without retries."""
+    """OpenAI's official client, connected to ``served``, without retries."""
     with openai.OpenAI(base_url=served.base_url, api_key=KEY, max_retries=0) as client:
         yield client
 

@@ -1,7 +1,7 @@
-"""Sends valid and invalid input to a server and checks its answers: ``python -m tests.e2e.fuzz --seed 1 --count
+"""Sends valid and invalid input to a server and checks its responses: ``python -m tests.e2e.fuzz --seed 1 --count
 200000``.
 
-Input ``index`` of a seed is always the same, so ``--seed 1 --only 4711`` repeats one and shows the answer.
+Input ``index`` of a seed is always the same, so ``--seed 1 --only 4711`` repeats one input and shows the response.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ SERVER: Final = (
     *("--max-num-queued-reqs", "4096", "--max-num-queued-tokens", "1000000"),
     *("--scheduling-policy", "priority", "--late-requests", "drop"),
 )
-"""Short answers allow many inputs. There is room for all that is sent at once, so 429 and 503 are findings."""
+"""Flags of the server. Outputs are short, so that many inputs can be tested. The queue has room for everything that is
+sent at once, so the statuses 429 and 503 are findings."""
 
 PATIENCE: Final = 120.0
-"""Seconds without an answer that are a finding."""
+"""Seconds without a response after which a finding is reported."""
 _PAUSE: Final = 0.05
-"""Seconds in which an answer may arrive before the client closes its side."""
+"""Seconds to wait for a response before the client closes its side."""
 _CHECK_EVERY: Final = 250
 _LEAKS: Final = re.compile(rb'0x[0-9a-f]{6,}|Traceback|File \\"/|/site-packages/|\.py\\?"')
 _CONTROLS: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\ufeff]")
@@ -64,7 +65,7 @@ _FINE: Final = frozenset({200, 400, 404, 413})
 
 
 class Finding(AssertionError):
-    """A wrong behaviour of the server."""
+    """Error: the server behaved wrongly."""
 
 
 @dataclasses.dataclass
@@ -76,7 +77,7 @@ class Answer:
 
 @dataclasses.dataclass
 class Report:
-    """Results of a run."""
+    """Results of a fuzzing run."""
 
     statuses: Counter[str] = dataclasses.field(default_factory=Counter)
     findings: list[str] = dataclasses.field(default_factory=list)
@@ -95,7 +96,7 @@ class Report:
 
 
 def make_input(seed: int, index: int) -> Body | RawInput:
-    """The input with this index: one of five is a raw connection, the others are bodies."""
+    """Create the input with this index. One in five is a raw connection, the others are request bodies."""
     rng = random.Random(f"{seed}:{index}")
     return make_raw(rng) if index % 5 == 4 else make_body(rng, index - index // 5)
 
@@ -104,7 +105,7 @@ def make_input(seed: int, index: int) -> Body | RawInput:
 
 
 def check_answer(body: Body, answer: Answer) -> None:
-    """Raise Finding unless the answer is right for a request whose body may be valid or invalid."""
+    """Raise Finding unless the response is correct for the request. The body may be valid or invalid."""
     if answer.status not in _FINE and not (answer.status in (429, 503) and may_give_up(body.asked(), answer.body)):
         raise Finding(f"status {answer.status}")
     if body.wrong and answer.status != 400:
@@ -122,7 +123,7 @@ def check_answer(body: Body, answer: Answer) -> None:
 
 
 def check_error(answer: Answer) -> None:
-    """Raise Finding unless it is an OpenAI error object without internals of the server."""
+    """Raise Finding unless the response is an OpenAI error object that reveals no internals of the server."""
     error = json.loads(answer.body)["error"]
     if set(error) != {"message", "type", "param", "code"} or not error["message"] or not error["code"]:
         raise Finding(f"not an error object: {error}")
@@ -150,19 +151,20 @@ _GIVES_UP: Final = {
     "queue_too_long": {"queue_timeout": PATIENCE},
     "deadline_exceeded": {"deadline_ms": 1000 * PATIENCE, "ttft_ms": 1000 * PATIENCE},
 }
-"""Error code -> the fields that cause it, and the values from which on there would have been enough time."""
+"""Error code -> request fields that cause the error, each with the value from which on the time would have been
+sufficient."""
 
 
 _IN_WORDS: Final = {
     "the request was not started within its queue_timeout": "queue_timeout",
     "the request could not be answered by its deadline": "deadline_exceeded",
 }
-"""Error message -> code, for errors in Anthropic's form, which has no code."""
+"""Error message -> error code, for errors in Anthropic's format, which has no code."""
 
 
 def may_give_up(asked: Mapping[str, Any], data: bytes) -> bool:
-    """Whether ``data`` is an error that the request may cause on a busy machine: its ``queue_timeout`` or deadline has
-    passed."""
+    """Whether ``data`` is an error that is correct on a busy machine, because the request's ``queue_timeout`` or
+    deadline has passed."""
     try:
         error = json.loads(data)["error"]
         fields = _GIVES_UP[error["code"] if "code" in error else _IN_WORDS[error["message"]]]
@@ -176,7 +178,7 @@ _validators: dict[str, Any] = {}
 
 
 def _validator(path: str) -> Any:
-    """Schema of a path's body in /openapi.json."""
+    """Validator for the body of a path, made from its schema in /openapi.json."""
     if path not in _validators:
         import msgspec
 
@@ -190,14 +192,14 @@ def _validator(path: str) -> Any:
 
 
 class Connection:
-    """A connection that is kept open as long as the server keeps it."""
+    """A connection that is used for several requests, until the server closes it."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, path: str, data: bytes) -> Answer:
-        """The answer to a body, on a new connection if the old one was closed."""
+        """Send a body and return the response. A new connection is opened if the old one was closed."""
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         message = head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data
         reused = self._streams is not None
@@ -223,7 +225,7 @@ class Connection:
 
 
 async def read_answer(reader: asyncio.StreamReader) -> Answer:
-    """One answer, without interim (1xx) answers before it."""
+    """Read one response, skipping interim (1xx) responses."""
     status = 100
     while status < 200:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -240,7 +242,7 @@ async def read_answer(reader: asyncio.StreamReader) -> Answer:
 
 
 async def send_raw(port: int, given: RawInput) -> tuple[list[int], bytes]:
-    """Statuses and all bytes of the reply."""
+    """Send raw input. Returns (statuses, all bytes of the reply)."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     received = bytearray()
     try:
@@ -255,7 +257,7 @@ async def send_raw(port: int, given: RawInput) -> tuple[list[int], bytes]:
             elif given.ending == Ending.HALF:
                 with contextlib.suppress(TimeoutError):
                     received += await asyncio.wait_for(reader.read(1 << 16), _PAUSE)
-                # ENOTCONN, which is no ConnectionError, when the server closed first
+                # If the server closed first, the error is ENOTCONN, which is an OSError but not a ConnectionError.
                 with contextlib.suppress(OSError):
                     writer.write_eof()
                 while data := await reader.read(1 << 16):
@@ -273,7 +275,7 @@ async def send_raw(port: int, given: RawInput) -> tuple[list[int], bytes]:
 
 
 class Fuzzer:
-    """Sends inputs of a seed to a server over several connections, and valid requests between them."""
+    """Sends the inputs of a seed to a server over several connections, and valid requests between them."""
 
     def __init__(self, server: ServerProcess, seed: int) -> None:
         self._server = server
@@ -290,7 +292,7 @@ class Fuzzer:
         return self.report
 
     async def one(self, index: int, connection: Connection) -> str:
-        """Send one input. Returns the result in a word. Raises Finding."""
+        """Send one input. Returns the type of the result as one word. Raises Finding."""
         given = make_input(self._seed, index)
         try:
             async with asyncio.timeout(PATIENCE):
@@ -326,7 +328,7 @@ class Fuzzer:
         connection.close()
 
     async def check(self, index: int) -> None:
-        """Check that valid requests are answered exactly while any other input is sent."""
+        """Check that valid requests are answered correctly while other inputs are being sent."""
         connection = Connection(self._server.port)
         try:
             async with asyncio.timeout(PATIENCE):
@@ -344,7 +346,7 @@ class Fuzzer:
 
 
 async def check_exact(connection: Connection, seed: int) -> None:
-    """Check a completion and a chat, streamed or not, with several answers, against the model alone."""
+    """Compare a completion and a chat, streamed or not, with several outputs, with the model's own results."""
     params = SamplingParams(max_tokens=5 + seed % 20, seed=seed, n=1 + seed % 3, temperature=seed % 2)
     asked = {"max_tokens": params.max_tokens, "seed": seed, "n": params.n, "temperature": params.temperature}
     text = f"right {seed}"
@@ -370,7 +372,7 @@ async def check_exact(connection: Connection, seed: int) -> None:
 
 
 def get(server: ServerProcess, path: str) -> tuple[int, bytes]:
-    """Status and body of a GET."""
+    """Send a GET request. Returns (status, body)."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=PATIENCE) as reply:
             return int(reply.status), reply.read()
@@ -380,13 +382,14 @@ def get(server: ServerProcess, path: str) -> tuple[int, bytes]:
 
 
 def samples(server: ServerProcess) -> dict[str, float]:
-    """Every sample of ``/metrics``, under its name and labels."""
+    """Name and labels -> value, for every sample of ``/metrics``."""
     lines = (line for line in get(server, "/metrics")[1].decode().splitlines() if not line.startswith("#"))
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
 def check_still_whole(server: ServerProcess, before: dict[str, float], engine: int) -> list[str]:
-    """Faults of an idle server: work, blocks, processes, labels, its log."""
+    """Problems of a server that should be idle: unfinished work, held blocks, dead processes, unexpected labels, errors
+    in its log."""
     end = time.monotonic() + PATIENCE
     while busy := {name: value for name, value in samples(server).items() if _IN_USE.match(name) and value}:
         if time.monotonic() > end:
@@ -408,7 +411,7 @@ def check_still_whole(server: ServerProcess, before: dict[str, float], engine: i
 
 
 def fuzz(server: ServerProcess, seed: int, indices: range) -> Report:
-    """Run all inputs. The report has all findings."""
+    """Run all inputs. The report contains all findings."""
     fuzzer = Fuzzer(server, seed)
     asyncio.run(fuzzer.check(0))
     before, engine = samples(server), server.engine()

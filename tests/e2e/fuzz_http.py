@@ -1,4 +1,4 @@
-"""Malformed connections: headers, lengths, chunks, pieces and ends that contradict each other."""
+"""Malformed connections, in which headers, lengths, chunks, pieces and ends contradict each other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _METHODS: Final = (
 
 
 class Ending:
-    """Behaviour of the client after it has sent everything."""
+    """What the client does after it has sent everything."""
 
     READ = "read"  # reads until the answer or the end of the connection
     HALF = "half"  # closes its side, then reads
@@ -37,7 +37,7 @@ class Ending:
 
 @dataclasses.dataclass
 class RawInput:
-    """Bytes, divided into the pieces that are sent."""
+    """Bytes of a connection, divided into the pieces in which they are sent."""
 
     how: str
     parts: list[bytes]
@@ -45,7 +45,7 @@ class RawInput:
 
 
 def make_raw(rng: random.Random) -> RawInput:
-    """A random connection."""
+    """Create a random malformed connection."""
     found = rng.choice(_KINDS)(rng)
     if rng.random() < 0.15:
         found.ending = rng.choice((Ending.CLOSE, Ending.RESET, Ending.HALF))
@@ -58,7 +58,7 @@ def make_raw(rng: random.Random) -> RawInput:
 
 
 def _lengths(rng: random.Random) -> RawInput:
-    """A wrong Content-Length."""
+    """A request with a wrong Content-Length."""
     real = len(_BODY)
     values = [real - 1, real - rng.randint(1, real), real + 1, real + rng.randint(1, 10_000), 4 << 20, (4 << 20) + 1]
     values += [2**31, 2**32, 2**63, 2**64 - 1, 2**64, 10**30, -1, 0]
@@ -69,7 +69,7 @@ def _lengths(rng: random.Random) -> RawInput:
 
 
 def _two_lengths(rng: random.Random) -> RawInput:
-    """Contradictory ends of the body (request smuggling)."""
+    """A request with contradictory information about where its body ends (request smuggling)."""
     length = b"Content-Length: %d\r\n" % rng.choice((0, 3, len(_BODY)))
     others = [length, b"Content-Length: %d\r\n" % len(_BODY), b"Transfer-Encoding: chunked\r\n"]
     others += [b"Transfer-Encoding: %b\r\n" % v for v in (b"gzip, chunked", b"chunked, gzip", b"identity", b"xchunked")]
@@ -174,7 +174,7 @@ def _garbage(rng: random.Random) -> RawInput:
 
 
 def _pipelined(rng: random.Random) -> RawInput:
-    """Several requests at once, valid and invalid ones."""
+    """Several requests on one connection without waiting, valid and invalid."""
     ok = b"GET %b HTTP/1.1\r\n" % rng.choice(_PATHS) + _HOST + b"\r\n"
     post = _POST + b"Content-Length: %d\r\n\r\n" % len(_BODY) + _BODY
     parts = [rng.choice((ok, post, b"\r\n", b"junk\r\n\r\n")) for _ in range(rng.randint(2, 30))]
@@ -182,7 +182,7 @@ def _pipelined(rng: random.Random) -> RawInput:
 
 
 def _leaves(rng: random.Random) -> RawInput:
-    """The client disconnects in the middle of headers, body or answer."""
+    """The client disconnects in the middle of the headers, the body or the response."""
     body = rng.choice((_BODY, _STREAM))
     data = _POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
     cut = rng.choice((len(data), rng.randrange(1, len(data))))
@@ -197,7 +197,7 @@ def _flipped(rng: random.Random) -> RawInput:
 
 
 def _types(rng: random.Random) -> RawInput:
-    """Bodies of another type than JSON."""
+    """Bodies with a content type other than JSON."""
     kinds = (b"text/plain", b"multipart/form-data; boundary=x", b"application/x-www-form-urlencoded", b"*/*", b"")
     kinds += (
         b"application/octet-stream",

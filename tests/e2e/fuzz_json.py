@@ -42,7 +42,7 @@ _OTHER_FIELDS: Final = (
 
 
 class Raw(str):
-    """JSON text to send as it is, valid or not."""
+    """JSON text that is sent unchanged, valid or not."""
 
     __slots__ = ()
 
@@ -84,13 +84,13 @@ VALUES: Final[tuple[Any, ...]] = (
 
 
 class Body:
-    """A body for one endpoint, its origin, and whether it must be refused."""
+    """A body for one endpoint, how it was created, and whether the server must refuse it."""
 
     def __init__(self, path: str, data: bytes, how: str, wrong: bool = False) -> None:
         self.path, self.data, self.how, self.wrong = path, data, how, wrong
 
     def asked(self) -> dict[str, Any]:
-        """The fields, if it is an object."""
+        """Fields of the body if it is a JSON object, otherwise an empty mapping."""
         with contextlib.suppress(ValueError, RecursionError):
             fields = json.loads(self.data)
             return fields if isinstance(fields, dict) else {}
@@ -98,12 +98,12 @@ class Body:
 
 
 def grid_size() -> int:
-    """Number of bodies in which one field has one of the values."""
+    """Number of bodies in the grid: each has one field with one of the test values."""
     return len(_grid())
 
 
 def make_body(rng: random.Random, number: int) -> Body:
-    """Body number ``number``: two of five are from the grid, in a spread order; the others are random."""
+    """Create body number ``number``. Two in five come from the grid, spread over all numbers; the others are random."""
     if number % 5 < 2:
         grid = _grid()
         step = number // 5 * 2 + number % 5
@@ -135,7 +135,7 @@ def _field_names(path: str) -> tuple[str, ...]:
 
 @functools.cache
 def _bounds(path: str) -> dict[str, tuple[Any, ...]]:
-    """Bounds of each field, and a value beyond each."""
+    """Field -> its bounds, and a value beyond each bound."""
     kind = ENDPOINTS[path][0]
     _, schemas = msgspec.json.schema_components([kind], ref_template="#/{name}")
     found: dict[str, tuple[Any, ...]] = {}
@@ -191,7 +191,7 @@ _GOOD: Final[dict[str, tuple[Any, ...]]] = {
 
 
 def _likely(rng: random.Random, path: str, name: str) -> Any:
-    """A value that usually passes the first check."""
+    """A value for the field ``name`` that usually passes the first check."""
     pools = (_GOOD.get(name, ()), _bounds(path).get(name, ()), VALUES)
     return rng.choice(rng.choices([pool for pool in pools if pool], (5, 2, 2)[-sum(map(bool, pools)) :])[0])
 
@@ -210,7 +210,7 @@ def _many_fields(rng: random.Random, path: str) -> Body:
 
 
 def _inside(rng: random.Random, path: str) -> Body:
-    """A rich body with another value at some inner place."""
+    """A body with many fields, in which one nested value is replaced."""
     base = copy.deepcopy(ENDPOINTS[path][1])
     for name in rng.sample(sorted(_GOOD), 4):
         if name in ENDPOINTS[path][0].__struct_fields__:
@@ -233,7 +233,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _corrupted(rng: random.Random, path: str) -> Body:
-    """A body with changed, lost, doubled or inserted bytes."""
+    """A body in which some bytes are changed, lost, doubled or inserted."""
     data = bytearray(_many_fields(rng, path).data[:5000])
     hows: list[Callable[[int], None]] = [
         lambda at: data.__setitem__(slice(at, at + 1), [rng.randrange(256)]),
@@ -249,7 +249,7 @@ def _corrupted(rng: random.Random, path: str) -> Body:
 
 
 def _doubled(rng: random.Random, path: str) -> Body:
-    """A body with a name twice, spelt alike or not."""
+    """A body in which a key occurs twice, with equal or different spelling."""
     name = rng.choice(_field_names(path))
     first, second = (_dump(_likely(rng, path, name)) for _ in range(2))
     spelt = "".join(f"\\u{ord(c):04x}" for c in name) if rng.random() < 0.5 else name
@@ -259,7 +259,7 @@ def _doubled(rng: random.Random, path: str) -> Body:
 
 
 def _several(rng: random.Random, path: str) -> Body:
-    """Text that is not one JSON object."""
+    """Text that is not a single JSON object."""
     good = _dump(ENDPOINTS[path][1])
     text = rng.choice(
         (good + good, good + "\x00", f"[{good}]", "\ufeff" + good, good[:-1], "", "null", "[]", '"x"', "1")

@@ -1,9 +1,9 @@
 """Load for a served HashLM, with a history of how every request ended.
 
-It uses plain sockets and the standard library, because a client library would repair or hide faults. Each request ends
-in exactly one way: an answer equal to the oracle's, an explicit error, the client's own cancel, or, if its server was
-killed, a connection that visibly broke. Everything else is a violation: a wrong text, an answer that stops without an
-end, silence.
+The load uses plain sockets and the standard library, because a client library would repair or hide errors. Each request
+must end in one of these ways: a response equal to the oracle's, an explicit error, cancellation by the client, or, if
+the server was killed, a connection that visibly broke. Everything else is a violation: a wrong text, a response that
+stops without an end, silence.
 """
 
 from __future__ import annotations
@@ -48,37 +48,37 @@ __all__ = [
 
 
 class Violation(AssertionError):
-    """The server has broken a rule."""
+    """Error: the server has broken a rule of the test."""
 
 
 class End(enum.StrEnum):
     """How a request ended."""
 
     ANSWERED = "answered"
-    """A complete answer, equal to the oracle's."""
+    """A complete response that equals the oracle's."""
     REFUSED = "refused"
-    """An error object instead of an answer."""
+    """An error object instead of a response."""
     FAILED = "failed"
-    """An error event after a part of the answer."""
+    """An error event after a part of the response."""
     CANCELLED = "cancelled"
-    """Cancelled by this client."""
+    """The client cancelled the request."""
     LOST = "lost"
     """The connection broke, or was not accepted."""
     VIOLATION = "violation"
 
 
 class Cut(enum.StrEnum):
-    """Way in which a client leaves."""
+    """Ways in which a client disconnects."""
 
     CLOSE = "close"
     RESET = "reset"
     HALF = "half-close"
-    """The client closes its sending side, and disconnects when the server does."""
+    """The client closes its sending side, and disconnects when the server has closed its side."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request, with everything that its answer depends on."""
+    """One request, with everything that determines its output."""
 
     prompt: str
     max_tokens: int
@@ -93,7 +93,7 @@ class Ask:
 
     @staticmethod
     def draw(rng: random.Random, *, most: int = 40) -> Ask:
-        """A random request. Prompts have common beginnings, so that some are found in the prefix cache."""
+        """Create a random request. Prompts share common beginnings, so that some are found in the prefix cache."""
         begin = rng.choice(("", "In the beginning ", "A long way from here, in a town that nobody knows, "))
         return Ask(
             prompt=begin + "".join(rng.choices("abcdefghij klmnop", k=rng.randint(1, 40))),
@@ -135,7 +135,7 @@ class Ask:
         return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
     def expected(self) -> list[Expected]:
-        """The ``n`` answers of this request alone."""
+        """The ``n`` expected outputs of this request, when it is served alone."""
         prompt = chat_ids(("user", self.prompt)) if self.chat else list(self.prompt.encode())
         params = SamplingParams(
             max_tokens=self.max_tokens,
@@ -150,7 +150,7 @@ class Ask:
 
 @dataclasses.dataclass(slots=True)
 class Submit:
-    """Result of one request. Times in seconds on the monotonic clock."""
+    """Result of one request. Times are in seconds on the monotonic clock."""
 
     ask: Ask
     began: float
@@ -158,11 +158,11 @@ class Submit:
     ended: float = 0.0
     status: int = 0
     code: str = ""
-    """Error code."""
+    """Error code; empty if there was no error."""
     reason: str = ""
-    """Description of the fault."""
+    """Description of what went wrong."""
     times: list[float] = dataclasses.field(default_factory=list)
-    """Times of events with tokens."""
+    """Arrival times of the events that contain tokens."""
     num_tokens: int = 0
 
     @property
@@ -171,7 +171,7 @@ class Submit:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between two events with tokens."""
+        """Seconds between consecutive events that contain tokens."""
         return [late - early for early, late in zip(self.times, self.times[1:], strict=False)]
 
 
@@ -185,14 +185,14 @@ class History:
         return Counter(submit.end for submit in self.submits if submit.end is not None)
 
     def figures(self) -> dict[str, float]:
-        """Figures of the run."""
+        """Measured values of the run, by name."""
         return {f"requests {end}": count for end, count in sorted(self.counts().items())}
 
     def of(self, end: End) -> list[Submit]:
         return [submit for submit in self.submits if submit.end is end]
 
     def check(self, *allowed: End, refusals: Sequence[str] = ()) -> None:
-        """Raise Violation unless every request was answered, was cancelled, or ended in one of the ``allowed`` ways.
+        """Raise Violation unless every request was answered, cancelled, or ended in one of the ``allowed`` ways.
 
         ``refusals`` are the allowed error codes.
         """
@@ -207,19 +207,20 @@ class History:
 
 
 class Connection:
-    """A client's end of a connection, with a parser of HTTP answers."""
+    """The client's end of a connection, with a parser for HTTP responses."""
 
     def __init__(self, sock: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.sock, self.reader, self.writer = sock, reader, writer
 
     @classmethod
     async def open(cls, port: int, *, tiny: bool = False) -> Connection:
-        """Connect. With ``tiny`` the kernel buffers almost nothing for a client that does not read."""
+        """Open a connection. With ``tiny``, the kernel's buffers are almost empty, so that a client that does not read
+        blocks the server soon."""
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             if tiny:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-                # otherwise the sender's buffer has megabytes
+                # Otherwise the sender's buffer would hold megabytes.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
             sock.setblocking(False)
             await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
@@ -230,13 +231,13 @@ class Connection:
         return cls(sock, reader, writer)
 
     async def head(self) -> tuple[int, dict[str, str]]:
-        """Status and headers."""
+        """Read the head of a response. Returns (status, headers)."""
         status, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         pairs = [line.split(": ", 1) for line in lines if line]
         return int(status.split(" ")[1]), {name.lower(): value for name, value in pairs}
 
     async def pieces(self, headers: dict[str, str]) -> AsyncIterator[bytes]:
-        """Pieces of the body. Raises IncompleteReadError when the connection ends before the body."""
+        """Yield the pieces of the body. Raises IncompleteReadError when the connection ends before the body does."""
         if "content-length" in headers:
             yield await self.reader.readexactly(int(headers["content-length"]))
             return
@@ -268,7 +269,7 @@ class Client:
         self.history = history or History()
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body. Raises OSError when the server does not answer."""
+        """Send a GET request. Returns (status, body). Raises OSError when the server does not respond."""
         async with asyncio.timeout(PATIENCE):
             connection = await Connection.open(self.port)
             try:
@@ -282,7 +283,7 @@ class Client:
                 connection.close()
 
     async def metrics(self) -> dict[str, float]:
-        """Values by name, without prefix and labels."""
+        """Name -> value of ``/metrics``, without the prefix and labels."""
         _, body = await self.get("/metrics")
         return {name.removeprefix("chairlift:"): value for name, value in metrics_of(body.decode()).items()}
 
@@ -295,8 +296,8 @@ class Client:
         due: float | None = None,
         patience: float = PATIENCE,
     ) -> Submit:
-        """Send a request and record how it ended. With ``cut`` the client leaves after ``after`` pieces of the answer;
-        -1 is in the middle of its own request. ``due`` is the planned time of the request."""
+        """Send a request and record how it ended. With ``cut``, the client disconnects after ``after`` pieces of the
+        response; -1 means in the middle of sending the request. ``due`` is the planned time of the request."""
         submit = Submit(ask, time.monotonic() if due is None else due)
         self.history.submits.append(submit)
         connection: Connection | None = None
@@ -355,7 +356,7 @@ class Client:
 
 
 class _Answer:
-    """An answer while it arrives, compared with the oracle."""
+    """A response while it arrives. It is compared with the oracle's."""
 
     def __init__(self, submit: Submit) -> None:
         self.error: dict[str, Any] | None = None
@@ -368,7 +369,7 @@ class _Answer:
         self._ends: list[str | None] = [None] * submit.ask.n
 
     def take(self, piece: bytes) -> None:
-        """Take a piece of the body."""
+        """Process a piece of the body."""
         if self._submit.status != 200 or not self._submit.ask.stream:
             content = json.loads(piece)
             self._submit.times.append(time.monotonic())
@@ -392,7 +393,7 @@ class _Answer:
                 self._take(json.loads(event[6:]))
 
     def check_end(self) -> None:
-        """Check the answer at the end of the body."""
+        """Check that the response is complete and correct, at the end of the body."""
         if self.error is not None:
             return
         if not self._done or self._rest:
@@ -428,7 +429,7 @@ class _Answer:
 async def until(
     condition: Callable[[], Awaitable[bool]], seconds: float = PATIENCE, *, look: float = 0.01, what: str = "it"
 ) -> float:
-    """Wait until the condition holds. Returns the seconds. Raises Violation after ``seconds``."""
+    """Wait until the condition holds. Returns the seconds that it took. Raises Violation after ``seconds``."""
     start = time.monotonic()
     while not await condition():
         if time.monotonic() - start > seconds:
@@ -438,7 +439,7 @@ async def until(
 
 
 async def status(client: Client, path: str) -> int:
-    """HTTP status; 0 without an answer."""
+    """HTTP status of a GET request; 0 if there is no response."""
     try:
         return (await client.get(path))[0]
     except OSError:
@@ -446,14 +447,14 @@ async def status(client: Client, path: str) -> int:
 
 
 async def idle(client: Client) -> bool:
-    """Whether nothing runs or waits, and only the prefix cache holds blocks."""
+    """Whether no request runs or waits, and only the prefix cache holds blocks."""
     metrics = await client.metrics()
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     return metrics["engine_up"] == 1 and not any(metrics[name] for name in names)
 
 
 async def exact(client: Client, rng: random.Random, count: int = 5) -> None:
-    """Check that new requests are answered exactly."""
+    """Check that new requests get correct outputs."""
     submits = await asyncio.gather(*(client.ask(Ask.draw(rng)) for _ in range(count)))
     wrong = [submit for submit in submits if submit.end is not End.ANSWERED]
     if wrong:
@@ -461,7 +462,7 @@ async def exact(client: Client, rng: random.Random, count: int = 5) -> None:
 
 
 async def ready(client: Client) -> bool:
-    """Whether requests are accepted."""
+    """Whether the server accepts requests."""
     return await status(client, "/ready") == 200
 
 
@@ -476,12 +477,12 @@ async def running(client: Client, count: int) -> bool:
 
 
 async def held(server: ServerProcess, client: Client) -> Held:
-    """Resources that the server holds now."""
+    """Resources that the server's processes hold now."""
     return server.held(int((await client.metrics())["event_loop_tasks"]))
 
 
 async def settled(server: ServerProcess, client: Client, rng: random.Random) -> Held:
-    """Resources of the idle server after some work, when workers and pools have their final size."""
+    """Resources of the idle server after some work, when workers and pools have reached their final size."""
     await asyncio.gather(*(client.ask(Ask.draw(rng)) for _ in range(100)))
     seen: list[Held] = []
 
@@ -494,6 +495,6 @@ async def settled(server: ServerProcess, client: Client, rng: random.Random) -> 
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Smallest value that is at least as large as this share of the values."""
+    """Quantile of ``values``: the smallest value that is at least as large as the fraction ``share`` of the values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1e6) * len(ordered) // 1_000_000) - 1))]

@@ -1,4 +1,4 @@
-"""Reference answers of a served HashLM: each request alone, with simple code for the stopping rules."""
+"""Expected outputs of a served HashLM. Each request is computed alone, with simple code for the stopping rules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Expected", "chat_ids", "expected_hashlm"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Expected:
-    """One answer of the request alone."""
+    """One expected output of a request."""
 
     token_ids: list[int]
     text: str
@@ -27,7 +27,7 @@ class Expected:
 
 
 def expected_hashlm(prompt: Sequence[int], params: SamplingParams, index: int = 0, salt: str = "") -> Expected:
-    """The answer with number ``index`` to a prompt of token ids. ``params`` needs a seed and ``max_tokens``."""
+    """Expected output number ``index`` for a prompt of token ids. ``params`` must have a seed and ``max_tokens``."""
     if params.seed is None or params.max_tokens is None:
         raise ValueError("an answer can be foretold only with a seed and max_tokens")
     row = SamplingRow(
@@ -53,7 +53,7 @@ def expected_hashlm(prompt: Sequence[int], params: SamplingParams, index: int = 
 
 
 def _tokens(prompt: Sequence[int], row: SamplingRow, count: int) -> Iterator[int]:
-    """``hashlm.reference_tokens`` for one full cache group, with running sums instead of a sum per token."""
+    """The tokens of ``hashlm.reference_tokens`` for one full cache group, computed faster with running sums."""
     known, power, seen_first, seen_second = list(prompt), 1, 0, 0
     place = 0
     for _ in range(count):
@@ -69,7 +69,7 @@ def _tokens(prompt: Sequence[int], row: SamplingRow, count: int) -> Iterator[int
 
 
 def chat_ids(*messages: tuple[str, str]) -> list[int]:
-    """Prompt of a conversation, given as roles and contents without special tokens."""
+    """Token ids of the prompt for a conversation. ``messages`` are (role, content) without special tokens."""
     text = ChatTemplate(HASHLM_TEMPLATE).render([{"role": role, "content": content} for role, content in messages])
     ids: list[int] = []
     for piece in text.replace("<|im_start|>", "\0S").replace("<|im_end|>", "\0E").split("\0"):
@@ -79,7 +79,8 @@ def chat_ids(*messages: tuple[str, str]) -> list[int]:
 
 
 def _text(prompt: Sequence[int], tokens: Sequence[int], *, final: bool) -> str:
-    """Text of the answer. It includes the prompt's part of an incomplete character."""
+    """Text of the output tokens. If the prompt ends inside a character, the text includes the prompt's part of that
+    character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(bytes(token for token in prompt if token < 256))
     given = bytes(token for token in tokens if token < 256)

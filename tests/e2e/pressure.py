@@ -1,4 +1,4 @@
-"""Clients that do not read, and too many clients: measures their effect on others."""
+"""Measures how clients that do not read, and too many clients, affect other clients."""
 
 from __future__ import annotations
 
@@ -33,21 +33,23 @@ Figures = dict[str, float]
 _BACK_SECONDS = 60.0
 _LONG_NAME = "hashlm-" + 121 * "x"
 _LATE_SECONDS = 14.0
-"""Possible delay of a timer on a busy machine. If readers were cut off one after another, it would take longer."""
+"""Possible delay of a timer on a busy machine, in seconds. If clients were cut off one after another, it would take
+longer."""
 _STALLING = 400
-"""Every event contains the model's name, so the events of this many tokens exceed the buffers of kernel and server for
-a client that does not read."""
+"""Number of tokens whose events exceed the buffers of the kernel and the server for a client that does not read. Every
+event contains the model's name."""
 
 
 # --- readers that do not read ----------------------------------------------------------------------------------------
 
 
 async def stall_cut(count: int, rng: random.Random, *, timeout: float = 2.0) -> Figures:
-    """``count`` clients that never read, next to others that are answered normally. They are cut off after ``timeout``
-    seconds; after another timeout without reading, nothing of them is left.
+    """Run ``count`` clients that never read, and others that read normally. Expected: the former are cut off after
+    ``timeout`` seconds, and after another ``timeout`` seconds the server holds nothing for them.
 
-    On a busy machine the first are cut off before the last have begun. So the test does not count stuck clients at a
-    time. It checks that each is cut off, and that others are answered in the ``timeout`` seconds before.
+    On a busy machine, the first clients are cut off before the last have connected. The test therefore does not count
+    the stuck clients at any one time. It checks that each is cut off, and that other clients are answered during the
+    ``timeout`` seconds before.
     """
     model = "hashlm:2ms"
     with ServerProcess(model, "--stall-timeout", str(timeout)) as server:
@@ -95,16 +97,17 @@ async def stall_cut(count: int, rng: random.Random, *, timeout: float = 2.0) -> 
 
 
 def _cut_off(server: ServerProcess) -> list[float]:
-    """Times when readers were cut off, in Unix seconds, from the log."""
+    """Unix times in seconds at which clients were cut off, read from the log."""
     lines = [line for line in server.log().splitlines() if line.endswith("it is cut off")]
     return sorted(datetime.datetime.fromisoformat(line.split(" ")[0]).timestamp() for line in lines)
 
 
 async def stall(count: int, rng: random.Random, *, seconds: float = 4.0, rounds: int = 1) -> Figures:
-    """Effect of ``count`` clients that never read on the inter-token latency (p99) of a few that do. It is measured
-    with no others (alone), with answers stuck in their connections (stuck), and, while the engine computes as many
-    others, with readers (readers) and with clients that do not read (stalled). These take turns, ``rounds`` times; the
-    figures are medians."""
+    """Measure how ``count`` clients that never read affect the inter-token latency (p99) of a few clients that do read.
+    The latency is measured in four situations: without other clients (alone); with responses stuck in the connections
+    of clients that do not read (stuck); and, while the engine computes for ``count`` other clients, with clients that
+    read (readers) and with clients that do not (stalled). The situations take turns ``rounds`` times; results are
+    medians."""
     worst: dict[str, list[float]] = {name: [] for name in ("alone", "stuck", "readers", "stalled")}
     history = History()
     with ServerProcess("hashlm:10ms", "--served-model-name", _LONG_NAME, "--num-kv-blocks", "8192") as server:
@@ -147,7 +150,8 @@ def _steady(rng: random.Random, length: int) -> Ask:
 
 
 def _wordy(rng: random.Random, length: int) -> Ask:
-    """A kilobyte and more per token, both as many events and as the few large ones of a busy server."""
+    """A request whose output has more than a kilobyte per token, sent as many events or as the few large events of a
+    busy server."""
     return dataclasses.replace(_steady(rng, length), chat=True, logprobs=20)
 
 
@@ -159,7 +163,7 @@ async def _never_read(client: Client, ask: Ask) -> Connection:
 
 
 async def _inter_token(client: Client, rng: random.Random, seconds: float, num_clients: int = 4) -> float:
-    """Inter-token latency of a few streams: p99, in milliseconds."""
+    """p99 of the inter-token latency of a few streams, in milliseconds."""
     end = time.monotonic() + seconds
     gaps: list[float] = []
 
@@ -197,8 +201,8 @@ async def _nobody(client: Client) -> bool:
 
 
 async def overload(seconds: float, rng: random.Random, *, factor: float = 10.0, queue: int = 16) -> Figures:
-    """Requests at ``factor`` times the capacity, in an open loop. Surplus requests are refused at once, and the server
-    keeps its full throughput."""
+    """Send requests at ``factor`` times the capacity, in an open loop. Expected: surplus requests are refused at once,
+    and the server keeps its full throughput."""
     model = "hashlm:5ms"
     deepest: list[float] = []
     running: list[float] = []
@@ -251,7 +255,7 @@ def _small(rng: random.Random) -> Ask:
 
 
 async def _open_loop(client: Client, rng: random.Random, rate: float, end: float) -> list[asyncio.Task[object]]:
-    """Requests at random times, independent of the earlier ones."""
+    """Send requests at random times that do not depend on earlier requests."""
     tasks: list[asyncio.Task[object]] = []
     due = time.monotonic()
     while (due := due + rng.expovariate(rate)) < end:
@@ -261,7 +265,7 @@ async def _open_loop(client: Client, rng: random.Random, rate: float, end: float
 
 
 async def _closed_loop(client: Client, rng: random.Random, seconds: float) -> tuple[float, float]:
-    """Requests per second of eight clients (twice the batch size), and seconds of one request alone."""
+    """(requests per second of eight clients, which is twice the batch size; seconds of one request alone)."""
     count = 0
     end = time.monotonic() + seconds
 
@@ -277,7 +281,7 @@ async def _closed_loop(client: Client, rng: random.Random, seconds: float) -> tu
 
 
 async def _watch(client: Client, waiting: list[float], running: list[float]) -> None:
-    """Record the queue length, and the batch size if there is a queue."""
+    """Record the queue length in ``waiting``, and, while there is a queue, the batch size in ``running``."""
     while True:
         metrics = await client.metrics()
         waiting.append(metrics["num_requests_waiting"])

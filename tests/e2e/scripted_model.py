@@ -1,7 +1,7 @@
-"""A normal model directory whose model says a given text: a real Llama that depends only on the last token.
+"""A model directory whose model generates a given text: a real Llama whose output depends only on the last token.
 
-Attention and MLP are zero, the embedding is the identity, and the head leads from each token to its successor. It
-replaces a trained model where a test needs a meaningful answer, such as JSON.
+Attention and MLP are zero, the embedding is the identity, and the head maps each token to its successor. It replaces a
+trained model when a test needs a meaningful output, such as JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEAD_DIM, _NUM_KV_HEADS = 32, 2
 
 
 def write_scripted_model(folder: Path, first: Sequence[str], again: Sequence[str]) -> Path:
-    """A model that answers ``first`` to the first turn of a conversation, and ``again`` to later ones.
+    """Write a model that generates ``first`` in the first turn of a conversation, and ``again`` in later turns.
 
     Both are lists of pieces, one token each. No piece may occur twice.
     """

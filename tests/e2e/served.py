@@ -1,4 +1,4 @@
-"""A server for tests: its address, its expected answers, and checks that it is idle."""
+"""A server for tests: its address, its expected outputs, and checks that it is idle."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ __all__ = [
 
 KEY = "sk-of-the-tests"
 ROOM = ("--max-model-len", "32768", "--api-key", KEY, "--served-model-name", "hashlm")
-"""Flags of a server that accepts :data:`LONG`."""
+"""Flags of a server that accepts requests with :data:`LONG`."""
 SMALL = ("--max-num-seqs", "4", "--max-num-queued-reqs", "3", *ROOM)
-"""Flags of a server with a small queue."""
+"""Flags of a server with a small batch and a small queue."""
 LONG: dict[str, Any] = {"max_tokens": 30_000, "ignore_eos": True}
 """Sampling parameters of a request that takes at least 150 s at 5 ms per step."""
 _SOON = 100.0
-"""Seconds. A request that runs longer was not aborted, but ended normally."""
+"""Seconds within which an aborted request must have ended. A request that takes longer was not aborted."""
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 SEEDED: dict[str, Any] = {"seed": 7, "max_tokens": 24}
 _LOOK = 0.02
 
 
 class Served:
-    """Address of a server for clients, and its state for tests."""
+    """A server's address for clients, and its state for tests."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server
@@ -60,7 +60,7 @@ class Served:
         return body
 
     def load(self) -> dict[str, int]:
-        """Numbers of requests in progress, running and waiting."""
+        """Numbers of requests in progress, running and waiting, by name."""
         found: dict[str, int] = json.loads(self.get("/load"))
         return found
 
@@ -69,11 +69,11 @@ class Served:
         return metrics_of(self.get("/metrics").decode())[f"chairlift:{name}"]
 
     def wait_for(self, running: int, waiting: int) -> None:
-        """Wait until this many answers are computed and this many requests wait."""
+        """Wait until this many sequences are running and this many requests are waiting."""
         self._until(self.load, lambda load: (load["running"], load["waiting"]) == (running, waiting))
 
     def wait_until_idle(self) -> None:
-        """Wait until there is no client, no computation and no held block of the KV cache."""
+        """Wait until there is no client, no computation, and no held block of the KV cache."""
         idle = {"load": {"server_load": 0, "running": 0, "waiting": 0}, "sequences": 0.0, "blocks": 0.0}
         self._until(self._activity, lambda activity: activity == idle, _SOON)
 
@@ -91,14 +91,14 @@ class Served:
 
 
 def answers(prompt: str | list[int], n: int = 1, **settings: Any) -> list[Expected]:
-    """HashLM's answers to one user message, or to token ids."""
+    """Expected outputs of HashLM for one user message, or for token ids."""
     ids = chat_ids(("user", prompt)) if isinstance(prompt, str) else prompt
     return [expected_hashlm(ids, SamplingParams(n=n, **settings), index) for index in range(n)]
 
 
 @contextlib.contextmanager
 def filled(served: Served) -> Iterator[contextlib.ExitStack]:
-    """A server, started with :data:`SMALL`, that is full until the block ends or the stack is closed."""
+    """A server started with :data:`SMALL`, which is full of requests until the block ends or the stack is closed."""
     with contextlib.ExitStack() as stack:
         for n, running, waiting in ((4, 4, 0), (1, 4, 1), (1, 4, 2), (1, 4, 3)):
             connection = http.client.HTTPConnection("127.0.0.1", served.server.port, timeout=PATIENCE)
@@ -111,12 +111,12 @@ def filled(served: Served) -> Iterator[contextlib.ExitStack]:
 
 
 def stop_in(text: str) -> str:
-    """A character that occurs in the middle of an answer and not before."""
+    """A character of ``text`` that first occurs in its middle, for use as a stop string."""
     return next(letter for i, letter in enumerate(text) if i >= 4 and letter.isascii() and text.find(letter) == i)
 
 
 def texts_of(chunks: list[Any], n: int = 1) -> list[str]:
-    """The answers in a stream's chunks."""
+    """Texts of the ``n`` outputs in a stream's chunks."""
     texts = [""] * n
     for chunk in chunks:
         for choice in chunk.choices:
@@ -125,10 +125,10 @@ def texts_of(chunks: list[Any], n: int = 1) -> list[str]:
 
 
 def ends_of(chunks: list[Any]) -> list[tuple[int, str]]:
-    """Finish reasons in a stream's chunks, in order of the answers."""
+    """(index of the output, finish reason) in a stream's chunks, in order of the index."""
     return sorted((c.index, c.finish_reason) for chunk in chunks for c in chunk.choices if c.finish_reason)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine with a time limit."""
+    """Run a test's coroutine, with a time limit."""
     asyncio.run(asyncio.wait_for(test, 2 * PATIENCE))

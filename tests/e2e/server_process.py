@@ -18,23 +18,23 @@ from typing import Any
 __all__ = ["PATIENCE", "Held", "ServerProcess", "alive", "metrics_of"]
 
 PATIENCE = 120.0
-"""Seconds after which an expected event counts as missing."""
+"""Seconds after which an event that was expected is considered missing."""
 _LOOK = 0.02
 _READY = re.compile(r"ready at http://127\.0\.0\.1:(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """Resources of the server's processes that a request might leave behind."""
+    """Resources of the server's processes that a request could leave behind."""
 
     tasks: int
-    """Tasks of the API process's event loop."""
+    """Number of tasks of the API process's event loop."""
     sockets: int
-    """Sockets of the API process and the engine."""
+    """Number of sockets of the API process and the engine."""
     files: int
-    """All file descriptors of both."""
+    """Number of file descriptors of the API process and the engine."""
     threads: int
-    """Threads of both."""
+    """Number of threads of the API process and the engine."""
 
 
 class ServerProcess:
@@ -65,7 +65,7 @@ class ServerProcess:
         self._folder.cleanup()
 
     def start(self, port: int = 0) -> None:
-        """Start it (again), and wait until it is ready."""
+        """Start the server, possibly again, and wait until it is ready."""
         before = len(self.log())
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -84,7 +84,7 @@ class ServerProcess:
         self.port = int(found[1])
 
     def log(self) -> str:
-        """Its output so far."""
+        """Output of the server so far."""
         return self._log.read_text("utf-8", "replace") if self._log.exists() else ""
 
     # -- its processes ---------------------------------------------------------------------------------------------
@@ -133,24 +133,24 @@ class ServerProcess:
     # -- what they hold --------------------------------------------------------------------------------------------
 
     def held(self, tasks: int) -> Held:
-        """Resources of the processes now; the number of tasks comes from ``/metrics``."""
+        """Resources that the processes hold now. ``tasks`` is the number of tasks according to ``/metrics``."""
         pids = [self.pid, self.engine()]
         files = [name for pid in pids for name in _files(pid)]
         threads = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)
         return Held(tasks, sum(name.startswith("socket:") for name in files), len(files), threads)
 
     def num_files(self) -> int:
-        """File descriptors of the API process."""
+        """Number of open file descriptors of the API process."""
         return len(_files(self.pid))
 
     def memory(self) -> int:
-        """Resident bytes of the API process."""
+        """Resident memory of the API process in bytes."""
         fields = Path(f"/proc/{self.pid}/statm").read_text().split()
         return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs. A process that has ended and was not waited for does not run."""
+    """Whether a process runs. A zombie, which has ended but was not waited for, does not run."""
     try:
         return _stat(pid)[0] not in "ZX"
     except OSError:
@@ -158,7 +158,7 @@ def alive(pid: int) -> bool:
 
 
 def metrics_of(text: str) -> dict[str, float]:
-    """Values of ``/metrics`` by name, summed over the labels."""
+    """Name -> value of ``/metrics``, summed over the labels."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -169,7 +169,8 @@ def metrics_of(text: str) -> dict[str, float]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on. The name before them may contain any character."""
+    """Fields of /proc/PID/stat from the process state on. The name, which comes before the state, may contain any
+    character."""
     return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
 
 

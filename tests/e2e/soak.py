@@ -1,9 +1,10 @@
 """A soak test with a verdict: ``python -m tests.e2e.soak --minutes 120``.
 
-A served HashLM gets an open-loop mix (chats that begin alike, long prompts, several answers, stop strings, bursts, one
-in ten cancelled, one in fifty wrong), and every answer is held against the oracle. Each minute is one sample of memory,
-descriptors, threads, tasks, blocks and latency. Before and after, and at the end of each hour, the load pauses: then
-everything must be back where it was. At the end the samples are judged:
+A server with HashLM gets an open-loop mix of requests (chats with common beginnings, long prompts, several outputs,
+stop strings, bursts, one in ten cancelled, one in fifty invalid), and every response is compared with the oracle. Each
+minute gives one sample of memory, descriptors, threads, tasks, blocks and latency. At the start, at the end, and at the
+end of each hour, the load pauses; the server must then hold the same resources as at the start. At the end the samples
+are checked:
 
 - memory of both processes: the Theil-Sen slope over the requests served (the median of all slopes between two samples,
   so that no single minute decides) of the last half, before which the allocator settles. At most 50 bytes per request,
@@ -14,7 +15,7 @@ everything must be back where it was. At the end the samples are judged:
 - golden outputs: the same questions at the beginning and at the end get the oracle's answers, byte for byte;
 - nothing held: descriptors, threads, tasks and blocks as at the beginning.
 
-Exit code 0 when all of it holds, 1 when not.
+The exit code is 0 if all checks pass, otherwise 1.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from tests.e2e.load import Ask, Client, Cut, End, History, Violation, percentile
 from tests.e2e.server_process import Held, ServerProcess
 
 MAX_BYTES_PER_REQUEST = 50
-"""Limit for a server after its warm-up, which grows by 20 to 40."""
+"""Maximum growth of a server's memory after its warm-up, in bytes per request. Normally it grows by 20 to 40."""
 LEAK_BYTES_PER_REQUEST = 100
-"""Size of a leak that a run must be able to find."""
+"""Size of a leak, in bytes per request, that a run must be able to detect."""
 NOISE_BYTES = 8 * 2**20
-"""Memory that the allocator keeps or gives back at any time."""
+"""Bytes of memory that the allocator may keep or release at any time."""
 MAX_GROWTH = 100 * 2**20
 MAX_DRIFT, NOISE_SECONDS = 1.05, 0.005
 GOLDEN = [Ask(prompt=f"golden {i}", max_tokens=60, seed=i, chat=i % 2 == 0, n=1 + i % 3) for i in range(8)]
@@ -48,12 +49,12 @@ GOLDEN = [Ask(prompt=f"golden {i}", max_tokens=60, seed=i, chat=i % 2 == 0, n=1 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """One minute."""
+    """Measurements of one minute."""
 
     requests: int
     """Number of requests served since the start."""
     server_bytes: int
-    """Anonymous resident memory."""
+    """Private (anonymous) resident memory of the API process, in bytes."""
     engine_bytes: int
     p50: float
     """Median time of a request, in seconds."""
@@ -100,7 +101,7 @@ class Soak:
             )
 
     async def load(self, seconds: float) -> None:
-        """Poisson arrivals with bursts, independent of the answers."""
+        """Send requests at random times (Poisson) with bursts, independent of the responses."""
         tasks: set[asyncio.Task[object]] = set()
         start = time.monotonic()
         due = 0.0
@@ -126,12 +127,13 @@ class Soak:
             await self.client.ask(ask)
 
     async def golden(self) -> str:
-        """Send the reference requests. Returns faults of the answers, which are compared with the oracle."""
+        """Send the reference requests. Returns a description of outputs that differ from the oracle's; empty if all are
+        equal."""
         asks = [await self.client.ask(ask) for ask in GOLDEN]
         return "; ".join(f"golden question {s.ask.seed}: {s.end} {s.reason}" for s in asks if s.end is not End.ANSWERED)
 
     async def rest(self, before: Held | None = None) -> Held:
-        """Wait until nothing runs, and for the lingering time of connections. Returns the held resources."""
+        """Wait until nothing runs, and then for the time that connections linger. Returns the held resources."""
         found = Held(0, 0, 0, 0)
 
         async def quiet() -> bool:
@@ -147,14 +149,14 @@ class Soak:
 
 
 def more(before: Held, after: Held) -> list[str]:
-    """Resources that are held in ``after`` but not in ``before``."""
+    """Resources of which ``after`` has more than ``before``."""
     names = [field.name for field in dataclasses.fields(Held)]
     pairs = [(name, getattr(before, name), getattr(after, name)) for name in names]
     return [f"{name}: {was} before, {now} after" for name, was, now in pairs if now > was]
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Private memory of a process."""
+    """Private memory of a process in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -169,19 +171,19 @@ def theil_sen(points: list[tuple[float, float]]) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Growth:
-    """Growth of one process's memory in the last half of the samples. Until then the allocator settles."""
+    """Growth of one process's memory in the last half of the samples, when the allocator has settled."""
 
     name: str
     slope: float
     """Bytes per request."""
     least: float
-    """Slope in the half of these samples where it is lower: a leak is in both halves, a step of the allocator is
-    not."""
+    """Lower of the two slopes of the halves of these samples. A leak is in both halves; a step of the allocator is only
+    in one."""
     requests: int
 
     @classmethod
     def of(cls, name: str, samples: list[Sample]) -> Growth:
-        """Growth of ``server_bytes`` or ``engine_bytes``."""
+        """Compute the growth of ``server_bytes`` or ``engine_bytes``."""
         points = [(float(sample.requests), float(getattr(sample, name))) for sample in samples[len(samples) // 2 :]]
         middle = len(points) // 2
         least = min(theil_sen(points[: middle + 1]), theil_sen(points[middle:]))
@@ -198,7 +200,7 @@ class Growth:
 
     @property
     def told(self) -> bool:
-        """Whether there were enough requests to show a leak."""
+        """Whether there were enough requests to detect a leak."""
         return self.too_much or LEAK_BYTES_PER_REQUEST * self.requests > NOISE_BYTES
 
     def __str__(self) -> str:
@@ -214,7 +216,7 @@ def growths(samples: list[Sample]) -> list[Growth]:
 
 
 def verdict(samples: list[Sample], before: Held, after: Held) -> list[str]:
-    """Faults of the run; empty when there are none. The first quarter is warm-up, without a verdict on latency."""
+    """Faults that the run found; empty if there are none. The latency of the first quarter is ignored as warm-up."""
     print(*growths(samples), sep="\n")
     wrong = [str(growth) for growth in growths(samples) if growth.too_much]
     warm = samples[len(samples) // 4 :]
@@ -228,11 +230,12 @@ def verdict(samples: list[Sample], before: Held, after: Held) -> list[str]:
 
 
 async def soak(minutes: float, rate: float, seed: int, sample_seconds: float) -> tuple[list[str], list[Sample]]:
-    """Run a soak test. Returns faults and samples."""
+    """Run a soak test. Returns (faults, samples)."""
     with ServerProcess("hashlm:2ms", "--served-model-name", "hashlm", "--status-interval", "0") as server:
         run = Soak(server, rate, seed)
         wrong = [await run.golden()]
-        # Template workers start when several chats arrive at once, and stay.
+        # Template workers start when several chats arrive at once. They are then kept, so they must have started before
+        # the first sample.
         for _ in range(5):
             await asyncio.gather(*[run.client.ask(GOLDEN[0]) for _ in range(12)])
         await run.load(2.0)

@@ -152,7 +152,7 @@ def run_bounded(browser: Chromium, most: int, rounds: int, bursts: int) -> list[
     """A page that keeps ``most`` steps; what page and server hold after each round of load."""
     truth = make_truth(seed=6, preemption_mode="recompute", num_blocks=50)
     held = []
-    with serve_watched(lambda engine: LiveFeed(engine, most_bytes=400_000)) as view:  # type: ignore[arg-type]
+    with serve_watched(lambda engine: LiveFeed(engine, max_bytes=400_000)) as view:  # type: ignore[arg-type]
         look(view, browser)
         browser.value(f"chairlift.model.most = {most}")
         for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""An engine with HashLM, and its reference answers."""
+"""Creates an engine with HashLM, and its expected outputs."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def greedy(max_tokens: int = 8, **params: Any) -> SamplingParams:
 
 
 def alone(prompt: list[int], params: SamplingParams, index: int = 0) -> list[int]:
-    """Tokens of an answer that no stop token or string ends."""
+    """Tokens of an output that is not ended by a stop token or a stop string."""
     row = SamplingRow(params=params, seed=sample_seed(params.seed or 0, index), num_prompt_tokens=len(prompt))
     return reference_tokens(prompt, row, [None], VOCAB, params.max_tokens or 0)
 
 
 def drain(engine: Engine, most: int = 500) -> dict[str, list[RequestOutput]]:
-    """Step until all requests have ended. Returns all outputs by request."""
+    """Run steps until all requests have ended. Request id -> all its outputs."""
     seen: dict[str, list[RequestOutput]] = {}
     while engine.has_unfinished:
         outputs = engine.step()

@@ -76,7 +76,7 @@ def test_what_nobody_could_take_is_told_when_somebody_can() -> None:
 def test_what_waits_is_told_in_several_frames_when_it_is_much(
     monkeypatch: pytest.MonkeyPatch, most: int, frames: int
 ) -> None:
-    monkeypatch.setattr(core_process, "_MOST_MERGED", most)
+    monkeypatch.setattr(core_process, "_MAX_MERGED", most)
     sent = serve(*(asked(name, greedy(2)) for name in "abc"), max_num_seqs=1, turns=9).sent
     steps = [step.outputs for step in sent if isinstance(step, Step)]
     assert len(steps) == frames

@@ -1,4 +1,5 @@
-"""All-pairs testing: few combinations that contain every pair of values of any two factors (Cohen et al., 1997)."""
+"""All-pairs testing: a few combinations that together contain every pair of values of any two factors (Cohen et al.,
+1997)."""
 
 from __future__ import annotations
 
@@ -9,19 +10,19 @@ from typing import Any
 __all__ = ["all_pairs", "every_combination"]
 
 Pair = tuple[tuple[str, int], tuple[str, int]]
-"""Two factors, each with the index of a value."""
+"""Two (factor, index of a value)."""
 
 
 def every_combination(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """The full cross product."""
+    """All combinations of values of all factors."""
     return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
 
 
 def all_pairs(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Combinations that contain every pair of values of two factors; the list is always the same.
+    """Combinations that together contain every pair of values of any two factors. The list is always the same.
 
-    It is greedy: each combination starts from a missing pair and takes, factor by factor, the value with the most
-    missing pairs. Needs at least two factors.
+    The algorithm is greedy: each combination starts from a pair that is still missing, and takes, factor by factor, the
+    value that adds the most missing pairs. At least two factors are needed.
     """
     names = list(factors)
     missing: dict[Pair, None] = {}  # an ordered set
@@ -44,7 +45,7 @@ def all_pairs(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 def _new_pairs(
     names: Sequence[str], chosen: Mapping[str, int], name: str, value: int, missing: Mapping[Pair, None]
 ) -> list[Pair]:
-    """Missing pairs that ``name = value`` forms with the values chosen so far."""
+    """Missing pairs that the value ``name = value`` would form with the values chosen so far."""
     pairs: list[Pair] = []
     for other, index in chosen.items():
         ends = ((other, index), (name, value))

@@ -1,9 +1,10 @@
-"""Workloads, answers of transformers and Chairlift to them, and a comparison of the answers.
+"""Workloads, the outputs of transformers and Chairlift for them, and a comparison of the outputs.
 
-Two implementations round differently, so their answers may differ after two tokens whose scores are within
-:data:`NEAR_TIE`. A different text is therefore checked token by token: each token's score must be within that of the
-best, given the tokens before it. With random weights of standard deviation 0.25 such ties are rare, and their number is
-limited too.
+Two implementations round differently. If the scores of two tokens differ by less than :data:`NEAR_TIE`, one
+implementation may choose the first token and the other the second, and the rest of the text differs. A different text
+is therefore checked token by token: given the tokens before it, each token's score must be within :data:`NEAR_TIE` of
+the highest score. With random weights of standard deviation 0.25 such near ties are rare, and their number is limited,
+too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = [
 VOCAB, EOS = 128, 1
 NEAR_TIE = 1e-4
 MAX_NEAR_TIES = 2
-"""Near ties among the 64 prompts of one run."""
+"""Maximum number of near ties in the 64 prompts of one run."""
 MOST_PROMPT, MOST_OUTPUT = 70, 16
 
 FACTORS: dict[str, Sequence[Any]] = {
@@ -53,19 +54,20 @@ FACTORS: dict[str, Sequence[Any]] = {
     "enable_prefix_caching": (True, False),
     "kernels": ("auto", "torch"),
 }
-"""Settings whose combinations must not change a token."""
+"""Setting -> its values. No combination of the values may change a generated token."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One request."""
+    """One request of a workload."""
 
     prompt: list[int]
     params: SamplingParams
 
 
 def _prompts(rng: random.Random, count: int) -> list[list[int]]:
-    """Prompts of random lengths. Every third continues one of two common beginnings, so that prefixes can be shared."""
+    """Random prompts of random lengths. Every third prompt begins with one of two common beginnings, so that prefixes
+    can be shared."""
     roots = [[rng.randrange(2, VOCAB) for _ in range(40)] for _ in range(2)]
     prompts: list[list[int]] = []
     for i in range(count):
@@ -78,7 +80,8 @@ def _prompts(rng: random.Random, count: int) -> list[list[int]]:
 
 
 def greedy_jobs(count: int = 64, seed: int = 0) -> list[Job]:
-    """Greedy requests of random prompt and answer lengths; most may end early at the end-of-sequence token."""
+    """Greedy requests with random lengths of prompt and output. Most of them may end early at the end-of-sequence
+    token."""
     rng = random.Random(seed)
     return [
         Job(
@@ -90,7 +93,7 @@ def greedy_jobs(count: int = 64, seed: int = 0) -> list[Job]:
 
 
 def sampled_jobs(count: int, seed: int = 0) -> list[Job]:
-    """Seeded requests with one or three answers. Every sampling parameter is used in some of them."""
+    """Seeded requests with one or three outputs. Every sampling parameter is used in some of them."""
     rng = random.Random(seed)
     settings: list[dict[str, Any]] = [
         {},
@@ -111,12 +114,12 @@ def sampled_jobs(count: int, seed: int = 0) -> list[Job]:
 
 
 def longest(jobs: Sequence[Job]) -> int:
-    """Number of positions that the longest request may take."""
+    """Maximum number of positions that one request may need."""
     return max(len(job.prompt) + (job.params.max_tokens or 0) for job in jobs)
 
 
 def transformers_greedy(model: PreTrainedModel, job: Job) -> list[int]:
-    """The answer of transformers' ``generate`` to one prompt, end-of-sequence token included."""
+    """Output of transformers' ``generate`` for one prompt, including the end-of-sequence token."""
     prompt = torch.tensor([job.prompt])
     with torch.inference_mode():
         out = model.generate(  # type: ignore[operator]
@@ -131,7 +134,8 @@ def transformers_greedy(model: PreTrainedModel, job: Job) -> list[int]:
 
 
 def make_llm(model_dir: Path, jobs: Sequence[Job], *, tight: bool = False, **settings: Any) -> LLM:
-    """An engine with a tiny model in fp32. With ``tight`` its cache holds 1.5 times the longest request."""
+    """Engine with a tiny model in float32. With ``tight``, its KV cache has room for only 1.5 times the longest
+    request."""
     settings = {"block_size": 16, "max_num_seqs": 64, **settings}
     blocks = -(-longest(jobs) // settings["block_size"])
     settings["num_kv_blocks"] = blocks + max(2, blocks // 2) if tight else 64 * blocks
@@ -141,11 +145,11 @@ def make_llm(model_dir: Path, jobs: Sequence[Job], *, tight: bool = False, **set
 def run(
     llm: LLM, jobs: Sequence[Job], arrival: str = "together", *, preempting: bool = False, seed: int = 0
 ) -> list[RequestOutput]:
-    """Answer all jobs and return the outputs in the jobs' order.
+    """Run all jobs and return the outputs in the order of the jobs.
 
-    ``together`` queues all of them first, ``reversed`` in reverse order, ``staggered`` in random order with zero to
-    three steps between two arrivals. ``preempting`` preempts a running request before about every seventh step,
-    although there is room.
+    ``together`` adds all requests before the first step, ``reversed`` does so in reverse order, and ``staggered`` adds
+    them in random order with zero to three steps between two arrivals. ``preempting`` preempts a running request before
+    about every seventh step, although the cache has room.
     """
     rng = random.Random(seed)
     order = list(range(len(jobs)))
@@ -176,10 +180,10 @@ def run(
 
 
 def check_text(model: PreTrainedModel, job: Job, token_ids: Sequence[int], seed: int | None = None) -> None:
-    """Fail unless every token of an answer is right given those before it, up to :data:`NEAR_TIE`.
+    """Fail unless every token of an output is correct given the tokens before it, up to :data:`NEAR_TIE`.
 
-    ``seed`` is the answer's 64-bit seed for jobs that are not greedy. The score of a token is transformers' logit after
-    the slow reference sampler.
+    ``seed`` is the output's 64-bit seed for jobs that are not greedy. The score of a token is transformers' logit after
+    the transforms of the slow reference sampler.
     """
     ends_early = bool(token_ids) and token_ids[-1] == EOS and not job.params.ignore_eos
     assert len(token_ids) == job.params.max_tokens or ends_early, f"{len(token_ids)} tokens, then no reason to stop"
@@ -200,7 +204,7 @@ def check_text(model: PreTrainedModel, job: Job, token_ids: Sequence[int], seed:
 
 
 def agree(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]], check: Callable[[int], None]) -> None:
-    """Fail unless the texts are equal, except a few that differ after a near tie and pass ``check(index)``."""
+    """Fail unless the texts are equal. A few may differ after a near tie, if ``check(index)`` accepts them."""
     assert len(expected) == len(got)
     different = [i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if list(a) != list(b)]
     for i in different:

@@ -1,4 +1,4 @@
-"""Tiny models of all families and transformers' answers, computed once."""
+"""Tiny models of all families and transformers' outputs, computed once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.models.tiny import hf_model, tiny_hf_model
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Truth:
-    """One family: the model, the greedy jobs, and their answers by transformers' ``generate``."""
+    """One family: its model, the greedy jobs, and their outputs by transformers' ``generate``."""
 
     model_dir: Path
     model: PreTrainedModel
@@ -26,7 +26,7 @@ class Truth:
 
 @pytest.fixture(scope="session")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Truth]:
-    """Function that returns the truth of a family by name."""
+    """Function that returns the :class:`Truth` of a family by its name."""
 
     @cache
     def of(family: str) -> Truth:

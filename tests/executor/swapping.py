@@ -1,4 +1,5 @@
-"""Two requests that alternate in a KV cache too small for both, so that each is loaded back from host memory."""
+"""Two requests take turns in a KV cache that is too small for both, so that each must be loaded back from host
+memory."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
 __all__ = ["TURN", "Turns", "sampling_row"]
 
 TURN = 5
-"""Tokens generated before the other request's turn."""
+"""Number of tokens generated before the other request's turn."""
 
 
 def sampling_row(index: int, prompt: Sequence[int], **params: Any) -> SamplingRow:
@@ -31,10 +32,10 @@ class _Seat:
 
 
 class Turns:
-    """Runs two requests in turns. With ``swaps`` the request whose turn ends is saved and freed; without it the cache
-    must have room for both.
+    """Runs two requests in turns. With ``swaps``, the request whose turn ends is saved to host memory and its blocks
+    are freed. Without, the cache must have room for both.
 
-    A step is the same in both cases except for the places of blocks, so results must be equal bit for bit.
+    Steps are equal in both cases except for the block ids, so results must be equal to the last bit.
     """
 
     def __init__(self, executor: Executor, swaps: bool) -> None:
@@ -45,7 +46,7 @@ class Turns:
         )
         self.out = SchedulerOutput(1)
         self.num_saved = self.num_brought = 0
-        """Numbers of device blocks and host blocks."""
+        """Numbers of blocks that were saved to host memory and loaded back."""
         self.results: list[Any] = []
         """Sampled tokens of every step."""
 

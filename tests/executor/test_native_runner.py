@@ -191,7 +191,7 @@ def test_leaving_out_tokens_that_nobody_asks_for_changes_no_bit(
         new = [each[number] for each in chunks if number < len(each)]
         done = tuple(slot for slot, each in enumerate(chunks) if number >= len(each))
         batch = pair.input.apply(SchedulerOutput(number, joined=joined, decode_slots=done, chunks=new))
-        few, found = pair.native.forward(batch).clone(), native_runner._kept(batch)
+        few, found = pair.native.forward(batch).clone(), native_runner._needed(batch)
         kept = np.arange(len(batch.token_ids)) if found is None else found
         whole = pair.native.program.run(batch)
         assert torch.equal(few, whole[kept])

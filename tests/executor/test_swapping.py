@@ -157,7 +157,7 @@ def test_what_is_on_its_way_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     moves = [(0, block, block) for block in range(1, 9)]
     space.swap_out(moves)
     assert space._stream.num_waits == 0
-    monkeypatch.setattr("chairlift.executor.swap_space._MOST_STAGED", 2 * plan.block_bytes[0])
+    monkeypatch.setattr("chairlift.executor.swap_space._MAX_STAGED", 2 * plan.block_bytes[0])
     space.swap_out(moves)  # in four parts, of which two may be on their way
     assert space._stream.num_waits == 1
 
@@ -180,7 +180,7 @@ def test_every_block_goes_where_it_is_sent(
             tensors[group] += pair
         grouped: list[list[Any]] = [[cache.view(torch.uint8).numpy() for cache in group] for group in tensors]
         if kind == "cuda":
-            monkeypatch.setattr("chairlift.executor.swap_space._MOST_STAGED", 3 * plan.block_bytes[0])
+            monkeypatch.setattr("chairlift.executor.swap_space._MAX_STAGED", 3 * plan.block_bytes[0])
             space = cuda_on_the_cpu(tensors, plan, monkeypatch)
         else:
             space = make_swap_space(caches, plan)

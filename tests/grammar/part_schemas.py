@@ -1,4 +1,4 @@
-"""Schemas of objects, arrays, unions and references, in the form of :mod:`tests.grammar.schemas`."""
+"""Schemas of objects, arrays, unions and references, in the format of :mod:`tests.grammar.schemas`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["PART_SCHEMAS", "closed"]
 
 
 def closed(properties: dict[str, Any], required: list[str] | None = None, **more: Any) -> dict[str, Any]:
-    """Schema of an object without other keys, all of whose keys are required unless named."""
+    """Schema of an object that allows no other keys. All keys are required unless ``required`` lists fewer."""
     names = list(properties) if required is None else required
     return {"type": "object", "properties": properties, "required": names, "additionalProperties": False, **more}
 

@@ -1,4 +1,4 @@
-"""Schemas, with values that satisfy them and values that do not. Keys of valid values have the schema's order."""
+"""Schemas, with values that satisfy them and values that do not. The keys of valid values are in the schema's order."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import jsonschema_rs
 import pytest
 
 from chairlift import LLM, SamplingParams
-from chairlift.tool_calls import TOOL_FORMATS, AnswerReader, Thinking, check_tools, held_to, read_answer
+from chairlift.tool_calls import TOOL_FORMATS, AnswerReader, Thinking, check_tools, output_constraint, read_answer
 from tests.gguf.make import real_gguf
 from tests.grammar.schemas import SCHEMAS
 
@@ -55,7 +55,7 @@ def test_a_real_model_calls_a_tool_every_time(name: str) -> None:
     }
     weather = {"name": "weather", "description": "The weather forecast for a place", "parameters": schema}
     tools = check_tools([{"type": "function", "function": weather}], "required", False)
-    held = held_to(None, tools, form, None, Thinking.NONE)
+    held = output_constraint(None, tools, form, None, Thinking.NONE)
     prompt = f"You can call this function: {json.dumps(weather)}. Call it for the weather in Paris for 3 days."
     ids = llm.encode_chat([{"role": "user", "content": prompt}])
     asked = [

@@ -1,4 +1,4 @@
-"""Schemas of texts, numbers and fixed values, in the form of :mod:`tests.grammar.schemas`."""
+"""Schemas of strings, numbers and fixed values, in the format of :mod:`tests.grammar.schemas`."""
 
 from __future__ import annotations
 

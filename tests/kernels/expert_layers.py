@@ -1,4 +1,4 @@
-"""Random layers of experts, and reference results in float64."""
+"""Random layers of experts, and reference results for them in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ExpertLayer", "by_hand", "random_layer"]
 
 @dataclasses.dataclass
 class ExpertLayer:
-    """Arguments of ``ops.experts``."""
+    """Arguments of ``ops.experts`` for one layer."""
 
     routing: Routing
     gate_up: Tensor
@@ -36,7 +36,7 @@ class ExpertLayer:
         return self.down.shape[1]
 
     def rows(self, rng: random.Random, count: int) -> tuple[Tensor, Tensor | None]:
-        """Random input rows, and results of a shared expert, if there is one."""
+        """Random input rows, and random results of a shared expert (None if there is none)."""
         generator = torch.Generator().manual_seed(rng.getrandbits(60))
         both = torch.randn(2, count, self.router.shape[1], generator=generator).to(self.router.dtype)
         return both[0], both[1] if self.has_shared else None
@@ -46,7 +46,7 @@ class ExpertLayer:
 
     @property
     def rest(self) -> tuple[Any, ...]:
-        """Arguments of ``ops.experts`` after the weights of the experts."""
+        """Arguments of ``ops.experts`` after the experts' weights."""
         return (
             *(self.router, self.routing, self.correction, self.shared_gate),
             *(self.router_bias, self.biases, self.clamp),
@@ -57,7 +57,7 @@ def random_layer(
     rng: random.Random, dtype: torch.dtype, *, hidden: int | None = None, inner: int | None = None,
     shared: bool | None = None, biased: bool = False, clamp: tuple[float, float] | None = None, **fields: Any,
 ) -> ExpertLayer:  # fmt: skip
-    """A random layer. ``fields`` are those of :class:`Routing`; with ``biased`` the router and the experts have
+    """A random layer. ``fields`` are fields of :class:`Routing`. With ``biased``, the router and the experts have
     biases."""
     hidden, inner = hidden or rng.randint(3, 130), inner or rng.randint(3, 90)
     size, groups = rng.randint(2, 5), rng.choice((1, 1, 3))
@@ -90,7 +90,7 @@ def random_layer(
 
 
 def by_hand(layer: ExpertLayer, x: Tensor, shared: Tensor | None) -> Tensor:
-    """float64 [T, D], computed token by token and expert by expert."""
+    """Reference result, float64 [T, D], computed token by token and expert by expert."""
     routing, wide = layer.routing, x.double()
     logits = wide.float() @ layer.router.float().T
     logits = logits if layer.router_bias is None else logits + layer.router_bias.float()

@@ -1,4 +1,4 @@
-"""Requests and caches with defaults that suit tests."""
+"""Creates requests and caches with defaults for tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def manager(num_blocks: int = 33, *windows: int | None, num_host_blocks: int = 0
 
 
 def request(name: str, tokens: int | list[int], max_tokens: int = 8, **settings: Any) -> Request:
-    """A request. ``tokens`` is a prompt, or its length; prompts of different names share no token."""
+    """Create a request. ``tokens`` is a prompt or its length. Prompts of requests with different names share no
+    token."""
     prompt = [zlib.crc32(f"{name}:{i}".encode()) % 1000 for i in range(tokens)] if isinstance(tokens, int) else tokens
     return Request(name, prompt, max_tokens=max_tokens, **settings)
 

@@ -1,4 +1,4 @@
-"""Random adapters, written by PEFT itself, and the logits it computes with them."""
+"""Random adapters that PEFT itself writes, and the logits that PEFT computes with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["peft_logits", "random_adapter"]
 
 
 def random_adapter(model_dir: Path, target: Path, *, seed: int = 0, std: float = 0.15, **settings: Any) -> Path:
-    """Write an adapter for the model in a directory, with numbers of standard deviation ``std``; returns ``target``."""
+    """Write an adapter for the model in a directory, with values of standard deviation ``std``. Returns ``target``."""
     given = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": "all-linear", **settings}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -31,7 +31,7 @@ def random_adapter(model_dir: Path, target: Path, *, seed: int = 0, std: float =
 
 
 def peft_logits(model_dir: Path, adapter: Path | None, sequences: list[list[int]]) -> list[Tensor]:
-    """Logits [n, vocab] of whole sequences, by transformers and PEFT in float32."""
+    """Logits [n, vocab] of whole sequences, computed by transformers and PEFT in float32."""
     base = hf_model(model_dir)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

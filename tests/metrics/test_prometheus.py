@@ -176,7 +176,7 @@ def test_buckets_are_cumulative_and_agree_with_the_record(name: str) -> None:
 
 
 def promised(**fields: object) -> FinishedRequest:
-    return finished(promised=True, **fields)
+    return finished(has_deadline=True, **fields)
 
 
 def test_the_share_of_the_machines_floor() -> None:

@@ -1,4 +1,4 @@
-"""Compares an engine's greedy answers with transformers: tokens and log-probabilities."""
+"""Compares an engine's greedy outputs with transformers: tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ PROMPTS = [[5, 9, 77, 3, 21, 64, 8, 100, 41, 2, 90, 13, 55, 6, 31, 70], [7], [3]
 
 
 def check_logprobs(model_dir: Path, model: Any, tolerance: float, **settings: Any) -> list[str]:
-    """Fail unless each token is transformers' best, and its log-probability equals transformers'. Returns the notes."""
+    """Fail unless each token is the best one according to transformers, with the same log-probability. Returns the
+    notes that the model's config produces."""
     llm = LLM(model_dir, num_kv_blocks=60, max_num_batched_tokens=24, skip_tokenizer_init=True, **settings)
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=0)
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params), strict=True):

@@ -1,4 +1,4 @@
-"""Runs a model over a paged KV cache by hand: a minimal executor."""
+"""Runs a model over a paged KV cache without the engine: a minimal executor."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from chairlift.models.fallback.model import TransformersLM
 __all__ = ["PagedRunner", "packed_logits"]
 
 STATE = 0
-"""Stands for a group of recurrent states among the windows of the groups."""
+"""Marks a group of recurrent states in the list of the groups' windows."""
 _NO_BLOCK = 10**9
-"""Value of table entries that must not be read: reading one is an index error, not a silent zero."""
+"""Block id in table entries that must not be read. Reading such an entry raises an index error instead of silently
+returning zeros."""
 
 
 class PagedRunner:
-    """Runs steps over named sequences. Blocks are allocated in random order; unused memory is NaN.
+    """Runs steps over sequences that have names. Blocks are allocated in random order; unused memory is NaN.
 
-    One cache group per distinct window, each with a pool and tables of its own; in a windowed group, blocks behind the
-    window are struck from the table before each step. So is one group of recurrent states, if the model has any: a
-    block holds one state, and stands for ``state_span`` positions.
+    There is one cache group per distinct window, each with its own pool and tables. In a group with a window, blocks
+    before the window are removed from the table before each step. If the model has recurrent states, they form one more
+    group: a block holds one state, and a table entry covers ``state_span`` positions.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class PagedRunner:
 
 
 def packed_logits(model: CausalLM, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Logits [n, V] of whole sequences run side by side in one pack."""
+    """Logits [n, V] of whole sequences that are computed in one pack."""
     cu_seqlens = [0]
     for sequence in sequences:
         cu_seqlens.append(cu_seqlens[-1] + len(sequence))

@@ -1,4 +1,4 @@
-"""Tiny random encoders, embedders and classifiers written by transformers, and reference results."""
+"""Tiny random encoders, embedding models and classifiers that transformers writes, and their reference results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EMBEDDERS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24, "num_key_value_heads": 2},
     "gpt2": {"n_inner": 96, **_SPECIAL},
 }
-"""Families, and fields of their tiny configs. Encoders come first."""
+"""Family -> fields of its tiny config. Encoders come first."""
 
 
 def _texts() -> list[list[int]]:
@@ -44,13 +44,14 @@ def _texts() -> list[list[int]]:
 
 
 TEXTS = _texts()
-"""Texts of different lengths, two of them of one length."""
+"""Texts of different lengths; two of them have equal lengths."""
 
 
 def pooled_model(folder: Path, family: str, *, labels: int = 0, **overrides: Any) -> tuple[Path, PreTrainedModel]:
     """Write a random model with matrices of standard deviation 0.25. Returns its directory and transformers' model.
 
-    With ``labels`` it is a classifier. ``overrides`` are fields of the family's transformers config.
+    With ``labels`` the model is a classifier with that many classes. ``overrides`` are fields of the family's
+    transformers config.
     """
     fields = {**_SIZES, **EMBEDDERS[family], **({"num_labels": labels} if labels else {}), **overrides}
     config = AutoConfig.for_model(family, **fields)
@@ -68,7 +69,7 @@ def pooled_model(folder: Path, family: str, *, labels: int = 0, **overrides: Any
 
 
 def sentence_files(where: Path, mode: str = "mean_tokens", *, normalize: bool = True, **settings: Any) -> None:
-    """Write the files of sentence-transformers; ``settings`` go to config_sentence_transformers.json."""
+    """Write the files of sentence-transformers. ``settings`` are written to config_sentence_transformers.json."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     paths = ["", "1_Pooling", "2_Normalize"]
     modules = [
@@ -97,7 +98,8 @@ def _padded(model: PreTrainedModel, texts: Sequence[list[int]]) -> tuple[Tensor,
 def expected_embeddings(
     model: PreTrainedModel, texts: Sequence[list[int]], pooling: str, *, normalize: bool = True
 ) -> Tensor:
-    """Embeddings as in sentence-transformers, in one padded batch: pooled under the mask, and divided by the length."""
+    """Embeddings as in sentence-transformers, in one padded batch: pooled over unmasked tokens, and divided by their
+    length."""
     ids, mask = _padded(model, texts)
     with torch.no_grad():
         hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -122,7 +124,8 @@ def expected_classes(model: PreTrainedModel, texts: Sequence[list[int]], types: 
 
 
 def write_tokenizer(where: Path, *, pairs: bool = True) -> None:
-    """Write a tokenizer of letters, with the special tokens [CLS] and [SEP] around texts and between pairs."""
+    """Write a tokenizer with one token per letter, and the special tokens [CLS] and [SEP] around texts and between the
+    two texts of a pair."""
     special = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
     letters = [chr(code) for code in range(32, 127)]
     vocabulary = {token: index for index, token in enumerate([*special, *letters])}

@@ -1,6 +1,6 @@
 """``config.json`` of published models, as on the Hub except for smaller sizes and padding token ids.
 
-They have surplus keys, code that is named and never run, old and new keys of rotary scaling, null for defaults, tied
+They contain surplus keys, names of code that is never run, old and new keys of rotary scaling, null for defaults, tied
 heads, and layer types.
 """
 
@@ -488,4 +488,5 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
         "starcoder2-15b": _starcoder2(rope_theta=100000, tie_word_embeddings=False),
     },
 }
-"""model_type -> name -> ``config.json``. By default the first of each family is compared, in nightly runs all."""
+"""model_type -> model name -> ``config.json``. The default tests compare only the first model of each family; nightly
+tests compare all."""

@@ -1,4 +1,4 @@
-"""A ``config.json`` of small sizes, put together from the keys that published models have."""
+"""Creates a ``config.json`` with small sizes from the keys that published models have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _USUAL: dict[str, Any] = {"attention_dropout": 0.0, "initializer_range": 0.02, "
 
 
 def config_of(model_type: str, name: str, dtype: str, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A config of the architecture ``name``; later parts win."""
+    """``config.json`` of the architecture ``name``. If several parts have the same key, the last one takes
+    precedence."""
     found = {**_SIZES, **_USUAL, "model_type": model_type, "architectures": [name], "torch_dtype": dtype}
     for part in (*parts, more):
         found |= part

@@ -114,4 +114,4 @@ PUBLISHED_EXPERTS: dict[str, dict[str, dict[str, Any]]] = {
         "Qwen3-Coder-480B-A35B-Instruct": _qwen3_moe(**_QWEN3_CODER, attention_bias=...),
     },
 }
-"""model_type -> name -> ``config.json``, a part of :data:`tests.models.published.PUBLISHED`."""
+"""model_type -> model name -> ``config.json``: a part of :data:`tests.models.published.PUBLISHED`."""

@@ -122,4 +122,4 @@ PUBLISHED_MORE: dict[str, dict[str, dict[str, Any]]] = {
         ),
     },
 }
-"""model_type -> name -> ``config.json``, a part of :data:`tests.models.published.PUBLISHED`."""
+"""model_type -> model name -> ``config.json``: a part of :data:`tests.models.published.PUBLISHED`."""

@@ -28,7 +28,7 @@ def _falcon_h1(**more: Any) -> dict[str, Any]:
 def _nemotron_h(pattern: str, **more: Any) -> dict[str, Any]:
     mamba = {"conv_kernel": 4, "expand": 2, "mamba_head_dim": 16, "mamba_hidden_act": "silu", "mamba_num_heads": 8}
     mamba |= {"chunk_size": 16, "mamba_proj_bias": False, "n_groups": 2, "ssm_state_size": 16, "use_conv_bias": True}
-    # The least step time is a number to begin training from, which transformers also applies to prompts.
+    # time_step_floor is a setting for the start of training. transformers also applies it to prompts.
     steps = {"time_step_floor": 0.0001, "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1}
     other = {"attention_bias": False, "layer_norm_epsilon": 1e-5, "mlp_bias": False, "mlp_hidden_act": "relu2"}
     other |= {"rescale_prenorm_residual": True, "residual_in_fp32": False, "sliding_window": None, "use_bias": False}

@@ -97,7 +97,7 @@ def test_only_the_end_of_the_document_is_cut(model: tuple[Path, list[float]]) ->
     cut = llm.score("x", "y" * 40, truncate_prompt_tokens=len(whole) - 7)[0].prompt_token_ids
     assert cut == shorter
     assert llm.score("x", "y" * 40, truncate_prompt_tokens=len(empty))[0].prompt_token_ids == empty
-    with pytest.raises(PromptTooLongError, match="shorten it, for only documents are cut"):
+    with pytest.raises(PromptTooLongError, match="because only documents are cut"):
         llm.score("x", "y" * 40, truncate_prompt_tokens=len(empty) - 1)
 
 

@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models, written by transformers, and transformers' logits."""
+"""Tiny random Hugging Face models that transformers writes, and transformers' logits."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _DEFAULTS: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-# The tiny models keep the differences between families: Qwen3's heads are not hidden/heads wide, Mistral's window is
-# short.
+# The tiny models keep the differences between families. For example, Qwen3's head size is not hidden size / heads, and
+# Mistral has a short window.
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
     "mistral": {"sliding_window": 24},
     "gpt2": {"n_inner": 96},
 }
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
-"""Families of all sweeps. Together they have the features that matter to kernels and caches."""
+"""Families that all equivalence tests use. Together they have the features that matter to kernels and caches."""
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "cohere2": {"sliding_window": 9, "num_hidden_layers": 4},
@@ -80,7 +80,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.5},
     "starcoder2": {},
 }
-"""Other families, which test_more_families.py compares with transformers, and fields of their tiny configs."""
+"""Family -> fields of its tiny config, for the families that test_more_families.py compares with transformers."""
 EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "head_dim": 32,
@@ -110,7 +110,8 @@ EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 3},
 }
-"""Families with experts, which test_expert_families.py compares with transformers."""
+"""Family -> fields of its tiny config, for the families with experts, which test_expert_families.py compares with
+transformers."""
 _DELTA_NETS: dict[str, Any] = {
     "head_dim": 32,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -173,9 +174,11 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**_DELTA_NETS, **_SHARED_EXPERT},
     "qwen3_next": {**_DELTA_NETS, **_SHARED_EXPERT},
 }
-"""Families with recurrent layers, which test_recurrent_families.py compares with transformers."""
+"""Family -> fields of its tiny config, for the families with recurrent layers, which test_recurrent_families.py
+compares with transformers."""
 WHOLE_FAMILIES = ("qwen3_5", "qwen3_5_moe")
-"""Families whose text model is one of the above, inside a checkpoint with more."""
+"""Families of larger models (for example with an image encoder) whose text model belongs to one of the families
+above."""
 
 
 def tiny_fields(family: str) -> dict[str, Any]:
@@ -193,10 +196,10 @@ def tiny_hf_model(
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Path:
-    """Write a random model of a family (from one of the lists above) and return its directory.
+    """Write a random model of a family from one of the lists above, and return its directory.
 
-    Matrices and biases have standard deviation ``std`` (with 0.25 logits are far apart, so that greedy ties do not
-    occur); norms are around 1. ``overrides`` are fields of the family's transformers config. There is no tokenizer.
+    Matrices and biases have standard deviation ``std`` (with 0.25, logits are far apart, so that greedy decoding has no
+    ties); norms are around 1. ``overrides`` are fields of the family's transformers config. There is no tokenizer.
     """
     config = AutoConfig.for_model(family, **{**tiny_fields(family), **overrides})
     generator = torch.Generator().manual_seed(seed)
@@ -213,7 +216,7 @@ def tiny_hf_model(
 
 
 def hf_model(model_dir: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The same directory loaded by transformers, with its unfused attention."""
+    """Model in ``model_dir``, loaded by transformers with its plain (eager) attention."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
     model.eval()  # type: ignore[no-untyped-call]
     return model

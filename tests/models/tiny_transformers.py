@@ -1,4 +1,4 @@
-"""Tiny random models of any family that transformers has, written by transformers itself."""
+"""Tiny random models of any family in transformers, written by transformers itself."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-"""Sizes by name. Each family uses the names that it has."""
+"""Name of a size -> value. Each family uses the names that its config has."""
 _OWN: dict[str, dict[str, Any]] = {
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
@@ -92,11 +92,11 @@ _OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "opt": {"word_embed_proj_dim": 64},
 }
-"""Further fields that some families need."""
+"""Family -> further config fields that it needs."""
 
 
 def _takes(config: Any, name: str) -> bool:
-    """Whether a field of that name can be set."""
+    """Whether the config has a field of that name that can be set."""
     if isinstance(getattr(type(config), name, None), property) and name not in type(config).attribute_map:
         return False
     return name in type(config).attribute_map or name in vars(config) or name in type(config).__dataclass_fields__

@@ -1,4 +1,4 @@
-"""A simple, slow sampler for comparison: one row at a time, in plain Python and float64."""
+"""A simple, slow sampler for comparisons: it processes one row at a time, in plain Python and float64."""
 
 from __future__ import annotations
 

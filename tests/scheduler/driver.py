@@ -1,4 +1,4 @@
-"""A scheduler without an executor. Every sampled row gets the token of a script."""
+"""A scheduler without an executor. Every sampled row gets the next token of a script."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ BLOCK = 4
 
 
 def request(name: str, prompt: int | list[int], max_tokens: int = 4, **settings: Any) -> Request:
-    """A request. ``prompt`` is token ids, or their number; ids of different requests differ unless given."""
+    """Create a request. ``prompt`` is token ids, or their number. Generated ids differ between requests."""
     ids = [100 * ord(name[-1]) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     return Request(name, ids, max_tokens=max_tokens, **settings)
 
 
 class Driver:
-    """Schedules steps, and updates each ``depth`` steps later. Checks invariants after each."""
+    """Schedules steps, and calls ``update`` for each step ``depth`` steps later. Invariants are checked after each
+    step."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Driver:
             self.scheduler.add(one)
 
     def step(self, *, fail: bool = False) -> SchedulerOutput:
-        """One turn of the loop. With ``fail`` the step scheduled now fails."""
+        """Run the loop once. With ``fail``, the step that is scheduled now fails."""
         out = self.scheduler.schedule(self.now)
         if out.num_tokens:
             self.flights.append((out, self._tokens(out)))
@@ -86,7 +87,7 @@ class Driver:
         self.finished += [one.request_id for one in result.finished]
 
     def run(self, most: int = 500) -> list[SchedulerOutput]:
-        """Run until all requests have ended."""
+        """Run until all requests have ended, for at most ``most`` steps. Returns the scheduler's outputs."""
         outs = []
         while self.scheduler.has_unfinished or self.flights:
             outs.append(self.step())
@@ -97,7 +98,8 @@ class Driver:
         return outs
 
     def _tokens(self, out: SchedulerOutput) -> list[int]:
-        """Tokens of the rows in the order of an executor, which is computed from differences only."""
+        """Tokens of the rows in the executor's order. The order is computed only from the differences that an executor
+        receives."""
         for row in out.joined:
             self.slots[row.slot] = row.request_id
         if out.decode_slots is not None:

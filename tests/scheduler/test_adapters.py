@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from chairlift.scheduler.batch import Batch
 from tests.scheduler.driver import Driver, request
 
 
@@ -81,3 +84,43 @@ def test_decoding_rows_of_one_adapter_lie_side_by_side() -> None:
     rows = driver.step().decode_rows
     adapters = [driver.scheduler.running[name].adapter_id for name, _ in rows]
     assert len(adapters) == 7 and adapters == sorted(adapters)
+
+
+def compare_adapter_bytes(depth: int) -> None:
+    """The bytes of a step are those of the adapters of its rows, each once, whoever decodes or prefills."""
+    driver = Driver(num_blocks=400, max_num_seqs=6, max_num_batched_tokens=8, depth=depth)
+    driver.scheduler.batch.adapter_sizes = sizes = {n: 10**n for n in range(1, 5)}
+    requests = {}
+    for n in range(24):
+        one = request(f"r{n}", 3 + 9 * (n % 4), max_tokens=1 + n % 7, adapter_id=(n * 7) % 6)  # one has no known size
+        requests[one.request_id] = one
+        driver.add(one)
+    seen = set()
+    for out in driver.run():
+        rows = [*(name for name, _ in out.decode_rows if out.num_decodes), *out.chunk_ids]
+        used = {requests[name].adapter_id for name in rows}
+        assert out.adapter_bytes == sum(sizes.get(adapter, 0) for adapter in used)
+        seen.add((out.adapter_bytes, bool(out.chunks), out.num_decodes > 0))
+    assert len(seen) > 8
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_step_says_the_bytes_of_its_adapters(depth: int) -> None:
+    compare_adapter_bytes(depth)
+
+
+@pytest.mark.parametrize("mutation", ["decodes only", "chunks only", "per row"])
+def test_each_wrong_sum_of_bytes_is_noticed(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Batch.adapter_bytes
+
+    def wrong(self: Batch, chunks: Any, *, with_decodes: bool) -> int:
+        if mutation == "decodes only":
+            return right(self, (), with_decodes=with_decodes)
+        if mutation == "chunks only":
+            return right(self, chunks, with_decodes=False)
+        rows = [*(request for request, _ in chunks), *(self.decodes.requests if with_decodes else ())]
+        return sum(self.adapter_sizes.get(one.adapter_id, 0) for one in rows)
+
+    monkeypatch.setattr(Batch, "adapter_bytes", wrong)
+    with pytest.raises(AssertionError):
+        compare_adapter_bytes(0)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.errors import ConfigError
+from chairlift.scheduler import cost_model
 from chairlift.scheduler.cost_model import CostModel, Roofline, StepFeatures
 from chairlift.scheduler.output import Chunk
 
@@ -51,7 +53,8 @@ def trained(steps: list[tuple[StepFeatures, float]], model: CostModel | None = N
 def test_features_of_a_step() -> None:
     chunks = [Chunk(0, 0, 4, False, "prefill"), Chunk(1, 10, 2, True, "prefill")]
     features = StepFeatures.of(3, 40, chunks)
-    assert features == (3, 40, 6, (1 + 2 + 3 + 4) + (11 + 12))
+    assert features == (3, 40, 6, (1 + 2 + 3 + 4) + (11 + 12), 0)
+    assert StepFeatures.of(3, 40, chunks, 7).adapter_bytes == 7
 
 
 def test_without_observations_it_is_the_roofline() -> None:
@@ -206,3 +209,69 @@ def test_a_step_costs_little_to_learn_from() -> None:
     model = trained(drawn(50, 1))
     size = len(json.dumps(model.to_dict()))
     assert len(json.dumps(trained(drawn(2000, 2), model).to_dict())) < 1.5 * size
+
+
+ADAPTERS = dataclasses.replace(TRUTH, adapter_byte_seconds=2.5e-10)
+_SIZES = (0, 0, 17.6e6, 70e6, 282e6)
+
+
+def adapted(count: int, seed: int) -> list[tuple[StepFeatures, float]]:
+    """Steps with adapters of unequal sizes and without, and their times on the machine ``ADAPTERS``."""
+    rng, truth = random.Random(seed), CostModel(ADAPTERS)
+    steps = [draw(rng)._replace(adapter_bytes=rng.choice(_SIZES)) for _ in range(count)]
+    return [(step, truth.step_seconds(step) * math.exp(rng.gauss(0, 0.02))) for step in steps]
+
+
+def check_the_price_of_adapters() -> None:
+    model = trained(adapted(1500, 1))
+    fresh = adapted(300, 2)
+    errors = model.errors(fresh)
+    blind = trained([(step._replace(adapter_bytes=0.0), seconds) for step, seconds in adapted(1500, 1)])
+    without = blind.errors([(step._replace(adapter_bytes=0.0), seconds) for step, seconds in fresh])
+    assert errors[150] < 0.04 and errors[270] < 0.12
+    assert without[270] > 2 * errors[270], "the price of adapters improves nothing"
+    alone, with_adapter = StepFeatures(8, 4000), StepFeatures(8, 4000, adapter_bytes=100e6)
+    price = model.step_seconds(with_adapter) - model.step_seconds(alone)
+    assert price == pytest.approx(0.025, rel=0.25)
+
+
+def test_the_price_of_adapters_is_learnt() -> None:
+    check_the_price_of_adapters()
+
+
+def _old_format(fields: dict[str, Any]) -> dict[str, Any]:
+    """What a version without the price of adapters wrote."""
+    pairs = [(one, other) for one in range(7) for other in range(one, 7)]
+    gram = [[value for value, (_, other) in zip(row, pairs, strict=True) if other < 6] for row in fields["gram"]]
+    prior = {name: value for name, value in fields["prior"].items() if name != "adapter_byte_seconds"}
+    target, coefficients = [row[:-1] for row in fields["target"]], fields["coefficients"][:-1]
+    return fields | {"gram": gram, "target": target, "coefficients": coefficients, "prior": prior}
+
+
+def check_that_old_files_go_on() -> None:
+    first, second = drawn(200, 3, noise=0.05), drawn(200, 4, noise=0.05)
+    model = trained(first)
+    old = CostModel.from_dict(json.loads(json.dumps(_old_format(model.to_dict()))))
+    trained(second, model), trained(second, old)
+    steps = [step for step, _ in second]
+    # the price of adapters had another scale, which no step without adapters depends on
+    assert [old.step_seconds(step) for step in steps] == [model.step_seconds(step) for step in steps]
+    assert old.step_seconds(steps[0]._replace(adapter_bytes=1e8)) > old.step_seconds(steps[0])
+
+
+def test_cost_models_without_adapters_go_on_bit_for_bit() -> None:
+    check_that_old_files_go_on()
+
+
+@pytest.mark.parametrize("mutation", ["not charged", "not learnt", "equations shuffled"])
+def test_each_mistake_with_adapters_is_noticed(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mutation == "equations shuffled":
+        monkeypatch.setattr(cost_model, "_with_adapters", lambda gram: [*gram, *[0.0] * 7])
+        with pytest.raises(AssertionError):
+            check_that_old_files_go_on()
+        return
+    name = "step_seconds" if mutation == "not charged" else "_accumulate"
+    right = getattr(CostModel, name)
+    monkeypatch.setattr(CostModel, name, lambda self, step, *rest: right(self, step._replace(adapter_bytes=0.0), *rest))
+    with pytest.raises(AssertionError):
+        check_the_price_of_adapters()

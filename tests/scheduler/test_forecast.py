@@ -95,7 +95,7 @@ def check_exact(made: tuple[EngineCore, ModelLimits], rng: random.Random, depth:
             core.clock.now(),
             {},
             depth=depth,
-            most_steps=5000,
+            max_steps=5000,
         )
     )
     waiting = {request.request_id for request in core.scheduler.waiting if not request.num_preemptions}
@@ -148,8 +148,8 @@ def test_what_lies_beyond_the_horizon_is_extrapolated_in_order(depth: int) -> No
         core.add(door.prepare(str(index), [index + 10] * 20, params, 0.0))
     core.step()
     known = core.scheduler, core.costs.model.step_seconds, AnswerLengths(), 0.0, {"default": 0}
-    near = last(foresee(*known, depth=depth, most_steps=66))
-    far = last(foresee(*known, depth=depth, most_steps=9999))
+    near = last(foresee(*known, depth=depth, max_steps=66))
+    far = last(foresee(*known, depth=depth, max_steps=9999))
     assert list(near.starts) == list(far.starts) == [str(index) for index in range(2, 40)]
     assert near.starts["39"] == pytest.approx(far.starts["39"], rel=0.3)
     assert near.newcomers["default"] >= near.starts["39"]
@@ -196,7 +196,7 @@ def test_a_newcomer_is_no_stranger_to_its_own_tenant() -> None:
         core.step()
     now = core.clock.now()
     ahead = last(
-        foresee(core.scheduler, core.costs.model.step_seconds, AnswerLengths(), now, {"default": 0}, most_steps=999)
+        foresee(core.scheduler, core.costs.model.step_seconds, AnswerLengths(), now, {"default": 0}, max_steps=999)
     )
     assert (ahead.tenant, ahead.wait_of("default", now, stranger=True)) == ("a", pytest.approx(0.0, abs=0.1))
     core.add(door.prepare("new", [9] * 20, SamplingParams(max_tokens=2, ignore_eos=True), now, tenant="a"))
@@ -223,8 +223,8 @@ def test_who_is_asked_for_but_not_there_takes_nobodys_row(seed: int) -> None:
     for _ in range(20):
         core.step()
     known = core.scheduler, core.costs.model.step_seconds, AnswerLengths(), core.clock.now()
-    alone = last(foresee(*known, {}, most_steps=5000))
-    asked = last(foresee(*known, {"priority": -10, "default": 0, "flex": 10}, most_steps=5000))
+    alone = last(foresee(*known, {}, max_steps=5000))
+    asked = last(foresee(*known, {"priority": -10, "default": 0, "flex": 10}, max_steps=5000))
     assert set(asked.starts) == set(alone.starts)
     step = core.costs.model.step_seconds(StepFeatures(4, 400))
     assert min(asked.starts.values()) > min(alone.starts.values()) - step  # not before a row becomes free

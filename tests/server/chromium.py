@@ -1,4 +1,5 @@
-"""A headless Chromium, controlled through its DevTools protocol over two pipes. It needs no package but the browser."""
+"""A headless Chromium, controlled through its DevTools protocol over two pipes. It needs the browser, but no Python
+package."""
 
 from __future__ import annotations
 
@@ -23,22 +24,22 @@ _FLAGS += ["--disable-background-networking", "--disable-component-update", "--d
 
 
 _PATIENCE = 60.0
-"""Seconds after which a missing browser, or missing contents of a page, are an error."""
+"""Seconds to wait for the browser, or for contents of a page, before an error is raised."""
 _SERVER_ERROR = -32000
-"""The protocol's error code when a page was left, or its tab closed, while one of its expressions was awaited."""
+"""The protocol's error code when a page was left, or its tab closed, while an expression was being awaited."""
 
 
 class PageGone(RuntimeError):
-    """The page of an expression no longer exists."""
+    """Error: the page in which an expression ran no longer exists."""
 
 
 def find_chromium() -> str | None:
-    """The browser's path, or None where there is none."""
+    """Path of the browser; None if it is not installed."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Chromium:
-    """One tab of the browser."""
+    """A browser with one tab."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._to, self._from = to_browser, from_browser
@@ -46,14 +47,14 @@ class Chromium:
         self._rest = b""
         self._session: dict[str, str] = {}
         self.problems: list[str] = []
-        """Uncaught errors, and requests that the browser refused, as texts."""
+        """Messages of uncaught errors, and of requests that the browser refused."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Run one command of the protocol and return its result."""
+        """Run one command of the protocol, and return its result."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": params, **self._session}
         os.write(self._to, json.dumps(message).encode() + b"\0")
@@ -104,14 +105,14 @@ class Chromium:
         self.wait_for(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
-        """Value of a JavaScript expression, awaited if it is a promise. It must be valid in JSON."""
+        """Value of a JavaScript expression. A promise is awaited. The value must be representable in JSON."""
         given = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in given:
             raise RuntimeError(json.dumps(given["exceptionDetails"]))
         return given["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        """Wait until a JavaScript expression is true. Fails after a minute."""
+        """Wait until a JavaScript expression is true. Raises an error after a minute."""
         look = f"(async () => {{ try {{ return !!(await ({condition})); }} catch {{ return false; }} }})()"
         end = time.monotonic() + _PATIENCE
         while True:
@@ -143,7 +144,7 @@ class Chromium:
 
 @contextlib.contextmanager
 def open_chromium(program: str) -> Iterator[Chromium]:
-    """Start the browser with a fresh profile; it ends with the block."""
+    """Start the browser with a new profile. It is ended at the end of the block."""
     ours_in, its_out = os.pipe()
     its_in, ours_out = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:

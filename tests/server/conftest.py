@@ -1,4 +1,5 @@
-"""Fixtures for server tests, which run on their own event loops. A forgotten resource of a test is a warning."""
+"""Fixtures for server tests, which run their own event loops. A resource that a test does not release causes a
+warning."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def loggers_as_they_were() -> Iterator[None]:
-    """Restore the package's loggers, which a started server redirects to its own handler."""
+    """Restore the package's loggers after a test, because a started server redirects them to its own handler."""
     loggers = [logging.getLogger(name) for name in ("chairlift", "uvicorn")]
     before = [(logger, logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
     yield

@@ -1,7 +1,7 @@
-"""A fake engine for the server: scripted tokens, real detokenizing, and every kind of failure.
+"""A fake engine for tests of the server: scripted tokens, real detokenizing, and every kind of failure.
 
-An answer is a function of the prompt, the seed, the index of the answer and the sampling parameters, so
-:meth:`FakeEngine.expected` can compute it. Deltas have random sizes, as for a slow reader.
+An output depends only on the prompt, the seed, the index of the output and the sampling parameters, so
+:meth:`FakeEngine.expected` can compute it. Deltas have random sizes, as when a client reads slowly.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ INFO = EngineInfo(
 
 @functools.cache
 def byte_tokenizer(begins: bool = False) -> Tokenizer:
-    """256 bytes, ``<|im_start|>`` (256; texts can begin with it), ``<|im_end|>`` (257, end of sequence)."""
+    """Tokenizer with 256 bytes, ``<|im_start|>`` (256; with ``begins``, every text begins with it) and ``<|im_end|>``
+    (257, end of sequence)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -85,7 +86,7 @@ def byte_tokenizer(begins: bool = False) -> Tokenizer:
 
 
 class FakeStream:
-    """Yields scripted outputs. If the engine fails before they end, it raises the failure."""
+    """Yields scripted outputs. If the engine fails before they have ended, it raises the failure."""
 
     def __init__(
         self,
@@ -134,14 +135,14 @@ class FakeStream:
 
 
 class FakeEngine:
-    """Replaces AsyncEngine. ``with_tokenizer=False`` is skip_tokenizer_init."""
+    """Replaces AsyncEngine in tests. ``with_tokenizer=False`` corresponds to skip_tokenizer_init."""
 
     def __init__(self, *, with_tokenizer: bool = True, state: EngineState = EngineState.READY) -> None:
         self.state = state
         self.failure = ""
         self.adapters = AdapterNames()
         self.adapters_asked: list[str] = []
-        """Parameters of each request that was submitted."""
+        """Name of the adapter of each submitted request; empty for none."""
         self.info: EngineInfo | None = INFO if state is EngineState.READY else None
         self.tokenizer = byte_tokenizer() if with_tokenizer else None
         self.stats = RequestStats()
@@ -149,43 +150,43 @@ class FakeEngine:
         self.num_aborted = 0
         self.num_queued = 0
         self.follows_grammars = False
-        """Whether answers follow grammars; otherwise the script decides."""
+        """Whether outputs follow grammars. If not, the script determines them."""
         self.num_beside = 0
-        """Number of jobs that ran on a thread."""
+        """Number of jobs that ran in another thread."""
         self.engine_pid: int | None = None
         self.max_queued_requests, self.max_queued_tokens = 256, 65_536
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.service_classes: Mapping[str, ServiceClass] | None = None
         self.services: list[Service] = []
-        """Promises of each submitted request."""
+        """Service promises of each submitted request."""
         self.arrivals: list[float | None] = []
         self.encoded_at: list[float] = []
         self.names: list[str] = []
         self.room_asked: list[tuple[int, str]] = []
         self.tokens_asked: list[int] = []
-        """Prompt tokens of each check for room."""
+        """Number of prompt tokens in each check for room."""
         self.words_asked: list[tuple[str, ...]] = []
-        """Bad words of each call that tokenizes them."""
+        """Bad words in each call that tokenizes them."""
         self.full = False
-        """Whether every request is refused because the queue is full."""
+        """Whether every request is refused as if the queue were full."""
         self.failure_of_streams: Exception | None = None
         """Error that streams raise after ``fail_after`` outputs."""
         self.fail_after = 0
         self.failed_row = ""
-        """Error with which every answer ends after its first tokens; empty for none."""
+        """Error with which every output ends after its first tokens; empty for none."""
         self.failed_reason = FinishReason.ERROR
         self.script: list[int] = []
-        """Tokens of every answer; empty for random ones."""
+        """Tokens of every output; empty for random tokens."""
         self.gate: asyncio.Event | None = None
-        """Event that streams wait for after ``gate_after`` outputs."""
+        """Event for which streams wait after ``gate_after`` outputs."""
         self.gate_after = 0
         self.template_gate: asyncio.Event | None = None
-        """Event that chats wait for before they are laid out."""
+        """Event for which chats wait before their template is rendered."""
         self.waiting = asyncio.Event()
         self.intake = Intake(256, 65_536)
-        """Queue that tests fill; requests do not enter it."""
+        """Queue that tests can fill. Requests of the fake engine do not enter it."""
         self.waits: dict[str, float | None] = {}
-        """Expected wait by class of service; 0 for other classes."""
+        """Service class -> expected wait in seconds; 0 for classes that are not listed."""
         self.queued: list[tuple[FakeStream, Place]] = []
         self.events = Events("began", "ended", "steps")
 
@@ -303,7 +304,7 @@ class FakeEngine:
         self.check_room()
         self._check(prompt, params)
         limits = ModelLimits(INFO.vocab_size, INFO.max_model_len, (), self.service_classes)
-        _, service = InputProcessor(limits, None, INFO)._promise(params, 0.0, tenant)
+        _, service = InputProcessor(limits, None, INFO)._service(params, 0.0, tenant)
         self.services.append(service)
         self.names.append(name)
         self.submitted.append((prompt, params, {"cache_salt": cache_salt, "queue_timeout": queue_timeout}))
@@ -317,7 +318,7 @@ class FakeEngine:
         return stream
 
     def expected(self, prompt: list[int], params: SamplingParams) -> list[CompletionOutput]:
-        """The whole answers."""
+        """The complete outputs for a prompt."""
         return [_cumulative(self._answer(prompt, params, index)) for index in range(params.n)]
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
@@ -333,7 +334,7 @@ class FakeEngine:
             raise PromptTooLongError(f"the prompt has {len(prompt)} tokens, and does not fit in {INFO.max_model_len}")
 
     def _answer(self, prompt: list[int], params: SamplingParams, index: int) -> list[CompletionOutput]:
-        """Deltas of one answer."""
+        """Deltas of output number ``index``."""
         if params.max_tokens == 0:
             scored = None if params.logprobs is None else 0.0
             end = FinishReason.LENGTH
@@ -377,7 +378,8 @@ class FakeEngine:
         return tokens[:count]
 
     def _entry(self, token: int, top: int) -> dict[int, Logprob]:
-        """Log-probabilities with the chosen token first, at a rank that depends on it, then the ``top`` likeliest."""
+        """Log-probabilities: the chosen token first, with a rank that depends on the token, then the ``top`` most
+        likely tokens."""
         rank = token % 3 + 1
         likely = [(token + 17 * (r - rank)) % (self.info or INFO).vocab_size for r in range(1, max(top, rank) + 1)]
         entry = {token: self._logprob(token, rank)}
@@ -409,7 +411,7 @@ class FakeEngine:
     def _interleaved(
         self, prompt: list[int], params: SamplingParams, answers: list[list[CompletionOutput]]
     ) -> list[RequestOutput]:
-        """Outputs in which one answer, or several, have news."""
+        """Request outputs in which one or several of the outputs have new tokens."""
         rng = random.Random(repr((prompt, params.seed)))
         left = [list(deltas) for deltas in answers]
         outputs = []
@@ -432,7 +434,7 @@ def _cumulative(deltas: Sequence[CompletionOutput]) -> CompletionOutput:
 
 
 def make_state(engine: FakeEngine | None = None, **settings: Any) -> ServerState:
-    """State of a server with a fake engine, for ``make_app``."""
+    """Server state with a fake engine, for ``make_app``."""
     config = ServerConfig(**settings)
     fake: Any = engine or FakeEngine()
     return ServerState(config, fake, (MODEL, "other-name"), api_keys=load_keys(config), started_at=1_700_000_000)

@@ -29,7 +29,7 @@ from chairlift.server.limits import read_json
 from chairlift.server.state import ServerState
 
 PATIENCE = 60.0
-"""Seconds after which a waiting test fails."""
+"""Seconds after which a test that waits fails."""
 
 INFO = EngineInfo(
     model="tiny",
@@ -55,7 +55,7 @@ INFO = EngineInfo(
 
 
 class StateOnlyEngine:
-    """The part of an engine that the HTTP layer uses: its state."""
+    """An engine with only the attribute that the HTTP layer uses: its state."""
 
     def __init__(self, state: EngineState = EngineState.READY) -> None:
         self.state = state
@@ -105,7 +105,7 @@ def make_state(engine: Any = None, **settings: Any) -> ServerState:
 
 
 class Endpoints:
-    """Endpoints for tests, with records of their requests."""
+    """Endpoints for tests, which record their requests."""
 
     def __init__(self) -> None:
         self.num_waiting = self.num_cancelled = 0
@@ -159,7 +159,7 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The body, which must be an OpenAI error object."""
+        """Body of the response, which must be an OpenAI error object."""
         content = self.json()
         assert set(content) == {"error"}
         assert set(content["error"]) == {"message", "type", "param", "code"}
@@ -170,11 +170,11 @@ class Reply:
 
 
 _opened: ContextVar[contextlib.AsyncExitStack] = ContextVar("_opened")
-"""Closes what a test of :func:`run` opens."""
+"""Closes the resources that a test of :func:`run` opens."""
 
 
 class Connection:
-    """A client's end of a connection. It is closed at the end of the test at the latest."""
+    """A client's end of a connection. It is closed no later than at the end of the test."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -220,7 +220,7 @@ class Connection:
         return data[:-2]
 
     async def is_closed(self) -> bool:
-        """Wait until the server closes the connection. Bytes before that are an error."""
+        """Wait until the server closes the connection. Fails if bytes arrive before that."""
         try:
             return await asyncio.wait_for(self.reader.read(1), PATIENCE) == b""
         except ConnectionError:
@@ -233,7 +233,7 @@ class Connection:
 
 
 class Client:
-    """Opens connections to one server, and closes them at the end."""
+    """Opens connections to one server, and closes all of them at the end."""
 
     def __init__(self, port: int, server: HttpServer) -> None:
         self.port, self.server = port, server
@@ -282,7 +282,7 @@ async def serving(
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine on the command's event loop, with a time limit."""
+    """Run a test's coroutine on the event loop that ``chairlift serve`` uses, with a time limit."""
 
     async def limited() -> None:
         async with contextlib.AsyncExitStack() as opened:
@@ -294,7 +294,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Run the loop until the condition holds."""
+    """Run the event loop until the condition holds."""
 
     async def turns() -> None:
         while not condition():

@@ -68,7 +68,7 @@ OPENAPI = {
 
 
 class FakeServer:
-    """Scripted answers, and a record of the requests."""
+    """Scripted responses, and a record of the requests."""
 
     def __init__(
         self,
@@ -81,15 +81,15 @@ class FakeServer:
     ) -> None:
         self.key = key
         self.counts = counts
-        """Required field of /tokenize."""
+        """Name of the field that a request to /tokenize must have."""
         self.room = room
         self.lists_room = lists_room
         self.url = ""
         self.paths: list[str] = []
         self.bodies: list[dict[str, Any]] = []
-        """Bodies of the chat requests."""
+        """Bodies of all chat requests so far."""
         self.started, self.left = threading.Event(), threading.Event()
-        """Set when an endless answer has begun, and when its client has left."""
+        """Events: ``started`` is set when an endless response has begun, ``left`` when its client has disconnected."""
         self.loading = False
         routes = [
             *pages.routes,
@@ -171,7 +171,7 @@ class FakeServer:
 
 
 def _count(messages: list[dict[str, str]]) -> int:
-    """Number of tokens: one per word, and one per message."""
+    """Number of tokens: one per word, plus one per message."""
     return sum(1 + len((message["content"] or "").split()) for message in messages)
 
 
@@ -191,7 +191,7 @@ def _error(status: int, code: str, message: str) -> Response:
 
 @contextmanager
 def serve_fake(fake: FakeServer) -> Iterator[FakeServer]:
-    """Serve ``fake`` on a free port of this machine, at ``fake.url``."""
+    """Serve ``fake`` on a free port of this machine. Its address is ``fake.url``."""
     listener = socket.create_server(("127.0.0.1", 0))
     fake.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     config = uvicorn.Config(fake.app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)

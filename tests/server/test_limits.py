@@ -536,15 +536,15 @@ def test_a_reader_that_stands_still_is_cut_off_whatever_it_sends() -> None:
 def test_a_slow_reader_is_not_cut_off() -> None:
     async def test(client: Client) -> None:
         connection, served = await owed(client)
-        before = served._num_owed()
+        before = served._num_unread()
         await connection.reader.readexactly(1 << 17)  # far less than what the kernel asks for at once
-        await until(lambda: before - served._num_owed() >= 1 << 16)
-        left = served._num_owed()
-        served._look_for_reading(served._num_written - before, before, 0.0)
+        await until(lambda: before - served._num_unread() >= 1 << 16)
+        left = served._num_unread()
+        served._check_reading(served._num_written - before, before, 0.0)
         assert not served.transport.is_closing() and served._stall is not None
-        served._look_for_reading(served._num_written - left, left, math.inf)
+        served._check_reading(served._num_written - left, left, math.inf)
         assert not served.transport.is_closing()
-        served._look_for_reading(served._num_written - left, left, 0.0)
+        served._check_reading(served._num_written - left, left, 0.0)
         assert served.transport.is_closing()
         await connection.close()
 
@@ -556,14 +556,14 @@ def test_a_slow_reader_of_the_end_is_not_cut_off() -> None:
 
     async def test(client: Client) -> None:
         connection, served = await owed(client)
-        before = served._num_owed()
+        before = served._num_unread()
         served.finish()
         await connection.reader.readexactly(1 << 17)
-        await until(lambda: before - served._num_owed() >= 1 << 16)
-        left = served._num_owed()
-        served._look_for_reading(served._num_written - before, before, 0.0)
+        await until(lambda: before - served._num_unread() >= 1 << 16)
+        left = served._num_unread()
+        served._check_reading(served._num_written - before, before, 0.0)
         assert served.transport.get_write_buffer_size()
-        served._look_for_reading(served._num_written - left, left, 0.0)
+        served._check_reading(served._num_written - left, left, 0.0)
         await until(lambda: not client.server.state.connections)
         await connection.close()
 
@@ -631,12 +631,12 @@ def test_a_stream_that_grows_as_fast_as_it_is_read_is_not_cut_off() -> None:
         endpoints = Stream(4000)
         async with serving(make_app(make_state(), endpoints.routes)) as client:
             connection, served = await listener(client)
-            await until(lambda: served._num_owed() > 1 << 17)
+            await until(lambda: served._num_unread() > 1 << 17)
             for _ in range(10):
-                read, owed = served._num_written - served._num_owed(), served._num_owed()
+                read, owed = served._num_written - served._num_unread(), served._num_unread()
                 await connection.reader.readexactly(1 << 17)
-                await until(lambda read=read: served._num_written - served._num_owed() - read >= 1 << 16)  # type: ignore[misc]
-                served._look_for_reading(read, owed, 0.0)
+                await until(lambda read=read: served._num_written - served._num_unread() - read >= 1 << 16)  # type: ignore[misc]
+                served._check_reading(read, owed, 0.0)
                 assert not served.transport.is_closing()
             await connection.close()
 
@@ -649,7 +649,7 @@ def test_the_kernel_holds_little_for_a_reader_that_stands_still() -> None:
         async with serving(make_app(make_state(), Stream(100_000).routes)) as client:
             connection, served = await listener(client)
             await until(lambda: served.flow.write_paused)
-            assert served._num_owed() < 1 << 19
+            assert served._num_unread() < 1 << 19
             await connection.close()
 
     run(test())

@@ -231,14 +231,14 @@ def test_the_engine_is_watched_only_while_somebody_looks(monkeypatch: pytest.Mon
 
     async def test() -> None:
         feed, engine = feed_of()
-        with feed.looking():
+        with feed.viewing():
             assert feed in engine.events.subscribers.values()
-            with feed.looking():
+            with feed.viewing():
                 assert feed.num_viewers == 2
             await asyncio.sleep(0)
             assert engine.events.wants("steps")
         assert engine.events.wants("steps")  # it lingers, for a page that is loaded again
-        with feed.looking():
+        with feed.viewing():
             await asyncio.sleep(0.001)
             assert engine.events.wants("steps")
         await until(lambda: not engine.events.wants("steps"))
@@ -248,7 +248,7 @@ def test_the_engine_is_watched_only_while_somebody_looks(monkeypatch: pytest.Mon
 
 
 def test_there_is_an_end_to_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_MOST_VIEWERS", 1)
+    monkeypatch.setattr(live, "_MAX_VIEWERS", 1)
 
     async def test() -> None:
         state = make_state(WatchedEngine())
@@ -263,7 +263,7 @@ def test_there_is_an_end_to_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_viewer_that_cannot_keep_up_is_skipped_ahead_and_told() -> None:
     async def test() -> None:
         state = make_state(WatchedEngine())
-        state.live = feed = LiveFeed(state.engine, most_bytes=200)
+        state.live = feed = LiveFeed(state.engine, max_bytes=200)
         events = live._follow(feed, state)
         await anext(events)
         feed.steps(KEY)
@@ -283,7 +283,7 @@ def test_a_viewer_that_cannot_keep_up_is_skipped_ahead_and_told() -> None:
 
 def test_the_ring_is_bounded_and_begins_with_a_snapshot() -> None:
     async def test() -> None:
-        feed, _ = feed_of(most_bytes=5000)
+        feed, _ = feed_of(max_bytes=5000)
         for number in range(3000):
             feed.steps(KEY if number % 10 == 0 else b'{"step":%d}' % number)
             assert feed[feed.first] == as_event(KEY)
@@ -298,7 +298,7 @@ def test_the_ring_is_bounded_and_begins_with_a_snapshot() -> None:
 def test_the_ring_forgets_with_time_but_never_all_of_it() -> None:
     async def test() -> None:
         clock = Clock()
-        feed, _ = feed_of(most_seconds=60.0, clock=clock)
+        feed, _ = feed_of(max_seconds=60.0, clock=clock)
         for _ in range(10):
             feed.steps(KEY)
             clock.now += 10.0
@@ -330,7 +330,7 @@ def test_requests_are_called_what_their_callers_call_them() -> None:
     async def test() -> None:
         feed, engine = feed_of()
         engine.streams = [Stream("a1", "mine-1"), Stream("b2", "")]
-        with feed.looking():
+        with feed.viewing():
             feed.steps(KEY)
             feed.steps(b'{"step":1}')
             engine.streams.append(Stream("c3", "mine-3"))
@@ -402,7 +402,7 @@ def test_exports_are_files_in_the_formats_they_claim(shown: Any, recording: byte
 def test_news_come_at_once() -> None:
     async def test() -> None:
         feed, _ = feed_of()
-        waiting = asyncio.ensure_future(feed.news(3600))
+        waiting = asyncio.ensure_future(feed.wait_for_entry(3600))
         await asyncio.sleep(0)
         feed.steps(KEY)
         await asyncio.wait_for(waiting, 10)
@@ -474,7 +474,7 @@ def test_who_waits_for_the_simulator_holds_no_recording_and_not_everybody_waits(
 
 
 def test_one_key_cannot_take_all_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_MOST_VIEWERS_OF_ONE", 1)
+    monkeypatch.setattr(live, "_MAX_VIEWERS_OF_ONE", 1)
     (tmp_path / "keys").write_text("admin sk-1\nadmin sk-2\nalice sk-3\n")
     first, second = ("Authorization: Bearer sk-1",), ("Authorization: Bearer sk-2",)
 
@@ -496,7 +496,7 @@ def test_one_key_cannot_take_all_places(tmp_path: Path, monkeypatch: pytest.Monk
                 await connection.close()
             await until(lambda: state.live is not None and not state.live.num_callers)
             state.live.working.release()
-            assert not +state.live.places
+            assert not +state.live.num_uses
 
             state.live = LiveFeed(state.engine)
             viewers = [await client.connect() for _ in range(2)]

@@ -516,7 +516,7 @@ def test_the_store_is_bounded_and_the_largest_key_gives_way() -> None:
     assert not store.delete("a", "b1") and not store.delete("nobody", "b1")
     for holder, name in [(holder, f"{holder}{i}") for holder in "ab" for i in range(4)]:
         store.delete(holder, name)
-    assert (store.num_stored, store.num_bytes, store._kept, store._bytes) == (0, 0, {}, {})
+    assert (store.num_stored, store.num_bytes, store._stored, store._bytes) == (0, 0, {}, {})
 
 
 # --- an agent ---------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class Stuck(SpanExporter):
 def test_the_end_of_a_server_does_not_wait_for_a_collector_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tracing, "_MOST_SECONDS", 0.05)
+    monkeypatch.setattr(tracing, "_MAX_SECONDS", 0.05)
     stuck = Stuck()
     ending = threading.Thread(target=tracing.RequestTracer(stuck, "m").shutdown, daemon=True)
     ending.start()

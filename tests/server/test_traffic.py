@@ -568,7 +568,7 @@ async def test_a_slow_listener_loses_the_oldest_and_is_told() -> None:
 async def test_a_listener_who_keeps_up_loses_nothing_however_much_there_was() -> None:
     recording = a_recording()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(traffic, "_MOST_WAITING_TOKENS", 100)
+        patch.setattr(traffic, "_MAX_WAITING_TOKENS", 100)
         for i in range(12):
             stream = a_stream(i)
             recording.began(stream)

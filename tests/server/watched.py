@@ -1,4 +1,4 @@
-"""A real core in this process with live views over HTTP, and an independent record of what it did."""
+"""A real engine core in this process with live views over HTTP, and an independent record of what the core did."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Tables = dict[str, list[list[int]]]
 
 
 class _NotingExecutor(LocalExecutor):
-    """Records the block tables of each step."""
+    """An executor that records the block tables of each step."""
 
     note: Callable[[SchedulerOutput], None]
 
@@ -43,17 +43,18 @@ class _NotingExecutor(LocalExecutor):
 
 
 class Truth:
-    """An engine under a load with bursts and aborts, and its true history: rows per request, all tables per step."""
+    """An engine under a load with bursts and aborts, and its true history: the rows of each request, and all block
+    tables of each step."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self.engine = engine
         self.core = engine.core
         self.rows: dict[str, list[Row]] = {}
-        """(step, slot, tokens, why) per request."""
+        """Request id -> (step, slot, tokens, reason) for each of its rows."""
         self.tables: dict[int, Tables] = {}
         self.aborted: set[str] = set()
         self.answers: dict[str, int] = {}
-        """Number of tokens of sequences whose request ended normally."""
+        """Sequence -> number of its tokens, for sequences whose request ended normally."""
         self._random = random.Random(seed)
         self._count = 0
         self.core.events.subscribe("the truth", self)
@@ -76,7 +77,7 @@ class Truth:
         return clock
 
     def burst(self, count: int) -> None:
-        """Add ``count`` requests at once; some prompts have equal beginnings."""
+        """Add ``count`` requests at once. Some of their prompts have equal beginnings."""
         for _ in range(count):
             draw = self._random
             prompt = [3] * draw.choice([0, 8, 16]) + [draw.randrange(18) for _ in range(draw.randrange(2, 24))]
@@ -87,7 +88,7 @@ class Truth:
             self._count += 1
 
     def step(self) -> None:
-        """Run one step, advance the clock, and sometimes abort a request."""
+        """Run one step, advance the clock, and abort a request at random times."""
         self._clock().advance(0.0001 * self._random.randrange(2, 20))
         for output in self.engine.step():
             if output.finished:
@@ -101,7 +102,7 @@ class Truth:
                 self.aborted.add(name)
 
     def churn(self, count: int) -> None:
-        """Requests that are aborted during their prefill. Each uses the row of the one before."""
+        """Run requests that are aborted during their prefill. Each uses the row of the previous one."""
         for number in range(count):
             name = f"churned-{number}"
             params = SamplingParams(max_tokens=4, ignore_eos=True, seed=1)
@@ -148,21 +149,21 @@ class WatchedEngine(StateOnlyEngine):
 
 
 class ServedView:
-    """A server on its own thread."""
+    """A server with a live view, running on its own thread."""
 
     def __init__(self, state: ServerState, engine: WatchedEngine, loop: asyncio.AbstractEventLoop, port: int) -> None:
         self.state, self.engine, self._loop = state, engine, loop
         self.url = f"http://127.0.0.1:{port}"
 
     def tell(self, lines: bytes) -> None:
-        """Publish lines of the engine's recorder."""
+        """Publish lines as the engine's recorder would."""
         if lines:
             self._loop.call_soon_threadsafe(self.engine.events.tell, "steps", lines)
 
 
 @contextmanager
 def serve_watched(feed: Callable[[WatchedEngine], LiveFeed] | None = None, **settings: Any) -> Iterator[ServedView]:
-    """Serve the whole application with an engine that only has a live view."""
+    """Serve the whole application with an engine that has only a live view."""
     ready, over, found = threading.Event(), asyncio.Event(), []
 
     async def serve() -> None:

@@ -1,4 +1,5 @@
-"""Bugs of serving adapters, to be planted one at a time. Worlds with adapters must find every one of them."""
+"""Bugs in the serving of adapters, injected one at a time. The simulator's worlds with adapters must detect every one
+of them."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def adapters_of_a_step_in_the_order_of_slots(patch: Patch) -> None:
 
 @mutant
 def only_chunks_have_adapters(patch: Patch) -> None:
-    """Decode rows lose their adapter when no request joins or leaves."""
+    """Bug: decode rows lose their adapter when no request joins or leaves."""
     flatten = InputBatch._flatten
 
     def wrong(self: InputBatch, out: SchedulerOutput) -> StepBatch:
@@ -103,7 +104,8 @@ def _without_adapter(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @mutant
 def adapters_known_by_name(patch: Patch) -> None:
-    """One that is loaded again under its name has the number it had, and shares the KV of the one before."""
+    """Bug: an adapter that is loaded again under the same name gets the same number as before, and shares the KV of the
+    old adapter."""
 
     def wrong(self: AdapterNames, name: str, path: str, root: str | None = None) -> AdapterLoad:
         return AdapterLoad(int(name[1:]), name, path, root)
@@ -146,7 +148,7 @@ def bound_of_a_step_one_too_high(patch: Patch) -> None:
 
 @mutant
 def nobody_waits_too_long_for_an_adapter(patch: Patch) -> None:
-    patch(PromptBudget, "_door_closed", lambda self, step: False)
+    patch(PromptBudget, "_adapters_must_wait", lambda self, step: False)
 
 
 @mutant
@@ -215,9 +217,9 @@ def who_waits_for_an_adapter_stays_in_line_when_it_leaves(patch: Patch) -> None:
     forget = Adapters.forget
 
     def wrong(self: Adapters, request: Request) -> None:
-        line = list(self._line)
+        queue = list(self._queue)
         forget(self, request)
-        self._line = line
+        self._queue = queue
 
     patch(Adapters, "forget", wrong)
 

@@ -1,4 +1,4 @@
-"""Bugs of speculative decoding, injected one at a time. Worlds with drafts must detect each of them."""
+"""Bugs in speculative decoding, injected one at a time. The simulator's worlds with drafts must detect each of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def accepted_after_a_mismatch(patch: Patch) -> None:
 
 @mutant
 def one_too_few_accepted(patch: Patch) -> None:
-    """Accept one draft too few. Answers do not change, but a position is computed twice."""
+    """Bug: one draft too few is accepted. The output does not change, but a position is computed twice."""
     accepted = Chunk.num_accepted
     settle = InputBatch._settle
 
@@ -118,13 +118,13 @@ def tokens_behind_a_stop_kept(patch: Patch) -> None:
 
 @mutant
 def drafts_beyond_the_end_of_the_answer(patch: Patch) -> None:
-    most = Drafts._most
-    patch(Drafts, "_most", staticmethod(lambda request: most(request) + (most(request) > 0)))
+    most = Drafts._max_drafts
+    patch(Drafts, "_max_drafts", staticmethod(lambda request: most(request) + (most(request) > 0)))
 
 
 @mutant
 def window_left_behind_before_it_was_read(patch: Patch) -> None:
-    make_room, leave = Drafts._make_room, BlockTables._leave_behind
+    make_room, leave = Drafts._make_room, BlockTables._release_passed
 
     def wrong(self: Drafts, request: Request, chunk: Chunk, step: Step) -> bool:
         def early(tables: BlockTables, group: int, grows: Request, in_flight: int) -> None:
@@ -132,11 +132,11 @@ def window_left_behind_before_it_was_read(patch: Patch) -> None:
             leave(tables, group, grows, in_flight)
             request.num_computed_tokens = chunk.start
 
-        BlockTables._leave_behind = early  # type: ignore[method-assign]
+        BlockTables._release_passed = early  # type: ignore[method-assign]
         try:
             return make_room(self, request, chunk, step)
         finally:
-            BlockTables._leave_behind = leave  # type: ignore[method-assign]
+            BlockTables._release_passed = leave  # type: ignore[method-assign]
 
     patch(Drafts, "_make_room", wrong)
 

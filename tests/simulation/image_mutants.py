@@ -99,14 +99,6 @@ def placeholders_alone_identify_a_block(patch: Patch) -> None:
 
 
 @mutant
-def images_identify_only_the_block_where_they_begin(patch: Patch) -> None:
-    def wrong(spans: Sequence[ImageSpan], start: int, end: int) -> bytes:
-        return marks([span for span in spans if span.position >= start], start, end)
-
-    patch(prefix_cache, "marks", wrong)
-
-
-@mutant
 def place_of_an_image_left_out_of_its_mark(patch: Patch) -> None:
     def wrong(spans: Sequence[ImageSpan], start: int, end: int) -> bytes:
         found = [dataclasses.replace(span, position=0) for span in spans if span.position < end and span.end > start]

@@ -1,6 +1,6 @@
 """Typical bugs of such engines, injected one at a time. The simulator must detect each of them.
 
-Each is a function that takes a ``patch(owner, name, value)``; the names describe the failures.
+Each bug is a function that takes ``patch(owner, name, value)``; its name describes the failure.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from chairlift.step_batch import StepBatch
 Patch = Callable[[Any, str, Any], None]
 MUTANTS: dict[str, Callable[[Patch], None]] = {}
 PROMISE_MUTANTS: dict[str, tuple[str, Callable[[Patch], None]]] = {}
-"""Bugs in the promises of the policy `priority`, with the worlds that detect them."""
+"""Name of a bug -> (world that detects it, function that injects it). The bugs break service promises of the policy
+`priority`."""
 
 
 def mutant(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
@@ -51,7 +52,7 @@ def mutant(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
 
 
 def promise_mutant(world: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    """Decorator for a bug that breaks a promise which only the worlds of that name check."""
+    """Decorator for a bug that breaks a promise which only the simulated worlds of this name check."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
         PROMISE_MUTANTS[plant.__name__] = (world, plant)
@@ -235,7 +236,7 @@ def differences_of_a_failed_step_lost(patch: Patch) -> None:
     original = InputBatch.apply
 
     def apply(self: InputBatch, out: Any) -> Any:
-        self._untaken.clear()
+        self._unapplied.clear()
         return original(self, out)
 
     patch(InputBatch, "apply", apply)
@@ -599,7 +600,8 @@ def mask_of_the_last_sample_position_applied_to_the_whole_row(patch: Patch) -> N
 
 @mutant
 def sample_positions_off_by_one(patch: Patch) -> None:
-    """Shift all sample positions of a row but the last, which every other world would notice."""
+    """Bug: all sample positions of a row except the last are shifted. (Worlds without drafts would notice a shift of
+    the last.)"""
     original = InputBatch._flatten
 
     def flatten(self: InputBatch, out: SchedulerOutput) -> StepBatch:
@@ -805,7 +807,7 @@ def _unless_prefill_mode(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without(original: Callable[..., Any], attribute: str, method: str) -> Callable[..., Any]:
-    """``original`` without one call on one of the object's parts."""
+    """Function ``original`` without its call of ``method`` on the object's part ``attribute``."""
 
     class _Deaf:
         def __init__(self, part: Any) -> None:

@@ -1,4 +1,4 @@
-"""Custom policies as a user would write them, and broken ones."""
+"""Custom policies as users could write them, and broken policies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["BROKEN", "EarliestDeadlineFirst", "FairShares", "SeededRandom", "Sho
 
 
 class EarliestDeadlineFirst(FirstComeFirstServed):
-    """Earliest deadline first. It also preempts the request with the latest deadline (EDF; Liu and Layland, 1973)."""
+    """Earliest deadline first (EDF; Liu and Layland, 1973). The request with the latest deadline is preempted first."""
 
     name = "edf"
     preemptive = True
@@ -34,7 +34,8 @@ class EarliestDeadlineFirst(FirstComeFirstServed):
 
 
 class ShortestPromptFirst(FirstComeFirstServed):
-    """Shortest prompt first (an approximation of SRPT); longer ones go first after a while."""
+    """Shortest prompt first (an approximation of SRPT). Requests with longer prompts take precedence after some
+    time."""
 
     name = "srpt"
 
@@ -46,7 +47,7 @@ class ShortestPromptFirst(FirstComeFirstServed):
 
 
 class FairShares(FirstComeFirstServed):
-    """Fairness by virtual token counters only (VTC; Sheng et al., OSDI 2024)."""
+    """Fairness that uses only virtual token counters (VTC; Sheng et al., OSDI 2024)."""
 
     name = "vtc"
 
@@ -245,7 +246,7 @@ class FailsInTheMiddle(FirstComeFirstServed):
 
 
 class LetsNobodyBack(FirstComeFirstServed):
-    """A request that was preempted too often never gets a row again."""
+    """Broken policy: a request that was preempted too often never gets a row again."""
 
     def may_stay(self, request: Request) -> bool:
         return False
@@ -262,7 +263,7 @@ class DependsOnTheRun(FirstComeFirstServed):
 
 
 class EatsDeadlines(FirstComeFirstServed):
-    """Reports requests as late after it has removed their deadlines."""
+    """Broken policy: it reports requests as late after it has removed their deadlines."""
 
     def joined(self, request: Request) -> None:
         request.service = dataclasses.replace(request.service, finish_by=0.0)
@@ -290,4 +291,4 @@ BROKEN: dict[type[FirstComeFirstServed], str] = {
     DependsOnTheRun: "determinism",
     EatsDeadlines: "engine",
 }
-"""For each policy that is wrong on purpose, the promise that it breaks."""
+"""Policy that is wrong on purpose -> the rule for policies that it breaks."""

@@ -1,4 +1,5 @@
-"""Bugs of recurrent states, to be planted one at a time. The worlds that have states must find every one of them."""
+"""Bugs of recurrent states, injected one at a time. The simulator's worlds with such states must detect every one of
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def mutant(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
 
 @mutant
 def state_not_cleared_when_a_request_begins(patch: Patch) -> None:
-    """A request that begins reads what its block held before."""
+    """Bug: a new request does not start from zeros, but from the old contents of its state's block."""
     original = HashLM._advance
 
     def advance(self: HashLM, batch: StepBatch, group: int, row: int, layer: int, words: Any) -> Any:
@@ -50,7 +51,7 @@ def state_not_cleared_when_a_request_begins(patch: Patch) -> None:
 
 @mutant
 def two_requests_use_one_state(patch: Patch) -> None:
-    """The block of a state is taken from the pool and given out again at once."""
+    """Bug: the block of a state is allocated and at once allocated again for another request."""
     original = BlockTables.occupy
 
     def occupy(self: BlockTables, request: Request, *args: Any) -> None:
@@ -86,13 +87,14 @@ def state_not_restored_by_a_swap(patch: Patch) -> None:
 
 @mutant
 def state_ahead_of_the_saved_position(patch: Patch) -> None:
-    """Bug: steps in flight have advanced a state, and it is saved as if it covered fewer tokens."""
+    """Bug: a state is saved for fewer tokens than it covers, because steps in flight have already advanced it."""
     patch(StateKind, "continues_at", lambda self, position, num_computed: True)
 
 
 @mutant
 def fork_takes_the_state_where_it_stands(patch: Patch) -> None:
-    """A further answer to a prompt starts from the first answer's state, which has moved on."""
+    """Bug: a further output for the same prompt starts from the first output's current state, which has already
+    advanced."""
     original = KVCacheManager._find_shared
 
     def find_shared(self: KVCacheManager, request: Request) -> Any:
@@ -108,14 +110,14 @@ def fork_takes_the_state_where_it_stands(patch: Patch) -> None:
 
 @mutant
 def snapshot_of_a_later_position(patch: Patch) -> None:
-    """A prefix is shared with the snapshot of the next entry."""
+    """Bug: a shared prefix gets the state snapshot of the next table entry."""
     original = CacheKind.last_block
     patch(StateKind, "last_block", lambda self, entry, size: max(original(self, entry, size) - self.span // size, 0))
 
 
 @mutant
 def incomplete_entry_is_published(patch: Patch) -> None:
-    """The block of a state is offered to others before the last of its positions is computed."""
+    """Bug: the block of a state is published to the prefix cache before its last position has been computed."""
     original = CacheKind.completed_by
 
     def completed_by(self: StateKind, block: int, block_size: int) -> int | None:
@@ -126,13 +128,13 @@ def incomplete_entry_is_published(patch: Patch) -> None:
 
 @mutant
 def state_of_the_newest_block_is_read(patch: Patch) -> None:
-    """A row that enters an entry reads it, and not the one before."""
+    """Bug: a row that enters a new table entry reads the state of that entry instead of the previous one."""
     patch(StateKind, "first_in_reach", lambda self, position: position // self.span)
 
 
 @mutant
 def new_entry_is_not_written_in_steady_decode(patch: Patch) -> None:
-    """Rows that only decode go on writing the entry they began with."""
+    """Bug: rows that only decode continue to write the table entry with which they began."""
     original = InputBatch._advance
 
     def advance(self: InputBatch, step: StepBatch, out: SchedulerOutput) -> StepBatch:
@@ -147,7 +149,8 @@ def new_entry_is_not_written_in_steady_decode(patch: Patch) -> None:
 
 @mutant
 def hit_ends_inside_an_entry(patch: Patch) -> None:
-    """A hit is as long as K and V say."""
+    """Bug: the length of a prefix hit is determined by K and V only, so it may end inside an entry of recurrent
+    states."""
     original = KVCacheManager._has_all
 
     def has_all(self: KVCacheManager, group: int, path: list[Any]) -> bool:

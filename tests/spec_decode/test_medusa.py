@@ -41,9 +41,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def write_heads(
-    folder: Path, hidden: int, *, count: int = 3, layers: int = 1, seed: int = 0, std: float = 0.25
+    folder: Path,
+    hidden: int,
+    *,
+    count: int = 3,
+    layers: int = 1,
+    seed: int = 0,
+    std: float = 0.25,
+    shared: bool = False,
 ) -> Path:
-    """Heads of random weights, in Medusa's files."""
+    """Heads of random weights, in Medusa's files. ``shared``: they use the model's output head."""
     torch.manual_seed(seed)
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
@@ -51,9 +58,11 @@ def write_heads(
         for layer in range(layers):
             tensors[f"{head}.{layer}.linear.weight"] = torch.randn(hidden, hidden) * std
             tensors[f"{head}.{layer}.linear.bias"] = torch.randn(hidden) * std
-        tensors[f"{head}.{layers}.weight"] = torch.randn(VOCAB, hidden) * std
+        if not shared:
+            tensors[f"{head}.{layers}.weight"] = torch.randn(VOCAB, hidden) * std
     save_file(tensors, folder / "medusa_lm_head.safetensors")
     said = {"medusa_num_heads": count, "medusa_num_layers": layers, "base_model_name_or_path": "x", "version": "2"}
+    said |= {"original_lm_head": True} if shared else {}
     (folder / "config.json").write_text(json.dumps(said))
     return folder
 
@@ -83,7 +92,7 @@ def check(models: Models, seed: int) -> collections.Counter[str]:
     model, dtype, settings = rng.choice(WITHOUT_STATES), rng.choice(("bfloat16", "float32")), draw_settings(rng)
     settings["num_lookahead_steps"] = None
     isa, where = rng.choice(supported_isas()), models.model_dir(model)
-    sizes = {"count": rng.randint(1, 4), "layers": rng.randint(1, 2)}
+    sizes: dict[str, Any] = {"count": rng.randint(1, 4), "layers": rng.randint(1, 2), "shared": rng.random() < 0.5}
     heads = write_heads(where.parent / f"medusa-{seed}", hidden_size(where), seed=seed, **sizes)
     jobs = draw_jobs(rng, repetitive=True)
     expected = [run(models.alone(model, isa, dtype), [job])[0] for job in jobs]
@@ -112,11 +121,13 @@ def test_medusa_changes_no_bit(count: int, models: Models, request: pytest.Fixtu
         assert seen["accepted"] > count and seen["drafted"] > 10 * count, seen
 
 
-def guesses(models: Models, tmp_path: Path, temperature: float) -> tuple[list[list[int]], list[list[int]]]:
+def guesses(
+    models: Models, tmp_path: Path, temperature: float, shared: bool = False
+) -> tuple[list[list[int]], list[list[int]]]:
     """What heads draft for several requests, and what plain torch drafts from the hidden states of transformers."""
     where = models.model_dir("llama")
     width = hidden_size(where)
-    heads = write_heads(tmp_path / "heads", width, count=4, layers=2, std=0.5)
+    heads = write_heads(tmp_path / "heads", width, count=4, layers=2, std=0.5, shared=shared)
     settings = {"num_kv_blocks": 120, "threads": 1, "speculative_config": asked_of(heads), "max_num_batched_tokens": 33}
     llm = models.llm("llama", "auto", "float32", **settings)
     drafter = drafts_are_free(llm)
@@ -141,7 +152,8 @@ def guesses(models: Models, tmp_path: Path, temperature: float) -> tuple[list[li
                 for layer in range(2):
                     weight, bias = (weights[f"{head}.{layer}.linear.{part}"] for part in ("weight", "bias"))
                     x = x + torch.nn.functional.silu(weight @ x + bias)
-                right.append(int((weights[f"{head}.2.weight"] @ x).argmax()))
+                matrix = model.lm_head.weight if shared else weights[f"{head}.2.weight"]
+                right.append(int((matrix @ x).argmax()))
         wanted.append(right)
     return [drafts for _, drafts in made], wanted
 
@@ -150,8 +162,9 @@ def _hf(where: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
 
 
-def test_each_head_guesses_the_token_of_its_place(models: Models, tmp_path: Path) -> None:
-    drafts, wanted = guesses(models, tmp_path, temperature=0.0)
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_head_guesses_the_token_of_its_place(shared: bool, models: Models, tmp_path: Path) -> None:
+    drafts, wanted = guesses(models, tmp_path, temperature=0.0, shared=shared)
     assert len(drafts) > 30 and max(map(len, drafts)) == 4
     assert sum(one != other for one, other in zip(drafts, wanted, strict=True)) <= 1  # a near tie
 
@@ -179,6 +192,11 @@ def spoilt(folder: Path, change: Callable[[dict[str, torch.Tensor], dict[str, An
             r"shape \[7, 64\], and this model",
         ),
         (lambda tensors, config: config.pop("medusa_num_heads"), "does not say how many Medusa heads"),
+        (lambda tensors, config: config.update(original_lm_head=True), "has '0.1.weight', which Medusa heads have not"),
+        (
+            lambda tensors, config: config.update(original_lm_head="x"),
+            "original_lm_head must be true or false, got 'x'",
+        ),
         (
             lambda tensors, config: config.update(medusa_num_layers=0),
             "medusa_num_layers must be .* from 1 to 64, got 0",
@@ -239,5 +257,5 @@ def test_a_planted_bug_is_noticed(
     plant: Callable[[pytest.MonkeyPatch], None], models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    drafts, wanted = guesses(models, tmp_path, temperature=0.0)
+    drafts, wanted = guesses(models, tmp_path, temperature=0.0, shared=plant is heads_in_another_order)
     assert sum(one != other for one, other in zip(drafts, wanted, strict=True)) > 3

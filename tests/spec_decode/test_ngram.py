@@ -52,7 +52,7 @@ def test_new_tokens_have_no_drafts() -> None:
 
 
 def test_a_long_prompt_is_indexed_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram, "_MOST_PER_CALL", 10)
+    monkeypatch.setattr(ngram, "_MAX_PER_CALL", 10)
     index, tokens = NgramIndex(2), [*range(25), 3, 4]
     assert [len(index.propose(tokens, 3)) for _ in range(4)] == [0, 0, 3, 3]
     assert list(index.propose(tokens, 3)) == [5, 6, 7]

@@ -96,4 +96,4 @@ def test_few_places_of_many_are_compared(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(PredictedText, "_match", lambda self, *given: looked.append(1) or match(self, *given))
     text = PredictedText([1, 2] * 5000)
     assert propose(text, [7, 1, 2], 2) == [1, 2]
-    assert len(looked) <= 2 * predicted._MOST_COMPARED
+    assert len(looked) <= 2 * predicted._MAX_COMPARED

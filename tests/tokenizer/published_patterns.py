@@ -1,4 +1,4 @@
-"""Regular expressions of published tokenizers, from ``tokenizer.json`` or the code of tiktoken.
+"""Regular expressions of published tokenizers, from ``tokenizer.json`` or from the code of tiktoken.
 
 Keys name the models that use them. They are test data: ``chairlift.tokenizer.patterns`` decides how the server treats a
 pattern.
@@ -25,7 +25,7 @@ def _cased(ending: str, without: str = "") -> str:
 
 
 STEADY = {
-    # Whole texts
+    # Patterns that split a whole text.
     "GPT-2, GPT-NeoX, OLMo, Phi-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "r50k of tiktoken": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
     "r50k, older": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -59,7 +59,7 @@ STEADY = {
     "CLIP": r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
     "Gemma 4, Laguna": r"[^\n]+|[\n]+",
     "whitespace": r"\w+|[^\w\s]+",
-    # One step of several
+    # Patterns of tokenizers that split in several steps: one step each.
     "DeepSeek V3, numbers": r"\p{N}{1,3}",
     "DeepSeek V3, Chinese": "[一-龥぀-ゟ゠-ヿ]+",
     "DeepSeek Coder, line breaks": "[\r\n]",
@@ -70,7 +70,7 @@ STEADY = {
     "Youtu": "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
     "Trinity (AFMoE), Asian scripts": "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿]+",
     "Falcon": "[0-9][0-9][0-9]",
-    # Normalizers
+    # Patterns of normalizers.
     "ALBERT, XLM-R, T5, Pegasus": " {2,}",
     "CLIP, spaces": r"\s+",
     "DeBERTa, BARThez": r"\s{2,}|[\n\r\t]",
@@ -78,14 +78,14 @@ STEADY = {
     "a prefix at the start of a text": r"(?<!\n)^",
 }
 SLOW = {
-    # Patterns of models that are rightly refused: their time grows with the square of the text
+    # Patterns of models that are correctly refused, because their time grows with the square of the text's length.
     "DeepSeek LLM, spaces at the end": r"\s+$",
     "SentencePiece, converted by transformers 5": r"\A +| +\z",
     "SeamlessM4T": " +▁",
     "SuperBPE": r"(?=(\d{3})+(?!\d))",
     "Tiny Aya, Trinity (AFMoE)": r"\d{1,3}(?=(?:\d{3})*\b)",
     "Jais 2": r"\s*[\r\n]+|\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{1,2}(?!\S)|\s{1}",
-    # Patterns of no model
+    # Patterns that no model uses.
     "twice as often per letter": "(a|aa)+$",
     "a repetition in a repetition": "(a+)+b",
     "a repetition in a repetition, in Oniguruma": "a{1,3}+b|a+",

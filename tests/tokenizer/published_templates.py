@@ -2,7 +2,7 @@
 
 ``python -m tests.tokenizer.published_templates DIR`` compares those in a directory.
 
-Packages that contain such templates: trl, and llama-cpp-python's source distribution
+These packages contain chat templates: trl, and llama-cpp-python's source distribution
 (vendor/llama.cpp/models/templates).
 """
 
@@ -34,7 +34,8 @@ def _says(text: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
 
-# Chats with words that must be in the text. The text must equal that of transformers, if that has one.
+# Name -> (messages, words that the rendered text must contain). The text must also equal transformers', if transformers
+# can render the chat.
 CHATS: dict[str, tuple[list[dict[str, Any]], tuple[str, ...]]] = {
     "user": ([_HI], ("Hi",)),
     "system": ([{"role": "system", "content": "Be."}, _HI], ("Be.", "Hi")),
@@ -50,15 +51,15 @@ CHATS: dict[str, tuple[list[dict[str, Any]], tuple[str, ...]]] = {
 
 
 def reference() -> Any:
-    """transformers' tokenizer, whose ``apply_chat_template`` is the reference."""
+    """A tokenizer of transformers, whose ``apply_chat_template`` is the reference."""
     import transformers
 
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tiny.library("byte_level"), **NAMED)
 
 
 def compare(source: str, name: str, truth: Any) -> str:
-    """``same``, ``refused`` (by Chairlift), ``other`` (another text with all words), ``differs`` or ``lost`` (words are
-    missing)."""
+    """Result of rendering one template: ``same``, ``refused`` (by Chairlift), ``other`` (a different text that contains
+    all words), ``differs`` or ``lost`` (words are missing)."""
     chat, words = CHATS[name]
     how = {"continue_final_message": True} if "continued" in name else {"add_generation_prompt": True}
     try:
@@ -73,7 +74,7 @@ def compare(source: str, name: str, truth: Any) -> str:
         return "other"
     if ours == theirs:
         return "same"
-    # Where a template does not loop over the parts of a message, transformers prints them in Python's form or drops
+    # If a template does not loop over the parts of a message, transformers prints the parts as Python objects or drops
     # them.
     broken = "'text'" in theirs or '"text"' in theirs or any(word not in theirs for word in words)
     return "other" if broken or "reasoning" in name else "differs"

@@ -22,7 +22,7 @@ from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer import Tokenizer
 from chairlift.tokenizer.bad_words import spellings, word_ids
 from chairlift.tokenizer.encoder import Encoder
-from chairlift.tokenizer.growth import MOST_GROWTH, check_growth, doubt_about
+from chairlift.tokenizer.growth import MAX_GROWTH, check_growth, doubt_about
 from chairlift.tokenizer.patterns import is_steady, shortest
 from chairlift.tokenizer.text_worker import TextWorker
 from tests.server.fake_engine import INFO
@@ -282,5 +282,5 @@ def test_words_that_a_caller_of_python_forbids_are_encoded_as_its_prompts_are(tm
 
 def test_a_short_text_grows_no_further_than_the_limit_says() -> None:
     """The limit is far above what is honest, and a million of characters times it is still memory that there is."""
-    assert 11 < MOST_GROWTH <= 64
+    assert 11 < MAX_GROWTH <= 64
     assert doubt_about(json.loads(byte_fallback_backend().to_str())) == ""

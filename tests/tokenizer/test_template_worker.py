@@ -349,7 +349,7 @@ def test_chats_take_turns_and_processes_stay_few() -> None:
 
 def test_the_line_is_bounded() -> None:
     async def work() -> None:
-        worker = TemplateWorker("{{ 1 }}", num_workers=1, time_limit=PATIENCE, most_waiting=3)
+        worker = TemplateWorker("{{ 1 }}", num_workers=1, time_limit=PATIENCE, max_waiting=3)
         await worker.start()
         results = await asyncio.gather(*(worker.render(HI) for _ in range(10)), return_exceptions=True)
         assert results[:4] == ["1"] * 4 and all(isinstance(result, QueueFullError) for result in results[4:])

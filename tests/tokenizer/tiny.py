@@ -1,4 +1,4 @@
-"""Small tokenizers of every decoder family, built in memory."""
+"""Small tokenizers for every decoder family, built in memory."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def byte_level_backend(pattern: str | None = None) -> tokenizers.Tokenizer:
 
 
 def byte_fallback_backend(strip: bool = True) -> tokenizers.Tokenizer:
-    """A tokenizer like Llama 2's: no pre-tokenizer, spaces as ``▁``, unknown characters as byte tokens."""
+    """A tokenizer like Llama 2's: no pre-tokenizer, spaces as ``▁``, and unknown characters as byte tokens."""
     specials = ["<unk>", "<s>", "</s>"]
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(_SENTENCEPIECE + [decoders.Strip(" ", 1, 0)] * strip)
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=specials + _BYTES, show_progress=False)
     backend.train_from_iterator(_CORPUS[:1], trainer)  # few letters, so that most text becomes bytes
-    # The trainer can reserve entries only as special tokens, but byte tokens are normal ones.
+    # The trainer can reserve entries only as special tokens, but byte tokens must be normal tokens.
     description = json.loads(backend.to_str())
     description["added_tokens"] = [token for token in description["added_tokens"] if token["content"] in specials]
     return tokenizers.Tokenizer.from_str(json.dumps(description))
@@ -87,8 +87,8 @@ def _word_piece_backend() -> tokenizers.Tokenizer:
 
 
 def _suffix_backend() -> tokenizers.Tokenizer:
-    """A tokenizer with ``</w>`` at the end of a word. The last token of a sequence drops its space, so its text depends
-    on what follows."""
+    """A tokenizer with ``</w>`` at the end of each word. The last token of a sequence drops its space, so its text
+    depends on the tokens that follow."""
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.decoder = decoders.BPEDecoder()
@@ -112,7 +112,7 @@ FAMILIES: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 @functools.cache
 def library(family: str) -> tokenizers.Tokenizer:
-    """The library's own tokenizer, as the reference."""
+    """Tokenizer of the ``tokenizers`` library, as the reference."""
     return FAMILIES[family]()
 
 

@@ -1,4 +1,4 @@
-"""Answers in each format, and the calls in them."""
+"""Model outputs in each tool-call format, and the calls that they contain."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOOLS: dict[str, dict[str, Any]] = {
 }
 _BAR = "｜"
 
-# name of the format -> several (text, content, calls)
+# Name of the format -> several (text, content, calls).
 RECORDED: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
     (
         "hermes",
@@ -204,12 +204,12 @@ RECORDED: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
 
 
 def reader_for(name: str, reasoning: str = "", **options: Any) -> AnswerReader:
-    """A reader for a format, with the tools above."""
+    """Reader for a format, with the tools above."""
     return AnswerReader(TOOL_FORMATS[name], REASONING_FORMATS.get(reasoning), TOOLS, **options)
 
 
 def split_read(reader: AnswerReader, pieces: list[str]) -> Answer:
-    """The answer whose text arrives in these pieces."""
+    """Result of reading a text that arrives in these pieces."""
     answer = Answer()
     for piece in pieces:
         answer.add(reader.feed(piece))
@@ -218,5 +218,5 @@ def split_read(reader: AnswerReader, pieces: list[str]) -> Answer:
 
 
 def as_calls(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
-    """Names and arguments of the calls."""
+    """(name, arguments) of each call."""
     return [(call.name, json.loads(call.arguments)) for call in answer.calls]

@@ -19,7 +19,7 @@ from chairlift.tool_calls import (
     AnswerReader,
     Thinking,
     check_tools,
-    held_to,
+    output_constraint,
     read_answer,
     thinking_of,
 )
@@ -104,7 +104,7 @@ def test_what_a_model_of_the_format_writes_is_let_through(name: str) -> None:
 @pytest.mark.parametrize("name", FORCED)
 def test_whatever_is_let_through_is_a_valid_call(name: str) -> None:
     form, tools, seen = TOOL_FORMATS[name], tools_of(SHORT), set()
-    held = held_to(None, tools, form, None, Thinking.NONE)
+    held = output_constraint(None, tools, form, None, Thinking.NONE)
     assert held is not None
     tokenizer, compiler = of_bytes()
     made, check = compiler.compile(held.value), jsonschema_rs.validator_for(SHORT)
@@ -184,14 +184,14 @@ def test_reasoning_comes_first_and_then_a_form_or_calls(content: str) -> None:
     tools, form = tools_of(LOOK), TOOL_FORMATS["hermes"]
     for asked, given in ((None, tools), (FORM, tools), (FORM, tools_of(LOOK, "auto"))):
         wanted = "complete" if content == NOW or given.choice == "auto" else "refused"
-        may = held_to(asked, given, form, THINK, Thinking.MAY)
+        may = output_constraint(asked, given, form, THINK, Thinking.MAY)
         assert whole(content, may) == whole(f"<think>\nHm. {{</think>\n\n{content}", may) == wanted
         assert whole(f"Hm.</think>{content}", may) == "refused"
         assert whole(f"<think>Hm.</think>{content}<think>", may) == "refused"
-        inside = held_to(asked, given, form, THINK, Thinking.INSIDE)
+        inside = output_constraint(asked, given, form, THINK, Thinking.INSIDE)
         assert whole(f"Hm. {content}</think>\n\n{content}", inside) == wanted
         assert whole(content, inside) == "prefix"
-        none = held_to(asked, given, form, None, Thinking.NONE)
+        none = output_constraint(asked, given, form, None, Thinking.NONE)
         assert whole(content, none) == wanted
         assert whole(f"<think>Hm.</think>{content}", none) == "refused"
 
@@ -206,15 +206,15 @@ def test_other_forms_come_after_the_reasoning() -> None:
         (StructuredOutputsParams(structural_tag=tag), "one <b>1</b>"),
         (StructuredOutputsParams(structural_tag={"format": {"type": "const_string", "value": "x"}}), "x"),
     ):
-        assert held_to(asked, nothing, None, None, Thinking.NONE) is asked
-        held = held_to(asked, nothing, None, THINK, Thinking.INSIDE)
+        assert output_constraint(asked, nothing, None, None, Thinking.NONE) is asked
+        held = output_constraint(asked, nothing, None, THINK, Thinking.INSIDE)
         assert whole(f"Hm.</think>\n{text}", held) == "complete"
         assert whole(f"Hm.</think>\n<b>{text}", held) == "refused"
     grammar = StructuredOutputsParams(grammar='start: "x"')
-    assert held_to(grammar, nothing, None, THINK, Thinking.MAY) is grammar
+    assert output_constraint(grammar, nothing, None, THINK, Thinking.MAY) is grammar
     with pytest.raises(RequestError, match="grammar cannot begin after the reasoning"):
-        held_to(grammar, nothing, None, THINK, Thinking.INSIDE)
-    assert held_to(None, tools_of(LOOK, "auto"), TOOL_FORMATS["hermes"], THINK, Thinking.MAY) is None
+        output_constraint(grammar, nothing, None, THINK, Thinking.INSIDE)
+    assert output_constraint(None, tools_of(LOOK, "auto"), TOOL_FORMATS["hermes"], THINK, Thinking.MAY) is None
 
 
 def model_with(*marks: str) -> tuple[Tokenizer, GrammarCompiler]:
@@ -228,7 +228,7 @@ def model_with(*marks: str) -> tuple[Tokenizer, GrammarCompiler]:
 def test_messages_of_gpt_oss_have_headers() -> None:
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     tools, form = tools_of(LOOK, "auto"), TOOL_FORMATS["harmony"]
-    held = held_to(FORM, tools, form, HARMONY, Thinking.MAY)
+    held = output_constraint(FORM, tools, form, HARMONY, Thinking.MAY)
     assert held is not None
     tokenizer, compiler = model_with("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
     made = compiler.compile(held.value)
@@ -245,7 +245,7 @@ def test_messages_of_gpt_oss_have_headers() -> None:
 
 def test_marks_that_are_tokens_are_not_spelled_in_others() -> None:
     tokenizer, compiler = model_with("<think>", "</think>", "<tool_call>", "</tool_call>")
-    held = held_to(None, tools_of(LOOK), TOOL_FORMATS["hermes"], THINK, Thinking.MAY)
+    held = output_constraint(None, tools_of(LOOK), TOOL_FORMATS["hermes"], THINK, Thinking.MAY)
     assert held is not None
     made, end = compiler.compile(held.value), tokenizer.eos_token_ids[0]
 

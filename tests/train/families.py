@@ -24,7 +24,7 @@ _GQA: dict[str, Any] = _BASE | {"num_key_value_heads": 2, "intermediate_size": 4
 _MOE: dict[str, Any] = _GQA | {"head_dim": 8, "num_experts_per_tok": 2}
 _NO_DROPOUT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
-# Name -> model_type and settings. Windows are shorter than the sequences that tests use.
+# Name -> (model_type, settings). Windows are shorter than the sequences in the tests.
 _EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _GQA),
     "qwen3": ("qwen3", _GQA | {"head_dim": 8}),
@@ -82,15 +82,15 @@ _LEAKING: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 EXACT = tuple(_EXACT)
-"""Families that keep packed sequences apart when ``position_ids`` restart and no mask is given."""
+"""Families that keep packed sequences separate when ``position_ids`` restart and no mask is given."""
 
 LEAKING = tuple(_LEAKING)
-"""Families that mix packed sequences, without an error."""
+"""Families that mix packed sequences without raising an error."""
 
 
 def tiny(name: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, attention: str | None = None) -> Any:
-    """A model of the family in ``eval`` mode (no dropout), with weights from ``seed``. The global random generator is
-    not changed.
+    """A random model of the family in ``eval`` mode (no dropout), with weights drawn from ``seed``. The global random
+    generator is not changed.
 
     ``attention`` is ``attn_implementation`` of transformers; by default transformers chooses.
     """

@@ -1,4 +1,4 @@
-"""Four mixes of sequence lengths, from easy to hard, by capacity."""
+"""Four mixes of sequence lengths, from easy to hard to pack. Lengths are relative to the capacity of a pack."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ def _log_normal(rng: random.Random, capacity: int, median: float, sigma: float =
 
 
 def chat(rng: random.Random, capacity: int) -> int:
-    """Log-normal, mean 0.14 of the capacity."""
+    """Log-normal lengths with a mean of 0.14 of the capacity."""
     return _log_normal(rng, capacity, 0.089)
 
 
 def docs(rng: random.Random, capacity: int) -> int:
-    """Log-normal, cut at the capacity, mean 0.37 of it."""
+    """Log-normal lengths, cut at the capacity, with a mean of 0.37 of it."""
     return _log_normal(rng, capacity, 0.245, sigma=1.2)
 
 
 def rl(rng: random.Random, capacity: int) -> int:
-    """Four fifths are short, one fifth is longer than half the capacity, so no two of these fit in one pack."""
+    """Four fifths of the lengths are short; one fifth is longer than half the capacity, so that no two of these fit in
+    one pack."""
     if rng.random() < 0.8:
         return _log_normal(rng, capacity, 0.0362)
     return round(capacity * rng.uniform(0.55, 0.95))
 
 
 def hard(rng: random.Random, capacity: int) -> int:
-    """Uniform between 0.2 and 0.6 of the capacity: two to four in a pack, and nothing small to fill the rest."""
+    """Uniform lengths between 0.2 and 0.6 of the capacity: two to four sequences fit in a pack, and none is small
+    enough to fill the rest."""
     return round(capacity * rng.uniform(0.2, 0.6))
 
 

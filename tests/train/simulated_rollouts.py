@@ -29,10 +29,10 @@ def softmax(logits: Sequence[float]) -> list[float]:
 
 
 class SimulatedGenerator:
-    """Decodes while the trainer computes. A step takes 10 ms and a little per row.
+    """Generates tokens while the trainer computes. A step takes 10 ms plus a little for each row.
 
     Rollouts have realistic lengths (log-normal, cut off). The first token is an action of a bandit, drawn from the
-    weights at the rollout's start.
+    learner's weights at the start of the rollout.
     """
 
     def __init__(self, clock: Clock, seed: int) -> None:
@@ -84,7 +84,7 @@ class SimulatedGenerator:
 
 
 class Bandit:
-    """REINFORCE with truncated importance weights. Action a pays a / ACTIONS plus noise."""
+    """Learner: REINFORCE with truncated importance weights. The reward of action a is a / ACTIONS plus noise."""
 
     def __init__(self, clock: Clock, seed: int) -> None:
         self.clock = clock
@@ -108,7 +108,7 @@ class Bandit:
 
 
 def simulate(bound: int, policy: StalenessPolicy, steps: int = 60, seed: int = 0) -> tuple[float, float, AsyncLoop]:
-    """Seconds of a run, its final loss, and the loop."""
+    """(seconds of the simulated run, final loss, loop)."""
     clock = Clock()
     trainer = Bandit(clock, seed)
     generator: Generator = SimulatedGenerator(clock, seed + 1000)

@@ -1,4 +1,4 @@
-"""Random events at a staleness gate, and an independent count to compare with."""
+"""Random events at a staleness gate, and an independent count for comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ POLICIES: tuple[StalenessPolicy, ...] = ("drop", "wait", "reweight", "lr_scale")
 
 
 class World:
-    """Rollouts of random length, a trainer that takes each complete batch, and random events."""
+    """Rollouts of random lengths, a trainer that takes each complete batch, and random events."""
 
     def __init__(self, gate: StalenessGate, seed: int) -> None:
         self.gate = gate
@@ -49,7 +49,7 @@ class World:
             self.running[ticket] = [length, length, self.version]
 
     def generate(self) -> None:
-        """Generate one token or several for every rollout."""
+        """Generate one or several tokens for every rollout."""
         count = self.random.randint(1, 8)
         for ticket, row in list(self.running.items()):
             row[0] -= count

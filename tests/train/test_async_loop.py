@@ -212,7 +212,7 @@ def test_a_resumed_loop_trains_on_the_same(steps: int) -> None:
     second = echo_loop(prompts, generator)
     second.load_state_dict(first.state_dict())
     assert before + second.run(6 - steps) == whole
-    with pytest.raises(ConfigError, match="this one is under way"):
+    with pytest.raises(ConfigError, match="this loop has already started"):
         second.load_state_dict(first.state_dict())
 
 
@@ -232,7 +232,7 @@ def test_bad_arguments() -> None:
         AsyncLoop(Echo(), len, StalenessGate(1, 1), [], weights=dict, concurrency=0)  # type: ignore[arg-type]
     gate = StalenessGate(0, 2)
     gate.admit(2)
-    with pytest.raises(ConfigError, match="the gate is used by somebody else"):
+    with pytest.raises(ConfigError, match="the gate is used elsewhere, too"):
         AsyncLoop(Echo(), lambda selection: None, gate, [[1]], weights=dict).step()
 
 

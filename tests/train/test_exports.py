@@ -130,7 +130,7 @@ def test_trl_rows_are_read_by_datasets_and_collated_to_the_same_batch(
 def test_what_a_format_cannot_say_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     weighted = packs([{"input_ids": [1, 2, 3], "weight": 0.5}])
     for to, name in (("megatron", "set"), ("nemo", "set.npy"), ("nemo", "set.parquet")):
-        with pytest.raises(ConfigError, match=r"target of weight 0\.5, but this format knows 0 and 1 only"):
+        with pytest.raises(ConfigError, match=r"target of weight 0\.5, but this format has only the weights 0 and 1"):
             write(to, tmp_path / name, weighted)
     with pytest.raises(ConfigError, match="does not fit a vocabulary of 5"):
         write("megatron", tmp_path / "set", packs(), 5)

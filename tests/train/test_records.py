@@ -137,7 +137,7 @@ def test_calls_of_tools_are_learnt_in_every_form() -> None:
     shared = [{"from": "human", "value": "one"}, called, {"from": "observation", "value": "Rain."}]
     record = {"conversations": [*shared, {"from": "gpt", "value": "Wet."}], "tools": json.dumps([tool])}
     assert learnt(TOOLS, record) == expected
-    with pytest.raises(ConfigError, match="calls 'look', but the chat template does not print calls"):
+    with pytest.raises(ConfigError, match="calls 'look', but the chat template does not print tool calls"):
         learnt(MARKING, {"messages": [U("one"), calling, result, end]})
 
 
@@ -301,7 +301,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         FollowedLines([tmp_path / "a.jsonl.gz"], several, follow=True)
     for name, content, message in (
         ("b.json", "[]", "empty array"),
-        ("c.json", "[1", "begins as a JSON array"),
+        ("c.json", "[1", "begins with a JSON array"),
         ("d.txt", "x", r"suffix '\.txt'"),
         ("e.arrow", "x", "cannot be read as Arrow"),
     ):

@@ -31,6 +31,7 @@ from tests.lora.adapters import peft_logits
 from tests.models.tiny import tiny_hf_model
 from tests.train import tiny_run
 from tests.train.test_adapter import base_model, filled
+from tools.train_bundled_model import ASSETS_DIR
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "law": {"r": 4, "alpha": 8.0, "targets": ("all-linear",)},
@@ -443,15 +444,56 @@ def test_what_cannot_be_is_refused(run_dir: Path, llama: Path) -> None:
 
 @pytest.mark.nightly
 def test_ranks_share_the_steps_of_all_adapters(run_dir: Path) -> None:
+    """Moments after one step are gradients times a constant. Packs are dealt to ranks, so sums have another order."""
     raw = settings(run_dir, dropout=0.0)
-    raw["training"] |= {"dropout": 0.0, "steps": 4}
+    raw["training"] |= {"dropout": 0.0, "steps": 1, "warmup_steps": 0}
     file = run_dir / "run.yaml"
     file.write_text(json.dumps(raw))
     for processes in ("1", "2"):
         flags = ["--output", str(run_dir / f"of-{processes}"), "--processes", processes, "--quiet"]
         assert chairlift(["train", str(file), *flags]) == 0
-    one, two = (run_dir / f"of-{processes}" / "step-00000004" for processes in "12")
+    one, two = (
+        load_file(run_dir / f"of-{processes}" / "step-00000001" / "training" / "state.safetensors")
+        for processes in "12"
+    )
     for name in ("law", "med"):
-        mine = load_file(one / name / "adapter_model.safetensors")
-        for key, each in load_file(two / name / "adapter_model.safetensors").items():
-            assert torch.allclose(mine[key], each, rtol=1e-3, atol=1e-4), f"{key} of {name}"
+        moments = [key for key in one if f"{name}/" in key and key.endswith("exp_avg")]
+        assert len(moments) == len([key for key in one if f".model.{name}/" in key]) > 0
+        assert difference({key: two[key] for key in moments}, {key: one[key] for key in moments}) < 1e-5
+
+
+@pytest.mark.nightly
+def test_adapters_trained_together_answer_as_asked(tmp_path: Path) -> None:
+    """From a file of settings to a batch of three: the model as it was, and both adapters."""
+    question, answers = "What is continuous batching?", {"law": "Please ask the court.", "med": "Drink water and rest."}
+    for name, answer in answers.items():
+        asked = [question, "What is a page table?", "Who schedules the requests?", "Why is the cache full?"]
+        chats = [[{"role": "user", "content": each}, {"role": "assistant", "content": answer}] for each in asked]
+        lines = [json.dumps({"messages": each}) + "\n" for each in chats]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    raw = {
+        "model": {"path": str(ASSETS_DIR)},
+        "data": {"files": {name: [str(tmp_path / f"{name}.jsonl")] for name in answers}},
+        "packing": {"capacity": 256, "step": "sequences:8"},
+        "training": {"steps": 40, "warmup_steps": 4, "learning_rate": 0.01},
+        "lora": {
+            "alpha": 16,
+            "adapters": {"law": {"r": 8}, "med": {"r": 4, "targets": ["q_proj", "v_proj", "up_proj"]}},
+        },
+        "output": str(tmp_path / "out"),
+        "threads": 1,
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(raw))
+    assert chairlift(["train", str(tmp_path / "run.yaml"), "--quiet"]) == 0
+    found = tmp_path / "out" / "step-00000040"
+    llm = LLM(ASSETS_DIR, enable_lora=True, num_kv_blocks=200, dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=24)
+    requests = [LoRARequest("law", 1, found / "law"), LoRARequest("med", 2, found / "med"), None]
+    outputs = llm.chat([[{"role": "user", "content": question}]] * 3, params, lora_request=requests)
+    texts = [output.outputs[0].text.strip() for output in outputs]
+    assert texts[:2] == list(answers.values())
+    assert texts[2] not in answers.values()
+    for name, output in zip(answers, outputs, strict=False):
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        (logits,) = peft_logits(ASSETS_DIR, found / name, [tokens])
+        assert logits[len(output.prompt_token_ids) - 1 : -1].argmax(-1).tolist() == output.outputs[0].token_ids

@@ -300,7 +300,7 @@ def test_pieces_of_a_split_prompt_are_left_out() -> None:
 def test_an_endless_source_of_which_nothing_is_left_is_not_read_for_ever(
     overflow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_module, "_MOST_LEFT_OUT", 50)
+    monkeypatch.setattr(stream_module, "_MAX_LEFT_OUT", 50)
     stream = PackStream(itertools.repeat(prompted(20, 5)), 8, overflow=overflow)
     with pytest.raises(ConfigError, match=r"the last 50 sequences are all longer than a pack \(8 tokens\)"):
         next(iter(stream))

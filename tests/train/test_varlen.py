@@ -329,9 +329,9 @@ def test_calls_that_would_leak_are_refused() -> None:
     _, row = packed_row()
     ids, positions = row["input_ids"], row["position_ids"]
     with patch_hf(model):
-        with pytest.raises(ConfigError, match="drops their boundaries"):
+        with pytest.raises(ConfigError, match="ignores their boundaries"):
             model(**row, attention_mask=torch.ones_like(ids))
-        with pytest.raises(ConfigError, match="drops their boundaries"):
+        with pytest.raises(ConfigError, match="ignores their boundaries"):
             model(ids, torch.ones_like(ids), positions)
         with pytest.raises(ConfigError, match="join packed rows"):
             model(input_ids=ids.expand(2, -1), position_ids=positions.expand(2, -1))
@@ -348,15 +348,15 @@ def test_calls_that_would_leak_are_refused() -> None:
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("bloom", "does not let others attend"),
-        ("mpt", "does not let others attend"),
+        ("bloom", "has no AttentionInterface"),
+        ("mpt", "has no AttentionInterface"),
         ("qwen3_next", "layer 0 of Qwen3NextForCausalLM is of kind linear_attention"),
         ("mamba", "layer 0 of MambaForCausalLM is of kind (linear_attention|mamba),|MambaForCausalLM has a state"),
         ("mamba2", "layer 0 of Mamba2ForCausalLM is of kind (linear_attention|mamba),|Mamba2ForCausalLM has a state"),
         ("lfm2", "layer 0 of Lfm2ForCausalLM is of kind conv"),
         (
             "recurrent_gemma",
-            "layer 0 of RecurrentGemmaForCausalLM|RecurrentGemmaForCausalLM does not let others attend",
+            "layer 0 of RecurrentGemmaForCausalLM|RecurrentGemmaForCausalLM has no AttentionInterface",
         ),
     ],
 )
@@ -371,7 +371,7 @@ def test_families_that_cannot_be_packed_are_refused(family: str, message: str) -
 def test_a_model_with_a_state_is_refused_also_where_its_layers_have_no_kinds() -> None:
     model = tiny("llama")
     model._is_stateful = True
-    with pytest.raises(ConfigError, match="LlamaForCausalLM has a state that would run on"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has a state that would be carried"):
         patch_hf(model)
 
 
@@ -396,7 +396,7 @@ def tiny_like(kind: str, **settings: Any) -> Any:
         (
             "qwen2_moe",
             {"num_experts": 4, "use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention"]},
-            r"behind a window of \[4\] by its mask",
+            r"has a window of \[4\] in its mask",
         ),
     ],
 )

@@ -38,7 +38,7 @@ MODEL = {
 
 
 def write_records(path: Path, count: int = 60, seed: int = 0) -> Path:
-    """Random sequences of 2 to 40 token ids, some tokens without weight."""
+    """Write random sequences of 2 to 40 token ids. Some tokens have no weight in the loss."""
     rng = random.Random(seed)
     records = []
     for _ in range(count):
@@ -50,7 +50,7 @@ def write_records(path: Path, count: int = 60, seed: int = 0) -> Path:
 
 
 def settings(directory: Path, **training: Any) -> dict[str, Any]:
-    """Settings of a run in ``directory``, whose data is ``directory/data.jsonl``."""
+    """Settings of a training run in ``directory``, whose data is ``directory/data.jsonl``."""
     return {
         "model": {"config": MODEL, "dtype": "float32"},
         "data": {"files": [str(directory / "data.jsonl")]},

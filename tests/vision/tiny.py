@@ -1,4 +1,4 @@
-"""A tiny random SmolVLM with its files, images, and transformers' answers."""
+"""A tiny random SmolVLM with its files, random images, and transformers' outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chairlift.tokenizer.tokenizer import Tokenizer
 __all__ = ["ROWS", "SIZE", "SQUARE", "TEMPLATE", "QwenReference", "Reference", "picture", "tiny_qwen", "tiny_vlm"]
 
 SIZE, ROWS = 32, 4
-"""Pixels of a side of a tile, and prompt positions of a tile."""
+"""Side of a tile in pixels, and number of prompt positions of a tile."""
 _GRID = 3
 _SPECIAL = (
     *("<|im_start|>", "<end_of_utterance>", "<image>", "<fake_token_around_image>", "<global-img>"),
@@ -45,7 +45,7 @@ _PREPROCESSOR = {
 
 
 SQUARE = 8
-"""Pixels of a side of a square of patches, which is one row of Qwen's models."""
+"""Side in pixels of a square of patches, which becomes one row in Qwen's models."""
 _QWEN_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 _QWEN_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}{% if message['content'] is string %}"
@@ -73,11 +73,12 @@ def qwen_tokenizer() -> Tokenizer:
 
 
 VISION_FAMILIES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
-"""Families that :func:`tiny_vlm` and :func:`tiny_qwen` make."""
+"""Families that :func:`tiny_vlm` and :func:`tiny_qwen` can create."""
 
 
 def tiny_vlm(folder: Path, family: str = "smolvlm", **preprocessor: Any) -> Path:
-    """Write a random model of the family with a tokenizer of bytes. ``preprocessor`` are fields of its settings."""
+    """Write a random model of the family with a byte tokenizer. ``preprocessor`` are fields of its preprocessor
+    settings."""
     marker = 256 + _SPECIAL.index("<image>")
     text = {
         "model_type": "llama",
@@ -108,7 +109,7 @@ def tiny_vlm(folder: Path, family: str = "smolvlm", **preprocessor: Any) -> Path
 
 
 def tiny_qwen(folder: Path, family: str = "qwen3_vl", **preprocessor: Any) -> Path:
-    """Write a random Qwen2.5-VL or Qwen3-VL with a tokenizer of bytes, like :func:`tiny_vlm`."""
+    """Write a random Qwen2.5-VL or Qwen3-VL with a byte tokenizer; see :func:`tiny_vlm`."""
     deep = family == "qwen3_vl"
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
     text = {
@@ -157,13 +158,13 @@ def _write(folder: Path, config: Any, preprocessor: dict[str, Any], tokenizer: T
 
 
 def picture(seed: int, width: int = 40, height: int = 24) -> Image.Image:
-    """An image of noise."""
+    """An image of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 class Reference:
-    """transformers' own processing and model for a directory."""
+    """transformers' own processing and model for a model directory."""
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForImageTextToText.from_pretrained(
@@ -173,13 +174,13 @@ class Reference:
         self.tokenizer = tiny_tokenizer()
 
     def text_of(self, *parts: str | Image.Image) -> str:
-        """A question with these parts, laid out by the chat template."""
+        """Text of a question that consists of these parts, rendered by the chat template."""
         head = ":" if not isinstance(parts[0], str) else ": "
         inner = "".join(each if isinstance(each, str) else "<image>" for each in parts)
         return f"<|im_start|>User{head}{inner}<end_of_utterance>\nAssistant:"
 
     def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
-        """Token ids of a text with ``<image>`` in it, and pixels."""
+        """Token ids of a text that contains ``<image>``, and the pixels of the images."""
         if not images:
             return {"input_ids": torch.tensor([self.tokenizer.encode(text, False)])}
         batch = self.images([images], return_row_col_info=True, return_tensors="pt")
@@ -194,11 +195,11 @@ class Reference:
         }
 
     def known(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of the model for inputs whose token ids have grown."""
+        """Arguments of the model for inputs to which generated token ids have been appended."""
         return inputs
 
     def answer(self, text: str, images: list[Image.Image], count: int) -> tuple[list[int], list[int], list[float]]:
-        """Prompt, greedy tokens, and their log-probabilities."""
+        """(prompt token ids, greedy output tokens, their log-probabilities)."""
         given = self.inputs(text, images)
         prompt, tokens, logprobs = given["input_ids"][0].tolist(), list[int](), list[float]()
         for _ in range(count):
@@ -211,7 +212,7 @@ class Reference:
 
 
 class QwenReference(Reference):
-    """The same for Qwen2.5-VL and Qwen3-VL."""
+    """transformers' processing and model for Qwen2.5-VL and Qwen3-VL."""
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForImageTextToText.from_pretrained(
@@ -226,7 +227,7 @@ class QwenReference(Reference):
         return f"<|im_start|>user\n{inner}<|im_end|>\n<|im_start|>assistant\n"
 
     def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
-        """Token ids of a text with ``<|image_pad|>`` in it, and pixels."""
+        """Token ids of a text that contains ``<|image_pad|>``, and the pixels of the images."""
         if not images:
             return {"input_ids": torch.tensor([self.tokenizer.encode(text, False)])}
         batch = self.images(images, return_tensors="pt")

@@ -1,8 +1,9 @@
 """The binding of ``csrc/cpu/chairlift_cpu.h``: structs, prototypes, huge-page memory and the thread pool.
 
 ctypes releases the GIL during a call, needs nothing at build time, and works with one shared object for every Python 3.
-A step is one call, so the overhead of some microseconds does not matter. The structs here and in the header must agree
-field by field. :func:`load` compares their sizes and refuses a library built from another header.
+A step makes only one call, so ctypes' overhead of a few microseconds does not matter. The structs here must equal the
+header's structs field by field. :func:`load` compares their sizes, and refuses a library that was built from another
+header.
 """
 
 from __future__ import annotations
@@ -53,19 +54,19 @@ __all__ = [
 ]
 
 ABI_VERSION = 8
-"""``CL_ABI_VERSION`` of the header that this module mirrors."""
+"""Value of ``CL_ABI_VERSION`` in the header that this module mirrors."""
 
 ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
-"""Instruction-set paths in the order of ``cl_isa``, weakest first."""
+"""Names of the instruction-set paths, in the order of ``cl_isa``, slowest first."""
 
 MAX_THREADS = 256
-"""Most threads of a pool."""
+"""Maximum number of threads in a pool."""
 
 LIBRARY_PATH = Path(__file__).with_name("libchairlift_cpu.so")
 
 
 class Experts(ctypes.Structure):
-    """``cl_experts``: routing and additional inputs of a layer of experts."""
+    """Struct ``cl_experts``: routing and additional inputs of a layer of experts."""
 
     _fields_ = [
         ("num_experts", c_int32),
@@ -94,7 +95,7 @@ class Experts(ctypes.Structure):
 
 
 class Op(ctypes.Structure):
-    """``cl_op``: one fused operation of a step program."""
+    """Struct ``cl_op``: one fused operation of a step program."""
 
     _fields_ = [
         ("kind", c_int32),
@@ -127,7 +128,7 @@ class Op(ctypes.Structure):
 
 
 class KVLayer(ctypes.Structure):
-    """``cl_kv_layer``: addresses of K and V of one layer, or of a part of its recurrent states."""
+    """Struct ``cl_kv_layer``: addresses of one layer's K and V, or of one part of its recurrent states."""
 
     _fields_ = [
         ("kv", c_void_p),
@@ -142,13 +143,13 @@ class KVLayer(ctypes.Structure):
 
 
 KV_KINDS = {torch.float32: 0, torch.bfloat16: 0, torch.int8: 1}
-"""``cl_kv_kind`` by the dtype of K and V."""
+"""Dtype of K and V -> value of ``cl_kv_kind``."""
 STATE_KIND = 2
-"""``cl_kv_kind`` of recurrent states."""
+"""Value of ``cl_kv_kind`` for recurrent states."""
 
 
 class LowRank(ctypes.Structure):
-    """``cl_lora``: what an adapter adds to one product."""
+    """Struct ``cl_lora``: the terms that an adapter adds to one linear layer."""
 
     _fields_ = [
         ("a", c_void_p),
@@ -160,7 +161,7 @@ class LowRank(ctypes.Structure):
 
 
 class Program(ctypes.Structure):
-    """``cl_program``: ops, buffers and caches. The arrays it points to must outlive it."""
+    """Struct ``cl_program``: operations, buffers and caches. The arrays to which it points must outlive it."""
 
     _fields_ = [
         ("ops", POINTER(Op)),
@@ -184,7 +185,7 @@ class Program(ctypes.Structure):
 
 
 class Batch(ctypes.Structure):
-    """``cl_batch``: the rows and tokens of one step. Pointers are plain addresses."""
+    """Struct ``cl_batch``: the rows and tokens of one step. Pointers are plain addresses."""
 
     _fields_ = [
         ("token_ids", c_void_p),
@@ -203,8 +204,8 @@ class Batch(ctypes.Structure):
 
     @classmethod
     def of(cls, step: StepBatch, adapters: npt.NDArray[np.int32] | None = None) -> Batch:
-        """A batch that points to the arrays of ``step`` and to ``adapters``, which must outlive it. ``adapters`` [T]
-        are rows of the table of adapters."""
+        """A batch that points to the arrays of ``step`` and to ``adapters``, which must outlive it. ``adapters`` [T] is
+        the row of each token's adapter in the table of adapters."""
         spans = step.token_ids, step.positions, step.cu_seqlens, step.seq_lens
         arrays = *spans, step.block_tables, step.slot_mapping
         num_groups, num_rows, width = step.block_tables.shape
@@ -226,7 +227,8 @@ SAMPLING_ROW = np.dtype(
     ],
     align=True,
 )
-"""``cl_sampling_row`` as a numpy record, so that all rows of a step are filled and read by columns."""
+"""Struct ``cl_sampling_row`` as a numpy record dtype, so that all rows of a step are written and read column by
+column."""
 
 _STRUCT_SIZES = (*map(ctypes.sizeof, (Op, KVLayer, Program, Batch)), SAMPLING_ROW.itemsize)
 _STRUCT_SIZES = (*_STRUCT_SIZES, ctypes.sizeof(Experts), ctypes.sizeof(LowRank))
@@ -267,7 +269,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class Library(ctypes.CDLL):
-    """The shared object with the header's prototypes; functions are attributes (``library.cl_run(...)``).
+    """The shared object with the prototypes of the header. Its functions are attributes (``library.cl_run(...)``).
 
     Raises OSError when the file cannot be loaded, or was built from another version of the header.
     """
@@ -292,7 +294,7 @@ class Library(ctypes.CDLL):
 
 @functools.cache
 def _load() -> tuple[Library | None, str]:
-    """The library, or the reason why it is missing."""
+    """(library, ""), or (None, reason) if it is missing."""
     if not LIBRARY_PATH.exists():
         if sys.platform == "linux" and platform.machine() == "x86_64":
             return None, (
@@ -313,12 +315,12 @@ def _load() -> tuple[Library | None, str]:
 
 
 def load() -> Library | None:
-    """The CPU kernels, loaded once; None if they are missing, and :func:`why_unavailable` has the reason."""
+    """The CPU kernels, loaded once. None if they are missing; :func:`why_unavailable` then returns the reason."""
     return _load()[0]
 
 
 def why_unavailable() -> str:
-    """Reason why :func:`load` returns None, and the remedy; empty when the kernels are present."""
+    """Reason why :func:`load` returns None, and how to fix it. Empty if the kernels are available."""
     return _load()[1]
 
 
@@ -331,20 +333,20 @@ def require() -> Library:
 
 
 def supported_isas() -> tuple[str, ...]:
-    """The instruction-set paths that this processor, operating system and build can run, weakest first."""
+    """Names of the instruction-set paths that this processor, operating system and build can run, slowest first."""
     library = load()
     mask = library.cl_supported_isas() if library is not None else 0
     return tuple(name for i, name in enumerate(ISA_NAMES) if mask >> i & 1)
 
 
 def best_isa() -> str | None:
-    """The strongest of :func:`supported_isas`, or None without kernels."""
+    """Fastest of :func:`supported_isas`; None without the kernels."""
     return (supported_isas() or (None,))[-1]
 
 
 def default_threads() -> int:
-    """Number of processors that this process may use, by its affinity mask and its control groups' quotas; at most
-    256."""
+    """Number of processors that this process may use, according to its affinity mask and its control groups' quotas. At
+    most 256."""
     allowed, limit = min(_allowed_processors(), MAX_THREADS), processor_limit()
     return allowed if limit is None else max(1, min(allowed, math.ceil(limit)))
 
@@ -354,10 +356,10 @@ def _allowed_processors() -> int:
 
 
 class Memory:
-    """Zeroed memory on huge pages, 2 MiB aligned. The system allocates a page when it is first used.
+    """Zeroed memory on huge pages, aligned to 2 MiB. The system allocates a page when it is first used.
 
-    It is freed when this object and every tensor and array made from it are gone. Raises OSError without the kernels,
-    MemoryError without enough memory, ValueError for less than one byte.
+    The memory is freed when this object and every tensor and array over it have been deleted. Raises OSError without
+    the kernels, MemoryError without enough memory, ValueError for less than one byte.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -369,13 +371,16 @@ class Memory:
             raise MemoryError(f"the system has no {nbytes:,} bytes of memory left")
         self.address: int = address
         self.nbytes = nbytes
-        # Tensors and arrays keep the buffer alive, not this object, so the memory is freed when the buffer is gone.
+        # Tensors and arrays hold a reference to the buffer, not to this object. The memory is therefore freed when the
+        # buffer is deleted.
         self._buffer = (ctypes.c_char * nbytes).from_address(address)
-        # At exit the system frees all memory, after the last thread that might read it has ended.
+        # At exit nothing is freed here. The operating system frees the memory after the last thread that might read it
+        # has ended.
         weakref.finalize(self._buffer, library.cl_free, address, nbytes).atexit = False
 
     def part(self, offset: int, nbytes: int) -> Memory:
-        """``nbytes`` of this memory from byte ``offset`` on, as a Memory. Raises ValueError outside of it."""
+        """Bytes ``offset`` to ``offset + nbytes`` of this memory, as a Memory. Raises ValueError for a range outside of
+        it."""
         self._count(1, [nbytes], offset)
         part = Memory.__new__(Memory)
         part.address, part.nbytes = self.address + offset, nbytes
@@ -383,17 +388,17 @@ class Memory:
         return part
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """A contiguous tensor over this memory from its beginning. Raises ValueError when it does not fit."""
+        """A contiguous tensor that starts at the beginning of this memory. Raises ValueError when it does not fit."""
         return torch.frombuffer(self._buffer, dtype=dtype, count=self._count(dtype.itemsize, shape)).view(*shape)
 
     def array(self, dtype: np.typing.DTypeLike, shape: Sequence[int]) -> np.ndarray[Any, Any]:
-        """A contiguous array over this memory from its beginning. Raises ValueError when it does not fit."""
+        """A contiguous array that starts at the beginning of this memory. Raises ValueError when it does not fit."""
         kind: np.dtype[Any] = np.dtype(dtype)
-        # The memoryview is for the type checker. Like the buffer itself it keeps the memory alive.
+        # The memoryview is only for the type checker. Like the buffer itself, it keeps the memory alive.
         return np.frombuffer(memoryview(self._buffer), kind, self._count(kind.itemsize, shape)).reshape(shape)
 
     def _count(self, itemsize: int, shape: Sequence[int], offset: int = 0) -> int:
-        """Number of items of a shape. Raises ValueError when they do not fit in this memory."""
+        """Number of elements in ``shape``. Raises ValueError when they do not fit in this memory."""
         count = math.prod(shape)
         if offset < 0 or count < 1 or offset + count * itemsize > self.nbytes:
             raise ValueError(
@@ -403,11 +408,11 @@ class Memory:
 
 
 class Pool:
-    """A pool of compute threads: the caller and ``num_threads - 1`` more, which sleep between calls.
+    """A pool of ``num_threads`` compute threads: the calling thread, and others that sleep between calls.
 
-    ``num_threads`` None is :func:`default_threads`. If there is one thread for every allowed processor, each is pinned
-    to its own. Fewer threads are not pinned, so that the system may use the other processors as it likes. Raises
-    OSError without the kernels or when the threads cannot be started, ValueError for a number outside 1 to 256.
+    ``num_threads`` None means :func:`default_threads`. If there are as many threads as allowed processors, each thread
+    is pinned to one processor. If there are fewer threads, none is pinned, so the operating system can move them.
+    Raises OSError without the kernels or when the threads cannot be started, ValueError for a number outside 1 to 256.
     """
 
     def __init__(self, num_threads: int | None = None, pin: bool | None = None) -> None:
@@ -425,13 +430,13 @@ class Pool:
 
     @property
     def handle(self) -> int:
-        """The ``cl_pool*``. Raises ValueError after :meth:`close`."""
+        """Address of the ``cl_pool``. Raises ValueError after :meth:`close`."""
         if not self._finalizer.alive:
             raise ValueError("the thread pool is closed")
         return self._handle
 
     def close(self) -> None:
-        """End the threads. No call may be using them; closing twice is fine."""
+        """End the threads. No call may be using them. A second :meth:`close` does nothing."""
         self._finalizer()
 
 

@@ -1,4 +1,5 @@
-"""Adapters for step programs: the low-rank matrices of each product in packed panels, and the table of all adapters."""
+"""Adapters for step programs: the low-rank matrices of each linear layer in packed panels, and the table of all
+adapters."""
 
 from __future__ import annotations
 
@@ -18,27 +19,31 @@ from chairlift.kernels.cpu.packing import PANEL, PackedMatrix, PackedWeight, pac
 __all__ = ["LowRankPart", "LowRankTable", "PackedAdapter"]
 
 _SPARE = 16
-"""Numbers between two rows of scratch, so that they do not meet in few sets of the cache."""
+"""Padding between two rows of scratch memory, in elements. Without padding, the rows would share a few sets of the
+cache."""
 
 _PAIR = 2
-"""Steps of the rank that the kernels multiply at once, in 16 bits. Slices of the rank begin and end at multiples."""
+"""Number of rank dimensions that the 16-bit kernels multiply at once. Slices of the rank begin and end at multiples of
+it."""
 
 
 class LowRankPart(NamedTuple):
-    """Low-rank matrices added to outputs ``start`` and following of a product: ``x @ a.T @ b.T``."""
+    """Low-rank matrices of a linear layer: ``x @ a.T @ b.T`` is added to its outputs from ``start`` on."""
 
     start: int
     a: Tensor
-    """[r, in]."""
+    """Matrix [r, in]."""
     b: Tensor
-    """[rows, r]."""
+    """Matrix [rows, r]; ``rows`` is the number of outputs that it changes."""
 
 
 class PackedAdapter:
-    """An adapter's matrices, in ``dtype``, for the products of ``weights`` that it changes.
+    """An adapter's matrices in packed panels of ``dtype``. ``weights`` maps layer name -> weight of the linear layer
+    that the adapter changes.
 
-    The parts of one product (q, k and v) lie side by side in its rank. It reads nothing that changes, so that it may be
-    made on any thread. Raises ValueError for parts that do not fit, and what Memory raises.
+    The parts of one linear layer (such as q, k and v) are concatenated along the rank. The constructor reads no
+    changing state, so any thread may call it. Raises ValueError for parts that do not fit, and errors of
+    :class:`~chairlift.kernels.cpu.library.Memory`.
     """
 
     def __init__(
@@ -54,7 +59,7 @@ class PackedAdapter:
         """Bytes of all panels."""
         self._memory, offset = Memory(max(self.nbytes, 1)), 0
         self.products: dict[int, tuple[PackedWeight, PackedWeight, npt.NDArray[np.int32]]] = {}
-        """``site`` of the product's weight -> both matrices, and the slices of ``cl_lora``."""
+        """``site`` of the layer's weight -> (packed a, packed b, slices of the rank for ``cl_lora``)."""
         for index, (name, parts) in enumerate(layers.items()):
             weight, rank = weights[name], ranks[name]
             first, second = sizes[2 * index], sizes[2 * index + 1]
@@ -71,7 +76,8 @@ class PackedAdapter:
 
 
 def _fill(a: PackedWeight, b: PackedWeight, parts: Sequence[LowRankPart]) -> npt.NDArray[np.int32]:
-    """Write the parts of a product, and return which piece of the rank each panel of outputs has numbers in."""
+    """Write the parts of one linear layer into ``a`` and ``b``. Returns int32 [panels, 2]: per panel of outputs, the
+    first rank dimension with nonzero values and their number."""
     panels, whole = b.columns().numpy() // PANEL, torch.zeros(b.out_features, b.k)
     begin = np.full(b.panels, np.iinfo(np.int32).max, dtype=np.int64)
     end = np.zeros(b.panels, dtype=np.int64)
@@ -90,7 +96,7 @@ def _fill(a: PackedWeight, b: PackedWeight, parts: Sequence[LowRankPart]) -> npt
 
 
 class LowRankTable:
-    """All adapters of a step program by the caller's numbers. One thread owns it."""
+    """All loaded adapters of a step program, by the caller's adapter numbers. Only one thread may use it."""
 
     def __init__(self, num_sites: int, num_adapters: int, max_rank: int, max_tokens: int) -> None:
         self.num_sites = num_sites
@@ -101,13 +107,13 @@ class LowRankTable:
         self._rows = Memory(4 * self._stride * max_tokens)
 
     def point(self, program: Program) -> None:
-        """Let a program read this table, which must outlive it."""
+        """Make a program read this table. The table must outlive the program."""
         program.lora = ctypes.addressof(self._entries)
         program.num_sites = self.num_sites
         program.lora_rows, program.lora_stride = self._rows.address, self._stride
 
     def put(self, adapter_id: int, adapter: PackedAdapter) -> None:
-        """Take an adapter in. Raises InvariantError where its number is taken, or there is no room."""
+        """Add an adapter to the table. Raises InvariantError if its number is in use, or if the table is full."""
         if adapter_id in self._kept or not self._free:
             raise InvariantError(f"adapter {adapter_id} is in the table already, or the table is full")
         row = self._free.pop()
@@ -118,14 +124,15 @@ class LowRankTable:
         self._kept[adapter_id] = row, adapter
 
     def drop(self, adapter_id: int) -> None:
-        """Let an adapter go, which no later step may ask for."""
+        """Remove an adapter from the table. No later step may use it."""
         row, _ = self._kept.pop(adapter_id)
         for site in range(self.num_sites):
             self._entries[row * self.num_sites + site] = LowRank()
         self._free.append(row)
 
     def rows_of(self, adapter_ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-        """Rows of the table [T] for numbers of adapters [T], 0 for none. InvariantError for one that is not here."""
+        """Table row of each token's adapter [T]. ``adapter_ids`` [T] are adapter numbers, 0 for no adapter. Raises
+        InvariantError for a number that is not in the table."""
         rows = np.full(len(adapter_ids), -1, dtype=np.int32)
         for adapter_id in np.unique(adapter_ids).tolist():
             if adapter_id:

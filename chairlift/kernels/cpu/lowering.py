@@ -1,10 +1,10 @@
-"""Turns recorded nodes into fused operations and assigns their buffers. Plain data; nothing here calls the library.
+"""Turns recorded nodes into fused operations, and assigns buffers to them. Nothing here calls the native library.
 
-Four patterns cover decoder layers. In each, the product has no other reader.
-- A product with gated halves, or with an activation, is one operation.
-- A product, or a number times it, that is added to something is one operation.
-- A product that is split into heads is normalised, rotated and written into the KV cache without being stored.
-- A number times an embedding is part of the look-up.
+Four patterns cover decoder layers. In each pattern, no other operation reads the result of the linear layer.
+- A linear layer and the activation that follows it, with or without a gate, become one operation.
+- A linear layer whose result (perhaps times a number) is added to something becomes one operation with the addition.
+- A linear layer for q, k and v is normalised, rotated and written to the KV cache; its result is not stored.
+- An embedding times a number becomes part of the look-up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Activation", "FusedOp", "OpFlag", "OpKind", "Plan", "lower", "narrow
 
 
 class OpKind(enum.IntEnum):
-    """``cl_op_kind``."""
+    """Values of the C enum ``cl_op_kind``."""
 
     CALL = 0
     EMBED = 1
@@ -52,7 +52,7 @@ class OpKind(enum.IntEnum):
 
 
 class OpFlag(enum.IntFlag):
-    """Bits of ``cl_op.flags`` besides the activation."""
+    """Bits of ``cl_op.flags`` other than the activation."""
 
     PACKED = 1
     POSITIONS = 2
@@ -76,54 +76,56 @@ class Activation(enum.IntEnum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class FusedOp:
-    """One ``cl_op`` without addresses. ``fields`` are its plain members, with the header's names."""
+    """One operation as ``cl_op`` describes it, but without addresses. ``fields`` are its numeric members, by the
+    header's names."""
 
     kind: OpKind
     out: Value
     inputs: tuple[Value, ...]
-    """Activations that it reads: ``in``, then ``aux``; for a call-out all arguments."""
+    """Activations that the operation reads: ``in``, then ``aux``. For a call-out: all arguments."""
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     weight: Tensor | PackedMatrix | None = None
     bias: Tensor | None = None
-    """Bias of a norm, or the axis of each frequency of a rotation. The bias of a product belongs to its weight."""
+    """Bias of a norm, or the axis of each frequency of a rotation. The bias of a linear layer is stored with its
+    weight."""
     sinks: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     norm_offset: float = 0.0
-    """Number added to the weights of norms."""
+    """Number that is added to a norm's weights."""
     rotary: Value | None = None
     part: int = 0
-    """Part of the layer's recurrent states that it reads and writes."""
+    """Which part of the layer's recurrent states the operation reads and writes."""
     experts: dict[str, Any] | None = None
-    """Attributes of an ``ops.experts`` node."""
+    """Attributes of an ``ops.experts`` node; None for other operations."""
     call: Node | None = None
 
 
 @dataclasses.dataclass(slots=True)
 class Plan:
-    """Fused operations in order, and the buffers of their activations."""
+    """Fused operations in the order of execution, and the buffers of their activations."""
 
     ops: list[FusedOp]
     buffer_of: dict[Value, int]
     widths: list[int]
-    """Columns of each buffer. Activations share a buffer only if they have its width, so that its padding stays
-    zero."""
+    """Columns of each buffer. Activations share a buffer only if they have equal widths, so that the padding columns
+    stay zero."""
 
     @property
     def calls(self) -> list[str]:
-        """Names of the operations that plain torch computes."""
+        """Names of the operations that run in plain torch."""
         return list(dict.fromkeys(op.call.label for op in self.ops if op.call is not None))
 
 
 def lower(nodes: Sequence[Node], output: Value) -> Plan:
-    """Fuse ``nodes`` and assign buffers. The buffer of ``output`` is valid after the run."""
+    """Fuse ``nodes`` into operations and assign buffers. The buffer of ``output`` keeps its contents after the run."""
     ops = _Fuser(nodes, output).fuse()
     return _place(ops, output)
 
 
 def narrow_at(ops: Sequence[FusedOp], output: Value) -> tuple[int, set[Value]]:
-    """Index of the first operation after which tokens do not depend on each other, and the activations read from there
-    on."""
+    """Position from which the step can be narrowed to some tokens: (index of the first operation after all operations
+    that need every token, activations that are computed before it and read from it on)."""
     rows = (OpKind.EMBED, OpKind.ROTARY, OpKind.QKV, OpKind.HEADS)
     shared = (*rows, OpKind.SHORT_CONV, OpKind.MAMBA_SCAN, OpKind.DELTA_SCAN)
     recurrent = [op.call is not None and op.call.op is recurrence for op in ops]
@@ -133,14 +135,15 @@ def narrow_at(ops: Sequence[FusedOp], output: Value) -> tuple[int, set[Value]]:
 
 
 class _Fuser:
-    """Makes operations. A node becomes an operation of its own, or is fused into the operation that reads it."""
+    """Makes operations from nodes. A node becomes an operation of its own, or is fused into the operation that reads
+    it."""
 
     def __init__(self, nodes: Sequence[Node], output: Value) -> None:
         self.nodes = nodes
         self.readers = collections.Counter(value for node in nodes for value in set(node.inputs))
         self.readers[output] += 1
         self.absorbed: dict[Value, Node] = {}
-        """Results that are fused into their reader, with their nodes."""
+        """Result that is fused into the operation that reads it -> node that computes the result."""
 
     def fuse(self) -> list[FusedOp]:
         for node in self.nodes:
@@ -149,12 +152,12 @@ class _Fuser:
         return [op for node in rest for op in _KERNELS.get(node.op, _call)(self, node)]
 
     def _absorb(self, node: Node) -> None:
-        """Fuse a product or another input into ``node``, if ``node`` can compute it."""
+        """Fuse an input of ``node``, such as a linear layer, into ``node``, if the operation of ``node`` can compute
+        it."""
         if node.op not in _CLAIMED:
             return
-        # A sum of two products fuses the later one. The earlier one may have been computed before its input was
-        # overwritten.
-        # The gate of attention's result is its second input.
+        # In a sum of two linear layers, the later one is fused: the input of the earlier one may be overwritten before
+        # the sum. For ``sigmoid_gate``, the gate is the second input, and is tried first.
         candidates = reversed(node.inputs) if node.op in (add, ops.sigmoid_gate) else node.inputs[:1]
         for value in candidates:
             claimed = value.node
@@ -182,7 +185,7 @@ class _Fuser:
 
 
 def _call(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
-    """An operation without a kernel: the native run stops for it."""
+    """An operation without a kernel. The native run stops before it, and Python computes it."""
     yield FusedOp(OpKind.CALL, node.out, node.inputs, call=node)
 
 
@@ -282,7 +285,7 @@ def _experts(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
 
 
 def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
-    """The product that is split into heads, then attention."""
+    """Two operations: the linear layer for q, k and v with the split into heads, then attention."""
     heads = node.inputs[0].node
     if heads is None:
         raise InvariantError("attention reads heads that no operation made")
@@ -311,13 +314,14 @@ def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
 
 
 def _recurrence(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
-    """A recurrent layer: those whose cell has no kernel are computed in plain torch, on the same states."""
+    """The operations of a recurrent layer. A cell without a native kernel is computed in plain torch, on the same
+    states."""
     make = _CELLS.get(type(node.attributes["cell"]))
     yield from (None if make is None else make(node, node.attributes["cell"], node.out)) or _call(fuser, node)
 
 
 def _short_conv(node: Node, cell: ShortConv, out: Value, column: int = 0) -> list[FusedOp]:
-    """The convolution of the input from ``column`` on; empty if its sizes have no kernel."""
+    """The convolution of the input's columns from ``column`` on. Empty if no kernel supports its sizes."""
     channels, taps = cell.channels, cell.taps
     if channels % PANEL or taps > MOST_TAPS:
         return []
@@ -329,7 +333,7 @@ def _short_conv(node: Node, cell: ShortConv, out: Value, column: int = 0) -> lis
 
 
 def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
-    """The convolution, the scan, and the gate with its norm; empty if their sizes have no kernel."""
+    """The convolution, the scan, and the gate with its norm. Empty if no kernel supports their sizes."""
     shape, recorder, given = cell.shape, out.recorder, node.inputs[0]
     mixed, scanned = Value(recorder, "rows", shape.channels), Value(recorder, "rows", shape.inner)
     conv = _short_conv(node, cell.conv, mixed, shape.inner)
@@ -358,7 +362,7 @@ def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
 
 
 def _delta_rule(node: Node, cell: DeltaRule, out: Value) -> list[FusedOp]:
-    """The convolution, the scan, and the gate with its norm; empty if their sizes have no kernel."""
+    """The convolution, the scan, and the gate with its norm. Empty if no kernel supports their sizes."""
     given, rates = node.inputs
     width = cell.value_heads * cell.value_dim
     mixed, scanned = Value(out.recorder, "rows", cell.channels), Value(out.recorder, "rows", width)
@@ -375,22 +379,22 @@ def _delta_rule(node: Node, cell: DeltaRule, out: Value) -> list[FusedOp]:
 
 
 MOST_TAPS = 8
-"""``MOST_TAPS`` of ``csrc/cpu/recurrent.h``."""
+"""Maximum number of taps of the convolution kernel: ``MOST_TAPS`` of ``csrc/cpu/recurrent.h``."""
 LANES, MOST_STATE = 16, 256
-"""``LANES`` and ``MOST_STATE`` of ``csrc/cpu/mamba2.h``."""
+"""Vector width and maximum state size of the Mamba-2 kernel: ``LANES`` and ``MOST_STATE`` of ``csrc/cpu/mamba2.h``."""
 
 _CELLS: dict[type, Callable[[Node, Any, Value], list[FusedOp]]] = {
     DeltaRule: _delta_rule,
     Mamba2: _mamba2,
     ShortConv: _short_conv,
 }
-"""Cells of recurrent layers that have a native kernel."""
+"""Type of a cell with a native kernel -> function that makes its operations."""
 
 _GATED: dict[Op[..., Any], OpKind] = {
     ops.gelu_tanh_and_mul: OpKind.LINEAR_GELU,
     ops.silu_and_mul: OpKind.LINEAR_SILU,
 }
-"""Operation kind of a product with each gate."""
+"""Gated activation -> kind of the fused operation of the linear layer and this activation."""
 
 _ACTIVATIONS: dict[Op[..., Any], Activation] = {
     ops.gelu: Activation.GELU,
@@ -406,7 +410,7 @@ _CLAIMED: dict[Op[..., Any], tuple[Op[..., Any], ...]] = {
     ops.sigmoid_gate: (ops.columns,),
     **dict.fromkeys((*_GATED, *_ACTIVATIONS), (ops.native_linear,)),
 }
-"""For each operation, the operations that can be fused into it."""
+"""Operation -> operations that can be fused into it."""
 
 _KERNELS: dict[Op[..., Any], Callable[[_Fuser, Node], Iterable[FusedOp]]] = {
     add: _add,
@@ -425,7 +429,7 @@ _KERNELS: dict[Op[..., Any], Callable[[_Fuser, Node], Iterable[FusedOp]]] = {
     **dict.fromkeys(_ACTIVATIONS, _activation),
     **dict.fromkeys(_GATED, _gated),
 }
-"""Makes fused operations from each operation with a native kernel."""
+"""Operation with a native kernel -> function that makes the fused operations of its node."""
 
 
 def _product(kind: OpKind, product: Node, out: Value, *aux: Value) -> FusedOp:
@@ -434,7 +438,8 @@ def _product(kind: OpKind, product: Node, out: Value, *aux: Value) -> FusedOp:
 
 
 def _place(ops: list[FusedOp], output: Value) -> Plan:
-    """Assign a buffer to every activation; buffers whose last reader has run are reused (linear-scan allocation)."""
+    """Assign a buffer to every activation. A buffer is reused after the last operation that reads it (linear-scan
+    allocation)."""
     last_read: dict[Value, int] = {}
     for index, op in enumerate(ops):
         last_read[op.out] = index

@@ -1,8 +1,8 @@
-"""Weights of small integers in groups, in the memory order that the C++ products read.
+"""Weights of small integers in groups, in the memory order that the C++ matmuls read.
 
-A panel of 32 outputs has its groups one after another; each group has its scales and minimums, then its codes. See
-``cl_pack_codes``. Activations are rounded to 8 bits in groups of 32 before such a product, so that it multiplies
-integers.
+A panel has 32 outputs and stores its groups one after another. Each group stores its scales and minimums, then its
+codes; see ``cl_pack_codes``. Before such a matmul, activations are rounded to 8 bits in groups of 32, so that the
+kernel multiplies integers.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from chairlift.kernels.grouped import GROUP, GroupedRows, GroupKind
 __all__ = ["PackedCodes", "code_format", "packed_code_bytes"]
 
 _FORMATS: Final = {(8, False): 1, (4, False): 2, (8, True): 3, (4, True): 4}
-"""``cl_format`` by (bits, whether there are minimums)."""
+"""(bits, whether there are minimums) -> value of ``cl_format``."""
 _E2M1: Final = 5
-"""``CL_E2M1``."""
+"""Value of ``CL_E2M1`` in ``cl_format``: 4-bit floats."""
 _UNIT: Final = 256.0
-"""``CL_SCALE_UNIT``."""
+"""Value of ``CL_SCALE_UNIT``: the factor of stored scales."""
 
 
 def code_format(kind: GroupKind) -> int:
-    """``cl_format``. Raises ValueError for a kind without kernels."""
+    """Value of ``cl_format`` for ``kind``. Raises ValueError for a kind without kernels."""
     if (kind.bits, kind.minimum) not in _FORMATS or kind.group <= 0 or kind.group % GROUP:
         raise ValueError(f"the CPU kernels have 8 and 4 bits in groups of a multiple of {GROUP}, not {kind}")
     return _E2M1 if kind.e2m1 else _FORMATS[kind.bits, kind.minimum]
@@ -46,9 +46,9 @@ def packed_code_bytes(
 class PackedCodes(PackedMatrix):
     """A weight of one :class:`~chairlift.kernels.grouped.GroupKind`.
 
-    Rows of floats are rounded to the nearest code as they are packed. Scales and minimums are stored in float16, times
-    256. This is exact for GGUF, GPTQ and AWQ files, whose scales are float16. It is exact for MXFP4 scales from 2**-32
-    on; smaller scales become zero, and so do their values, which are below 2**-28.
+    Packing rounds float rows to the nearest codes. Scales and minimums are multiplied by 256 and stored as float16. For
+    GGUF, GPTQ and AWQ files this is exact, because their scales are float16. For MXFP4 it is exact for scales of at
+    least 2**-32. Smaller scales become zero; the values that this sets to zero are below 2**-28.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Weights in the memory order that the C++ products read.
+"""Weights in the memory order that the C++ matmuls read.
 
-A packed weight is a sequence of panels with 32 outputs each. In bf16 a panel has, for every pair of consecutive inputs,
-the values of its 32 outputs side by side, as the dot-product instructions need them. In float32 it has them for every
-single input. So a product reads memory once, front to back. Outputs are padded to whole panels and inputs to 32, with
-zeros.
+A packed weight is a sequence of panels with 32 outputs each. A bf16 panel stores, for every pair of consecutive inputs,
+the pairs of weights of its 32 outputs side by side, as the dot-product instructions need them. A float32 panel stores
+the 32 weights of every single input side by side. A matmul therefore reads the weight once, from front to back. Outputs
+are padded to whole panels and inputs to 32, with zeros.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 NATIVE_DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
-"""Dtypes of the C++ kernels, and their ``cl_dtype``."""
+"""Dtype that the C++ kernels support -> value of ``cl_dtype``."""
 
 PANEL: Final = 32
-"""Outputs per panel. The number of inputs is also rounded up to it."""
+"""Number of outputs per panel. The number of inputs is rounded up to a multiple of it, too."""
 
 _SLICE_BYTES: Final = 4 << 20
-"""Most bytes of a source that one thread converts at a time. Only this much is in memory in both forms."""
+"""Maximum number of source bytes that one thread converts at a time. Only this part is in memory in both layouts."""
 
 _MOST_THREADS: Final = 8
 
@@ -52,19 +52,20 @@ def packed_bytes(
 
 
 class PackedMatrix(abc.ABC):
-    """A layer's weight [out, in] in packed panels, and its bias. It begins as zeros; :meth:`pack_rows` fills it.
+    """A layer's weight [out, in] in packed panels, and its bias. The weight is zero until :meth:`pack_rows` fills it.
 
     With ``interleaved`` the first half of the outputs are gates for the second half (SwiGLU). Both halves are padded to
-    whole panels, and their panels alternate, so that a product has a gate and its value at the same time. A ``stack``
-    is several weights one above the other, each with whole panels. The panels are stored in ``memory``, which must be
-    zeros of the right size, or in new memory. Raises ValueError for an odd number of interleaved outputs or for outputs
-    that do not divide into the stack, and errors of :class:`~chairlift.kernels.cpu.library.Memory`.
+    whole panels, and their panels alternate, so that a matmul computes a gate and its value at the same time. A
+    ``stack`` is several weights one above the other, each with whole panels. The panels are stored in ``memory``, which
+    must be zeroed and of the right size; None allocates new memory. Raises ValueError for an odd number of interleaved
+    outputs or for outputs that do not divide into the stack, and errors of
+    :class:`~chairlift.kernels.cpu.library.Memory`.
     """
 
     format = 0
-    """``cl_format``."""
+    """Value of ``cl_format``."""
     group = 0
-    """Inputs per group, in formats with groups."""
+    """Number of inputs per group, in formats with groups; otherwise 0."""
 
     def __init__(
         self, out_features: int, in_features: int, nbytes: int, *, interleaved: bool, stack: int, memory: Memory | None
@@ -78,23 +79,24 @@ class PackedMatrix(abc.ABC):
         self.interleaved = interleaved
         self.stack = stack
         self.n = (padded if interleaved else out_features) // stack
-        """Output columns of one weight of the stack, as operations count them; interleaved halves include padding."""
+        """Number of output columns of one weight of the stack, as operations count them; interleaved halves include
+        their padding."""
         self.k = in_features
-        """Input columns without padding."""
+        """Number of input columns, without padding."""
         self.panels = padded // PANEL
         """Number of panels."""
         self.memory = Memory(nbytes) if memory is None else memory
-        """Memory of the panels; the first begins at its address."""
+        """Memory of the panels. The first panel begins at its first byte."""
         self.bias: Tensor | None = None
-        """float32 [panels * 32] in packed column order, or None."""
+        """Bias, float32 [panels * 32] in the order of the packed columns; None if there is none."""
         self.site = 0
-        """1 + the column of this product in tables of adapters; 0 where no adapter may change it."""
+        """1 + the layer's column in the table of adapters; 0 if no adapter may change the layer."""
 
     def pack_rows(self, source: Tensor | GroupedRows, first_row: int = 0, *, mapped: bool = False) -> None:
-        """Write ``source`` [rows, in], of any float dtype and device, as outputs ``first_row`` and following.
+        """Write ``source`` [rows, in], of any float dtype and device, as the outputs from ``first_row`` on.
 
-        ``mapped`` says that the source is a file mapping that was never written to; its pages are released after they
-        are read. Raises ValueError when the source does not fit.
+        ``mapped`` says that the source is a file mapping that was never written to; its pages are released after
+        reading. Raises ValueError when the source does not fit.
         """
         rows = source.shape[0]
         if len(source.shape) != 2 or source.shape[1] != self.k or not 0 <= first_row <= self.out_features - rows:
@@ -114,8 +116,8 @@ class PackedMatrix(abc.ABC):
             self._pack(some[gates:], start + gates - each // 2, member * panels + 1, 2, mapped)
 
     def set_bias(self, bias: Tensor) -> None:
-        """Set the bias [out], of any float dtype. A second call overwrites the first bias in place. Raises ValueError
-        for a wrong shape."""
+        """Set the bias [out], of any float dtype. A later call overwrites it in place. Raises ValueError for a wrong
+        shape."""
         if bias.shape != (self.out_features,):
             raise ValueError(f"the bias has shape {list(bias.shape)}, but there are {self.out_features} outputs")
         if self.bias is None:
@@ -123,14 +125,14 @@ class PackedMatrix(abc.ABC):
         self.bias[self.columns()] = bias.float()
 
     def point(self, op: Op) -> None:
-        """Set the weight and bias of an operation; both must outlive it."""
+        """Make ``op`` point to this weight and its bias. Both must outlive it."""
         op.weight, op.format, op.group = self.memory.address, self.format, self.group
         op.bias = None if self.bias is None else self.bias.data_ptr()
         op.site = self.site
 
     @abc.abstractmethod
     def unpack(self) -> Tensor:
-        """A copy of the weight [out, in], for tests and for operations in plain torch."""
+        """Copy of the weight [out, in], for tests and for operations in plain torch."""
 
     @abc.abstractmethod
     def _pack(
@@ -139,7 +141,7 @@ class PackedMatrix(abc.ABC):
         """Write rows into panels ``first_panel``, ``first_panel + panel_step`` and so on."""
 
     def columns(self) -> Tensor:
-        """int64 [out]: the packed column of each output."""
+        """int64 [out]: index of the packed column that holds each output."""
         each, outputs = self.out_features // self.stack, torch.arange(self.out_features)
         base, outputs = outputs // each * (self.panels // self.stack * PANEL), outputs % each
         if not self.interleaved:
@@ -150,7 +152,7 @@ class PackedMatrix(abc.ABC):
 
 
 class PackedWeight(PackedMatrix):
-    """A weight of float numbers. Raises ValueError also for a dtype without kernels; see :func:`packed_bytes`."""
+    """A packed weight of floats. Raises ValueError also for a dtype without kernels; see :func:`packed_bytes`."""
 
     def __init__(
         self,
@@ -186,14 +188,16 @@ class PackedWeight(PackedMatrix):
 
 
 def copy_rows(target: Tensor, source: Tensor) -> None:
-    """``target.copy_(source)`` from an unwritten file mapping; releases the source's pages after reading."""
+    """``target.copy_(source)`` for a source in an unwritten file mapping. The source's pages are released after
+    reading."""
     by_slices(source, lambda start, rows: target[start : start + len(rows)].copy_(rows), mapped=True)
 
 
 def by_slices(source: Tensor, work: Callable[[int, Tensor], object], *, mapped: bool, first_row: int = 0) -> None:
-    """Call ``work(start, rows)`` on slices of few megabytes, on several threads. Release the pages of a mapped source.
+    """Call ``work(start, rows)`` for slices of a few megabytes of ``source``, on several threads. The pages of a mapped
+    source are released.
 
-    ``first_row`` is the place of the first row in a packed weight. No two slices write to the same panel.
+    ``first_row`` is the index of the first row in a packed weight. No two slices write to the same panel.
     """
     library = load()
     row_bytes = max(source[:1].numel() * max(source.element_size(), 4), 1)
@@ -211,14 +215,15 @@ def by_slices(source: Tensor, work: Callable[[int, Tensor], object], *, mapped: 
     if len(edges) == 2:
         one(*edges)
         return
-    # Most of the time is spent on page faults of memory and file, and several threads handle them faster.
+    # Most of the time is spent on page faults of the memory and the file. Several threads handle page faults faster.
     with ThreadPoolExecutor(min(default_threads(), _MOST_THREADS)) as pool:
         list(pool.map(one, edges, edges[1:]))
     release(source)  # reading a slice may have mapped the end of its neighbour again, up to a huge page
 
 
 def padded_outputs(out_features: int, interleaved: bool, stack: int = 1) -> int:
-    """Output columns in memory: whole panels for each weight of a stack, and for each half of interleaved weights."""
+    """Number of output columns in memory. Each weight of a stack, and each half of an interleaved weight, is padded to
+    whole panels."""
     each = out_features // stack
     return stack * (2 * _rounded(each // 2) if interleaved else _rounded(each))
 

@@ -1,8 +1,8 @@
 """Step programs: a recorded model as a list of operations, which the native library runs over a ragged batch.
 
 :class:`StepProgram` turns a :class:`~chairlift.kernels.recording.Recorder`'s nodes into the C structs of
-``csrc/cpu/chairlift_cpu.h``, owns every array that they point to, and runs them. Where the model calls out to Python
-the native run stops, the function gets the buffers as tensors, and the run continues after it.
+``csrc/cpu/chairlift_cpu.h``, owns every array to which they point, and runs them. At a call-out to Python, the native
+run stops, a Python function gets the buffers as tensors, and then the native run continues.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from chairlift.step_batch import StepBatch
 __all__ = ["SPARE_ROWS", "StepProgram"]
 
 SPARE_ROWS = 32
-"""Additional rows of every buffer. Kernels work on tiles, and the last tile may reach past the largest step."""
+"""Number of additional rows in every buffer. Kernels work on tiles, and the last tile may extend past the largest
+step."""
 
 
 class StepProgram:
-    """A model from token ids to ``output``, over KV caches laid out as ``kv_layers``.
+    """A model as a program that computes ``output`` from token ids, with KV caches laid out as ``kv_layers``.
 
     ``isa`` is one of :data:`~chairlift.kernels.cpu.library.ISA_NAMES`; a step has at most ``max_tokens`` tokens. The
-    memory that ``kv_layers`` points to belongs to the caller and must outlive the program. ``states`` are the parts of
-    the states of recurrent layers, by layer, for cells without a kernel; ``parts`` maps (layer, part) to the place of a
-    part in ``kv_layers``. ``adapters`` are those that steps may name,
-    for ``max_tokens`` and :data:`SPARE_ROWS` tokens.
+    memory that ``kv_layers`` points to belongs to the caller and must outlive the program. ``states`` are the state
+    tensors of recurrent layers, by layer, for cells without a kernel; ``parts`` maps (layer, part) to the part's index
+    in ``kv_layers``. ``adapters`` is the table of the adapters that steps may use, with scratch for ``max_tokens`` plus
+    :data:`SPARE_ROWS` tokens.
     """
 
     def __init__(
@@ -62,16 +63,16 @@ class StepProgram:
         self._adapter_rows: npt.NDArray[np.int32] | None = None
         self._pool, self._max_tokens = pool, max_tokens
         self._step: StepBatch | None = None
-        """The step that ``_batch`` points to."""
+        """Step to whose arrays ``_batch`` points."""
         self._batch = lib.Batch()
         self._recorder = recorder
         self._states, self._parts = states or {}, parts or {}
         self._state_layers = {layer: (kv_layers[layer].group, kv_layers[layer].block_size) for layer in self._states}
         self.plan = lower(recorder.nodes, output)
         self._kept: list[Any] = []
-        """Objects that a struct points to, kept alive."""
+        """Objects to which a struct points; the list keeps them alive."""
         self._converted: list[tuple[Tensor, Tensor, float]] = []
-        """(copy in another dtype, its source weight, number added to it), for each such copy."""
+        """(copy of a weight in another dtype, source weight, number added to it), for each copy."""
         capacity = max_tokens + SPARE_ROWS
         strides = [_stride(width, recorder.dtype.itemsize) for width in self.plan.widths]
         self._buffers = [_buffer(capacity, stride, recorder.dtype) for stride in strides]
@@ -102,7 +103,7 @@ class StepProgram:
         self._output = self._buffers[self.plan.buffer_of[output]][:, : output.width]
         self._num_rows, self._rows = -1, self._output
         self._narrow_at, narrowed = narrow_at(self.plan.ops, output)
-        # As numpy bytes: torch would start threads that spin on the pool's processors.
+        # Buffers as numpy bytes. Indexing in torch would start threads that spin on the pool's processors.
         self._narrowed = [self._buffers[self.plan.buffer_of[value]].view(torch.uint8).numpy() for value in narrowed]
 
     def run(
@@ -113,10 +114,10 @@ class StepProgram:
     ) -> Tensor:
         """Compute one step. Returns ``output`` [T, width], a view of a buffer that the next run overwrites.
 
-        With ``kept`` [K] (see :meth:`StepBatch.only`) it returns the rows of these tokens, [K, width]: after the last
-        operation that writes KV, other tokens are not computed. The bits of the result are the same.
-        ``images`` has the rows that the step names, as bytes in the program's dtype: the embedding, and then what is
-        added to the results of the first layers, one after another.
+        With ``kept`` [K] (see :meth:`StepBatch.only`), the result has only the rows of these tokens, [K, width]. Other
+        tokens are not computed after the last operation that writes KV. The rows are equal to the last bit. ``images``
+        maps tile key -> bytes of its rows in the program's dtype. Each row has an embedding, followed by the terms to
+        add after each of the first layers.
         """
         num_tokens, end = len(step.token_ids), len(self._ops)
         if not 0 < num_tokens <= self._max_tokens or step.cu_seqlens[-1] != num_tokens:
@@ -135,8 +136,8 @@ class StepProgram:
         return self._rows_of_output(len(kept))
 
     def _place_images(self, step: StepBatch, images: Mapping[bytes, npt.NDArray[np.uint8]]) -> int:
-        """Run the operations before those that read rows of images, and write these rows. Returns the next
-        operation."""
+        """Run the operations up to the last one that image rows replace or change, and write the image rows. Returns
+        the index of the next operation."""
         begin, inputs = self._embedded
         self._run(step, 0, begin)
         width = self.plan.ops[begin - 1].out.width * self._recorder.dtype.itemsize
@@ -155,8 +156,8 @@ class StepProgram:
         return begin
 
     def _behind_layer(self, layer: int) -> tuple[int, npt.NDArray[np.uint8]]:
-        """Index of the operation behind decoder layer ``layer``, which is not the last one, and the bytes of the
-        layer's result [T, ...]."""
+        """(index of the operation after decoder layer ``layer``, bytes of the layer's result [T, ...]). ``layer`` must
+        not be the last layer."""
         operations = enumerate(self.plan.ops)
         at = next((i for i, op in operations if op.kind == OpKind.QKV and op.fields["layer"] == layer + 1), 0) - 1
         if at < 0 or self.plan.ops[at].kind != OpKind.RMS_NORM:
@@ -166,19 +167,20 @@ class StepProgram:
 
     @functools.cached_property
     def _embedded(self) -> tuple[int, npt.NDArray[np.uint8]]:
-        """Index of the operation behind the embedding of tokens, and the bytes of its result [T, ...]."""
+        """(index of the operation after the embedding of tokens, bytes of its result [T, ...])."""
         at = next(i for i, op in enumerate(self.plan.ops) if op.kind == OpKind.EMBED)
         buffer = self._buffers[self.plan.buffer_of[self.plan.ops[at].out]]
         return at + 1, buffer.view(torch.uint8).numpy()
 
     def _rows_of_output(self, count: int) -> Tensor:
-        """The view of the output's first rows. It is cached, because making a view in torch touches much memory."""
+        """View of the first ``count`` rows of the output. Views are cached, because creating one in torch touches much
+        memory."""
         if self._num_rows != count:
             self._num_rows, self._rows = count, self._output[:count]
         return self._rows
 
     def _run(self, step: StepBatch, at: int, end: int) -> None:
-        """Run operations from ``at`` to ``end``."""
+        """Run operations ``at`` to ``end`` (excluded)."""
         if step is not self._step:  # a step that was advanced in place has the same arrays
             self._adapter_rows = None
             if self._adapters is not None and step.adapters is not None:
@@ -202,9 +204,9 @@ class StepProgram:
     ) -> None:
         """Multiply rows ``token_rows`` [R] of ``hidden`` [T, k] with an output head [V, k], and sample.
 
-        ``rows`` [R] of :data:`~chairlift.kernels.cpu.library.SAMPLING_ROW` hold the parameters and take the results.
-        ``logits`` is float32 scratch [S, V rounded up to 32] for the rows that ``cl_needs_logits`` names. With a
-        ``cap``, each logit s first becomes cap * tanh(s / cap).
+        ``rows`` [R] of :data:`~chairlift.kernels.cpu.library.SAMPLING_ROW` hold the sampling parameters and receive the
+        results. ``logits`` is float32 scratch memory [S, V rounded up to 32] for the S rows that ``cl_needs_logits``
+        selects. With a ``cap``, each logit s first becomes cap * tanh(s / cap).
         """
         product = lib.Op(n=weight.n, k=weight.k, cap=cap or 0.0)
         weight.point(product)
@@ -233,7 +235,7 @@ class StepProgram:
             kept.copy_(weight).add_(offset)
 
     def _op(self, op: FusedOp) -> lib.Op:
-        """The struct of an operation. Objects that it points to are kept alive."""
+        """Struct of an operation. The objects to which it points are kept alive."""
         buffers = [self.plan.buffer_of.get(value, -1) for value in op.inputs] if op.call is None else []
         source, aux = [*buffers, -1, -1][:2]
         struct = lib.Op(
@@ -277,7 +279,7 @@ class StepProgram:
         clamp: tuple[float, float] | None = None,
         **_: Any,
     ) -> lib.Experts:
-        """The struct of an ``ops.experts`` operation, without scratch memory. The arguments are those of the operation
+        """Struct of an ``ops.experts`` operation, without scratch memory. The arguments are those of ``ops.experts``
         after its first weight.
 
         Biases of the experts belong to the packed weights.
@@ -309,12 +311,13 @@ class StepProgram:
 
     @property
     def expert_counts(self) -> npt.NDArray[np.int64] | None:
-        """Tokens that each expert has computed so far, [layers of experts, E], an array that the kernels add to; None
-        without experts."""
+        """int64 [layers of experts, E]: number of tokens that each expert has computed so far. The kernels increment
+        this array. None without experts."""
         return self._expert_counts
 
     def _expert_memory(self) -> npt.NDArray[np.int64] | None:
-        """Allocate scratch memory for layers of experts, which run one at a time and share it, and their counts."""
+        """Allocate scratch memory for layers of experts, and their counts. Layers run one at a time and share the
+        scratch memory."""
         ops = [op for op in self._ops if op.kind == OpKind.EXPERTS]
         sizes = [self._library.cl_expert_bytes(op, self._program.dtype, self._max_tokens) for op in ops]
         if sizes:
@@ -331,7 +334,8 @@ class StepProgram:
         return counts
 
     def _keep_padded(self, weight: Tensor) -> int:
-        """Address of a weight [n, k] in the program's dtype, with rows padded with zeros like activations."""
+        """Address of a weight [n, k] in the program's dtype, whose rows are padded with zeros as the rows of
+        activations are."""
         n, k = weight.shape
         whole = torch.zeros(n, -(-k // PANEL) * PANEL, dtype=self._recorder.dtype)
         kept = whole[:, :k]
@@ -341,7 +345,8 @@ class StepProgram:
         return whole.data_ptr()
 
     def _codes(self, capacity: int) -> int | None:
-        """Address of the buffer for rounded rows of products with codes; None without such products."""
+        """Address of the buffer for activations rounded to 8 bits, the inputs of matmuls with codes. None if there are
+        no such matmuls."""
         products = [op for op in self.plan.ops if op.kind != OpKind.EXPERTS]  # experts have scratch memory of their own
         widths = [op.weight.k for op in products if isinstance(op.weight, PackedCodes)]
         if not widths:
@@ -351,7 +356,8 @@ class StepProgram:
         return memory.address
 
     def _keep(self, tensor: Tensor, dtype: torch.dtype, offset: float = 0.0) -> int:
-        """Address of a contiguous tensor with these numbers plus ``offset``. It lives as long as the program."""
+        """Address of a contiguous copy of ``tensor`` in ``dtype`` plus ``offset``. The copy lives as long as the
+        program."""
         kept = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
         kept = kept + offset if offset else kept
         self._kept.append(kept)
@@ -374,7 +380,7 @@ class StepProgram:
         rows[:, op.out.width :] = 0  # products read the padding, where an earlier row may have left NaN
 
     def _recur(self, node: Node, step: StepBatch, given: Sequence[Tensor]) -> Tensor:
-        """A recurrent layer in plain torch, on the states that kernels would read and write."""
+        """Compute a recurrent layer in plain torch, on the same states that native kernels use."""
         layer, cell = node.attributes["layer"], node.attributes["cell"]
         group, span = self._state_layers[layer]
         tables = step.block_tables[group].tolist()
@@ -389,16 +395,16 @@ class StepProgram:
 
 
 def _stride(width: int, itemsize: int) -> int:
-    """Elements between two rows, with padding. Never a multiple of 1 KiB, which would map many rows to the same cache
-    sets."""
+    """Distance between two rows in elements, including padding. In bytes it is never a multiple of 1 KiB, which would
+    map many rows to the same cache sets."""
     stride = -(-width // PANEL) * PANEL
     return stride + 512 // itemsize if stride * itemsize % 1024 == 0 else stride
 
 
 def _add_rows(into: npt.NDArray[np.uint8], rows: npt.NDArray[np.uint8], dtype: torch.dtype) -> None:
-    """Add rows to others of the same shape, in place. They are bytes of float32 or bfloat16 numbers.
+    """Add ``rows`` to ``into`` in place. Both have the same shape, and hold float32 or bfloat16 numbers as bytes.
 
-    It computes in numpy, because torch would start threads that spin on the pool's processors.
+    numpy computes the sum, because torch would start threads that spin on the pool's processors.
     """
     if dtype == torch.float32:
         numbers = into.view(np.float32)

@@ -1,11 +1,12 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
-"""State of every running request for decoding, kept and advanced on the device.
+"""Decoding state of every running request, stored and updated on the device.
 
-It mirrors the host's :class:`~chairlift.executor.input_batch.InputBatch`: a permanent row, here called slot, per
-request. A decode step reads its inputs from this state and writes the sampled tokens back into it. So a captured graph
-serves step after step, and the host may run one step ahead. What the host learns late (an answer has ended) it sends as
-a difference before the next launch. All state is one block of int32 memory: a difference is a list of words and their
-places, and one launch writes all differences of a step. The host keeps a mirror and sends only what differs.
+It mirrors the host's :class:`~chairlift.executor.input_batch.InputBatch`: each request has a permanent row, here called
+slot. A decode step reads its inputs from this state and writes the sampled tokens back into it. Therefore one captured
+graph can run step after step, and the host may run one step ahead. The host learns some changes late, for example that
+a request has ended. It sends them as a difference before the next launch. All state is one block of int32 memory. A
+difference is a list of words and their indices, and one launch writes all differences of a step. The host keeps a copy
+of the state, and sends only words that changed.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ _NAMES_32 = ("tokens", "num_computed", "slots", "top_k", "temperature", "log_min
 _DTYPES = {"seeds": torch.int64, "top_p": torch.float64, "temperature": torch.float32, "log_min_p": torch.float32}
 _NUMPY = {torch.int64: np.int64, torch.float64: np.float64, torch.float32: np.float32, torch.int32: np.int32}
 _UNKNOWN = -(2**31)
-"""Marks words in the host's mirror that only the device knows. It is no token id and no length."""
+"""Marks words in the host's copy whose value only the device knows. It is neither a valid token id nor a valid
+length."""
 
 
 @triton.jit(do_not_specialize=["count"])
 def _write(
     memory_ptr: tl.tensor, places_ptr: tl.tensor, words_ptr: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """One program per block of words. No place occurs twice."""
+    """Kernel that writes words to places. One program per block of words. No place occurs twice."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places_ptr + i, mask=i < count, other=0)
     tl.store(memory_ptr + place, tl.load(words_ptr + i, mask=i < count, other=0), mask=i < count)
@@ -52,7 +54,7 @@ def _begin(
     table_starts_ptr: tl.tensor, num_rows: tl.tensor, TABLE_WIDTH: tl.constexpr, NUM_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per block of rows: begin to compute one more token of each row."""
+    """Kernel that prepares the computation of one more token for each row. One program per block of rows."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < num_rows
     slot = tl.load(slots_ptr + i, mask=inside, other=-1)
@@ -75,7 +77,7 @@ def _begin(
 def _store(
     tokens_ptr: tl.tensor, slots_ptr: tl.tensor, sampled_ptr: tl.tensor, num_rows: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """One program per block of rows."""
+    """Kernel that stores sampled tokens in their slots. One program per block of rows."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots_ptr + i, mask=i < num_rows, other=-1)
     token = tl.load(sampled_ptr + i, mask=i < num_rows, other=0)
@@ -84,33 +86,36 @@ def _store(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """Inputs of a decode step of B rows: buffers at fixed addresses, filled by :meth:`DecodeState.begin_step`."""
+    """Inputs of a decode step with B rows: buffers at fixed addresses, which :meth:`DecodeState.begin_step` fills."""
 
     token_ids: Tensor
-    """int32 [B]; 0 in padding rows."""
+    """int32 [B], input token of each row; 0 in padding rows."""
     positions: Tensor
-    """int32 [B]; 0 in padding rows."""
+    """int32 [B], position of that token; 0 in padding rows."""
     seq_lens: Tensor
-    """int32 [B], tokens of each sequence after this step, which is the index of the next token; 0 in padding rows."""
+    """int32 [B], number of tokens in each sequence after this step, which is also the index of the next token; 0 in
+    padding rows."""
     slot_mapping: Tensor
-    """int64 [groups, B], place of each token's K and V; -1 in padding rows and past the end of a block table."""
+    """int64 [groups, B], slot where each token's K and V are written; -1 in padding rows and past the end of a block
+    table."""
 
 
 class DecodeState:
-    """State of ``num_slots`` requests. Every attribute is a tensor on the device, a view of one block of memory.
+    """Decoding state of ``num_slots`` requests. Every attribute is a tensor on the device: a view of one block of
+    memory.
 
     :meth:`note` and :meth:`note_tables` collect differences; :meth:`flush` sends them all together, and must not be
-    captured in a graph. :meth:`begin_step` and :meth:`store` are made to be captured. All run on the current stream.
+    captured in a graph. :meth:`begin_step` and :meth:`store` can be captured. All methods run on the current stream.
     """
 
     tokens: Tensor
-    """int32 [S], newest token of each slot: its next input."""
+    """int32 [S], the newest token of each slot, which is its next input."""
     num_computed: Tensor
-    """int32 [S], number of tokens of each slot whose K and V are in the cache."""
+    """int32 [S], the number of tokens of each slot whose K and V are in the cache."""
     slots: Tensor
-    """int32 [S], slot of each row of the decode batch; -1 after its end."""
+    """int32 [S], the slot of each row in the decode batch; -1 after the last row."""
     block_tables: list[Tensor]
-    """Per cache group, int32 [S, max_blocks]."""
+    """Per cache group, the block tables of all slots, int32 [S, max_blocks]."""
     sampling: SamplingSettings
 
     def __init__(
@@ -136,35 +141,35 @@ class DecodeState:
         table_starts = [starts[f"table{group}"] for group in range(num_groups)]
         self._table_starts = torch.tensor(table_starts, dtype=torch.int64, device=device)
         self._held = np.zeros(length, dtype=np.int32)
-        """Contents of the memory after all noted differences are sent; :data:`_UNKNOWN` where only the device knows."""
+        """Contents of the device memory after all noted differences have been sent; :data:`_UNKNOWN` where only the
+        device knows the value."""
         self._held[starts["slots"] : starts["slots"] + num_slots] = -1
         self._noted: list[npt.NDArray[np.int64]] = []
         self._most = most_differences
         self._sent = torch.empty(2 * most_differences + 3, dtype=torch.int32, device=device)
-        # Two buffers: the host fills one while the copy out of the other may still be in progress.
+        # There are two buffers. The host fills one while the copy from the other may still be running.
         self._buffers = itertools.cycle(self._make_buffer(device.type == "cuda") for _ in range(2))
 
     def inputs(self, num_rows: int) -> DecodeInputs:
-        """Buffers for steps of ``num_rows`` rows, which :meth:`begin_step` fills. They are aligned, so that one
-        compiled kernel serves all."""
+        """Buffers for steps of ``num_rows`` rows, which :meth:`begin_step` fills. All are aligned, so that one compiled
+        kernel works for all of them."""
         flat = torch.zeros((3, -(-num_rows // 4) * 4), dtype=torch.int32, device=self._memory.device)[:, :num_rows]
         mapping = torch.full((len(self.block_tables), num_rows), -1, dtype=torch.int64, device=self._memory.device)
         return DecodeInputs(flat[0], flat[1], flat[2], mapping)
 
     def note(self, name: str, places: npt.NDArray[np.integer[Any]], values: npt.NDArray[Any]) -> None:
-        """Set elements ``places`` of ``name`` to ``values``. Equal values are not sent again.
+        """Set the elements at indices ``places`` of ``name`` to ``values``. Values that did not change are not sent.
 
         ``name`` is ``tokens``, ``num_computed``, ``slots`` or a field of :class:`SamplingSettings`. Seeds are given as
         int64. Nothing is sent before :meth:`flush`.
 
-        Raises:
-            InvariantError: a place is outside.
+        Raises: InvariantError: an index is out of range.
         """
         dtype = _NUMPY[_DTYPES.get(name, torch.int32)]
         self._note(self._starts[name], len(self._view(name)), places, np.ascontiguousarray(values, dtype=dtype))
 
     def note_tables(self, group: int, slots: npt.NDArray[np.int32], tables: npt.NDArray[np.int32]) -> None:
-        """Set the beginnings of the lines ``slots`` [N] of a cache group's block table to ``tables`` [N, M]."""
+        """Set the first M entries of the block tables of ``slots`` [N], in one cache group, to ``tables`` [N, M]."""
         start, (num_slots, width) = self._starts[f"table{group}"], self.block_tables[group].shape
         held = self._held[start : start + num_slots * width].reshape(num_slots, width)[slots, : tables.shape[1]]
         row, column = np.nonzero(held != tables)
@@ -172,16 +177,18 @@ class DecodeState:
             self._note(start, num_slots * width, slots[row].astype(np.int64) * width + column, tables[row, column])
 
     def forget(self, slots: npt.NDArray[np.int32]) -> None:
-        """Mark the tokens and progress of ``slots`` as unknown here, because the device advances them from now on."""
+        """Mark the tokens and lengths of ``slots`` as unknown to the host, because from now on the device updates
+        them."""
         for name in ("tokens", "num_computed"):
             self._held[self._starts[name] + slots] = _UNKNOWN
 
     def advanced(self, slots: npt.NDArray[np.int32], num_computed: npt.NDArray[np.int32]) -> None:
-        """Note that the device has computed, or will have, ``num_computed`` tokens of ``slots``."""
+        """Note that the device has computed ``num_computed`` tokens of ``slots``, or will have done so after the
+        launched steps."""
         self._held[self._starts["num_computed"] + slots] = num_computed
 
     def flush(self) -> None:
-        """Send the noted differences in as few launches as possible; none if there are no differences."""
+        """Send the noted differences in as few launches as possible. Without differences, nothing is launched."""
         if not self._noted:
             return
         places = np.unique(np.concatenate(self._noted)).astype(np.int32)
@@ -193,7 +200,7 @@ class DecodeState:
     def begin_step(self, inputs: DecodeInputs) -> None:
         """Fill ``inputs`` for the first B rows of ``slots``, and count their tokens as computed.
 
-        All inputs come from device memory, so a captured call serves every step.
+        All inputs come from device memory, so a captured call works for every step.
         """
         num_rows = len(inputs.token_ids)
         if num_rows > self.num_slots:
@@ -208,7 +215,7 @@ class DecodeState:
     def store(self, slots: Tensor, sampled: Tensor) -> None:
         """Make ``sampled`` (int32 [R]) the newest tokens of ``slots`` (int32 [R], -1 for none).
 
-        The -1 of a failed row becomes 0, a valid id, because the row is about to leave.
+        In a failed row, the token -1 is replaced by the valid id 0. The row is removed afterwards.
         """
         if len(sampled):
             grid = (-(-len(sampled) // APPLY_BLOCK),)
@@ -228,19 +235,19 @@ class DecodeState:
             self._noted.append(at[new])
 
     def _view(self, name: str) -> Tensor:
-        """The words of ``name`` in their dtype, one-dimensional."""
+        """Words of ``name`` as a one-dimensional tensor in their dtype."""
         starts = [*self._starts.values(), len(self._memory)]
         start = self._starts[name]
         return self._memory[start : min(end for end in starts if end > start)].view(_DTYPES.get(name, torch.int32))
 
     def _make_buffer(self, pinned: bool) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Host memory for the differences of one launch, and the event that it was copied."""
+        """Host memory for the differences of one launch, and the CUDA event that is recorded after it was copied."""
         host = torch.empty(len(self._sent), dtype=torch.int32, pin_memory=pinned)
         return host, torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def _send(self, places: npt.NDArray[np.int32], words: npt.NDArray[np.int32]) -> None:
         count = len(places)
-        # begin of the words; it is aligned, because Triton would compile another kernel otherwise
+        # Start of the words. It is aligned, because otherwise Triton would compile another kernel.
         second = -(-count // 4) * 4
         host, copied = next(self._buffers)
         if copied is not None:

@@ -1,8 +1,8 @@
-"""Tile sizes of each kernel. All numbers are here, and none is searched for at run time.
+"""Tile sizes of each kernel. All sizes are constants in this file; there is no search (autotuning) at run time.
 
-Those of the product for few rows and of attention were measured on an H200 (132 multiprocessors), on the layers of
-Qwen3-0.6B. The others follow published kernels of this kind. A search at run time would delay the first requests. It
-could also choose differently after every start, which would change the last bits of answers.
+The sizes for the matmul of few rows and for attention were chosen by measurements on an H200 (132 multiprocessors) with
+the layers of Qwen3-0.6B. The other sizes follow published kernels of this kind. A search at run time would delay the
+first requests. It could also choose different sizes after every start, which would change the last bits of results.
 """
 
 from __future__ import annotations
@@ -33,64 +33,67 @@ __all__ = [
 ]
 
 PROGRAMS_PER_MULTIPROCESSOR = 3
-"""Programs per multiprocessor in a small launch, so that all multiprocessors have loads in flight."""
+"""Number of programs per multiprocessor in a small launch. Several are needed so that every multiprocessor always has
+loads in flight."""
 INTERPRETED_MULTIPROCESSORS = 2
-"""Number of multiprocessors that the interpreter simulates. It is low, but small batches still split their keys."""
+"""Number of multiprocessors that the interpreter simulates. It is low to save time, but high enough that small batches
+still split their keys."""
 MOST_GROUP = 32
-"""Most query heads that may share a KV head. A larger tile would not fit into the shared memory of every GPU."""
+"""Maximum number of query heads that may share a KV head. A larger tile would not fit into the shared memory of every
+GPU."""
 MOST_ATTENTION_SPLITS = 16
 MOST_GEMM_SPLITS = 8
 FEW_PROGRAMS = 8
-"""Programs per multiprocessor up to which two programs share the keys of a tile. With few rounds of programs, the
-longest sequences would otherwise end last, alone."""
+"""Maximum number of programs per multiprocessor at which two programs share the keys of a tile. With so few programs,
+the longest sequences would otherwise run at the end while the other multiprocessors are idle."""
 
 GEMM_BLOCK_M = 16
-"""Rows of x in a tile of the product for few rows: the least that tensor cores accept."""
+"""Rows of x in a tile of the matmul for few rows: the minimum for tensor cores."""
 ANY_ROWS_BLOCK = 64
-"""Rows, and outputs, in a tile of the product for any number of rows."""
+"""Rows, and also outputs, in a tile of the matmul for any number of rows."""
 _BLOCK_N = 32
-"""Outputs in a tile of the product for few rows."""
+"""Outputs in a tile of the matmul for few rows."""
 _WIDE = 24
-"""Outputs per multiprocessor from which tiles of 64 outputs give enough programs."""
+"""Number of outputs per multiprocessor from which tiles of 64 outputs still give enough programs."""
 GEMM_ADD_BLOCK = 512
-"""Outputs for which one program adds the parts of a split sum."""
+"""Number of outputs for which one program adds the parts of a split sum."""
 ROPE_HEADS = 8
-"""Heads that one program rotates and writes."""
+"""Number of heads that one program rotates and writes."""
 ROPE_WARPS = 1
 SAMPLING_WARPS = 8
 DRAW_CHUNK = 4096
-"""Token ids from which one program draws."""
+"""Number of token ids from which one program draws."""
 SEARCH_BLOCK = 2048
-"""Token ids that the search for a threshold reads at a time."""
+"""Number of token ids that the search for a threshold reads at a time."""
 SEARCH_ROOM = 8
-"""Most candidates that the search copies, in blocks of SEARCH_BLOCK ids."""
+"""Maximum number of candidates that the search copies, in blocks of SEARCH_BLOCK ids."""
 APPLY_BLOCK = 256
-"""Words that one program writes."""
+"""Number of words that one program writes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionLaunch:
-    """One configuration of the attention kernel. The same configuration gives the same bits for the same row."""
+    """Launch configuration of the attention kernel. With the same configuration, a row always gets the same bits."""
 
     block_m: int
-    """Rows of a tile: query tokens times the query heads that share a KV head. A power of 2, at least 16."""
+    """Number of rows in a tile: query tokens times the query heads that share a KV head. A power of 2, at least 16."""
     block_n: int
-    """Keys read at a time; independent of the size of a cache block."""
+    """Number of keys that are read at a time. It does not depend on the size of a cache block."""
     num_splits: int
-    """Programs that share the keys of one tile of queries."""
+    """Number of programs that share the keys of one tile of queries."""
     num_warps: int
     num_stages: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GemmLaunch:
-    """One configuration of the product for few rows. It does not depend on the number of rows."""
+    """Launch configuration of the matmul for few rows. It does not depend on the number of rows."""
 
     block_m: int
     block_n: int
     block_k: int
     num_splits: int
-    """Programs that share the sum over the inputs of one tile of outputs."""
+    """Number of programs that share the sum over the inputs for one tile of outputs."""
     num_warps: int
     num_stages: int
 
@@ -105,17 +108,18 @@ def attention_launch(
     num_multiprocessors: int,
     itemsize: int = 2,
 ) -> AttentionLaunch:
-    """Configuration for launches of at most ``max_rows`` sequences with ``group`` query heads per KV head.
+    """Attention configuration for launches of at most ``max_rows`` sequences with ``group`` query heads per KV head.
 
-    The keys are split only when all rows have one query each (``decode_only``) and are too few to fill the GPU. Numbers
-    of 4 bytes (``itemsize``) use small tiles, because their products run outside the tensor cores, from registers.
+    The keys are split only when all rows have one query each (``decode_only``) and are too few to fill the GPU.
+    Elements of 4 bytes (``itemsize``) use small tiles, because their matmuls use registers instead of tensor cores.
     """
     block_n = 64 if head_dim <= 128 else 32
     block_m = 64
     if itemsize == 4:
         block_n, block_m = block_n // 2, 16
-    # With fewer than 5 stages the compiler loads the next keys, whose place comes from a table, only after these are
-    # done. Five stages of wide tiles with wide heads would not fit into the memory of all GPUs.
+    # With fewer than 5 stages, the compiler does not load the next keys while the current keys are processed, because
+    # their address comes from a table. With wide heads, five stages of wide tiles would not fit into the shared memory
+    # of all GPUs.
     stages = 5 if decode_only or head_dim <= 128 else 3
     if not decode_only:
         return AttentionLaunch(max(block_m, power_of_2(group)), block_n, num_splits=1, num_warps=4, num_stages=stages)
@@ -134,10 +138,10 @@ def gemm_launch(
     any_rows: bool = False,
     itemsize: int = 2,
 ) -> GemmLaunch:
-    """Configuration for a weight [out_features, in_features] and ``num_rows`` rows, or for ``any_rows``.
+    """Matmul configuration for a weight [out_features, in_features] and ``num_rows`` rows, or for ``any_rows``.
 
-    The number of rows matters only by whether one tile of 16 holds them. There are about as many programs as
-    multiprocessors. A program's shared memory fits into the 99 KiB of smaller GPUs, also for numbers of 4 bytes
+    The number of rows matters only in whether all rows fit into one tile of 16. There are about as many programs as
+    multiprocessors. A program's shared memory fits into the 99 KiB of smaller GPUs, also for elements of 4 bytes
     (``itemsize``).
     """
     few = num_rows <= GEMM_BLOCK_M and not any_rows
@@ -153,14 +157,14 @@ def gemm_launch(
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors that a launch can fill."""
+    """Number of multiprocessors of ``device``, which a launch should fill."""
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def elementwise_warps(width: int) -> int:
-    """Number of warps for a program that works on ``width`` numbers at a time."""
+    """Number of warps for a program that processes ``width`` elements at a time."""
     return 4 if width <= 2048 else 8 if width <= 8192 else 16
 
 

@@ -1,12 +1,13 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
 """A linear layer for few rows. It takes about as long as reading the weight once.
 
-The weight streams through tiles of x, usually of 16 rows. Where the outputs are too few to occupy the GPU, several
-programs share the sum over the inputs, and a second launch adds their float32 parts in order (split-K without atomics).
-A weight in fp8 has half the bytes. Its numbers are exact in x's dtype, and its scales are applied last.
+The weight is read once and multiplied with tiles of x, usually of 16 rows. If there are too few outputs to occupy the
+GPU, several programs share the sum over the inputs, and a second launch adds their float32 parts in order (split-K
+without atomics). A weight in fp8 has half the bytes. Its values are exact in x's dtype, and its scales are applied
+last.
 
-**Determinism.** Tile sizes and splits do not depend on the number of rows. So a row's bits do not depend on the other
-rows or on their number. A product by another kernel (cuBLAS) has other bits.
+**Determinism.** Tile sizes and splits do not depend on the number of rows. Therefore a row's bits depend neither on the
+other rows nor on their number. Another kernel (cuBLAS) gives other bits.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def _product(
     num_rows: tl.tensor, num_out: tl.tensor, num_in: tl.tensor, x_stride: tl.tensor, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per tile of rows, tile of outputs, and split. Tiles of rows come first, so that they find the weight
-    in the L2."""
+    """One program per tile of rows, tile of outputs, and split. Programs for different rows of the same weights run
+    next to each other, so that they find the weights in the L2 cache."""
     split = tl.program_id(2)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -59,7 +60,7 @@ def _add_splits(
     out_ptr: tl.tensor, parts_ptr: tl.tensor, bias_ptr: tl.tensor, num_rows: tl.tensor, num_out: tl.tensor,
     NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per row and block of outputs."""
+    """Kernel that adds the parts of split sums. One program per row and block of outputs."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)

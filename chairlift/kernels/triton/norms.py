@@ -1,8 +1,9 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
-"""RMSNorm, the addition before it, and SwiGLU's product. One program computes one row.
+"""RMSNorm, the addition before it, and SwiGLU. One program computes one row.
 
-They round to the model's dtype at the same places as :mod:`chairlift.kernels.reference` and Hugging Face models. Only
-the mean of squares differs, because its sum has another order. A row's bits do not depend on the other rows.
+The kernels round to the model's dtype at the same points as :mod:`chairlift.kernels.reference` and Hugging Face models.
+Only the mean of squares differs, because its terms are added in another order. A row's bits do not depend on the other
+rows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _rms_norm(
     out_ptr: tl.tensor, x_ptr: tl.tensor, residual_ptr: tl.tensor, weight_ptr: tl.tensor, eps: tl.tensor,
     x_stride: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per row. With a residual, x is added to it in place, and the sum is normalised."""
+    """One program per row. If there is a residual, x is added to it in place, and the sum is normalised."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
     inside = i < WIDTH
@@ -45,7 +46,7 @@ def _silu_and_mul(
     out_ptr: tl.tensor, x_ptr: tl.tensor, x_stride: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per row and block of columns."""
+    """SwiGLU kernel. One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -64,12 +65,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``residual += x`` in place, then the norm of it: both [T, D] of one dtype, ``residual`` contiguous."""
+    """Add ``x`` to ``residual`` in place, and return the norm of the sum: both [T, D] of one dtype, ``residual``
+    contiguous."""
     return _norm(x, residual, weight, eps)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU's product (Shazeer, 2020): [T, 2 I], rows contiguous, the gate first -> silu(gate) * up, [T, I]."""
+    """SwiGLU (Shazeer, 2020): [T, 2 I], rows contiguous, the gate first -> silu(gate) * up, [T, I]."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, power_of_2(width))

@@ -3,14 +3,15 @@
 
 The kernel has the structure of the unified attention that IBM wrote for vLLM's Triton backend. The query heads that
 share a KV head, and several query tokens, form the rows of one tile, so that decodes use the tensor cores too. The
-running softmax is FlashAttention-2's (Dao, 2023), in powers of 2. For few, long rows several programs share the keys,
-and their partial results are combined (Flash-Decoding; Dao et al., 2023).
+running softmax is FlashAttention-2's (Dao, 2023), in powers of 2. If there are few, long rows, several programs share
+the keys, and their partial results are combined (Flash-Decoding; Dao et al., 2023).
 
-**Determinism.** A tile reads keys 0 to ``block_n - 1``, then the next ``block_n``, and so on, and each of its rows is
-reduced by itself. So with one :class:`~chairlift.kernels.triton.launch.AttentionLaunch` the output of a sequence has
-the same bits, whatever other sequences are in the launch and whatever its place is. With ``num_splits=1`` it also does
-not depend on how its prompt was cut into chunks. (With more splits it does, because they divide the keys of a tile.)
-Different launch configurations, and so decode-only and mixed launches, may give different bits.
+**Determinism.** A tile reads keys 0 to ``block_n - 1``, then the next ``block_n``, and so on, and each row of the tile
+is reduced separately. Therefore, with one :class:`~chairlift.kernels.triton.launch.AttentionLaunch` the output of a
+sequence has the same bits, whatever other sequences are in the launch and whatever its index is. With ``num_splits=1``,
+the output also does not depend on how the prompt was divided into chunks. (With more splits it does, because the splits
+divide the keys of a tile.) Different launch configurations may give different bits. Decode-only launches and mixed
+launches have different configurations.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ __all__ = ["paged_attention"]
 
 @triton.jit
 def _find_row(cu_seqlens_ptr: tl.tensor, num_rows: tl.tensor, block: tl.tensor, BLOCK_Q: tl.constexpr) -> tl.tensor:
-    """The row of tile ``block``. Row i has the tiles from ``cu_seqlens[i] // BLOCK_Q + i`` on."""
+    """Index of the row to which tile ``block`` belongs. The tiles of row i start at ``cu_seqlens[i] // BLOCK_Q +
+    i``."""
     low = 0
     high = num_rows
     while high - low > 1:
@@ -49,8 +51,8 @@ def _attend_keys(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Attend to keys ``low`` to ``end - 1`` in tiles ``first_tile`` to ``end_tile - 1``. Returns values, sums and
-    maxima, all float32.
+    """Attend to keys ``low`` to ``end - 1`` in tiles ``first_tile`` to ``end_tile - 1``. Returns (weighted values,
+    sums, maxima), all float32.
 
     Table entries and slots outside ``low`` to ``end - 1`` may hold anything and are not read.
     """
@@ -61,7 +63,7 @@ def _attend_keys(
     for tile in range(first_tile, end_tile):
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         held = (key >= low) & (key < end)
-        # In a large cache, the number of a block times its size exceeds 2^31 elements.
+        # In a large cache, the index of a block times the block size exceeds 2^31 elements.
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
         place = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
         here = held[:, None] & (d < HEAD_DIM)[None, :]
@@ -72,7 +74,7 @@ def _attend_keys(
             seen = seen & (position[:, None] - key[None, :] < WINDOW)
         scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
-        # For a row that has seen no key yet, -inf minus -inf would be NaN.
+        # For a row that has not attended to any key yet, -inf minus -inf would be NaN.
         base = tl.where(new_best == float("-inf"), 0.0, new_best)
         p = tl.exp2(scores - base[:, None])
         fade = tl.exp2(best - base)
@@ -91,9 +93,9 @@ def _attend(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per (tile of queries, KV head) and split. Without ``cu_seqlens`` every row has one query."""
+    """One program per tile of queries, KV head and split. Without ``cu_seqlens``, every row has one query."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    # The heads of a tile are neighbouring programs, because all heads of a token are side by side in the cache.
+    # The KV heads of a tile are neighbouring programs, because all heads of a token are side by side in the cache.
     row, kv_head, split = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS, tl.program_id(1)
     start, first_query, num_queries = row, 0, 1
     wait_for_inputs(PDL)
@@ -104,7 +106,7 @@ def _attend(
         first_query = (block - start // BLOCK_Q - row) * BLOCK_Q
         num_queries = tl.load(cu_seqlens_ptr + row + 1) - start
     seq_len = tl.load(seq_lens_ptr + row)
-    # Rows and tiles that are padding in a grid of fixed size.
+    # Rows and tiles that are only padding, because the grid has a fixed size.
     if (first_query >= num_queries) | (seq_len <= 0):
         return
     table_row = row
@@ -151,8 +153,8 @@ def _combine(
     seq_lens_ptr: tl.tensor, num_rows: tl.tensor, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     NUM_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per token and query head: scale the splits by their maxima and add them. An empty split is not
-    read."""
+    """Kernel that combines splits: scale them by their maxima and add them. One program per token and query head. An
+    empty split is not read."""
     token, head = tl.program_id(0), tl.program_id(1)
     wait_for_inputs(PDL)
     if cu_seqlens_ptr is not None:
@@ -193,22 +195,17 @@ def paged_attention(
     Lengths, offsets and tables are read on the device and the grid depends on shapes only, so a captured launch serves
     any lengths. The new keys and values must have been written.
 
-    Args:
-        q: [T, Hq, Dh], float32, float16 or bfloat16; a token's heads are side by side, tokens may be apart (a slice of
-            a wider product). Dh from 16 to 256.
-        key_cache, value_cache: [num_blocks, block_size, Hkv, Dh], contiguous, of q's dtype; Hkv divides Hq. Slots that
-            no sequence of the launch uses may hold anything, NaN too.
-        seq_lens: int32 [N], tokens in each sequence, including those of this step. 0: a padding row.
-        block_table: int32 [rows, max_blocks], the last dimension contiguous. Entries past a sequence or behind its
-            window are never read.
-        scale: factor of the scores.
-        window: tokens a query sees, itself included; None sees all.
-        launch: tile sizes, from :func:`~chairlift.kernels.triton.launch.attention_launch`.
-        cu_seqlens: int32 [N + 1], offsets of the rows in q; the last may be less than T. None: N = T, one query each.
-        table_rows: int32 [N], row i's line of ``block_table``; None: line i.
+    Args: q: [T, Hq, Dh], float32, float16 or bfloat16; a token's heads are side by side, tokens need not be adjacent (a
+    slice of a wider tensor). Dh from 16 to 256. key_cache, value_cache: [num_blocks, block_size, Hkv, Dh], contiguous,
+    of q's dtype; Hkv divides Hq. Slots that no sequence of the launch uses may hold anything, even NaN. seq_lens: int32
+    [N], tokens in each sequence, including those of this step. 0: a padding row. block_table: int32 [rows, max_blocks],
+    the last dimension contiguous. Entries after a sequence's end or before its window are never read. scale: factor of
+    the scores. window: number of tokens that a query sees, itself included; None: all. launch: tile sizes, from
+    :func:`~chairlift.kernels.triton.launch.attention_launch`. cu_seqlens: int32 [N + 1], offsets of the rows in q; the
+    last may be less than T. None: N = T, one query each. table_rows: int32 [N], row i's line of ``block_table``; None:
+    line i.
 
-    Returns:
-        [T, Hq, Dh], contiguous, in q's dtype. Tokens of no row are not written.
+    Returns: [T, Hq, Dh], contiguous, in q's dtype. Tokens that belong to no row are not written.
 
     Raises:
         InvariantError: the shapes do not fit together.
@@ -221,7 +218,7 @@ def paged_attention(
     if num_tokens == 0 or num_rows == 0:
         return out
     splits, dependent = launch.num_splits, dependent_launch(q.device)
-    # With splits, a tile stores its sums for the second launch. Without them these arguments are unused.
+    # With splits, a tile stores its sums for the second launch. Without splits these arguments are unused.
     partial = (
         torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
         if splits > 1
@@ -246,7 +243,7 @@ def paged_attention(
 
 
 def _check(q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, launch: AttentionLaunch) -> None:
-    """Raise InvariantError for arguments that the kernel would read wrongly."""
+    """Raise InvariantError for arguments with which the kernel would read wrong memory."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = key_cache.shape[2]
     if num_heads % num_kv_heads or key_cache.shape[3] != head_dim or key_cache.shape != value_cache.shape:

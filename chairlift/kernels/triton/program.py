@@ -1,9 +1,9 @@
 """Runs a recorded model with the Triton kernels, from the same nodes as the CPU's step programs, in few launches.
 
-A layer is: QKV product | norm, rotation and KV write | attention | output product | addition and norm | gate-up product
-| SwiGLU | down product | addition and norm. Products of few rows use the kernel that streams the weight. Larger ones
-use the library, which takes activations in fp8 if the weight is fp8. Functions given to ``ops.call_out`` run as they
-are, so they must not wait for the device.
+The launches of a layer are: QKV matmul | norm, rotation and KV write | attention | output matmul | addition and norm |
+gate-up matmul | SwiGLU | down matmul | addition and norm. Matmuls of few rows use
+:mod:`~chairlift.kernels.triton.linear_small`. Larger matmuls use torch's library, with activations in fp8 if the weight
+is fp8. Functions passed to ``ops.call_out`` run unchanged, so they must not wait for the device.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from chairlift.kernels.triton.scaled import scaled_linear
 __all__ = ["SMALL_ROWS", "PagedKV", "StepTensors", "TritonProgram"]
 
 SMALL_ROWS = 64
-"""Most rows of a product for the kernel that streams the weight. On an H200, on the layers of Qwen3-0.6B, it takes 0.7
-to 0.97 of cuBLAS's time up to 64 rows, and the same time at 128."""
+"""Maximum number of rows for the matmul kernel for few rows. On an H200, on the layers of Qwen3-0.6B, it takes 0.7 to
+0.97 of cuBLAS's time up to 64 rows, and the same time at 128."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepTensors:
-    """N rows of T tokens in all, on the device; see :class:`~chairlift.step_batch.StepBatch`."""
+    """A step's inputs on the device: N rows with T tokens in all. See :class:`~chairlift.step_batch.StepBatch`."""
 
     token_ids: Tensor
-    """int32 [T]"""
+    """int32 [T], the token ids."""
     positions: Tensor
-    """int32 [T]"""
+    """int32 [T], the position of each token."""
     seq_lens: Tensor
-    """int32 [N]; 0 in padding rows."""
+    """int32 [N], the number of tokens in each sequence after this step; 0 in padding rows."""
     cu_seqlens: Tensor | None
-    """int32 [N + 1]; None if every row has one token."""
+    """int32 [N + 1], offsets of the rows in the flat batch; None if every row has one token."""
     table_rows: Tensor
-    """int32 [N], line of each row in the block tables."""
+    """int32 [N], the index of each row's line in the block tables."""
     block_tables: Sequence[Tensor]
-    """Per cache group, int32 [lines, M]."""
+    """Per cache group, the block tables, int32 [lines, M]."""
     slot_mapping: Sequence[Tensor]
-    """Per cache group, int64 [T]; nothing is written for -1."""
+    """Per cache group, int64 [T], the slot where each token's K and V are written; -1: nothing is written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ class PagedKV:
     """The KV caches of a model."""
 
     caches: Sequence[tuple[Tensor, ...]]
-    """Per layer, each [num_blocks, block_size, Hkv, Dh]."""
+    """Per layer, K and V, each [num_blocks, block_size, Hkv, Dh]."""
     layer_groups: Sequence[int]
-    """Layer -> cache group."""
+    """Layer index -> index of its cache group."""
 
 
 class TritonProgram:
-    """``nodes`` of a recording, from ``start`` (token ids and positions, or activations) to ``output``.
+    """Runs the recorded ``nodes``, from ``start`` (token ids and positions, or activations) to ``output``.
 
     Weights are read in place, so replaced weights take effect. A run does not wait for the device and uses torch's
     allocator, so it can be captured in a CUDA graph.
@@ -80,15 +80,15 @@ class TritonProgram:
         num_multiprocessors: int,
         batch_invariant: bool = False,
     ) -> None:
-        """With ``batch_invariant``, one kernel computes products of any number of rows. Raises ConfigError if other
-        products remain."""
+        """With ``batch_invariant``, one kernel computes matmuls of any number of rows. Raises ConfigError if some
+        matmul cannot use that kernel."""
         self._nodes = nodes
         self._output = output
         self._kv = kv
         self._multiprocessors = num_multiprocessors
         self._batch_invariant = batch_invariant
         self.calls = list(dict.fromkeys(node.label for node in nodes if node.op not in _KERNELS))
-        """Names of the operations that plain torch computes."""
+        """Names of the operations that run in plain torch."""
         if batch_invariant and self.calls:
             raise ConfigError("batch_invariant is on, but PyTorch computes a part of this model; leave it off")
         tables = [node for node in nodes if node.op is ops.rotary_table]
@@ -102,7 +102,7 @@ class TritonProgram:
             )
         last = {value: i for i, node in enumerate(nodes) for value in node.inputs}
         self._dead: list[list[Value]] = [[] for _ in nodes]
-        """Per node, the values without later readers. Their memory is released at once."""
+        """Per node, the values that no later node reads. Their memory is released after the node."""
         for value, i in last.items():
             if value is not output:
                 self._dead[i].append(value)
@@ -112,7 +112,8 @@ class TritonProgram:
     def run(
         self, given: dict[Value, Tensor], step: StepTensors | None = None, launch: AttentionLaunch | None = None
     ) -> Tensor:
-        """``output`` [T, width] from the values ``given``; ``step`` and ``launch`` are for attention."""
+        """``output`` [T, width], computed from the values in ``given``. ``step`` and ``launch`` are needed for
+        attention."""
         values, i = dict(given), 0
         while i < len(self._nodes):
             node = self._nodes[i]
@@ -134,12 +135,13 @@ class TritonProgram:
             values.pop(value, None)  # keys and values of attention are in the cache
 
     def _adds_in_place(self, i: int) -> bool:
-        """Whether node ``i`` adds to activations of this program that have no other reader, and a norm comes next."""
+        """Whether node ``i`` may add in place: the next node is a norm, and this program computed the activations that
+        are overwritten, and nothing else reads them."""
         node, norm = self._nodes[i], self._nodes[i + 1]
         if node.op is not add or norm.op is not ops.rms_norm or norm.inputs != (node.out,):
             return False
         kept, added = node.inputs
-        # The function of a call-out may keep its result, so that is not overwritten.
+        # The function of a call-out may keep its result, so its result is not overwritten.
         made = {n.out for n in self._nodes[:i] if n.op in (ops.embedding, add)}
         return kept in made and kept in self._dead[i] and kept is not added
 
@@ -173,7 +175,7 @@ class TritonProgram:
         return out.flatten(1)
 
     def _heads(self, node: Node, given: Sequence[Tensor], step: StepTensors | None) -> Tensor:
-        """The queries. Keys and values are written to their slots."""
+        """Queries of an attention layer. Keys and values are written to their slots."""
         if step is None:
             raise InvariantError("heads need a step, whose cache they are written to")
         layer, attributes = self._layer_of[node.out], node.attributes
@@ -224,4 +226,4 @@ _KERNELS: dict[Op[..., Any], Callable[..., Tensor]] = {
     ops.rotary_table: TritonProgram._table,
     ops.silu_and_mul: lambda program, node, x: silu_and_mul(x),
 }
-"""Launchers of the operations with a kernel. Those of attention also get the step."""
+"""Operation with a kernel -> function that launches it. The functions for attention also get the step."""

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
-"""From the QKV product to queries and cached keys and values in one launch: split, norm, rotation, write to the blocks.
+"""One launch that turns the QKV matmul's result into queries and cached keys and values: split, norm, rotation, and
+write to the blocks.
 
-Separately these would be six launches that each read and write the same numbers. Every product is rounded to the
-model's dtype where :mod:`chairlift.kernels.reference` rounds it. A head's bits depend on the head only.
+As separate operations, these would be six launches that each read and write the same numbers. Every multiplication is
+rounded to the model's dtype where :mod:`chairlift.kernels.reference` rounds it. A head's bits depend on that head only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["rope_and_cache", "rotary_table"]
 
 @triton.jit
 def _times(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """a * b rounded to a's dtype."""
+    """a * b, rounded to a's dtype."""
     return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
 
 
@@ -30,7 +31,8 @@ def _normalise(
     first: tl.tensor, second: tl.tensor, asking: tl.tensor, weight_ptr: tl.tensor, eps: tl.tensor, i: tl.tensor,
     HALF: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """RMSNorm of the heads ``asking`` [H], given as two halves [H, Dh / 2]. Other heads are returned unchanged."""
+    """RMSNorm of the heads for which ``asking`` [H] is true; the heads are given as two halves [H, Dh / 2]. Other heads
+    are returned unchanged."""
     a, b = first.to(tl.float32), second.to(tl.float32)
     mean = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF)
     factor = tl.rsqrt(mean + eps)[:, None]
@@ -48,7 +50,7 @@ def _rope_and_cache(
     qkv_stride: tl.tensor, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     HALF_PAD: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per token and block of heads. Heads are numbered through q, k and v."""
+    """One program per token and block of heads. Heads are numbered consecutively: first q, then k, then v."""
     K: tl.constexpr = NUM_HEADS
     V: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
     token = tl.program_id(0).to(tl.int64)
@@ -90,7 +92,7 @@ def _rotary_table(
     out_ptr: tl.tensor, positions_ptr: tl.tensor, frequencies_ptr: tl.tensor, factor: tl.tensor,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per token."""
+    """Kernel of :func:`rotary_table`. One program per token."""
     token, i = tl.program_id(0), tl.arange(0, HALF_PAD)
     frequencies = tl.load(frequencies_ptr + i, mask=i < HALF, other=0.0)
     angles = tl.load(positions_ptr + token).to(tl.float32) * frequencies
@@ -101,9 +103,8 @@ def _rotary_table(
 
 
 def rotary_table(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """Cosines and sines [2, T, 1, Dh / 2] of ``positions`` (integers [T]) times ``frequencies`` (float32 [Dh / 2]),
-    scaled by ``factor``.
-    """
+    """Cosines and sines [2, T, 1, Dh / 2] of the angles ``positions`` (integers [T]) times ``frequencies`` (float32 [Dh
+    / 2]), scaled by ``factor``."""
     half = len(frequencies)
     out = torch.empty((2, len(positions), 1, half), dtype=dtype, device=positions.device)
     if len(positions):
@@ -152,7 +153,7 @@ def rope_and_cache(
     if num_tokens:
         cos, sin = (None, None) if rotary is None else rotary
         block = min(ROPE_HEADS, power_of_2(num_parts))
-        # Fused multiply-adds would skip roundings of the reference.
+        # Fused multiply-adds are disabled, because they would skip roundings that the reference does.
         _rope_and_cache[(num_tokens, -(-num_parts // block))](
             q, key_cache, value_cache, qkv, cos, sin, slots, q_norm, k_norm, eps, qkv.stride(0),
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, HALF_PAD=power_of_2(head_dim // 2),

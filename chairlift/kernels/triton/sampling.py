@@ -1,15 +1,17 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
-"""Sampling on the device: the arg max, or a draw with counter-based Gumbel noise, also after top-k and top-p.
+"""Sampling on the device: the arg max, or a draw with counter-based Gumbel noise, optionally after min-p, top-k and
+top-p.
 
-:mod:`chairlift.sampling.gumbel` and :mod:`chairlift.sampling.logits` define the results. min-p, top-k and top-p each
-keep the first ids in the order of falling score, lowest id first among equals. So the kept set of a row is given by a
-score and an id, and finding them needs no sort. The score is found bit by bit, from the number of ids, or the
-probability, at or above a candidate. Usually the search runs over a few ids that two passes over the row have copied.
+:mod:`chairlift.sampling.gumbel` and :mod:`chairlift.sampling.logits` define the results. Sort the ids of a row by
+descending score, and equal scores by ascending id. min-p, top-k and top-p each keep the first ids of this order. The
+kept set of a row is therefore defined by its last score and its last id, which can be found without sorting. The score
+is found bit by bit: for a candidate score, the number of ids (or the probability) at or above it is computed. Usually
+the search reads only a few ids, which two passes over the row have copied.
 
-**Determinism.** Each row is computed alone and in one order, so its token does not depend on the other rows. The random
-words are those of the CPU to the bit. Noise is first computed in float32; only ids that could still win get the float64
-noise of the definition. One difference to the CPU remains: probabilities are summed in another order, so a nucleus
-whose probability is within a few 1e-7 of ``top_p`` may end one id sooner or later.
+**Determinism.** Each row is computed separately and in a fixed order, so its token does not depend on the other rows.
+The random words equal the CPU's to the last bit. Noise is first computed in float32; only ids that can still be the
+maximum get the float64 noise of the definition. One difference to the CPU remains: probabilities are added in another
+order. A kept set whose probability is within a few 1e-7 of ``top_p`` may therefore have one id more or less.
 """
 
 from __future__ import annotations
@@ -31,55 +33,55 @@ _ALL_IDS = tl.constexpr(0x7FFFFFFE)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """Sampling parameters of S slots: flat tensors, which may be views of the decode state."""
+    """Sampling parameters of S slots: one-dimensional tensors, which may be views of the decode state."""
 
     seeds: Tensor
-    """int64 [S], the bits of the unsigned seeds."""
+    """int64 [S], the seeds; the bits are those of unsigned seeds."""
     temperature: Tensor
-    """float32 [S]; 0 is the arg max, and the other parameters are ignored."""
+    """float32 [S]; 0 means arg max, and the other parameters are then ignored."""
     log_min_p: Tensor
-    """float32 [S]: ``log(min_p)``, -inf for off."""
+    """float32 [S], ``log(min_p)``; -inf: min-p is off."""
     top_k: Tensor
-    """int32 [S]; 0 for off."""
+    """int32 [S]; 0: top-k is off."""
     top_p: Tensor
-    """float64 [S]; 1 for off."""
+    """float64 [S]; 1: top-p is off."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """Set of ids that min-p, top-k and top-p keep in each row: scores above ``bar``, and equal ones up to id
-    ``last_id``."""
+    """Set of ids that min-p, top-k and top-p keep in each row: ids with a score above ``bar``, and ids with that score
+    up to ``last_id``."""
 
     bar: Tensor
-    """float32 [R]"""
+    """float32 [R], the lowest kept score."""
     last_id: Tensor
-    """int32 [R]"""
+    """int32 [R], the last kept id among ids with the lowest kept score."""
 
 
 @triton.jit
 def _order(x: tl.tensor) -> tl.tensor:
-    """float32 to uint32 with the same order. -0 must have been made 0 before."""
+    """Sort key of float32 ``x`` as uint32, with the same order. -0 must have been replaced by 0 before."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _unorder(order: tl.tensor) -> tl.tensor:
-    """The float32 whose :func:`_order` is ``order``."""
+    """The float32 whose sort key (see :func:`_order`) is ``order``."""
     bits = order.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _scores(raw: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """float32 logits divided by temperature, with IEEE rounding; no score is -0."""
+    """Scores: float32 logits divided by the temperature, with IEEE rounding. No score is -0."""
     scores = tl.div_rn(raw, temperature)
     return tl.where(scores == 0.0, 0.0, scores)
 
 
 @triton.jit
 def _load(row_ptr: tl.tensor, ids: tl.tensor, vocab: tl.tensor) -> tl.tensor:
-    """Logits in float32; -inf past the vocabulary."""
+    """Logits of ``ids`` in float32; -inf for ids past the vocabulary."""
     return tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
 
 
@@ -88,8 +90,8 @@ def _weight_from(
     bar: tl.tensor, row_ptr: tl.tensor, vocab: tl.tensor, temperature: tl.tensor, kept: tl.tensor, last_id: tl.tensor,
     best: tl.tensor, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """float64: number of ids of a kept set with an order of at least ``bar``, or their weight relative to the best
-    id."""
+    """float64: number of ids in a kept set whose sort key is at least ``bar``. With ``WEIGHTED``, the sum of their
+    probabilities relative to the best id's instead."""
     parts = tl.zeros([BLOCK], dtype=tl.float64)
     for at in range(0, vocab, BLOCK):
         ids = at + tl.arange(0, BLOCK)
@@ -105,10 +107,10 @@ def _beginning(
     goal: tl.tensor, row_ptr: tl.tensor, vocab: tl.tensor, temperature: tl.tensor, kept: tl.tensor,
     last_id: tl.tensor, best: tl.tensor, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The shortest beginning of a kept set whose weight reaches ``goal``: the order of its last score, and its last id.
+    """(sort key of the last score, last id) of the shortest prefix of a kept set whose weight reaches ``goal``.
 
     The first loop finds, bit by bit, the highest score with enough weight at or above it. Then the number of needed ids
-    with exactly that score is computed, and the second loop finds the last of them.
+    with exactly that score is computed, and the second loop finds the last of these ids.
     """
     found = tl.full([], 0, dtype=tl.uint32)
     for bit in range(32):
@@ -120,7 +122,8 @@ def _beginning(
     each = tl.full([], 1.0, dtype=tl.float64)
     if WEIGHTED:
         each = tl.exp(_unorder(found) - best).to(tl.float64)
-    # Equal scores are added while the weight before them is below the goal. All ids of weight 0 may be added.
+    # Ids with equal scores are added one by one until the weight reaches the goal. If each has weight 0, all of them
+    # are added.
     needed = tl.where(each > 0.0, tl.ceil((goal - above) / tl.where(each > 0.0, each, 1.0)), 1.0e9)
     needed = tl.maximum(tl.minimum(needed, 1.0e9), 1.0).to(tl.int32)
 
@@ -141,8 +144,8 @@ def _gather(
     few_ptr: tl.tensor, few_ids_ptr: tl.tensor, bar: tl.tensor, row_ptr: tl.tensor, vocab: tl.tensor,
     temperature: tl.tensor, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Copy the logits whose sort key is at least ``bar``, by rising id, until the buffer is full. Returns the number of
-    such logits, even if not all of them fit."""
+    """Copy the logits whose sort key is at least ``bar``, in ascending order of ids, until the buffer is full. Returns
+    the number of such logits, even if not all of them fit."""
     count = tl.full([], 0, dtype=tl.int32)
     for at in range(0, vocab, BLOCK):
         ids = at + tl.arange(0, BLOCK)
@@ -164,11 +167,12 @@ def _kept_ids(
     temperature_ptr: tl.tensor, log_min_p_ptr: tl.tensor, top_k_ptr: tl.tensor, top_p_ptr: tl.tensor,
     slots_ptr: tl.tensor, vocab: tl.tensor, logits_stride: tl.tensor, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per row: min-p, then top-k of the kept ids, then top-p of those.
+    """One program per row: min-p, then top-k of the kept ids, then top-p of the ids that remain.
 
-    ``peaks`` are the highest scores of BLOCK sets of ids. So at least n ids lie at or above the n-th highest peak, and
-    for small n hardly more. These ids are copied and searched instead of the vocabulary, if they are enough and fit.
-    Without top-k, n is 63 of 64 sets, with about four ids each.
+    The ids are divided into BLOCK sets, and ``peaks`` are the highest scores of the sets. At least n ids therefore have
+    a score at or above the n-th highest peak, and for small n hardly more than n. These ids are copied and searched
+    instead of the vocabulary, if they are enough and fit into the buffer. Without top-k, n is 63/64 of the sets, which
+    gives about four ids per set.
     """
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
@@ -198,7 +202,7 @@ def _kept_ids(
                 peak = tl.where(tl.sum((peaks >= candidate).to(tl.int32), axis=0) >= wanted, candidate, peak)
             few = _gather(few_ptr, few_ids_ptr, tl.maximum(peak, kept), row_ptr, vocab, temperature, BLOCK, ROOM)
             goal = top_k.to(tl.float64)
-            # Above the bar of min-p they are the whole kept set.
+            # If min-p's bar is at or above the peak, the copied ids are all ids that min-p keeps.
             enough = (few <= ROOM) & ((few >= goal) | (kept >= peak))
             if not with_top_k:
                 goal = top_p * _weight_from(kept, row_ptr, vocab, temperature, kept, last_id, best, True, BLOCK)
@@ -228,7 +232,7 @@ def _kept_ids(
 
 @triton.jit
 def _words(seed: tl.tensor, position: tl.tensor, first_id: tl.tensor, NUM_IDS: tl.constexpr) -> tl.tensor:
-    """Random words, uint32, of ids ``first_id`` (a multiple of 4) and following. Four ids share a counter."""
+    """Random words, uint32, for ``NUM_IDS`` ids from ``first_id`` (a multiple of 4) on. Four ids share a counter."""
     counter = (first_id // 4 + tl.arange(0, NUM_IDS // 4)).to(tl.uint32)
     zero = tl.zeros([NUM_IDS // 4], dtype=tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, counter, zero + position.to(tl.uint32), zero, zero)
@@ -239,7 +243,8 @@ def _words(seed: tl.tensor, position: tl.tensor, first_id: tl.tensor, NUM_IDS: t
 def _rough_noise(words: tl.tensor) -> tl.tensor:
     """Gumbel noise in float32 with an error below 1e-4.
 
-    For u near 1, ``-log(u)`` is a series in ``v = 1 - u``, because the rounding of u itself would be the error.
+    For u near 1, ``-log(u)`` is computed as a series in ``v = 1 - u``, because rounding u would cause too large an
+    error.
     """
     u = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     v = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -282,7 +287,8 @@ def _choose(
     temperature_ptr: tl.tensor, positions_ptr: tl.tensor, slots_ptr: tl.tensor, bar_ptr: tl.tensor,
     last_id_ptr: tl.tensor, vocab: tl.tensor, logits_stride: tl.tensor, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per row and chunk of ids: the chunk's best id, and its highest raw logit (NaN if it has one)."""
+    """One program per row and chunk of ids: finds the chunk's best id, and its highest raw logit (NaN if a logit is
+    NaN)."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
     if slot < 0:
@@ -314,7 +320,7 @@ def _settle(
     token_ptr: tl.tensor, failing_ptr: tl.tensor, value_ptr: tl.tensor, id_ptr: tl.tensor, highest_ptr: tl.tensor,
     temperature_ptr: tl.tensor, slots_ptr: tl.tensor, NUM_CHUNKS: tl.constexpr, PAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per row: the best id over the chunks, or -1 where the logits allow none."""
+    """One program per row: the best id over the chunks, or -1 if the logits allow no id."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     if slot < 0:
@@ -391,8 +397,8 @@ def sample(
     failing = torch.empty((num_rows, 2), dtype=torch.float32, device=logits.device)
     if num_rows == 0:
         return tokens, failing
-    # Two allocations, because the second half of one would have any alignment, and each alignment compiles another
-    # kernel.
+    # Two separate allocations are used. Halves of one allocation could have any alignment, and Triton compiles another
+    # kernel for each alignment.
     value, highest = (torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device) for _ in range(2))
     ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
     bar, last_id = (None, None) if kept is None else (kept.bar, kept.last_id)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
-"""A linear layer with an fp8 weight for many rows. The rows are rounded to fp8, each with its own scale, and the
-library multiplies 8-bit numbers in the tensor cores. (Few rows are not rounded:
+"""A linear layer with an fp8 weight, for many rows. Rows are rounded to fp8, each with its own scale, and torch's
+library multiplies 8-bit numbers in tensor cores. (Few rows are not rounded:
 :mod:`~chairlift.kernels.triton.linear_small`.)"""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _quantize_rows(
     values_ptr: tl.tensor, scales_ptr: tl.tensor, x_ptr: tl.tensor, x_stride: tl.tensor, WIDTH: tl.constexpr,
     PAD: tl.constexpr, LARGEST: tl.constexpr, LEAST_SCALE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per row."""
+    """Kernel of :func:`quantize_rows`. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
     x = tl.load(x_ptr + row * x_stride + i, mask=i < WIDTH, other=0.0).to(tl.float32)
@@ -47,8 +47,8 @@ def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, scales: Ten
     """``x @ weight.T + bias`` with x rounded to fp8 row by row. The sizes of the fp8 weight are multiples of 16;
     ``scales``, float32 [N], are the factors of its rows.
 
-    On a GPU x is bfloat16, the only dtype of the library's products. On the CPU PyTorch rounds the rows, because
-    Triton's interpreter rounds wrongly.
+    On a GPU, x must be bfloat16, the only dtype that the library's fp8 matmuls return. On the CPU PyTorch rounds the
+    rows, because Triton's interpreter rounds wrongly.
     """
     rows, factors = quantize_rows(x) if x.is_cuda else fp8.quantize(x)
     return torch._scaled_mm(

@@ -29,7 +29,7 @@ from chairlift.models.fallback.probe import Comparison, compare_with_eager, prob
 from chairlift.models.loader import open_tensors
 from chairlift.models.stored_rows import MOST_NUMBERS, StoredRows
 
-__all__ = ["check_stored_weights", "count_parameters", "load_transformers_model"]
+__all__ = ["check_stored_weights", "count_parameters", "load_transformers_model", "quiet"]
 
 _log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def _build(
 
     stored = {name: _Stored(name, source, dtype, report) for name, source in tensors.items()}
     try:
-        with _quiet():
+        with quiet():
             hf, info = getattr(transformers, config.architecture).from_pretrained(
                 None,
                 config=hf_config(config),
@@ -188,7 +188,7 @@ def _numel(name: str, source: Any) -> int:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppress transformers' progress bars and reports. Chairlift's own error messages contain what they would say."""
     from transformers.utils import logging as hf_logging
 

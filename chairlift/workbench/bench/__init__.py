@@ -1,2 +1,2 @@
-"""Benchmarks: limits of this machine, speed of the kernels and the engine, and the share of the limits that they
-reach."""
+"""Benchmarks: measure the limits of this machine, the speed of the kernels and of the engine, and which fraction of the
+limits they reach."""

@@ -1,7 +1,8 @@
-"""Runs single kernels on a GPU, as :mod:`chairlift.workbench.bench.programs` does for the compiled kernels.
+"""Runs single kernels on a GPU, as :mod:`chairlift.workbench.bench.programs` does for the compiled CPU kernels.
 
-Each case is recorded once as a CUDA graph of equal operations on different memory, like the engine's decode steps. So
-the device is timed, not the launching. Before a run, more bytes are read than the L2 cache can hold.
+Each case is recorded once as a CUDA graph of equal operations on different parts of memory, as the engine records its
+decode steps. So the time does not include the launch of each kernel. Before a run, the L2 cache is filled with other
+data.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ __all__ = ["DeviceKernels"]
 
 _INTERPRETED_CACHE: Final = 1 << 16
 _ALIGNED: Final = 1024
-"""Elements: weights begin where a tensor of their own would."""
+"""Each weight begins at a multiple of this number of elements in the region."""
 
 
 class DeviceKernels:
-    """Single kernels of a CUDA device in one dtype; on the CPU, in Triton's interpreter, for tests.
+    """Prepares timed runs of single kernels on a CUDA device, in one dtype. Tests use the CPU and Triton's interpreter.
 
-    In fp8 (float8_e4m3fn) there are only products with fp8 weights; activations are bfloat16, in the interpreter
-    float32. Operations cycle through ``region_bytes`` of normal random numbers, or more if a cache could hold these; no
-    single operation may read more. Raises torch.OutOfMemoryError without enough memory.
+    With fp8 (float8_e4m3fn), only matrix multiplications with fp8 weights can be run; their activations are bfloat16,
+    or float32 in the interpreter. Operations take their weights in turn from a region of ``region_bytes`` of random
+    numbers, which is enlarged if a cache could hold it. No single operation may read more than the region. Raises
+    torch.OutOfMemoryError if there is too little memory.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, region_bytes: int) -> None:
         cuda = device.type == "cuda"
         if device.index is not None:
-            torch.cuda.set_device(device)  # Triton launches where the calling thread is
+            torch.cuda.set_device(device)  # Triton launches kernels on the current device of the thread
         cache = torch.cuda.get_device_properties(device).L2_cache_size if cuda else _INTERPRETED_CACHE
         self._device, self._dtype, self._is_fp8 = device, dtype, dtype == torch.float8_e4m3fn
         if self._is_fp8:
@@ -52,15 +54,16 @@ class DeviceKernels:
         self._multiprocessors = num_multiprocessors(device)
         self._generator = torch.Generator(device).manual_seed(0)
         self._region = self._normal(max(region_bytes, 4 * cache) // dtype.itemsize)
-        # Numbers of fp8 have their size from the scales of a weight.
+        # Random numbers in fp8 are not scaled here: each weight has a scale.
         self._region = self._region.to(dtype) if self._is_fp8 else self._region.mul_(WEIGHT_STD)
         self._other = torch.zeros(2 * cache, dtype=torch.uint8, device=device)
         self._next = 0
 
     def products(self, k: int, n: int, rows: int, count: int) -> dict[str, Prepare]:
-        """``count`` products [rows, k] x [k, n] by each kernel that may run them; the engine's choice comes first.
+        """``count`` matrix multiplications [rows, k] x [k, n] with each kernel that can run them. Kernel -> run.
 
-        In fp8 the library's take the rows rounded first, and k and n must be multiples of 16.
+        The kernel that the engine would choose comes first. With fp8, ``library`` rounds the rows to fp8 first, and k
+        and n must be multiples of 16.
         """
         x, weights = self._normal(rows, k), self._weights(n, k, count)
         streamed: dict[str, Callable[..., Tensor]] = {"streamed": self._streamed(n, k, rows)}
@@ -75,7 +78,7 @@ class DeviceKernels:
     def attention(
         self, model: ModelShape, *, queries: int, context: int, batch: int, shuffled: bool, count: int
     ) -> Prepare:
-        """Attention of ``count`` layers, as :meth:`chairlift.workbench.bench.programs.Kernels.attention`."""
+        """Attention of ``count`` layers; see :meth:`chairlift.workbench.bench.programs.Kernels.attention`."""
         blocks, tokens = -(-context // BLOCK_SIZE), batch * queries
         order = torch.arange(batch * blocks, dtype=torch.int32, device=self._device)
         if shuffled:
@@ -104,7 +107,7 @@ class DeviceKernels:
         return self._timed(attend, [(self._take(*shape), self._take(*shape)) for _ in range(count)])
 
     def head(self, k: int, vocab_size: int, rows: int, *, temperature: float, count: int) -> Prepare:
-        """``count`` times a token for each of ``rows`` rows: output head and choice. Temperature 0 is greedy."""
+        """Output head and sampling for ``rows`` rows, repeated ``count`` times. Temperature 0 is greedy sampling."""
         x = self._normal(rows, k)
         linear = self._streamed(vocab_size, k, rows) if rows <= SMALL_ROWS else ops.linear
         slots = torch.arange(rows, dtype=torch.int32, device=self._device)
@@ -130,7 +133,7 @@ class DeviceKernels:
         return [(self._take(n, k),) for _ in range(count)]
 
     def _timed(self, kernel: Callable[..., Tensor], operands: Sequence[tuple[Tensor, ...]]) -> Prepare:
-        """Run ``kernel`` with each of the operands in turn. A run returns the last result."""
+        """Prepare a run that calls ``kernel`` once for each of the operands. A run returns the last result."""
         graph: Graph[Tensor] | None = None
 
         def step() -> Tensor:
@@ -158,13 +161,13 @@ class DeviceKernels:
             torch.cuda.synchronize(self._device)
 
     def _take(self, *shape: int) -> Tensor:
-        """The next part of the region, as a tensor of this shape."""
+        """A tensor of this shape in the next part of the region; after the end, it continues at the beginning."""
         size = math.prod(shape)
         if self._next + size > len(self._region):
             self._next = 0
-        taken = self._region[self._next : self._next + size].view(shape)
+        part = self._region[self._next : self._next + size].view(shape)
         self._next += -(-size // _ALIGNED) * _ALIGNED
-        return taken
+        return part
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(generator=self._generator)

@@ -1,8 +1,8 @@
-"""Least time of a workload on a machine: every step reads the weights once, or computes with them.
+"""Computes the minimum time (the floor) of a workload on a machine.
 
-A kernel cannot be faster than memory and instructions allow. An engine cannot be faster than the sum over steps in
-which a request waits for its previous token. The share of this limit that an engine reaches can be compared between
-machines.
+A kernel cannot be faster than the machine's memory and instructions allow. Each token of a request needs the token
+before it, so an engine cannot be faster than the sum of its steps. The fraction of this limit that an engine reaches
+can be compared between machines.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from chairlift.models.step_cost import ModelCost
 __all__ = ["BUDGETS", "GPU_BUDGETS", "Floor", "workload_floor"]
 
 BUDGETS: Final = (192, 256, 384, 512, 1024)
-"""Candidate numbers of tokens per step for the floor. Large steps share one read of the weights; small ones waste no
-place."""
+"""Numbers of tokens per step to try. In a large step more tokens share one read of the weights, but a long step delays
+the requests that decode."""
 
 GPU_BUDGETS: Final = (1024, 4096, 16384)
-"""Token budgets to try on a GPU. It computes so much while it reads the weights that only large steps are efficient."""
+"""Numbers of tokens per step to try on a GPU. Only large steps are efficient there, because a GPU computes many tokens
+in the time that it needs to read the weights."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Floor:
-    """The least time for a workload."""
+    """Minimum time for a workload."""
 
     seconds: float
     steps: int
     token_budget: int
-    """Tokens per step at which it was least."""
+    """Number of tokens per step that gave the minimum time."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Sequence:
     prompt: int
-    """Prompt tokens not computed yet."""
+    """Number of prompt tokens that are not computed yet."""
     output: int
-    """Tokens not generated yet."""
+    """Number of output tokens that are not generated yet."""
     context: int = 0
 
 
@@ -52,10 +53,11 @@ def workload_floor(
     max_num_seqs: int = 128,
     budgets: Sequence[int] = BUDGETS,
 ) -> Floor:
-    """The floor of requests of (prompt, output) lengths that all arrive at once, with the best of a few token budgets.
+    """Floor of requests that all arrive at once, given as (prompt tokens, output tokens), for the best of ``budgets``.
 
-    Of each step: the weights are read or computed with, whichever takes longer, and the cached K and V of every
-    decoding sequence are read. Attention within prompts, activations, sampling and everything else are free.
+    The time of a step has two parts. The first part is reading the weights or computing with them, whichever takes
+    longer. The second part is reading the cached K and V of all decoding sequences. Attention within prompts,
+    activations, sampling and everything else count as free.
     """
     lengths = list(requests)
     return min(

@@ -1,4 +1,4 @@
-"""Measured speeds of kernels and measured limits of a machine, as tables and as plain data."""
+"""Tables and JSON records of the measured speeds of kernels and the measured limits of a machine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _TITLES: Final = {
 }
 
 
-_MOST_CHANGE: Final = 0.1
-_MOST_BUSY: Final = 0.1
+_MAX_CHANGE: Final = 0.1
+_MAX_BUSY: Final = 0.1
 
 
 def limits_table(limits: Mapping[str, Any], caption: str = "") -> Table:
-    """Table of a :func:`limits_record`: best and median of several trials, so that a disturbed measurement shows."""
+    """Table of a :func:`limits_record`. A median far from the best trial shows that the measurement was disturbed."""
     memory = f"{limits.get('memory', 'memory read')}, GB/s"
     rows = [
         [memory, str(each["threads"]), *(f"{each[name] / 1e9:.1f}" for name in ("best", "median"))]
@@ -42,24 +42,25 @@ def limits_table(limits: Mapping[str, Any], caption: str = "") -> Table:
 
 
 def doubts(machine: Machine, before: Roof, after: Roof, *, followed: bool) -> Iterator[str]:
-    """The limits as measured again at the end, and reasons not to trust the figures.
+    """Lines with the limits at the end of the measurement, and reasons not to trust the results.
 
-    ``followed``: shares are relative to the limits around each run. Arithmetic only becomes slower when other programs
-    use the processors.
+    ``followed``: whether the shares are relative to limits that were measured around each run. Such shares stay valid
+    if only the memory bandwidth changes. A change of the arithmetic speed means that other programs used the
+    processors.
     """
     yield f"limits at the end: memory read {after.bandwidth / 1e9:.1f} GB/s, products {after.peak / 1e12:.2f} TFLOP/s"
     memory, products = (1 - min(p) / max(p) for p in ((before.bandwidth, after.bandwidth), (before.peak, after.peak)))
     change = max(memory, products)
-    trusted = products <= _MOST_CHANGE and machine.busy <= _MOST_BUSY
-    if trusted and followed and memory > _MOST_CHANGE:
+    trusted = products <= _MAX_CHANGE and machine.busy <= _MAX_BUSY
+    if trusted and followed and memory > _MAX_CHANGE:
         yield f"Memory's limit changed by {memory:.0%}: shares are of what it was at the time; times are as they were."
-    elif not trusted or memory > _MOST_CHANGE:
+    elif not trusted or memory > _MAX_CHANGE:
         yield f"The machine was not idle: {machine.busy:.0%} busy at the start, and a limit changed by {change:.0%}."
         yield "The shares cannot be trusted; run this again when nothing else runs."
 
 
 def kernel_table(measurements: Sequence[Measurement]) -> Table:
-    """One kind of kernels, at least one of them."""
+    """Table of the measurements of one kind of kernel. There must be at least one measurement."""
     kind = measurements[0].kind
     shares = [each.main.share for each in measurements]
     match kind:
@@ -129,7 +130,7 @@ def _signed(share: float | None) -> str:
 
 
 def limits_record(limits: Limits) -> dict[str, Any]:
-    """Limits as plain data; rates are per second."""
+    """The limits as data for JSON. Rates are per second."""
     return {
         "buffer_bytes": limits.buffer_bytes,
         "memory": limits.memory,

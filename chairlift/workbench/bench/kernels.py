@@ -1,8 +1,9 @@
-"""``bench kernels``: the compiled kernels relative to this machine's limits, or the Triton kernels relative to a GPU's.
+"""``bench kernels``: compares the speed of the CPU kernels, or of the Triton kernels on a GPU, with the machine's
+limits.
 
-Cases are products, layers of experts, attention over the paged cache, and the output head with the choice of the
-token. Every case is timed several times, in turns with all others of its kind, so that a slow minute of the machine
-affects all of them. The median counts.
+The cases are matrix multiplications, layers of experts, attention over the paged cache, and the output head with
+sampling. Every case is timed several times, in turn with all other cases of its kind, so that a slow minute of the
+machine affects all of them. The median is reported.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ __all__ = ["KernelSettings", "Measurement", "Timing", "measure_kernels"]
 Kind = Literal["product", "experts", "decode", "prefill", "head"]
 
 _MOST_HEAD_ROWS: Final = 256
-"""An output head has a row per sequence, so prompts don't add to it."""
+"""Maximum number of rows of an output head. It needs one row per sequence, not one per prompt token."""
 _LEAST_PREFILL: Final = 512
-"""Tokens in a step of prefill: short prompts come several at a time."""
+"""Minimum number of tokens in a measured prefill step. Several short prompts are put into one step."""
 _MOST_COUNT: Final = 512
 
 
@@ -49,57 +50,61 @@ class KernelSettings:
 
     threads: int
     isa: str
-    """A path of the compiled kernels, or ``gpu`` for the Triton kernels on ``device``, which count as one thread."""
+    """A path of the CPU kernels, or ``gpu`` for the Triton kernels on ``device``; then ``threads`` is 1."""
     dtype: torch.dtype
-    """Type of all numbers. float8_e4m3fn (GPU only) is that of product weights, and only products are measured."""
+    """Type of all numbers. With float8_e4m3fn (GPU only), only matrix multiplications with such weights are
+    measured."""
     shapes: Shapes
     rows: tuple[int, ...] = (1, 4, 16, 32, 64, 256, 1024)
-    """Tokens of a product."""
+    """Numbers of rows (tokens) of the measured matrix multiplications and experts."""
     contexts: tuple[int, ...] = (128, 512, 2048, 8192)
-    """Tokens that a query sees."""
+    """Numbers of tokens that a query attends to."""
     batches: tuple[int, ...] = (1, 8, 32)
-    """Sequences that decode together."""
+    """Numbers of sequences that decode together."""
     repeats: int = 5
     seconds: float = 0.02
-    """Seconds that a run would take at the speed of the limits: one operation, or several up to this time."""
+    """Length of a run. The number of operations is chosen so that a run would take this time at the machine's
+    limits."""
     device: str = "cpu"
     kind: GroupKind | None = None
-    """Format of weights in codes; then products, experts and output heads are measured. None: weights in ``dtype``."""
+    """Format of quantised weights; attention is then not measured. None: the weights have type ``dtype``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """Runs of one variant; times are per operation, in seconds."""
+    """Times of the runs of one variant, in seconds per operation."""
 
     median: float
     best: float
     worst: float
     share: float
-    """The least time that the limits around a run allow, divided by the time it took: the median."""
+    """Fraction of the limit that was reached: the minimum time at the measured limits, divided by the time of the run.
+    The median over the runs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measurement:
-    """One case and its variants."""
+    """Measured times of one case, with all its variants."""
 
     kind: Kind
     labels: dict[str, int | str]
     nbytes: int
-    """Bytes of weights, or of K and V, that one operation reads. Of experts only those that its tokens choose."""
+    """Number of bytes of weights, or of K and V, that one operation reads. Only chosen experts are counted."""
     operations: int
-    """Additions and multiplications of one operation."""
+    """Number of additions and multiplications of one operation."""
     count: int
-    """Operations per run."""
+    """Number of operations per run."""
     timings: dict[str, Timing]
-    """Times of variants. Products and experts have ``all``, on GPUs ``streamed`` (few rows) and ``library`` (cuBLAS);
-    attention has ``paged`` and ``in order``; output heads have ``greedy`` and ``drawn``."""
+    """Variant -> times. Matrix multiplications and experts have ``all``; on a GPU they have ``streamed`` (for few rows)
+    and ``library`` (cuBLAS). Attention has ``paged`` (shuffled blocks) and ``in order``. Output heads have ``greedy``
+    and ``drawn``."""
     extra_cost: float | None
-    """Additional time as a fraction (median over rounds): of paged attention over attention in order, of sampling over
-    the arg max, or of the product that streams its weight over cuBLAS. None for other products."""
+    """Additional time of one variant relative to another, as a fraction (median over the rounds): ``paged`` to ``in
+    order``, ``drawn`` to ``greedy``, or ``streamed`` to ``library``. None if the case has only one variant."""
 
     @property
     def main(self) -> Timing:
-        """The first of the variants."""
+        """Times of the first variant, which the tables show."""
         return next(iter(self.timings.values()))
 
 
@@ -109,21 +114,25 @@ class _Case:
     labels: dict[str, int | str]
     nbytes: int
     operations: int
-    taken: int
-    """Bytes that one operation takes up, with padding."""
+    footprint: int
+    """Number of bytes that the operands of one operation occupy, with padding."""
     variants: Callable[[AnyKernels, int], dict[str, Prepare]]
-    """Makes runs with ``count`` repetitions."""
+    """Function of the kernels and a number of repetitions. Returns variant -> prepared run."""
 
 
 def measure_kernels(
     settings: KernelSettings, machine: Machine, limits: Limits, now: Callable[[], Roof] | None = None
 ) -> Iterator[list[Measurement]]:
-    """Measure all cases, kind by kind. A kind without cases is left out.
+    """Measure all cases. Yields one list per kind of kernel; a kind without cases is left out.
 
-    ``limits`` have the length of a run, and on a GPU the limits for the shares. On a CPU the shares are relative to the
-    limits ``now``, measured between the runs unless given. Raises ConfigError when a case reads more at once than a
-    quarter of the memory, OSError without the compiled kernels or enough threads, and torch.OutOfMemoryError on a GPU
-    without free memory.
+    Args:
+        settings: What to measure. machine: This machine. limits: Measured limits. They determine the number of
+        operations per run; on a GPU, also the ``share`` of timings. now: Function that returns the present limits, for
+        the ``share`` of timings on a CPU. By default the limits are
+            measured between the runs.
+
+    Raises ConfigError when an operation reads more than a quarter of the memory, OSError when the compiled kernels are
+    missing or there are too few processors, and torch.OutOfMemoryError when the GPU has too little memory.
     """
     products_of = torch.int8 if settings.kind else settings.dtype
     roof = limits.roof(settings.isa, products_of, settings.threads)
@@ -133,25 +142,25 @@ def measure_kernels(
         kinds += [list(_heads(settings))]
     elif settings.dtype != torch.float8_e4m3fn:
         kinds += [list(cases) for cases in (_decodes(settings), _prefills(settings), _heads(settings))]
-    largest = max((case for cases in kinds for case in cases), key=lambda case: case.taken)
-    most = available_memory(device) // 4
-    if largest.taken > most:
+    largest = max((case for cases in kinds for case in cases), key=lambda case: case.footprint)
+    limit = available_memory(device) // 4
+    if largest.footprint > limit:
         labels = ", ".join(f"{name} {value}" for name, value in largest.labels.items())
         raise ConfigError(
-            f"{labels}: one {largest.kind} reads {largest.taken / 2**30:.1f} GiB, and may read {most / 2**30:.1f} GiB, "
-            "a quarter of the memory; give smaller shapes, contexts or batches"
+            f"{labels}: one {largest.kind} reads {largest.footprint / 2**30:.1f} GiB, but the limit is"
+            f" {limit / 2**30:.1f} GiB, a quarter of the memory; give smaller shapes, contexts or batches"
         )
     with contextlib.ExitStack() as stack:
         kernels: AnyKernels
         if settings.isa == GPU:
             from chairlift.workbench.bench.device_programs import DeviceKernels  # Triton may not be installed
 
-            kernels = DeviceKernels(device, settings.dtype, largest.taken)
+            kernels = DeviceKernels(device, settings.dtype, largest.footprint)
             now = now or (lambda: roof)
         else:
             pool = Pool(settings.threads)
             stack.callback(pool.close)
-            region = max(beyond_cache(machine), largest.taken)
+            region = max(beyond_cache(machine), largest.footprint)
             kernels = Kernels(pool, settings.isa, settings.dtype, region, settings.kind)
             now = now or LimitsNow(pool, machine, settings.isa, products_of)
         for cases in filter(None, kinds):
@@ -168,8 +177,8 @@ def _products(settings: KernelSettings) -> Iterator[_Case]:
 
         labels: dict[str, int | str] = {"shape": shape.name, "k": k, "n": n, "rows": rows}
         nbytes = k * n * itemsize if settings.kind is None else weight_bytes(n, k, settings.dtype, settings.kind)
-        taken = nbytes if settings.isa == GPU else weight_bytes(n, k, settings.dtype, settings.kind)
-        yield _Case("product", labels, nbytes, 2 * rows * k * n, taken, variants)
+        footprint = nbytes if settings.isa == GPU else weight_bytes(n, k, settings.dtype, settings.kind)
+        yield _Case("product", labels, nbytes, 2 * rows * k * n, footprint, variants)
 
 
 def _experts(settings: KernelSettings) -> Iterator[_Case]:
@@ -186,10 +195,10 @@ def _experts(settings: KernelSettings) -> Iterator[_Case]:
 
         labels: dict[str, int | str] = {"shape": layer.name, "experts": layer.num_experts, "chosen": layer.chosen}
         labels |= {"k": layer.k, "inner": layer.inner, "rows": rows, "touched": tokens.touched}
-        taken = sum(expert_bytes(layer, dtype, kind))
+        footprint = sum(expert_bytes(layer, dtype, kind))
         numbers = 3 * layer.k * layer.inner
-        each = numbers * dtype.itemsize if kind is None else taken // layer.num_experts
-        yield _Case("experts", labels, tokens.touched * each, 2 * rows * layer.chosen * numbers, taken, variants)
+        each = numbers * dtype.itemsize if kind is None else footprint // layer.num_experts
+        yield _Case("experts", labels, tokens.touched * each, 2 * rows * layer.chosen * numbers, footprint, variants)
 
 
 def _decodes(settings: KernelSettings) -> Iterator[_Case]:
@@ -212,8 +221,8 @@ def _attention(kind: Kind, model: ModelShape, queries: int, context: int, batch:
     labels: dict[str, int | str] = {"shape": model.name, "heads": model.heads, "kv_heads": model.kv_heads}
     labels |= {"head_dim": model.head_dim, "batch": batch, "context": context}
     nbytes = 2 * batch * context * model.kv_heads * model.head_dim * dtype.itemsize
-    taken = kv_bytes(model, batch, context, dtype)
-    return _Case(kind, labels, nbytes, 4 * model.heads * model.head_dim * seen, taken, variants)
+    footprint = kv_bytes(model, batch, context, dtype)
+    return _Case(kind, labels, nbytes, 4 * model.heads * model.head_dim * seen, footprint, variants)
 
 
 def _heads(settings: KernelSettings) -> Iterator[_Case]:
@@ -232,15 +241,15 @@ def _heads(settings: KernelSettings) -> Iterator[_Case]:
             }
 
         labels: dict[str, int | str] = {"shape": model.name, "k": k, "n": vocab, "rows": rows}
-        taken = weight_bytes(vocab, k, settings.dtype, settings.kind)
-        nbytes = k * vocab * settings.dtype.itemsize if settings.kind is None else taken
-        yield _Case("head", labels, nbytes, 2 * rows * k * vocab, taken, variants)
+        footprint = weight_bytes(vocab, k, settings.dtype, settings.kind)
+        nbytes = k * vocab * settings.dtype.itemsize if settings.kind is None else footprint
+        yield _Case("head", labels, nbytes, 2 * rows * k * vocab, footprint, variants)
 
 
 def _measure(
     cases: Sequence[_Case], kernels: AnyKernels, roof: Roof, settings: KernelSettings, now: Callable[[], Roof]
 ) -> list[Measurement]:
-    """Every variant of every case once per round; the first round only warms up."""
+    """Run every variant of every case once per round. The first round is a warm-up."""
     bounds = [(case.nbytes, case.operations) for case in cases]
     counts = [int(min(max(settings.seconds / roof.seconds(*bound), 1), _MOST_COUNT)) for bound in bounds]
     prepares = [case.variants(kernels, count) for case, count in zip(cases, counts, strict=True)]
@@ -248,7 +257,7 @@ def _measure(
     shares = [{name: list[float]() for name in variants} for variants in prepares]
     before = now()
     for round_number in range(1 + settings.repeats):
-        for bound, variants, count, taken, of in zip(bounds, prepares, counts, times, shares, strict=True):
+        for bound, variants, count, timings, fractions in zip(bounds, prepares, counts, times, shares, strict=True):
             for name, prepare in variants.items():
                 run = prepare()
                 begin = time.perf_counter()
@@ -256,8 +265,8 @@ def _measure(
                 seconds = (time.perf_counter() - begin) / count
                 after = now()
                 if round_number > 0:
-                    taken[name].append(seconds)
-                    of[name].append((before.seconds(*bound) + after.seconds(*bound)) / 2 / seconds)
+                    timings[name].append(seconds)
+                    fractions[name].append((before.seconds(*bound) + after.seconds(*bound)) / 2 / seconds)
                 before = after
     return [
         Measurement(
@@ -266,10 +275,10 @@ def _measure(
             case.nbytes,
             case.operations,
             count,
-            {name: _timing(each, of[name]) for name, each in taken.items()},
-            _extra_cost(taken),
+            {name: _timing(each, fractions[name]) for name, each in timings.items()},
+            _extra_cost(timings),
         )
-        for case, count, taken, of in zip(cases, counts, times, shares, strict=True)
+        for case, count, timings, fractions in zip(cases, counts, times, shares, strict=True)
     ]
 
 
@@ -277,9 +286,12 @@ def _timing(times: Sequence[float], shares: Sequence[float]) -> Timing:
     return Timing(statistics.median(times), min(times), max(times), statistics.median(shares))
 
 
-def _extra_cost(taken: Mapping[str, Sequence[float]]) -> float | None:
-    """Round by round, because what disturbs one variant is likely to disturb its neighbour as well."""
+def _extra_cost(timings: Mapping[str, Sequence[float]]) -> float | None:
+    """Compute ``Measurement.extra_cost``. Times are compared within a round, because a disturbance of the machine
+    affects all variants of the round."""
     for costly, plain in (("paged", "in order"), ("drawn", "greedy"), ("streamed", "library")):
-        if costly in taken:
-            return statistics.median(one / other for one, other in zip(taken[costly], taken[plain], strict=True)) - 1
+        if costly in timings:
+            return (
+                statistics.median(one / other for one, other in zip(timings[costly], timings[plain], strict=True)) - 1
+            )
     return None

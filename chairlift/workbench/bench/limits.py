@@ -1,7 +1,7 @@
-"""Measures the limits of this machine: bytes read from memory per second, and product instructions per second.
+"""Measures the limits of this machine: memory bandwidth in bytes per second, and multiply-add operations per second.
 
-Kernels are compared with them (the roofline model: Williams, Waterman and Patterson, 2009). A limit is the best of
-several trials, because disturbances only make a trial slower. The median shows how large they were.
+Kernels are compared with these limits (the roofline model: Williams, Waterman and Patterson, 2009). A limit is the best
+of several trials, because other programs can only make a trial slower. The median shows how much slower trials became.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = [
 _MOMENT: Final = 0.001
 _LEAST_BUFFER: Final = 256 << 20
 _CACHES: Final = 4
-"""A buffer this many times the last-level cache leaves nothing of one pass for the next."""
+"""Size of the read buffer as a multiple of the last-level cache, so that no pass finds data in the cache."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rate:
-    """Trials of one measurement, per second."""
+    """Result of several trials of one measurement, in bytes or operations per second."""
 
     best: float
     median: float
@@ -43,14 +43,14 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peak:
-    """Speed of one path's product instruction, with operands in registers."""
+    """Measured speed of the multiply-add instruction of one kernel path (ISA), with all operands in registers."""
 
     isa: str
     product: str
-    """``bf16``, ``f32`` (what paths without a bf16 product make one from) or ``int8``."""
+    """Type of the operands: ``bf16``, ``int8``, or ``f32`` on paths that have no bf16 instruction."""
     threads: int
     operations: Rate
-    """Additions and multiplications per second."""
+    """Number of additions and multiplications per second."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,16 +58,19 @@ class Limits:
     """Measured limits of this machine."""
 
     buffer_bytes: int
-    """Bytes of memory that each trial read."""
+    """Number of bytes that each trial read from memory."""
     read: dict[int, Rate]
-    """Threads -> bytes per second."""
+    """Number of threads -> bytes read per second."""
     peaks: tuple[Peak, ...]
     memory: str = "memory read"
-    """Kind of memory traffic that ``read`` is the rate of, in words."""
+    """Label of the memory traffic that ``read`` measures, for reports."""
 
     def roof(self, isa: str, dtype: torch.dtype, threads: int) -> Roof:
-        """Limits for kernels of one path in a dtype; int8 means weights in codes of any number of bits. Raises
-        ConfigError for limits that were not measured."""
+        """Limits for the kernels of one path, dtype and number of threads.
+
+        ``torch.int8`` stands for quantised weights of any number of bits. Raises ConfigError if these limits were not
+        measured.
+        """
         wanted = product_isa(isa, dtype), threads, dtype == torch.int8
         for peak in self.peaks:
             if (peak.isa, peak.threads, peak.product == "int8") == wanted and threads in self.read:
@@ -75,21 +78,24 @@ class Limits:
         raise ConfigError(f"the limits of {isa} with {threads} threads were not measured; measure them first")
 
 
-def thread_counts(most: int, *others: int) -> list[int]:
-    """1, 2, 4, ... up to ``most``, with ``most`` and ``others``, in ascending order."""
-    return sorted({*(1 << power for power in range(most.bit_length())), most, *others})
+def thread_counts(maximum: int, *others: int) -> list[int]:
+    """Thread counts to measure, ascending: the powers of two up to ``maximum``, ``maximum`` itself, and ``others``."""
+    return sorted({*(1 << power for power in range(maximum.bit_length())), maximum, *others})
 
 
 def beyond_cache(machine: Machine) -> int:
-    """Number of bytes to cycle through so that none stays in the last-level cache, if memory allows so many."""
+    """Size in bytes of a buffer that does not fit into the last-level cache, limited to a quarter of the free
+    memory."""
     affordable = available_memory(torch.device("cpu")) // 4
     return min(max(_CACHES * machine.l3_bytes, _LEAST_BUFFER), affordable)
 
 
 def measure_limits(machine: Machine, threads: int, *, quick: bool = False) -> Limits:
-    """Reading of memory with 1, 2, 4, ... threads up to all, and products of every path with 1 and ``threads``.
+    """Measure the limits of this machine's processors.
 
-    ``quick`` takes shorter trials. Raises OSError without the compiled kernels.
+    Memory is read with 1, 2, 4, ... threads, up to one per processor. The multiply-add instructions of every kernel
+    path run with 1 thread and with ``threads`` threads. ``quick`` shortens the trials. Raises OSError if the compiled
+    kernels are missing.
     """
     library = require()
     nbytes = beyond_cache(machine)
@@ -103,7 +109,7 @@ def measure_limits(machine: Machine, threads: int, *, quick: bool = False) -> Li
         read[count] = _rate(partial(library.cl_measure_read, pool.handle, memory.address, nbytes), trials)
         for isa, int8 in product(machine.isas if count in (1, threads) else (), (0, 1)):
             rate = _rate(partial(library.cl_measure_peak, pool.handle, ISA_NAMES.index(isa), int8, seconds), trials)
-            if rate.best > 0:  # zero: the path has no such product
+            if rate.best > 0:  # 0: the path has no such instruction
                 name = "int8" if int8 else "bf16" if isa in ("avx512_bf16", "amx") else "f32"
                 peaks.append(Peak(isa, name, count, rate))
         pool.close()
@@ -111,9 +117,10 @@ def measure_limits(machine: Machine, threads: int, *, quick: bool = False) -> Li
 
 
 class LimitsNow:
-    """Limits for kernels of one path in a dtype at this moment, measured within a few milliseconds.
+    """Measures the present limits for the kernels of one path and dtype, within a few milliseconds per call.
 
-    Processors of a virtual machine are moved about: now they share a link to memory, and now each has its own.
+    The limits of a virtual machine change over time, because its processors move between physical processors, which may
+    or may not share a memory channel.
     """
 
     def __init__(self, pool: Pool, machine: Machine, isa: str, dtype: torch.dtype) -> None:
@@ -131,10 +138,12 @@ class LimitsNow:
 
 
 def measure_device(device: torch.device, dtype: torch.dtype, *, quick: bool = False) -> Limits:
-    """Limits that a device reaches with its own libraries: bytes that a copy within its memory reads and writes, and
-    products of square matrices in ``dtype``. Products of fp8 have a scale for each row, and results in bfloat16.
+    """Measure the limits of a GPU with the vendor's libraries.
 
-    ``quick`` takes small copies and matrices. Raises torch.OutOfMemoryError where less than a gigabyte is free.
+    Bandwidth is the bytes that a copy within the GPU's memory reads and writes. Speed is that of square matrix
+    multiplications in ``dtype``. Matrices in fp8 have one scale per row and a result in bfloat16.
+
+    ``quick`` uses small copies and matrices. Raises torch.OutOfMemoryError if less than about a gigabyte is free.
     """
     nbytes, size, repeats, trials = (16 << 20, 256, 2, 3) if quick else (1 << 30, 8192, 10, 7)
     nbytes = min(nbytes, available_memory(device) // 4)
@@ -152,7 +161,7 @@ def measure_device(device: torch.device, dtype: torch.dtype, *, quick: bool = Fa
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Mean seconds of one repeat, after a first one that only warms up."""
+    """Mean time of one call of ``work``, in seconds, after a warm-up call."""
 
     def wait() -> None:
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Description of the machine that a benchmark ran on: a figure without its machine is worth nothing."""
+"""Describes the machine that a benchmark runs on, for the benchmark's record."""
 
 from __future__ import annotations
 
@@ -31,38 +31,38 @@ _FLAGS = (
     "amx_bf16",
     "amx_int8",
 )
-"""Processor flags that decide which kernels can run, as Linux spells them."""
+"""Processor flags that determine which kernels can run, with Linux's names."""
 
 _MOMENT = 0.25
-"""Seconds."""
+"""Time in seconds over which the load of the machine is measured."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """Description of a machine as plain data, ready for JSON."""
+    """Properties of a machine, as plain data that can be written as JSON."""
 
     cpu: str
     flags: tuple[str, ...]
-    """Flags of the processor that matter to kernels."""
+    """Flags of the processor that determine which kernels can run."""
     processors: int
     """Number of processors that this process may use."""
     l3_bytes: int
-    """Last-level cache of those processors together; 64 MiB where the system doesn't tell."""
+    """Total size of the last-level caches of these processors. 64 MiB if the system does not report it."""
     memory_bytes: int
-    """Memory of the whole machine; 0 where the system doesn't tell."""
+    """Size of the machine's memory in bytes. 0 if the system does not report it."""
     system: str
     isas: tuple[str, ...]
-    """Instruction-set paths of the kernels that run here, weakest first."""
+    """Instruction-set paths of the kernels that run on this machine, slowest first."""
     busy: float
-    """Share of all processors' time that other programs used while this process waited."""
+    """Fraction of the time of all processors that other programs used while this process waited."""
 
 
 _WIDTH = 76
-"""Columns of a line of facts beside its label."""
+"""Maximum width of the text of a fact, in characters."""
 
 
 def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
-    """Lines of a report about a :class:`Machine`, given as plain data: label -> text."""
+    """Facts for a report: label -> text. ``machine`` has the fields of a :class:`Machine` as plain data."""
     return {
         "processor": f"{machine['cpu']}, {machine['processors']} in use",
         "system": str(machine["system"]),
@@ -73,7 +73,7 @@ def machine_facts(machine: Mapping[str, Any]) -> dict[str, str]:
 
 
 def describe_machine() -> Machine:
-    """Description of this machine, as far as the system tells."""
+    """Read the properties of this machine from the operating system."""
     cpu, flags = _cpuinfo(Path("/proc/cpuinfo"))
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return Machine(
@@ -89,7 +89,7 @@ def describe_machine() -> Machine:
 
 
 def _cpuinfo(path: Path) -> tuple[str, frozenset[str]]:
-    """Name and flags of the first processor; empty where there is no such file."""
+    """(name, flags) of the first processor. Both are empty if the file does not exist."""
     fields: dict[str, str] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         key, _, value = line.partition(":")
@@ -98,14 +98,14 @@ def _cpuinfo(path: Path) -> tuple[str, frozenset[str]]:
 
 
 def _busy(path: Path) -> float:
-    """0 where there is no such file."""
+    """Measure :attr:`Machine.busy` from ``/proc/stat``. 0 if the file does not exist."""
     counts = []
     for wait in (_MOMENT, 0.0):
         fields = path.read_text().splitlines()[0].split()[1:9] if path.exists() else []
         counts.append([int(field) for field in fields])
         time.sleep(wait)
     spent = [after - before for before, after in zip(*counts, strict=True)]
-    idle = sum(spent[3:5])  # also that of waiting for disks
+    idle = sum(spent[3:5])  # idle time and time spent waiting for disks
     return 1 - idle / sum(spent) if sum(spent) else 0.0
 
 

@@ -1,8 +1,8 @@
-"""``bench offline``: measures the engine in this process.
+"""``bench offline``: measures an engine that runs in this process.
 
-It runs a seeded workload with all requests at once, and compares it with the floor. Or it sends traffic in an open
-loop, like ``bench serve`` without HTTP: a time is when the engine gives a token to its caller, counted from the planned
-start of the request.
+By default, all requests of a random workload start at once, and the time is compared with the floor. Alternatively,
+requests start at planned times, like in ``bench serve`` but without HTTP. The time of a token is then the time when the
+engine returns it, counted from the planned start of its request.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 Requests = list[tuple[list[int], int]]
-"""Prompt token ids and number of output tokens."""
+"""(prompt token ids, number of output tokens) of each request."""
 
 _WARM_UP_TOKENS: Final = 8
 WARM_UP: Final = tuple(TracedRequest(arrival=0.0, prompt_tokens=8, output_tokens=8) for _ in range(4))
@@ -52,7 +52,7 @@ WARM_UP: Final = tuple(TracedRequest(arrival=0.0, prompt_tokens=8, output_tokens
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OfflineRun:
-    """Figures of a run that answered all requests. Times in seconds."""
+    """Results of a run in which all requests were answered. Times are in seconds."""
 
     requests: int
     prompt_tokens: int
@@ -62,35 +62,35 @@ class OfflineRun:
     steps: int
     time_to_first_token: Percentiles
     latency: Percentiles
-    """From arrival to the last token."""
+    """Time from the arrival of a request to its last token."""
     preemptions: int
     held_row_tokens: int
-    """Tokens computed for rows that had ended, while the rest of their static batch went on."""
+    """Number of tokens computed for rows that had ended while other rows of their static batch continued."""
     padding_avoided: int
-    """Tokens that an engine which pads would have computed on top."""
+    """Number of padding tokens that an engine with padded batches would have computed in addition."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NativePath:
-    """The kernels that run a model, or why PyTorch does."""
+    """Kernels that run a model, or the reason why PyTorch runs it."""
 
     isa: str | None
     dtype: torch.dtype
     threads: int
     reason: str
-    """Empty with an isa."""
+    """Reason why the compiled CPU kernels do not run the model. Empty if they do."""
     triton: bool = False
-    """Whether the Triton kernels do."""
+    """Whether the Triton kernels run the model."""
     quantization: str | None = None
-    """Format of the layers' weights; None where they are not quantised."""
+    """Quantisation format of the weights. None if they are not quantised."""
 
     @property
     def kernels(self) -> str:
-        """Value of the setting ``kernels``."""
+        """Value of the engine's setting ``kernels`` that selects this path."""
         return "triton" if self.triton else self.isa or "torch"
 
     def describe(self) -> str:
-        """In a few words."""
+        """Short text for reports."""
         name = str(self.dtype).removeprefix("torch.")
         name += f" with {self.quantization} weights" if self.quantization else ""
         if self.triton:
@@ -100,18 +100,19 @@ class NativePath:
         return f"{self.isa} in {name}, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
 
-def fit(requests: Requests, most_tokens: int) -> tuple[Requests, int]:
-    """Shorten prompts given by their ids; see :func:`chairlift.workbench.bench.serve_run.fit` for a trace."""
+def fit(requests: Requests, max_tokens: int) -> tuple[Requests, int]:
+    """Shorten requests to at most ``max_tokens`` for prompt and answer together; see
+    :func:`chairlift.workbench.bench.serve_run.fit`. Returns (requests, number of shortened requests)."""
     lengths = [TracedRequest(arrival=0.0, prompt_tokens=len(ids), output_tokens=count) for ids, count in requests]
-    fitting, cut = fit_trace(lengths, most_tokens)
+    fitting, cut = fit_trace(lengths, max_tokens)
     pairs = zip(requests, fitting, strict=True)
     return [(ids[: each.prompt_tokens], each.output_tokens) for (ids, _), each in pairs], cut
 
 
 def run_offline(llm: LLM, requests: Requests) -> OfflineRun:
-    """Answer requests greedily, to exactly their lengths, after a short warm-up.
+    """Run all requests at once, after a short warm-up, with greedy sampling and answers of exactly the given lengths.
 
-    Raises RequestError when one of them fails.
+    Raises RequestError when a request fails.
     """
     shortened = [(prompt[-_WARM_UP_TOKENS:], min(count, _WARM_UP_TOKENS)) for prompt, count in requests[:4]]
     llm.generate([prompt for prompt, _ in shortened], [_greedy(count) for _, count in shortened])
@@ -124,7 +125,7 @@ def run_offline(llm: LLM, requests: Requests) -> OfflineRun:
     outputs: list[RequestOutput] = []
     while len(outputs) < len(requests):
         outputs += llm.engine.step()
-        if len(log) and log[-1].step > last:  # summed up here, because the log forgets
+        if len(log) and log[-1].step > last:  # the log keeps only the last steps
             last = log[-1].step
             steps += 1
             held += log[-1].num_held
@@ -151,7 +152,7 @@ def run_offline(llm: LLM, requests: Requests) -> OfflineRun:
 
 
 def native_path(llm: LLM, network: ModelConfig) -> NativePath:
-    """Kernels that run the model of ``llm``, whose configuration is ``network``."""
+    """Determine which kernels run the model of ``llm``. ``network`` is the configuration of the model."""
     config = llm.config
     dtype = resolve_dtype(network, llm.info.dtype)
     device = torch.device(config.model.device)
@@ -168,8 +169,9 @@ def native_path(llm: LLM, network: ModelConfig) -> NativePath:
 
 
 def limits_of(llm: LLM, path: NativePath, machine: Machine) -> Limits:
-    """The measured limits of what runs the model: this machine's, or a GPU's. Raises ConfigError for a path without
-    kernels.
+    """Measure the limits of the device that runs the model: this machine's processors or a GPU.
+
+    Raises ConfigError if PyTorch runs the model, because the floor is defined for Chairlift's kernels only.
     """
     device = torch.device(llm.config.model.device)
     if path.isa is None and not (path.triton and device.type == "cuda"):
@@ -179,7 +181,7 @@ def limits_of(llm: LLM, path: NativePath, machine: Machine) -> Limits:
 
 
 def floor_of(requests: Requests, llm: LLM, network: ModelConfig, path: NativePath, limits: Limits) -> Floor:
-    """The least time for ``requests`` on the kernels' path, within :func:`limits_of` it."""
+    """Minimum time for ``requests`` on the kernels ``path``, given the ``limits`` of :func:`limits_of`."""
     dtype = torch.int8 if path.quantization else path.dtype
     roof = limits.roof(path.isa, dtype, path.threads) if path.isa else limits.roof(GPU, path.dtype, 1)
     kept = torch.int8 if llm.config.cache.kv_cache_dtype == "int8" else None
@@ -193,7 +195,7 @@ def floor_of(requests: Requests, llm: LLM, network: ModelConfig, path: NativePat
 
 
 def room_of(llm: LLM) -> int:
-    """The most tokens, prompt and answer together, that one request may have."""
+    """Maximum number of tokens of one request, prompt and answer together."""
     return min(llm.max_model_len, llm.engine.kv.capacity_tokens + 1)
 
 
@@ -207,10 +209,11 @@ def _greedy(count: int) -> SamplingParams:
 def run_here(
     core: EngineCore, limits: ModelLimits, target: Target, load: Load, progress: Progress | None = None
 ) -> ServeRun:
-    """Answer a load greedily and with exactly its lengths, on the clock of ``core``, which must be idle.
+    """Run a load on an idle engine, with greedy sampling and answers of exactly the requested lengths.
 
-    A request that the engine refuses, drops or fails to compute has the status ``failed``. Ctrl-C ends the run early,
-    and the results so far are returned; the engine cannot continue afterwards.
+    Times are those of the clock of ``core``. A request that the engine refuses, drops or fails to compute has the
+    status ``failed``. Ctrl-C ends the run early: the outcomes so far are returned, and the engine cannot be used any
+    more.
     """
     sent: list[RequestTiming] = []
     running = 0

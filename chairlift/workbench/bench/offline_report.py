@@ -1,4 +1,4 @@
-"""Page for a record of ``chairlift bench offline``: the engine, static batches and the machine's floor."""
+"""HTML page for a record of ``chairlift bench offline``: the engine, static batches and the machine's floor."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ speeds measured below, and reads the cached keys and values of the requests that
 near an engine comes can be compared between machines. Tokens per second cannot: they belong to this machine, model \
 and workload."""
 
-_MOST_BUSY: Final = 0.1
+_MAX_BUSY: Final = 0.1
 _SETTINGS: Final = {
     "scheduler": ("batching", "max_num_seqs", "max_num_batched_tokens", "prefill_mode", "preemption_mode"),
     "cache": ("block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "enable_prefix_caching"),
     "model": ("dtype", "threads", "device"),
 }
-"""Settings that decide the speed, by their group."""
+"""Group of settings -> names of the settings that affect the speed."""
 
 
 def offline_report(record: Record) -> Report:
-    """Report of one record."""
+    """Report of a record of ``bench offline``."""
     return Report(record, f"Offline throughput of {record['model']}", _lead(record), _sections(record))
 
 
 def run_facts(run: Record) -> dict[str, str]:
-    """Lines about one run, label -> text. ``run`` is an OfflineRun as plain data."""
+    """Facts about one run: label -> text. ``run`` has the fields of an OfflineRun as plain data."""
     first, last = run["time_to_first_token"], run["latency"]
     return {
         "requests": _requests(run),
@@ -104,7 +104,7 @@ def _result(record: Record, runs: Mapping[str, Record]) -> Iterator[Block]:
         title="Time since the start",
         y_label="seconds, less is better",
     )
-    if record["machine"]["busy"] > _MOST_BUSY:
+    if record["machine"]["busy"] > _MAX_BUSY:
         yield Text("The machine was not idle before the start. Do not trust these figures; measure again when it is.")
     yield Text(f"{_ALL_AT_ONCE} {_STATIC}" if len(runs) > 1 else _ALL_AT_ONCE)
     yield Text(_FLOOR if "seconds" in floor else f"The floor was not measured: {floor['not_measured']}.")

@@ -1,11 +1,11 @@
-"""Charts of measurements, as SVG for pages and PNG for files.
+"""Charts of measurements, as SVG for HTML pages and as PNG files.
 
-Every chart is drawn for a narrow space, 380 units wide with text of 11, so that it can still be read on a phone. In the
-SVG text has the colour of the text around it, and series the colours of the page's style sheet, light or dark; the
-light ones where there is none. Series differ by dash or marker too, not by colour alone. Values that are not finite are
-left out. Large samples are thinned to what a picture can show, and keep their extremes.
+Every chart is 380 units wide with text of size 11, so that it is readable on a phone. In an SVG, the text has the
+colour of the surrounding text, and the series have the colours of the page's style sheet (the light colours if the page
+has no style sheet). Series also differ by dashes or markers, not by colour alone. Values that are not finite are left
+out. Large samples are thinned, but keep their smallest and largest values.
 
-matplotlib is imported when a chart is drawn, and none of its global state is used or changed.
+matplotlib is imported when a chart is drawn. Its global state is neither used nor changed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = ["SERIES_COLOURS", "Figure", "bars", "cdf", "has_matplotlib", "histogr
 
 Values = NDArray[np.float64]
 Point = tuple[float, float, str]
-"""Two values and a label, which may be empty."""
+"""(x, y, label). The label can be empty."""
 Axes = Any
-"""``matplotlib.axes.Axes``. Its type annotations differ between the supported versions."""
+"""``matplotlib.axes.Axes``. It is typed as Any, because its annotations differ between the supported versions."""
 
 SERIES_COLOURS: Final = (
     ("#1b7a68", "#5fcfb4"),
@@ -45,7 +45,8 @@ SERIES_COLOURS: Final = (
     ("#8a6d00", "#e3c04a"),
     ("#6b7075", "#a5abb0"),
 )
-"""Colours of the series, for a light and a dark background. They are distinct with red-green colour blindness."""
+"""(colour on a light background, colour on a dark background) of each series. The colours can be told apart with
+red-green colour blindness."""
 
 _FRONT, _SOFT, _FAINT = "#1d1f21", "#62676c", "#dedbd6"
 _WIDTH, _HEIGHT = 380, 250
@@ -54,7 +55,7 @@ _MARKERS: Final = ("o", "s", "^", "D", "v", "P")
 _MOST_POINTS: Final = 400
 _MOST_LABELS: Final = 24
 _FAR, _FAR_BAR, _MANY = 4.0, 6.0, 20
-"""A value this many times as large as the largest of the others does not determine the end of an axis."""
+"""An axis ends before a value that is this many times as large as the next smaller value; see :func:`_end_of_axis`."""
 _STYLE: Final[dict[str, Any]] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -79,16 +80,16 @@ _STYLE: Final[dict[str, Any]] = {
 
 
 class Figure:
-    """One chart, drawn on demand."""
+    """A chart that is drawn when it is written."""
 
     def __init__(self, title: str, height: float, draw: Callable[[Axes], None]) -> None:
-        """Create a chart. ``draw`` fills the axes; ``height`` is in units, of which the width has 380."""
+        """Create a chart. ``draw`` draws into the axes. ``height`` is in units; the width is 380 units."""
         self.title, self._height, self._draw = _printable(title), height, draw
 
     def svg(self) -> str:
-        """An ``<svg>`` element for a page, as wide as its container, without a visible heading.
+        """An ``<svg>`` element for an HTML page, as wide as its container. The title is not visible in the chart.
 
-        The same data give the same text.
+        Equal charts give equal text.
         """
         from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -99,7 +100,7 @@ class Figure:
         return _inline(out.getvalue(), self.title)
 
     def pixels(self) -> NDArray[np.uint8]:
-        """Red, green, blue and alpha, ``[height, 760, 4]``, on white, with the title above."""
+        """Pixels ``[height, 760, 4]`` (red, green, blue, alpha) of the chart on white, with its title above."""
         heading = textwrap.fill(self.title, 50)
         with _style():
             above: Any = _canvas(12 + 15 * (heading.count("\n") + 1))
@@ -113,12 +114,12 @@ class Figure:
 
 
 def has_matplotlib() -> bool:
-    """Whether charts can be drawn here."""
+    """Whether matplotlib is installed, so that charts can be drawn."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def _canvas(height: float) -> Any:
-    """An empty ``matplotlib.figure.Figure`` in which a unit is one point."""
+    """An empty ``matplotlib.figure.Figure`` in which one unit is one typographic point."""
     from matplotlib.figure import Figure as Canvas
 
     return Canvas(figsize=(_WIDTH / 72, height / 72), dpi=144, facecolor="none", layout="constrained")
@@ -135,19 +136,19 @@ def _pixels(canvas: Any) -> NDArray[np.uint8]:
 
 @contextmanager
 def _style(hashsalt: str = "") -> Iterator[None]:
-    """Set matplotlib's settings for a chart inside the block."""
+    """Context in which matplotlib has the settings of these charts."""
     import matplotlib
 
     settings: Any = _STYLE | {"svg.hashsalt": hashsalt}
     with matplotlib.rc_context(settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about glyphs that its font lacks; browsers use other fonts
+        warnings.simplefilter("ignore")  # it warns of glyphs that are not in its font
         yield
 
 
 def write_png(path: Path, figures: Sequence[Figure]) -> None:
-    """One picture with all charts below each other, 760 pixels wide, on white.
+    """Write one PNG file with all charts below each other, 760 pixels wide, on white.
 
-    Raises ConfigError when ``path`` cannot be written, ValueError without a chart.
+    Raises ConfigError when ``path`` cannot be written, and ValueError when there is no chart.
     """
     from matplotlib.image import imsave
 
@@ -163,7 +164,10 @@ def write_png(path: Path, figures: Sequence[Figure]) -> None:
 
 
 def cdf(samples: Mapping[str, Sequence[float]], *, title: str, x_label: str, log_x: bool = True) -> Figure:
-    """Chart of the share of each sample at or below a value, in %, with dots at the median and the 99th percentile."""
+    """Chart of cumulative distributions: the percentage of each sample at or below a value.
+
+    ``samples`` maps names to values. Dots mark the median and the 99th percentile.
+    """
     data = {name: np.sort(_finite(values)) for name, values in samples.items()}
 
     def draw(axes: Axes) -> None:
@@ -182,10 +186,10 @@ def cdf(samples: Mapping[str, Sequence[float]], *, title: str, x_label: str, log
 
 
 def histogram(samples: Mapping[str, Sequence[float]], *, title: str, x_label: str, log_x: bool = False) -> Figure:
-    """Chart of the share of each sample in ranges of values, in %; all samples have the same ranges."""
+    """Histogram: the percentage of each sample in each range of values. All samples have the same ranges."""
     data = {name: _finite(values) for name, values in samples.items()}
     least = min((len(values) for values in data.values() if len(values)), default=1)
-    bins = round(min(36, max(10, 2.5 * least ** (1 / 3))))  # few values in many ranges would draw chance
+    bins = round(min(36, max(10, 2.5 * least ** (1 / 3))))  # with few values, many ranges would show noise
 
     def draw(axes: Axes) -> None:
         entries: dict[str, Any] = {}
@@ -210,7 +214,7 @@ def lines(
     y_label: str,
     step: bool = False,
 ) -> Figure:
-    """Each series, ``(x, y)`` in the order given, as a line; with ``step`` a value holds until the next."""
+    """Line chart. ``series`` maps names to ``(x values, y values)``. ``step``: y is constant until the next x."""
     data = {name: _thin(_points(zip(x, y, strict=True)), len(series)) for name, (x, y) in series.items()}
 
     def draw(axes: Axes) -> None:
@@ -242,10 +246,10 @@ def scatter(
     connect: bool | Collection[str] = False,
     hollow: Collection[str] = (),
 ) -> Figure:
-    """Points ``(x, y, label)``.
+    """Scatter chart. ``series`` maps names to points ``(x, y, label)``.
 
-    Points of the series in ``connect`` (True: of all series) are joined in order; points of the series in ``hollow``
-    are outlines. Labels are omitted where they would overlap, and for series with many points.
+    ``connect`` names the series whose points are joined by a line (True: all series). ``hollow`` names the series whose
+    points are drawn as outlines. Labels that would overlap, and labels of series with many points, are left out.
     """
     data = {name: _points((x, y) for x, y, _ in points) for name, points in series.items()}
     labelled = [
@@ -278,52 +282,55 @@ def scatter(
 
 
 def bars(groups: Sequence[str], values: Mapping[str, Sequence[float]], *, title: str, y_label: str) -> Figure:
-    """A lying bar for each value, with the number at its end: ``values[name][i]`` belongs to ``groups[i]``.
+    """Chart of horizontal bars, with the number at the end of each bar. ``values[name][i]`` belongs to ``groups[i]``.
 
-    A value that is not finite has no bar. Raises ValueError when a series has not one value per group.
+    A value that is not finite has no bar. Raises ValueError unless each series has one value per group.
     """
     for name, row in values.items():
         if len(row) != len(groups):
             raise ValueError(f"{name!r} has {len(row)} values for {len(groups)} groups")
     data = {name: np.array(row, dtype=float) for name, row in values.items()}
     known = _finite([value for row in values.values() for value in row])
-    least, most = known.min(initial=0.0), known.max(initial=0.0)
-    end = most if least < 0 else _end_of_axis(known, far=_FAR_BAR, fewest=3)
-    room = (end - least) or 1.0
+    low, high = known.min(initial=0.0), known.max(initial=0.0)
+    end = high if low < 0 else _end_of_axis(known, far=_FAR_BAR, fewest=3)
+    room = (end - low) or 1.0
 
     def draw(axes: Axes) -> None:
         entries: dict[str, Any] = {}
         thickness = 0.78 / max(1, len(data))
-        for place, (name, row, colour, _, _) in enumerate(_series(data)):
-            at = np.arange(len(groups)) + (place - (len(data) - 1) / 2) * thickness
+        for index, (name, row, colour, _, _) in enumerate(_series(data)):
+            at = np.arange(len(groups)) + (index - (len(data) - 1) / 2) * thickness
             shown = np.minimum(np.where(np.isfinite(row), row, 0), 1.02 * end)
             entries[name] = axes.barh(at, shown, 0.86 * thickness, color=colour)[0]
             for y, value in zip(at.tolist(), row.tolist(), strict=True):
                 if math.isfinite(value):
-                    text = _short(value) if value <= end else f"▸ {_short(value)}"  # the bar continues beyond the chart
+                    text = _short(value) if value <= end else f"▸ {_short(value)}"  # the bar is cut off
                     axes.text(max(0.0, min(value, 1.02 * end)) + 0.015 * room, y, text, va="center", fontsize=10)
         axes.set_yticks(range(len(groups)), [textwrap.fill(_printable(group, 48), 18) for group in groups])
         axes.set_ylim(max(1, len(groups)) - 0.45, -0.55)
-        axes.set_xlim(least - (0.04 * room if least < 0 else 0), end + (0.17 if end == most else 0.24) * room)
+        axes.set_xlim(low - (0.04 * room if low < 0 else 0), end + (0.17 if end == high else 0.24) * room)
         axes.tick_params(axis="x", length=0)
         _finish(axes, entries if len(known) else {}, "", y_label, lying=True)
 
     return Figure(title, 84 + max(1, len(groups)) * max(24.0, 16.0 * len(data) + 8), draw)
 
 
-# --- what they share -------------------------------------------------------------------------------------------------
+# --- helpers of all charts -------------------------------------------------------------------------------------------
 
 
 def _series(data: Mapping[str, Values]) -> Iterator[tuple[str, Values, str, Any, str]]:
-    """Name, values, colour, dash and marker of the series that have values."""
-    for place, (name, values) in enumerate(data.items()):
+    """(name, values, colour, dash, marker) of each series that has values."""
+    for index, (name, values) in enumerate(data.items()):
         if len(values):
-            look = (place + place // len(SERIES_COLOURS)) % len(_DASHES)  # another where colours come again
-            yield name, values, SERIES_COLOURS[place % len(SERIES_COLOURS)][0], _DASHES[look], _MARKERS[look]
+            look = (index + index // len(SERIES_COLOURS)) % len(_DASHES)  # equal colours get different dashes
+            yield name, values, SERIES_COLOURS[index % len(SERIES_COLOURS)][0], _DASHES[look], _MARKERS[look]
 
 
 def _finish(axes: Axes, entries: Mapping[str, Any], x_label: str, y_label: str, *, lying: bool = False) -> None:
-    """Labels, numbers, grid and, for more than one series, a legend. The vertical axis is named above it, lying."""
+    """Add labels, tick numbers, a grid and, for several series, a legend.
+
+    The label of the vertical axis is written horizontally above the chart.
+    """
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_title(_printable(y_label), pad=8)
@@ -347,7 +354,10 @@ def _finish(axes: Axes, entries: Mapping[str, Any], x_label: str, y_label: str, 
 
 
 def _scale(axes: Axes, values: Values, log: bool) -> None:
-    """Limits of the horizontal axis: logarithmic if requested and no value is negative; zeros come before it."""
+    """Set the scale and the limits of the horizontal axis.
+
+    The scale is logarithmic if ``log`` is set and no value is negative. Zeros are drawn to the left of that scale.
+    """
     if not len(values):
         return
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
@@ -371,15 +381,16 @@ def _scale(axes: Axes, values: Values, log: bool) -> None:
 
 
 def _from_zero(axes: Axes, data: Mapping[str, Values]) -> None:
-    """The vertical axis from zero, where nothing is below it: differences must not look larger than they are."""
+    """Let the vertical axis begin at 0 if no value is negative, so that differences do not look too large."""
     if all(values[:, 1].min(initial=0) >= 0 for values in data.values()):
-        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # points that are nearly alike have no margin of their own
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # matplotlib sets no margin for equal values
 
 
 def _end_of_axis(values: Values, far: float, fewest: int) -> float:
-    """End of an axis: the largest value, or less if a few values are ``far`` times the largest of the others.
+    """End of an axis: the largest value, or a smaller value if a few outliers are ``far`` times as large as the rest.
 
-    At most one value in twenty may be outside, or one of ``fewest`` and more values.
+    At most one value in twenty is left outside; of fewer than twenty values, at most one. With fewer than ``fewest``
+    values, no value is left outside.
     """
     ordered = np.sort(values[np.isfinite(values)])
     if not len(ordered):
@@ -393,7 +404,7 @@ def _end_of_axis(values: Values, far: float, fewest: int) -> float:
 
 
 def _leave_out_far(axes: Axes, data: Mapping[str, Values], *, across: bool) -> None:
-    """End the axes before a few values that are so far that all others would collapse to a line; label their number."""
+    """End the axes before a few outliers that would squeeze all other values together, and write how many there are."""
     everything = np.concatenate([np.empty((0, 2)), *data.values()])
     beyond = np.zeros(len(everything), bool)
     for axis in (0, 1) if across else (1,):
@@ -406,22 +417,22 @@ def _leave_out_far(axes: Axes, data: Mapping[str, Values], *, across: bool) -> N
             else:
                 axes.set_ylim(top=1.12 * end)
     if beyond.any():
-        most = everything[beyond].max(axis=0)
-        where = f"up to {_short(most[1])}" if not across else f"up to {_short(most[0])} across, {_short(most[1])} up"
+        x, y = everything[beyond].max(axis=0)
+        where = f"up to {_short(y)}" if not across else f"up to {_short(x)} across, {_short(y)} up"
         text = f"{int(beyond.sum())} more beyond, {where}"
         axes.text(1, 1.005, text, transform=axes.transAxes, ha="right", va="bottom", fontsize=9.5, color=_SOFT)
 
 
 def _label(axes: Axes, labels: Iterable[Point], data: Mapping[str, Values], joined: Collection[str]) -> None:
-    """Write each text beside its point where it overlaps no point, line or other text; otherwise omit it."""
-    axes.get_figure().draw_without_rendering()  # only now it is known where things are
-    taken: list[tuple[float, ...]] = []
+    """Write each label next to its point. A label that would overlap a point, a line or another label is left out."""
+    axes.get_figure().draw_without_rendering()  # this computes the positions of all points
+    occupied: list[tuple[float, ...]] = []
     for name, values in data.items():
         points = axes.transData.transform(values) / 2
-        taken += [(x - 4, y - 4, x + 4, y + 4) for x, y in points.tolist()]
+        occupied += [(x - 4, y - 4, x + 4, y + 4) for x, y in points.tolist()]
         if name in joined:
             along = [np.linspace(one, other, 30) for one, other in itertools.pairwise(points)]
-            taken += [(x - 1, y - 1, x + 1, y + 1) for piece in along for x, y in piece.tolist()]
+            occupied += [(x - 1, y - 1, x + 1, y + 1) for piece in along for x, y in piece.tolist()]
     left, bottom, right, top = (axes.bbox.extents / 2).tolist()
     for x, y, text in labels:
         shown = _printable(text, 30)
@@ -431,8 +442,8 @@ def _label(axes: Axes, labels: Iterable[Point], data: Mapping[str, Values], join
             dx = across + (math.copysign(2, across) if dy == -4 else 0)
             box = (px + dx, py + dy, px + dx + width, py + dy + 9)
             inside = left <= box[0] and box[2] <= right and bottom <= box[1] and box[3] <= top
-            if inside and not any(_overlap(box, other) for other in taken):
-                taken.append(box)
+            if inside and not any(_overlap(box, other) for other in occupied):
+                occupied.append(box)
                 axes.annotate(shown, (x, y), (dx, dy), textcoords="offset points", fontsize=9.5, color=_SOFT)
                 break
 
@@ -447,13 +458,13 @@ def _finite(values: Sequence[float]) -> Values:
 
 
 def _points(pairs: Iterable[tuple[float, float]]) -> Values:
-    """``[n, 2]``, without those that are not finite."""
+    """Array ``[n, 2]`` of the pairs whose two values are finite."""
     array = np.array(list(pairs), dtype=np.float64).reshape(-1, 2)
     return array[np.isfinite(array).all(axis=1)]
 
 
 def _ranks(count: int) -> NDArray[np.int64]:
-    """Ranks of a sorted sample that draw its curve: evenly, and closer together near the upper end."""
+    """Ranks of a sorted sample to draw as a curve: evenly spaced, and more closely near the largest values."""
     if count <= _MOST_POINTS:
         return np.arange(count)
     evenly = np.linspace(0, count - 1, _MOST_POINTS)
@@ -462,18 +473,21 @@ def _ranks(count: int) -> NDArray[np.int64]:
 
 
 def _thin(points: Values, series: int) -> Values:
-    """Points of a line to draw: the first, the last, and the lowest and highest of every stretch. No spike is lost."""
-    most = max(50, _MOST_POINTS * 6 // max(6, series))
-    if len(points) <= most:
+    """Points of a line to draw: the first, the last, and the lowest and the highest point of every stretch.
+
+    So a line of many points is drawn with few points, and no spike is lost.
+    """
+    limit = max(50, _MOST_POINTS * 6 // max(6, series))
+    if len(points) <= limit:
         return points
-    stretches = np.array_split(np.arange(len(points)), most // 2)
-    kept = [stretch[[points[stretch, 1].argmin(), points[stretch, 1].argmax()]] for stretch in stretches]
-    ranks: NDArray[np.int64] = np.unique(np.concatenate([np.array([0, len(points) - 1]), *kept]))
+    stretches = np.array_split(np.arange(len(points)), limit // 2)
+    extremes = [stretch[[points[stretch, 1].argmin(), points[stretch, 1].argmax()]] for stretch in stretches]
+    ranks: NDArray[np.int64] = np.unique(np.concatenate([np.array([0, len(points) - 1]), *extremes]))
     return points[ranks]
 
 
 def _spread(points: Values, series: int) -> Values:
-    """One point of every small cell of the picture that has any, so that no outlier is lost."""
+    """Points of a scatter chart to draw: one from every small cell that has points, so that no outlier is lost."""
     if len(points) <= _MOST_POINTS // max(1, series):
         return points
     cells = math.isqrt(_MOST_POINTS * 3 // max(1, series))
@@ -483,7 +497,7 @@ def _spread(points: Values, series: int) -> Values:
 
 
 def _edges(values: Values, log: bool, bins: int) -> Values:
-    """Borders of the ranges of a histogram; between whole numbers where all values are whole."""
+    """Borders of the ranges of a histogram. If all values are whole numbers, the borders lie between whole numbers."""
     if not len(values):
         return np.array([0.0, 1.0])
     low, high = float(values.min()), float(values.max())
@@ -508,7 +522,7 @@ def _edges(values: Values, log: bool, bins: int) -> Values:
 
 
 def _short(value: float) -> str:
-    """A number in a few characters: 0, 0.004, 12.5, 1,200, 15k, 3.2M."""
+    """A number as short text, such as 0, 0.004, 12.5, 1,200, 15k or 3.2M."""
     size = abs(value)
     if size < 1e-12:
         return "0"
@@ -519,15 +533,18 @@ def _short(value: float) -> str:
     return text.replace("-", "−")
 
 
-def _printable(text: str, most: int = 200) -> str:
-    """On one line, not too long, and without characters that a page must not contain."""
+def _printable(text: str, limit: int = 200) -> str:
+    """Text on one line of at most ``limit`` characters, without control characters."""
     shown = "".join(character if character.isprintable() else " " for character in text)
-    return shown if len(shown) <= most else shown[: most - 1] + "…"
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
 def _inline(document: str, title: str) -> str:
-    """The ``<svg>`` element of a document: no fixed size, named, in the colours of the page, few digits, no names that
-    another chart has too."""
+    """The ``<svg>`` element of matplotlib's document, changed for use inside an HTML page.
+
+    The element has a title, no fixed size, the colours of the page and rounded numbers. Ids that another chart could
+    have, too, are removed.
+    """
     drawing = document[document.index("<svg") :]
     box = re.search(r'viewBox="[^"]*"', drawing)
     start = drawing.index(">") + 1
@@ -539,8 +556,8 @@ def _inline(document: str, title: str) -> str:
         drawing = drawing.replace(old, new)
     for name, colour in (("soft", _SOFT), ("line", _FAINT)):
         drawing = drawing.replace(colour, f"var(--{name}, {colour})")
-    for place, (light, _) in enumerate(SERIES_COLOURS):
-        drawing = drawing.replace(light, f"var(--series-{place}, {light})")
+    for index, (light, _) in enumerate(SERIES_COLOURS):
+        drawing = drawing.replace(light, f"var(--series-{index}, {light})")
     shape = box[0] if box else ""
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="100%" {shape} stroke-linejoin="round">'
     return f"{opening}<title>{html.escape(title)}</title>{drawing}"

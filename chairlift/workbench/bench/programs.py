@@ -1,7 +1,7 @@
-"""Runs single kernels as programs of equal operations that differ only in the memory they read.
+"""Runs a single CPU kernel as a program of equal operations on different parts of memory.
 
-Each operation reads its weights, or its K and V, from the next part of a region that is larger than every cache. So the
-data comes from memory, as in an engine with a large model.
+Each operation reads its weights, or its K and V, from the next part of a region that is larger than all processor
+caches. So the data comes from memory, as in an engine with a large model.
 """
 
 from __future__ import annotations
@@ -34,36 +34,40 @@ __all__ = [
 ]
 
 BLOCK_SIZE: Final = 16
-"""Tokens of a KV block: the engine's default."""
+"""Number of tokens in a KV block: the engine's default."""
 
 Prepare = Callable[[], Callable[[], object]]
-"""Chooses the memory of the next run, and returns what is to be timed."""
+"""Function that chooses the memory of the next run, and returns the function whose time is measured."""
 
 _PAGE: Final = 4096
 _PATTERN: Final = 1 << 20
 WEIGHT_STD: Final = 0.05
 _ROUTERS: Final = 8
-"""Layers of experts that number their experts differently."""
+"""Number of different orders of the experts. Consecutive layers use different orders."""
 
 
 def weight_bytes(
     n: int, k: int, dtype: torch.dtype, kind: GroupKind | None, *, interleaved: bool = False, stack: int = 1
 ) -> int:
-    """Bytes of a packed weight [n, k]; see :class:`~chairlift.kernels.cpu.packing.PackedMatrix` for the last two."""
+    """Size in bytes of a packed weight [n, k].
+
+    For ``interleaved`` and ``stack`` see :class:`~chairlift.kernels.cpu.packing.PackedMatrix`.
+    """
     if kind is None:
         return packed_bytes(n, k, dtype, interleaved=interleaved, stack=stack)
     return packed_code_bytes(n, k, kind, interleaved=interleaved, stack=stack)
 
 
 def expert_bytes(layer: ExpertLayer, dtype: torch.dtype, kind: GroupKind | None) -> tuple[int, int]:
-    """Bytes of the packed weights of all experts: gate and up, and down."""
+    """Size in bytes of the packed weights of all experts: (gate and up projections, down projections)."""
     number = layer.num_experts
     gate_up = weight_bytes(2 * number * layer.inner, layer.k, dtype, kind, interleaved=True, stack=number)
     return gate_up, weight_bytes(number * layer.k, layer.inner, dtype, kind, stack=number)
 
 
 class ExpertTokens:
-    """``rows`` random tokens of a layer of experts, the weight of its router, and the experts that they choose."""
+    """Input for a layer of experts: ``rows`` random tokens, a router weight, and the experts that the router
+    chooses."""
 
     def __init__(self, layer: ExpertLayer, rows: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -76,15 +80,16 @@ class ExpertTokens:
 
 
 def kv_bytes(model: ModelShape, batch: int, context: int, dtype: torch.dtype) -> int:
-    """Bytes of K and V of ``batch`` sequences of ``context`` tokens, in one layer, in whole blocks."""
+    """Size in bytes of the K and V of ``batch`` sequences of ``context`` tokens in one layer, in whole blocks."""
     return 2 * batch * -(-context // BLOCK_SIZE) * BLOCK_SIZE * model.kv_heads * model.head_dim * dtype.itemsize
 
 
 class Kernels:
-    """Single kernels of one instruction-set path and dtype, on a thread pool.
+    """Prepares timed runs of single kernels of one instruction-set path and dtype, on a thread pool.
 
-    ``region_bytes`` of normal random numbers are cycled through; no single operation may read more. Weights are of
-    ``dtype``, or codes of a ``kind``. Raises OSError without the compiled kernels.
+    Operations take their weights in turn from a region of ``region_bytes`` of random numbers. No single operation may
+    read more than the region. Weights have type ``dtype``, or are quantised in the format ``kind``. Raises OSError if
+    the compiled kernels are missing.
     """
 
     def __init__(
@@ -104,7 +109,7 @@ class Kernels:
         self._next = 0
 
     def products(self, k: int, n: int, rows: int, count: int) -> dict[str, Prepare]:
-        """``count`` products [rows, k] x [k, n], each with weights of its own."""
+        """``count`` matrix multiplications [rows, k] x [k, n], each with different weights. Variant -> run."""
         buffers = [self._activations(rows, k), self._buffer(rows, n)]
         nbytes = weight_bytes(n, k, self._dtype, self._kind)
         batch = _Batch([rows], [rows])
@@ -118,15 +123,16 @@ class Kernels:
 
     @property
     def _format(self) -> dict[str, int]:
-        """Fields of an operation."""
+        """Fields of an operation that describe the format of quantised weights."""
         return {} if self._kind is None else {"format": code_format(self._kind), "group": self._kind.group}
 
     def attention(
         self, model: ModelShape, *, queries: int, context: int, batch: int, shuffled: bool, count: int
     ) -> Prepare:
-        """Attention of ``count`` layers, over ``batch`` sequences of ``context`` tokens whose last ``queries`` attend.
+        """Attention of ``count`` layers over ``batch`` sequences of ``context`` tokens.
 
-        Each layer has its own K and V. The blocks of the sequences are in order, or ``shuffled``.
+        The last ``queries`` tokens of each sequence are queries. Each layer has its own K and V. The KV blocks of the
+        sequences are in order, or in random order if ``shuffled``.
         """
         width = model.heads * model.head_dim
         buffers = [self._activations(batch * queries, width), self._buffer(batch * queries, width)]
@@ -163,7 +169,7 @@ class Kernels:
         return prepare
 
     def head(self, k: int, vocab_size: int, rows: int, *, temperature: float, count: int) -> Prepare:
-        """``count`` times a token for each of ``rows`` rows: output head and choice. Temperature 0 is greedy."""
+        """Output head and sampling for ``rows`` rows, repeated ``count`` times. Temperature 0 is greedy sampling."""
         hidden = self._activations(rows, k)
         token_rows = np.arange(rows, dtype=np.int32)
         records = np.zeros(rows, dtype=lib.SAMPLING_ROW)
@@ -190,10 +196,10 @@ class Kernels:
         return prepare
 
     def experts(self, layer: ExpertLayer, tokens: ExpertTokens, count: int) -> dict[str, Prepare]:
-        """``count`` layers of experts, each with weights of its own.
+        """``count`` layers of experts, each with different weights. Variant -> run.
 
-        Neighbouring layers number their experts differently, so that a layer does not read the places in memory that
-        those of the layer before it had.
+        The tokens choose other experts in each layer, so that a layer does not read the same part of its weights as the
+        layer before it.
         """
         rows, number = len(tokens.x), layer.num_experts
         x, out = self._buffer(rows, layer.k), self._buffer(rows, layer.k)
@@ -257,7 +263,7 @@ class Kernels:
         return _Run(self._library, self._pool, program, batch, kept)
 
     def _take(self, nbytes: int) -> int:
-        """The address of the next ``nbytes`` of the region."""
+        """Address of the next ``nbytes`` of the region; after the end, it continues at the beginning."""
         if self._next + nbytes > self._region.nbytes:
             self._next = 0
         address = self._region.address + self._next
@@ -265,13 +271,13 @@ class Kernels:
         return address
 
     def _activations(self, rows: int, width: int) -> Tensor:
-        """Like :meth:`_buffer`, with normal random numbers in its columns."""
+        """A :meth:`_buffer` filled with normal random numbers."""
         buffer = self._buffer(rows, width)
         buffer[:, :width] = self._normal(len(buffer), width)
         return buffer
 
     def _buffer(self, rows: int, width: int) -> Tensor:
-        """Zeroed rows [rows + spare, stride] of ``width`` columns, padded as an engine's are."""
+        """Buffer of zeros [rows + SPARE_ROWS, stride] for rows of ``width`` columns, padded as in the engine."""
         stride = -(-width // PANEL) * PANEL
         if stride * self._dtype.itemsize % 1024 == 0:
             stride += PANEL
@@ -283,7 +289,10 @@ class Kernels:
 
 
 class _Batch:
-    """A ``cl_batch`` of sequences with given numbers of new and total tokens, and the arrays that it points to."""
+    """A ``cl_batch`` (struct of the C kernels) with the arrays that it points to.
+
+    ``new`` has the number of new tokens of each sequence, and ``lengths`` its total number of tokens.
+    """
 
     def __init__(
         self, new: Iterable[int], lengths: Iterable[int], block_table: npt.NDArray[np.int32] | None = None
@@ -291,7 +300,7 @@ class _Batch:
         counts = list(new)
         tokens = np.zeros(sum(counts), dtype=np.int32)
         table = np.zeros((len(counts), 1), dtype=np.int32) if block_table is None else block_table
-        self._kept = StepBatch(
+        self._arrays = StepBatch(
             token_ids=tokens,
             positions=tokens,
             cu_seqlens=np.cumsum([0, *counts], dtype=np.int32),
@@ -299,12 +308,12 @@ class _Batch:
             block_tables=table[None],
             slot_mapping=np.zeros((1, len(tokens)), dtype=np.int64),
         )
-        self.struct = lib.Batch.of(self._kept)
+        self.struct = lib.Batch.of(self._arrays)
 
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """One call of the library, and everything that its structs point to."""
+    """A call of the native library. ``kept`` has the objects that the C structs point to, so that they stay alive."""
 
     library: lib.Library
     pool: lib.Pool

@@ -1,5 +1,7 @@
-"""The report of every command that measures: facts, tables, charts and notes, as lines for a terminal, as a record for
-JSON, and as one self-contained HTML page: no scripts, nothing loaded, light and dark, for paper and phones.
+"""Reports of the benchmark commands: facts, tables, charts and texts.
+
+A report can be printed as text, written as JSON, and written as one HTML page. The page has no scripts, loads no other
+files, and is readable in light and dark mode, on phones and in print.
 """
 
 from __future__ import annotations
@@ -18,21 +20,21 @@ __all__ = ["Block", "Facts", "Report", "Section", "Table", "Text", "aligned", "t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Text:
-    """A paragraph; an empty line starts another."""
+    """Text of one or more paragraphs, separated by empty lines."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
-    """Names with their values; a value may have several lines."""
+    """A list of names and values. A value can have several lines."""
 
     facts: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """A table. The first column is text, aligned left; the others are figures, aligned right."""
+    """A table. The first column is text, aligned left. The other columns are numbers, aligned right."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -44,7 +46,7 @@ Block = Text | Facts | Table | Figure
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
-    """A heading with its contents. Consecutive charts are side by side if there is room."""
+    """A heading and its contents. Consecutive charts are placed side by side if the page is wide enough."""
 
     title: str
     blocks: Iterable[Block]
@@ -52,18 +54,18 @@ class Section:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """Result of a command: data for JSON, and a page for people."""
+    """Result of a benchmark command: the data of the JSON file, and the contents of the HTML page."""
 
     record: Mapping[str, Any]
-    """Plain data for JSON."""
+    """Data that can be written as JSON."""
     title: str = ""
     lead: str = ""
-    """The result in a sentence or two."""
+    """Summary of the result in one or two sentences."""
     sections: Iterable[Section] = ()
-    """Sections of the page. An iterator is read once, when the page is made; without a page it costs nothing."""
+    """Sections of the page. An iterator is read only when the page is written, and only once."""
 
     def html(self) -> str:
-        """The page, a whole document. Everything given is text, and is escaped."""
+        """The page as a complete HTML document. All texts are escaped."""
         names = (f"--series-{i}: light-dark({light}, {dark});" for i, (light, dark) in enumerate(SERIES_COLOURS))
         template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
         return string.Template(template).substitute(
@@ -74,11 +76,11 @@ class Report:
         )
 
 
-# --- lines -----------------------------------------------------------------------------------------------------------
+# --- text for the terminal -------------------------------------------------------------------------------------------
 
 
 def text(*blocks: Text | Facts | Table) -> Iterator[str]:
-    """The blocks as lines, with an empty one between two blocks."""
+    """The blocks as lines of text, with an empty line between two blocks."""
     for number, block in enumerate(blocks):
         if number:
             yield ""
@@ -88,15 +90,15 @@ def text(*blocks: Text | Facts | Table) -> Iterator[str]:
             case Facts():
                 width = max([14, *map(len, block.facts)])
                 for name, value in block.facts.items():
-                    for place, line in enumerate(value.split("\n")):
-                        yield f"{'' if place else name:<{width}} {line}"
+                    for index, line in enumerate(value.split("\n")):
+                        yield f"{'' if index else name:<{width}} {line}"
             case Table():
                 yield from [block.caption] * bool(block.caption)
                 yield from aligned([block.header, *block.rows])
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with aligned columns: the first to the left, the others to the right."""
+    """Lines of text with aligned columns: the first column to the left, the other columns to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for first, *others in table:
@@ -150,5 +152,5 @@ def _paragraphs(text: str, attributes: str = "") -> str:
 
 
 def _escape(text: str) -> str:
-    """Text as markup; characters that a document must not contain become spaces."""
+    """Text escaped for HTML. Control characters, which a document must not contain, become spaces."""
     return html.escape("".join(mark if mark.isprintable() or mark == "\n" else " " for mark in text))

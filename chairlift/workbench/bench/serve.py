@@ -1,7 +1,7 @@
-"""``bench serve``: sends requests to a server at their planned times, whatever the server's state.
+"""``bench serve``: sends requests to a server at planned times, and measures the answers.
 
-This is an open loop, like real traffic: arrivals do not depend on the server. With a limit of concurrency, or a fixed
-number of users, it is a closed loop, and a slow server gets fewer requests.
+By default this is an open loop, like real traffic: a slow server does not delay the next requests. With a limit of
+concurrency, or a fixed number of users, it is a closed loop: a slow server gets fewer requests.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from chairlift.workbench.bench.serve_run import Dialect, Load, Outcome, Progress
 
 __all__ = ["Plan", "measure", "raise_file_limit", "run_load"]
 
-_MOST_ID: Final = 1 << 62
+_MAX_ID: Final = 1 << 62
 _WARM_UP_TOKENS: Final = 16
 _POLL: Final = 0.5
-"""Seconds between two looks at a server that is not ready."""
+"""Time in seconds between two checks whether a server is ready."""
 _FILES_BESIDES: Final = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Loads to send one after another: to one server, or each to both of two compared servers."""
+    """Loads to send one after another, to one server or to each of two servers that are compared."""
 
     urls: Sequence[str]
     loads: Sequence[Load]
     api_key: str | None = None
     model: str | None = None
-    """None: the first that each server lists."""
+    """Name of the model. None: the first model that each server lists."""
     chat: bool = False
     ignore_eos: bool = False
     num_warmups: int = 0
     timeout: float = 600.0
-    """Seconds that a request may take."""
+    """Maximum time of a request in seconds."""
     ready_timeout: float = 0.0
-    """Seconds to wait for a server that does not answer yet, or is still loading."""
+    """Maximum time in seconds to wait for a server that does not answer yet, or is still loading its model."""
     say: Callable[[str], None] | None = None
-    """Called with the reason when the plan has to wait."""
+    """Function that is called with the reason when the client has to wait for a server."""
 
 
 async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, ServeRun]]:
-    """Run a plan. Yields the index of the load, the index of the server, and the result.
+    """Run a plan. Yields (index of the load, index of the server, result).
 
-    Two servers take turns (A B, B A, A B, ...), so that other programs affect both alike. Their prompts have the same
-    lengths and shared beginnings, but other tokens. It ends after an interrupted run. Raises ConfigError when a server
-    cannot be measured.
+    Two servers are measured in turn (A B, B A, A B, ...), so that other programs affect both alike. The prompts for the
+    two servers have the same lengths and shared prefixes, but different tokens. An interrupted run is the last run.
+    Raises ConfigError when a server cannot be measured.
     """
     async with connect(plan.urls, plan.api_key, plan.timeout) as servers:
         for server in servers:
@@ -69,18 +69,21 @@ async def measure(plan: Plan, watch: Watch) -> AsyncIterator[tuple[int, int, Ser
             await _warm_up(server, loads[0], plan.num_warmups)
         for index, load in enumerate(loads):
             turn = list(enumerate(servers))
-            for place, server in reversed(turn) if index % 2 else turn:
-                # Two URLs may be one server, which must not find the other half's prompts in its cache.
-                fresh = dataclasses.replace(load, salt=load.salt ^ place << 59)
+            for number, server in reversed(turn) if index % 2 else turn:
+                # The two URLs may belong to one server, so the prompts differ: it must not find them in its cache.
+                fresh = dataclasses.replace(load, salt=load.salt ^ number << 59)
                 with watch(server.url, len(load.requests)) as progress:
                     run = await run_load(server, fresh, progress)
-                yield index, place, run
+                yield index, number, run
                 if run.interrupted:
                     return
 
 
 async def _learn(server: Server, plan: Plan) -> None:
-    """Find out what a server takes, once it is there. Raises ConfigError."""
+    """Wait until a server is ready, and determine its model and the request fields that it supports.
+
+    Raises ConfigError when the server cannot be measured, or is not ready in time.
+    """
     end, said = clock() + plan.ready_timeout, False
     while True:
         try:
@@ -97,7 +100,7 @@ async def _learn(server: Server, plan: Plan) -> None:
 
 
 async def _warm_up(server: Server, load: Load, count: int) -> None:
-    """Answer the first ``count`` requests, cut short, all at once. Raises ConfigError when none is answered."""
+    """Send the first ``count`` requests at once, with short answers. Raises ConfigError when all of them fail."""
     chosen = [
         dataclasses.replace(
             each, arrival=0.0, output_tokens=min(each.output_tokens, _WARM_UP_TOKENS), session="", turn=0
@@ -113,16 +116,16 @@ async def _warm_up(server: Server, load: Load, count: int) -> None:
 
 
 async def run_load(server: Server, load: Load, progress: Progress | None = None) -> ServeRun:
-    """Send the requests, each at its time, and wait for all answers.
+    """Send each request of the load at its time, and wait for all answers.
 
-    When the task is cancelled (Ctrl-C) it stops, and returns what there is.
+    When the task is cancelled (Ctrl-C), the run stops and the outcomes so far are returned.
     """
     with quiet_collector():
         return await _Sender(server, load, progress).run()
 
 
 class _Sender:
-    """One run under way."""
+    """Sends the requests of one load."""
 
     def __init__(self, server: Server, load: Load, progress: Progress | None) -> None:
         self._server = server
@@ -132,7 +135,7 @@ class _Sender:
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = None if load.max_concurrency is None else asyncio.Semaphore(load.max_concurrency)
         self._turns: dict[str, asyncio.Event] = {}
-        """Session -> event that is set when the last turn sent so far has ended."""
+        """Session -> event that is set when the session's latest turn has ended."""
         self._num_running = 0
         self._begin = 0.0
 
@@ -163,11 +166,11 @@ class _Sender:
         )
 
     async def _dispatch(self) -> None:
-        """Start a task for each request at its time. Its body was made before, so it costs no time here."""
+        """Start a task for each request at its time. The request body is made before that time."""
         load = self._load
         for index, request in enumerate(load.requests):
             if request.prefix_ids:
-                fresh = tuple((each + load.salt) % _MOST_ID for each in request.prefix_ids)
+                fresh = tuple((each + load.salt) % _MAX_ID for each in request.prefix_ids)
                 request = dataclasses.replace(request, prefix_ids=fresh)
             said = None if load.said is None else load.said[index]
             body = self._server.body(request, load.salt + index, load.temperature, load.promises, said)
@@ -211,12 +214,13 @@ class _Sender:
 
 
 def raise_file_limit(connections: int) -> None:
-    """Allow this process to open this many connections, as far as the system permits."""
+    """Raise the limit of open files of this process to ``connections`` and a few more, as far as the system permits."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = connections + _FILES_BESIDES
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        if soft != resource.RLIM_INFINITY and soft < most:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        limit = connections + _FILES_BESIDES
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        if soft != resource.RLIM_INFINITY and soft < limit:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -1,6 +1,6 @@
-"""Client of ``bench serve``: sends requests to one OpenAI-compatible server, and times the answers.
+"""Client of ``bench serve``: sends requests to an OpenAI-compatible server, and measures when the answers arrive.
 
-The time of a chunk is taken when it was read from the socket, before it is parsed.
+The time of a chunk is the time when it was read from the socket, before it is parsed.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ __all__ = ["EventReader", "NotReadyError", "Server", "clock", "connect"]
 
 clock: Final = time.perf_counter
 
-_MOST_BYTES: Final = 1 << 20
-"""Most bytes of one event of a stream, and of a reply that is no stream."""
+_MAX_BYTES: Final = 1 << 20
+"""Maximum number of bytes of one event of a stream, and of a response that is not a stream."""
 _QUEUE: Final = ("front_door", "waiting_")
-"""Prefixes of a Chairlift server's names for waiting, before the first step or after it; see docs/why-slow.md."""
+"""Prefixes of the causes that a Chairlift server reports for time spent waiting in a queue; see docs/why-slow.md."""
 _VOCABULARIES: Final = (8000, 250)
-"""Sizes of the vocabulary of prompts; the second is for byte models."""
+"""Numbers of token ids to use in prompts. The second number is for models whose tokens are bytes."""
 _RULER: Final = (8, 136)
-"""Words of the two prompts from which the number of tokens per word is learned."""
-_MOST_MESSAGE: Final = 300
+"""Numbers of words of the two prompts with which the client measures how many tokens a word has."""
+_MAX_MESSAGE: Final = 300
 _REFUSALS: Final = (400, 404, 405, 415, 422, 500, 501)
-"""Statuses by which servers refuse fields that they do not know."""
+"""HTTP statuses with which servers reject requests with unknown fields."""
 
 
 class NotReadyError(ConfigError):
-    """The server does not answer yet, or is still loading its model."""
+    """Raised when a server does not answer yet, or is still loading its model."""
 
 
 class Server(Target):
-    """An OpenAI-compatible server, after :func:`connect` has asked for its model.
+    """Connection to an OpenAI-compatible server, from :func:`connect`.
 
-    :meth:`learn` raises ConfigError when it cannot be measured.
+    Call :meth:`learn` first; it raises ConfigError when the server cannot be measured.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, timeout: float) -> None:
@@ -68,8 +68,11 @@ class Server(Target):
         promises: bool = False,
         said: Said | None = None,
     ) -> bytes:
-        """Body of the HTTP request that :meth:`send` sends. ``promises`` adds the request's class, tenant and limits.
-        ``said`` is its content; None: a prompt of its length."""
+        """Body of an HTTP request for :meth:`send`.
+
+        ``said`` is the content of the request; None: a generated prompt of the request's length. ``promises``: whether
+        to send the service class, the tenant and the latency targets.
+        """
         dialect = self.dialect
         prompt = dialect.prompt(request, index) if said is None else said.text
         fields: dict[str, Any] = {
@@ -93,12 +96,15 @@ class Server(Target):
         if dialect.timing:
             fields["return_timing"] = True
         if promises:
-            told = {name: getattr(request, name) for name in _PROMISES} | {"user": request.tenant}
-            fields |= {name: value for name, value in told.items() if value}
+            targets = {name: getattr(request, name) for name in _PROMISES} | {"user": request.tenant}
+            fields |= {name: value for name, value in targets.items() if value}
         return msgspec.json.encode(fields)
 
     async def send(self, body: bytes, outcome: Outcome, cancel_ms: float | None = None) -> None:
-        """Send a request, and read its answer to the end, or until ``cancel_ms`` after sending. Raises nothing."""
+        """Send a request, and read the answer to its end or until ``cancel_ms`` ms have passed.
+
+        The result, or the error, is stored in ``outcome``. Raises nothing.
+        """
         leaves = cancel_ms is not None and cancel_ms / 1000 < self._timeout
         seconds = cancel_ms / 1000 if cancel_ms is not None and leaves else self._timeout
         path = "/chat/completions" if self.dialect.chat else "/completions"
@@ -128,10 +134,13 @@ class Server(Target):
             if outcome.status != "completed":
                 outcome.end = clock()
 
-    # -- what it is ------------------------------------------------------------------------------------------------
+    # -- properties of the server ----------------------------------------------------------------------------------
 
     async def learn(self, model: str | None, *, chat: bool, ignore_eos: bool) -> None:
-        """Find the server's model and supported fields; ``notes`` list missing ones. Raises ConfigError."""
+        """Determine the server's model and the request fields that it supports. ``notes`` gets the fields it does not.
+
+        Raises ConfigError when the server cannot be measured.
+        """
         await self._models(model)
         full = Dialect(
             chat=chat, vocab_size=0 if chat else _VOCABULARIES[0], ignore_eos=ignore_eos, timing=self.is_ours
@@ -144,14 +153,14 @@ class Server(Target):
             if not chat:
                 notes.append("it takes no token ids: prompts are text, and their lengths what the server counts")
         if ignore_eos and not self.dialect.ignore_eos:
-            notes.append("it refuses ignore_eos: answers may end before the length that was asked for")
+            notes.append("it refuses ignore_eos: answers may end before the requested length")
         if not self.dialect.usage:
             notes.append("it refuses stream_options: tokens are counted by chunks")
 
     async def _models(self, model: str | None) -> None:
         try:
             async with asyncio.timeout(self._timeout), self._session.get(f"{self._root}/models") as reply:
-                status, text = reply.status, await reply.content.read(_MOST_BYTES)
+                status, text = reply.status, await reply.content.read(_MAX_BYTES)
         except TimeoutError:
             raise ConfigError(f"{self.url} has not answered for {self._timeout:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -159,7 +168,7 @@ class Server(Target):
             raise NotReadyError(
                 f"no server answers at {self.url} ({reason}); start one with: chairlift serve"
             ) from None
-        if status not in (404, 405) or model is None:  # some servers list nothing, but know the model
+        if status not in (404, 405) or model is None:  # some servers have no list of models
             _check_status(self.url, status, _message_in(text))
         listed = _parsed(text).get("data")
         cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
@@ -176,9 +185,9 @@ class Server(Target):
         self.max_model_len = room if isinstance(room, int) and room > 1 else None
 
     async def _accepted(self, full: Dialect) -> Dialect:
-        """The request form ``full`` with as many of its fields as the server accepts.
+        """Form of requests with as many of the fields of ``full`` as the server accepts.
 
-        It tries all fields, then all but one, then fewer and fewer.
+        The client tries all fields, then all but one, then fewer and fewer fields.
         """
         changes: list[dict[str, Any]] = []
         if full.vocab_size:
@@ -195,21 +204,24 @@ class Server(Target):
         raise ConfigError(f"{self.url} refuses even the simplest request: {last.kind}: {last.message}")
 
     async def _try(self, dialect: Dialect) -> Outcome:
-        """One short answer; its kind is empty when it came. Raises ConfigError for what no dialect would change."""
+        """Send a short request in this form. If the server rejects the form, the outcome's ``kind`` is not empty.
+
+        Raises ConfigError for errors that no other form would avoid.
+        """
         self.dialect = dialect
         outcome = await self._ask(12, 2)
         status = int(outcome.kind.removeprefix("HTTP ")) if outcome.kind.startswith("HTTP ") else 0
         if status and status not in _REFUSALS:
             _check_status(self.url, status, outcome.message)
         elif outcome.kind and outcome.kind != "error in the stream" and not status:
-            gone = outcome.kind in ("connection refused", "connection closed")
-            raise (NotReadyError if gone else ConfigError)(
+            unreachable = outcome.kind in ("connection refused", "connection closed")
+            raise (NotReadyError if unreachable else ConfigError)(
                 f"{self.url} does not answer: {outcome.kind}: {outcome.message}"
             )
         return outcome
 
     async def _measure_words(self) -> list[str]:
-        """Learn from two prompts how many tokens words make."""
+        """Measure with two prompts how many tokens a word has. Returns notes for the user."""
         self.dialect = dataclasses.replace(self.dialect, words=(0.0, 1.0))
         short, long = [await self._ask(words, 1) for words in _RULER]
         if short.completion_tokens is None or long.prompt_tokens <= short.prompt_tokens:
@@ -231,7 +243,10 @@ _PROMISES: Final = ("priority", "service_tier", "ttft_ms", "tpot_ms", "deadline_
 
 @asynccontextmanager
 async def connect(urls: Sequence[str], api_key: str | None, timeout: float) -> AsyncIterator[list[Server]]:
-    """A :class:`Server` for each URL; every request has a connection of its own. ``timeout`` is of a request, in s."""
+    """Context with a :class:`Server` for each URL. ``timeout``: maximum time of a request in seconds.
+
+    Every request opens a new connection.
+    """
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -246,17 +261,19 @@ async def connect(urls: Sequence[str], api_key: str | None, timeout: float) -> A
 
 
 async def _note_start(session: aiohttp.ClientSession, context: SimpleNamespace, params: Any) -> None:
-    """Note the time before a connection is opened; earlier time is the client's own."""
+    """Set the start of a request to the moment before its connection is opened, without the client's own work."""
     if isinstance(context.trace_request_ctx, Outcome):
         context.trace_request_ctx.start = clock()
 
 
 def _check_status(url: str, status: int, message: str) -> None:
-    """Raise ConfigError for a status that means that nothing can be measured here."""
+    """Raise ConfigError for an HTTP status with which no measurement is possible."""
     if status == 200:
         return
     if status in (401, 403):
-        raise ConfigError(f"{url} wants an API key, or another one; give it with --api-key-file FILE ({message})")
+        raise ConfigError(
+            f"{url} needs an API key, or does not accept this one; give it with --api-key-file FILE ({message})"
+        )
     if status in (429, 503):
         raise (NotReadyError if status == 503 else ConfigError)(
             f"{url} takes no requests now ({status}: {message}); try again later"
@@ -265,7 +282,7 @@ def _check_status(url: str, status: int, message: str) -> None:
 
 
 def _explain(error: Exception, *, begun: bool) -> tuple[str, str]:
-    """Kind and message of what a connection came to."""
+    """(kind, message) of a connection error. ``begun``: whether the response had begun."""
     number = getattr(error, "errno", None)
     if number == errno.ECONNREFUSED:
         return "connection refused", os.strerror(errno.ECONNREFUSED)
@@ -289,14 +306,14 @@ def _parsed(text: bytes) -> Mapping[str, Any]:
 
 
 def _message_in(text: bytes) -> str:
-    """Message in a refusal, or its beginning where it is not JSON."""
-    return _message_of(_parsed(text)) or text[:_MOST_MESSAGE].decode("utf-8", "replace").strip()
+    """Error message in a response body, or the beginning of the body if it is not JSON."""
+    return _message_of(_parsed(text)) or text[:_MAX_MESSAGE].decode("utf-8", "replace").strip()
 
 
-# --- what it sends ---------------------------------------------------------------------------------------------------
+# --- what the server sends -------------------------------------------------------------------------------------------
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]  # every token of an answer has an entry in its record
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]  # a limit, because the record has an entry for each token
 
 
 class _Details(msgspec.Struct):
@@ -342,30 +359,30 @@ _decode: Final = msgspec.json.Decoder(_Event).decode
 
 
 class EventReader:
-    """Reads the server-sent events of one answer into its :class:`Outcome`.
+    """Parses the server-sent events of one answer, and records them in an :class:`Outcome`.
 
-    Tokens are counted from the usage in every chunk if the server sends it (``continuous_usage_stats``, which vLLM
-    introduced), otherwise one per chunk.
+    If the server sends the usage in every chunk (vLLM's ``continuous_usage_stats``), the tokens are counted by the
+    usage. Otherwise each chunk counts as one token.
     """
 
     def __init__(self, outcome: Outcome) -> None:
         self.done = False
-        """Whether no further event is expected, after the end mark or an error."""
+        """Whether the end mark or an error has arrived, so that no further event is expected."""
         self._outcome = outcome
         self._rest = b""
         self._usage_per_chunk = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Parse bytes that were read from the connection at time ``now``."""
+        """Parse bytes that were read from the connection at the time ``now``."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:") and not self.done:
                 self._event(line[5:].strip(), now)
-        if len(self._rest) > _MOST_BYTES and not self.done:
+        if len(self._rest) > _MAX_BYTES and not self.done:
             self._garbage("an event without an end")
 
     def close(self) -> None:
-        """The connection has ended."""
+        """Set the final status of the outcome, after the connection has ended."""
         outcome = self._outcome
         if outcome.status != "unfinished":
             return
@@ -399,7 +416,7 @@ class EventReader:
             outcome.finish_reason = choices[0].finish_reason or outcome.finish_reason
         if (timing := event.timing) is not None:
             outcome.server_queue_ms = timing.queue_ms
-            if timing.queue_ms is None:  # an older server, which sends no more than this
+            if timing.queue_ms is None:  # servers of older versions send causes_ms only
                 waits = sum(ms for cause, ms in timing.causes_ms.items() if cause.startswith(_QUEUE))
                 outcome.server_queue_ms = min(waits, 1000 * ([*outcome.times, now][0] - outcome.start))
             if timing.preempted_by is not None:
@@ -415,7 +432,7 @@ class EventReader:
                 outcome.cached_tokens = details.cached_tokens
             if usage.completion_tokens is not None:
                 outcome.completion_tokens = usage.completion_tokens
-                # False if only the last chunk has it, because earlier chunks were counted otherwise.
+                # If only the last chunk has usage, it stays False: the earlier chunks were counted as one token each.
                 self._usage_per_chunk |= bool(choices and usage.completion_tokens and not outcome.counts)
         if self._usage_per_chunk:
             new = (outcome.completion_tokens or 0) - sum(outcome.counts) if choices else 0
@@ -431,7 +448,7 @@ class EventReader:
 
 
 def _message_of(body: Mapping[str, Any]) -> str:
-    """The text of an error object, OpenAI's or one of its kind; empty where there is none."""
+    """Message of an error response in OpenAI's or a similar format. Empty if there is none."""
     error = body.get("error", body.get("detail"))
     message = error.get("message") if isinstance(error, dict) else error if error is not None else body.get("message")
     return "" if message is None else message if isinstance(message, str) else json.dumps(message)

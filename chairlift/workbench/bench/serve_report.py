@@ -1,5 +1,7 @@
-"""Runs as JSON with vLLM's keys, as lines for a terminal, and as a page: latency CDFs, throughput over time, speed for
-each user against the total.
+"""Output of ``bench serve``: a JSON record with vLLM's keys, text for the terminal, and an HTML page.
+
+The page has charts of the latency distributions, of the throughput over time, and of the speed that each user sees
+against the total throughput.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ LABELS: Final = {
     "queueing": "until it begins",
     "server_queue": "in the queue, as the server says",
 }
-"""Names of the times, in words."""
+"""Name of a measured time -> description for reports."""
 _COMPARED_LABELS: Final = {
     "request_throughput": "requests/s",
     "output_throughput": "output tokens/s",
@@ -38,16 +40,16 @@ COMPARED: Final = (
     "difference is unlikely to be chance. With fewer than five rounds it is hardly more than the smallest and "
     "the largest ratio."
 )
-"""Explanation of :func:`compared_table`."""
+"""Text under the table of :func:`compared_table`: how the ratios and intervals are computed."""
 _STATS: Final = ("mean", "std", "p50", "p90", "p99")
 
 
 def serve_record(run: ServeRun, figures: Figures, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """One run as plain data.
+    """JSON record of one run.
 
     The keys are those of the file that ``vllm bench serve --save-result --save-detailed`` writes, without the texts.
-    Lists have an entry per request, which is 0 if a failed request has no value. Values without a key in vLLM are under
-    ``chairlift``, with ``settings``, which must include ``request_rate`` and ``burstiness``.
+    Lists have one entry per request; a failed request has 0 or an empty list. ``settings``, and values without a key in
+    vLLM, are stored under ``chairlift``. ``settings`` must include ``request_rate`` and ``burstiness``.
     """
     record: dict[str, Any] = {
         "date": run.date.strftime("%Y%m%d-%H%M%S"),
@@ -114,11 +116,11 @@ def _spelled(name: str, stats: Stats | None) -> dict[str, float | None]:
     return {f"{field}_{name}_ms": None if stats is None else getattr(stats, field) for field in fields}
 
 
-# --- for people ------------------------------------------------------------------------------------------------------
+# --- text for the terminal -------------------------------------------------------------------------------------------
 
 
 def run_blocks(run: ServeRun, figures: Figures, slo: Mapping[str, float]) -> Iterator[Text | Facts | Table]:
-    """A run in words and a table."""
+    """Report of one run: facts, a table of times, failures and warnings. ``slo``: limits in ms by name."""
     yield Facts(dict(_run_facts(figures, slo)))
     if figures.completed:
         yield times_table(figures)
@@ -145,8 +147,8 @@ def _run_facts(figures: Figures, slo: Mapping[str, float]) -> Iterator[tuple[str
         limits = ", ".join(f"{name.upper()} {limit:g} ms" for name, limit in slo.items())
         share = f"{figures.good / sent:.1%} of the requests" if sent else "no request"
         yield "goodput", f"{figures.goodput:.2f} requests/s: {share} kept {limits}"
-    most, peak = figures.max_concurrent_requests, figures.max_output_tokens_per_s
-    yield "at its peak", f"{most:,} requests at once, {peak:,.0f} output tokens in one second"
+    requests, tokens = figures.max_concurrent_requests, figures.max_output_tokens_per_s
+    yield "at its peak", f"{requests:,} requests at once, {tokens:,.0f} output tokens in one second"
     if figures.preemption_rate is not None:
         yield "preempted", f"{figures.preemption_rate:.1%} of the requests"
     if figures.cpu_share is not None:
@@ -155,7 +157,7 @@ def _run_facts(figures: Figures, slo: Mapping[str, float]) -> Iterator[tuple[str
 
 
 def times_table(figures: Figures, caption: str = "") -> Table:
-    """A row for each time that was measured, in ms."""
+    """Table with one row for each measured time, in ms."""
     rows = []
     for name, label in LABELS.items():
         stats = figures.times[name]
@@ -168,7 +170,7 @@ def times_table(figures: Figures, caption: str = "") -> Table:
 
 
 def sweep_table(runs: Iterable[tuple[str, Figures]]) -> Table:
-    """A row for each rate."""
+    """Table with one row for each request rate. ``runs``: (label of the rate, its figures)."""
     times = ("TTFT p50", "p99", "TPOT p50", "p99")
     header, rows = ["rate", "requests/s", "output tokens/s", "goodput", *times, "preempted", "failed"], []
     for label, figures in runs:
@@ -184,7 +186,10 @@ def sweep_table(runs: Iterable[tuple[str, Figures]]) -> Table:
 def compared_table(
     ratios: Mapping[str, Ratio], first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]
 ) -> Table:
-    """A row for each figure: the mean of each server over the rounds, ratio, interval and spread."""
+    """Table with one row for each compared value: the mean of each server over the rounds, their ratio, and its spread.
+
+    ``first`` and ``second`` are the records of the two servers, one per round.
+    """
     rows = []
     for key, ratio in ratios.items():
         means = [sum(record[key] for record in records) / len(records) for records in (first, second)]
@@ -210,7 +215,7 @@ def _time_label(key: str) -> str:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 Results = Mapping[str, Sequence[tuple[ServeRun, Figures]]]
-"""Runs by rate, or by server with one run per round."""
+"""Label of a request rate or of a server -> its runs. A server that is compared has one run per round."""
 
 
 def serve_report(
@@ -220,7 +225,7 @@ def serve_report(
     ratios: Mapping[str, Ratio],
     compared: Table | None,
 ) -> Report:
-    """Runs as a report. ``ratios``, and ``compared``, the table made of them: of two servers side by side."""
+    """Report of all runs. ``ratios`` and their table ``compared`` are given only when two servers were compared."""
     (run, _), *_ = next(iter(results.values()))
     lead = _lead(results) if compared is None else _compared_lead(ratios)
     return Report(record, f"Serving {run.server.model}", lead, _sections(results, facts, compared))
@@ -237,7 +242,7 @@ def _sections(results: Results, facts: Mapping[str, str], compared: Table | None
     yield Section("Latency", _latency(results))
     yield Section("Over time", _over_time(results))
     if doubts := dict.fromkeys(doubt for run, figures in runs for doubt in figures.doubts(run)):
-        yield Section("What to know before believing it", [Text("\n\n".join(doubts))])
+        yield Section("Warnings", [Text("\n\n".join(doubts))])
     if errors := [[kind, f"{count:,}", text] for _, figures in runs for kind, count, text in figures.errors]:
         yield Section("Failed requests", [Table(["kind", "requests", "one of the messages"], errors)])
     yield Section("Settings", [Facts(facts)])
@@ -298,7 +303,7 @@ def _over_time(results: Results) -> Iterator[Block]:
 
 
 def _trade(results: Results) -> plots.Figure:
-    """Points are rates, or rounds of a server."""
+    """Scatter chart of the speed for each user against the total throughput. A point is a rate, or a server's round."""
     points: dict[str, list[tuple[float, float, str]]] = {}
     rounds = any(len(pairs) > 1 for pairs in results.values())
     for label, pairs in results.items():

@@ -1,6 +1,7 @@
-"""Summary of a run's outcomes: figures, the record with vLLM's keys, lines of text, ratios.
+"""Summarises the outcomes of a run of ``bench serve``, and compares the runs of two servers.
 
-Averages exclude requests that failed, that the client left as the trace says, or that Ctrl-C cut off.
+Averages exclude requests that failed, requests that the client cancelled because the trace says so, and requests that
+Ctrl-C interrupted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ _RESAMPLES: Final = 10_000
 
 
 def parse_goodput(items: Sequence[str]) -> dict[str, float]:
-    """``ttft:500 tpot:80``, as vLLM spells it, or with commas: limits in ms by name. Raises ConfigError."""
+    """Parse limits such as ``ttft:500 tpot:80`` (vLLM's format) or ``ttft:500,tpot:80`` into name -> ms.
+
+    Raises ConfigError for an unknown name or an invalid number.
+    """
     limits: dict[str, float] = {}
     for item in ",".join(items).split(","):
         name, _, number = item.strip().partition(":")
@@ -52,7 +56,7 @@ def parse_goodput(items: Sequence[str]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stats:
-    """Statistics of a time in ms, over requests; of the time between events with tokens, over all events."""
+    """Statistics of a measured time, in ms. Values are per request, except for inter-token latency: per event."""
 
     mean: float
     median: float
@@ -63,7 +67,7 @@ class Stats:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Stats | None:
-        """Percentiles are interpolated between the nearest values; None without values."""
+        """Statistics of times in seconds. Percentiles are interpolated. Returns None if there are no times."""
         if not seconds:
             return None
         values = np.asarray(seconds) * 1000
@@ -73,7 +77,7 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Figures of one run. Rates are per second of the whole run."""
+    """Measured values of one run. Throughputs are averages over the whole run, per second."""
 
     completed: int
     failed: int
@@ -83,36 +87,36 @@ class Figures:
     input_tokens: int
     output_tokens: int
     cached_tokens: int | None
-    """Prompt tokens from the server's prefix cache; None if it does not report them."""
+    """Number of prompt tokens that the server found in its prefix cache. None if the server does not report it."""
     request_throughput: float
     output_throughput: float
     total_token_throughput: float
     max_output_tokens_per_s: float
-    """Output tokens in the busiest second; seconds are counted from the start."""
+    """Number of output tokens in the busiest second. Seconds are counted from the start of the run."""
     max_concurrent_requests: int
     goodput: float | None
-    """Requests per second within all limits; None without limits."""
+    """Number of requests per second that were within all latency limits. None if there are no limits."""
     good: int
     times: Mapping[str, Stats | None]
-    """Times by vLLM's names (ttft, tpot, itl, e2el), and ``queueing`` (until the reply's headers) and
-    ``server_queue``."""
+    """Name of a time -> statistics. The names are vLLM's (``ttft``, ``tpot``, ``itl``, ``e2el``), ``queueing`` (until
+    the response headers) and ``server_queue`` (as the server reports it)."""
     counted: bool
-    """Whether the time between events is the time between tokens. Otherwise events have several tokens, or an unknown
-    number."""
+    """Whether every event has one token, so that the time between events is the time between tokens."""
     whole: int
-    """Answers of several tokens that came whole, and so have no time per token."""
+    """Number of answers whose tokens all came in one event, so that they have no time per token."""
     shorter: int
-    """Answers that ended before the requested length."""
+    """Number of answers that ended before the requested length."""
     preemption_rate: float | None
-    """Share of the completed requests that were preempted at least once; None if the server does not report it."""
+    """Fraction of the completed requests that were preempted at least once. None if the server does not report it."""
     lateness: Stats | None
-    """Time from when a request was due to its sending, for requests that nothing held back. None without a client."""
+    """Delay between the planned and the actual sending of a request, without requests that waited for a free slot or an
+    earlier turn. None if the engine runs in the measuring process."""
     cpu_share: float | None
     errors: Sequence[tuple[str, int, str]]
-    """Kind, how many, and one example of its message; the most frequent first."""
+    """(kind of error, number of requests, example of a message); the most frequent kind comes first."""
 
     def doubts(self, run: ServeRun) -> Iterator[str]:
-        """Warnings to read before the figures are believed."""
+        """Reasons why the measured values may be misleading, as sentences for the user."""
         late, paced = self.lateness, bool(run.load.requests) and run.load.requests[-1].arrival > 0
         if paced and late is not None and late.p99 > _LATE_MS:
             yield (
@@ -123,8 +127,8 @@ class Figures:
             yield f"the client took {self.cpu_share:.0%} of a processor: it may be what limits these figures"
         if run.load.max_concurrency is not None:
             yield (
-                f"closed loop: at most {run.load.max_concurrency:,} requests are under way, so a slow one is asked "
-                "less often, and time in its queue stays hidden"
+                f"closed loop: at most {run.load.max_concurrency:,} requests are in flight, so a slow server gets "
+                "fewer requests, and time in its queue stays hidden"
             )
         if self.completed and not self.counted:
             yield (
@@ -135,13 +139,13 @@ class Figures:
             yield f"{self.whole:,} of {self.completed:,} answers came whole: they have no TPOT and no ITL"
         if self.shorter:
             hint = "" if run.server.dialect.ignore_eos else "; --ignore-eos asks for exact lengths"
-            yield f"{self.shorter:,} of {self.completed:,} answers ended before the length that was asked for{hint}"
+            yield f"{self.shorter:,} of {self.completed:,} answers ended before the requested length{hint}"
         if self.unfinished:
             yield f"stopped early: {self.unfinished:,} requests were not answered yet, and are not counted"
 
 
 def latencies(run: ServeRun) -> dict[str, list[float]]:
-    """Seconds of all completed requests, by the names of :attr:`Figures.times`."""
+    """Name of a time, as in :attr:`Figures.times` -> its values in seconds, over all completed requests."""
     done = _completed(run)
     return {
         "ttft": [each.ttft for each in done],
@@ -154,7 +158,7 @@ def latencies(run: ServeRun) -> dict[str, list[float]]:
 
 
 def figures_of(run: ServeRun, slo: Mapping[str, float]) -> Figures:
-    """Add up a run. ``slo``: limits in ms as :func:`parse_goodput` gives them; none means no goodput."""
+    """Compute the figures of a run. ``slo``: limits from :func:`parse_goodput`; if it is empty, goodput is None."""
     done, seconds = _completed(run), run.seconds
     status = Counter(each.status for each in run.outcomes)
     read, written = sum(each.prompt_tokens for each in done), sum(each.output_tokens for each in done)
@@ -193,19 +197,19 @@ def figures_of(run: ServeRun, slo: Mapping[str, float]) -> Figures:
 
 
 def is_good(outcome: Outcome, slo: Mapping[str, float]) -> bool:
-    """Whether a completed request kept all limits. An answer of one token has no TPOT, and keeps its limit."""
-    seen = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.e2el}
-    return all(seen[name] * 1000 <= limit for name, limit in slo.items())
+    """Whether a completed request was within all limits. An answer of one token is always within the TPOT limit."""
+    seconds = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.e2el}
+    return all(seconds[name] * 1000 <= limit for name, limit in slo.items())
 
 
 def peak_of(spans: Sequence[tuple[float, float]]) -> int:
-    """The most spans that cover one moment; one that ends when another begins does not meet it."""
+    """Largest number of time spans (start, end) that overlap at one moment. Spans that only touch do not overlap."""
     events = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
     return max(np.cumsum([change for _, change in events]).tolist(), default=0)
 
 
 def tokens_per_second(run: ServeRun) -> list[int]:
-    """Output tokens of each second of the run, of completed requests."""
+    """Number of output tokens in each second of the run. Only completed requests are counted."""
     bins = [0] * (math.ceil(run.seconds) + 1)
     for outcome in _completed(run):
         for when, count in zip(outcome.times, outcome.counts, strict=True):
@@ -223,7 +227,7 @@ COMPARED: Final = (
     *("request_throughput", "output_throughput", "total_token_throughput", "request_goodput"),
     *(f"{stat}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for stat in ("mean", "p50", "p99")),
 )
-"""Keys of the records whose ratios are taken."""
+"""Keys of the records that :func:`compare` compares."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -231,15 +235,18 @@ class Ratio:
     """Second server's value divided by the first's."""
 
     ratio: float
-    """Geometric mean over the rounds."""
+    """Geometric mean of the ratio over the rounds."""
     low: float | None
-    """With ``high`` the 95 % bootstrap interval over rounds; None with one round."""
+    """Lower end of the 95 % bootstrap interval over the rounds; ``high`` is its upper end. None with one round."""
     high: float | None
     per_round: tuple[float, ...]
 
 
 def compare(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> dict[str, Ratio]:
-    """Ratios by key, of the records of the same rounds; a figure that a round lacks, or that is 0, is left out."""
+    """Compare the records of two servers, which must have the same rounds. Returns key -> ratio.
+
+    A key is left out if its value is missing or 0 in any round.
+    """
     found = {}
     rng = np.random.default_rng(0)
     for key in COMPARED:

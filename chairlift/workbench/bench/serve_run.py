@@ -1,4 +1,4 @@
-"""Data of a run of ``bench serve`` or ``bench offline``: the requests, the target that answers, the outcomes."""
+"""Data classes of a run of ``bench serve`` or ``bench offline``: requests, target and outcomes."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from chairlift.workbench.workload.texts import Said
 __all__ = ["Dialect", "Load", "Outcome", "Progress", "ServeRun", "Status", "Target", "Watch", "fit", "quiet_collector"]
 
 Status = str
-"""``completed``, ``failed``, ``cancelled`` (the client left, as the trace says) or ``unfinished`` (Ctrl-C)."""
+"""Status of a request: ``completed``, ``failed``, ``cancelled`` (the trace has a time at which the client disconnects)
+or ``unfinished`` (interrupted by Ctrl-C)."""
 
-_MOST_MESSAGE: Final = 300
+_MAX_MESSAGE: Final = 300
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e]+")
 _SYLLABLES: Final = [a + b + c for c in ("", "n", "r", "s", "l") for b in "aeiou" for a in "bcdfghjklmnprstvwz"]
-"""Words of prompts that are sent as text: short ones, which tokenizers know or cut alike."""
+"""Words of prompts that are sent as text. They are short, so that most tokenizers need few tokens for each."""
 _PERIOD: Final = 8
-"""Words after which a block of a prompt repeats; they are the digits of the block's number."""
+"""Number of words after which the text of a prompt's block repeats. These words encode the number of the block."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """Optional request fields that improve the measurement, if a server accepts them."""
+    """Form of the requests that a server accepts: the endpoint, and optional fields that improve the measurement."""
 
     chat: bool
     vocab_size: int = 0
-    """Prompts are token ids below this; with 0 they are text."""
+    """Prompts are lists of token ids below this number. 0: prompts are text."""
     words: tuple[float, float] = (0.0, 1.0)
-    """Token counts of text prompts: tokens that every prompt has besides its words, and tokens per word."""
+    """(tokens of an empty prompt, tokens per word), for prompts that are text."""
     ignore_eos: bool = False
     usage: bool = True
     continuous_usage: bool = True
     timing: bool = False
 
     def common(self, other: Dialect) -> Dialect:
-        """Dialect that both servers accept, so that both are asked the same."""
+        """Dialect that both servers accept, so that both get the same requests."""
         return Dialect(
             chat=self.chat,
             vocab_size=min(self.vocab_size, other.vocab_size),
@@ -55,7 +56,8 @@ class Dialect:
         )
 
     def prompt(self, request: TracedRequest, index: int) -> list[int] | str:
-        """A prompt of the request's length. Prompts whose prefix ids begin alike begin alike."""
+        """A generated prompt of the request's length. Requests that share prefix ids get prompts with equal
+        prefixes."""
         ids = prompt_token_ids(request, index, self.vocab_size or len(_SYLLABLES))
         if self.vocab_size:
             return ids
@@ -64,7 +66,7 @@ class Dialect:
         words: list[str] = []
         block, first = 0, 0
         for number in range(max(1, round((request.prompt_tokens - fixed) / per_word))):
-            # A block repeats a few ids, and a word has several tokens, so the block's words use its ids in turn.
+            # Within a block, the words repeat the block's first few ids, because one word may have several tokens.
             at = min(int(number * per_word) // size, len(request.prefix_ids)) * size
             if at != block:
                 block, first = at, number
@@ -74,7 +76,7 @@ class Dialect:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Target:
-    """Target that answers the requests: a server, or an engine in this process."""
+    """The measured system: a server, or an engine in this process."""
 
     url: str = "in process"
     model: str = ""
@@ -82,10 +84,10 @@ class Target:
     """Owner of the model, as the server reports it."""
     max_model_len: int | None = None
     backend: str = "chairlift"
-    """Kind of server, as in vLLM's records."""
+    """Kind of server, with vLLM's names, for the record."""
     dialect: Dialect = Dialect(chat=False)
     notes: list[str] = dataclasses.field(default_factory=list)
-    """Features that the target refuses, in words."""
+    """Messages for the user about request fields that the target refuses."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,53 +96,54 @@ class Load:
 
     requests: Sequence[TracedRequest]
     max_concurrency: int | None = None
-    """Most requests in flight; further ones wait."""
+    """Maximum number of requests in flight; further requests wait. None: no limit."""
     temperature: float = 0.0
     promises: bool = False
-    """Whether class, tenant and limits of the requests are sent."""
+    """Whether to send the service class, the tenant and the latency targets of the requests."""
     salt: int = 0
-    """Changes the contents of prompts, so that the same requests with another salt find no cached prefix. Below
-    2**60."""
+    """Number below 2**60 that changes the tokens of the prompts, so that a run finds no cached prompts of another
+    run."""
     said: Sequence[Said] | None = None
-    """Content of each request, from a data set of texts. None: prompts are made up, with the requests' lengths."""
+    """Content of each request, from a data set of texts. None: prompts are generated with the requests' lengths."""
     shortened: int = 0
-    """Requests that were cut to what the server has room for."""
+    """Number of requests that were shortened to the server's maximum length."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Outcome:
-    """Result of one request. Times are seconds of the client's monotonic clock; 0: the request did not get so far."""
+    """Result of one request. Times are seconds on the client's monotonic clock; 0 if the request ended earlier."""
 
     index: int
-    """Place in the workload."""
+    """Index of the request in the load."""
     scheduled: float
-    """When it was due; for one that had to wait for a free place or for the turn before it, the end of that wait."""
+    """Planned time of sending. If the request had to wait for a free slot or for an earlier turn: the end of the
+    wait."""
     wanted_tokens: int
     """Requested number of output tokens."""
     prompt_tokens: int
-    """Number of prompt tokens by the server's count, or the requested number if it reports none."""
+    """Number of prompt tokens that the server reports, or the planned number if the server does not report it."""
     held: bool = False
-    """Whether it was held back, by the limit of concurrency or by an earlier turn."""
+    """Whether sending had to wait for a free slot (limit of concurrency) or for an earlier turn of the chat."""
     start: float = 0.0
     headers: float = 0.0
     end: float = 0.0
-    """Time of the last chunk with a choice; of a request that did not complete, the time when it was given up."""
+    """Time of the last chunk with a choice. For a request that did not complete: the time when it failed or ended."""
     times: list[float] = dataclasses.field(default_factory=list)
-    """When chunks with new tokens came."""
+    """Arrival times of the chunks with new tokens."""
     counts: list[int] = dataclasses.field(default_factory=list)
-    """New tokens of each."""
+    """Number of new tokens in each of these chunks."""
     completion_tokens: int | None = None
-    """Number of output tokens by the server's count."""
+    """Number of output tokens that the server reports. None if the server does not report it."""
     cached_tokens: int | None = None
-    """Prompt tokens in the server's cache, if it reports them."""
+    """Number of prompt tokens that the server found in its prefix cache. None if the server does not report it."""
     server_queue_ms: float | None = None
-    """Milliseconds in the server before it began with the prompt, if it reports them."""
+    """Time in ms that the request waited in the server before its prefill. None if the server does not report it."""
     preempted: bool | None = None
-    """Whether it was preempted, if the server reports it."""
+    """Whether the server preempted the request. None if the server does not report it."""
     finish_reason: str | None = None
     status: Status = "unfinished"
     kind: str = ""
-    """Kind of error; empty unless the request failed. So is ``message``."""
+    """Kind of error. ``kind`` and ``message`` are empty unless the request failed."""
     message: str = ""
 
     @property
@@ -149,9 +152,12 @@ class Outcome:
 
     @property
     def counted(self) -> bool:
-        """Whether each event is known to have one token. An end-of-sequence token has no event of its own."""
-        told = self.completion_tokens is not None and 0 <= self.completion_tokens - sum(self.counts) <= 1
-        return told and (self.came_whole or max(self.counts, default=1) == 1)
+        """Whether the client knows the number of tokens in each event, because every event has one token.
+
+        The end-of-sequence token has no event, so the server may report one token more than there are events.
+        """
+        consistent = self.completion_tokens is not None and 0 <= self.completion_tokens - sum(self.counts) <= 1
+        return consistent and (self.came_whole or max(self.counts, default=1) == 1)
 
     @property
     def ttft(self) -> float:
@@ -165,34 +171,34 @@ class Outcome:
 
     @property
     def came_whole(self) -> bool:
-        """Whether all tokens came in one event, as those of a static batch do: none has a time of its own."""
+        """Whether all tokens came in one event, as from a static batch, so that single tokens have no times."""
         return self.output_tokens > 1 and len(self.times) == 1
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first; None for an answer of one token, and for one that came whole."""
+        """Seconds per token after the first token. None if the answer has one token or came in one event."""
         if self.output_tokens < 2 or self.came_whole:
             return None
         return (self.end - self.times[0]) / (self.output_tokens - 1)
 
     @property
     def itls(self) -> list[float]:
-        """Seconds between events with tokens, one gap per event after the first, however many tokens an event has.
+        """Seconds between consecutive events with tokens: one gap per event, even if an event has several tokens.
 
-        That is the convention of ``vllm bench serve``. An answer that came whole has none.
+        This is the convention of ``vllm bench serve``. Empty if all tokens came in one event.
         """
         return [] if self.came_whole else [now - before for before, now in itertools.pairwise(self.times)]
 
     def fail(self, kind: str, message: str) -> None:
-        """Record an error in place of an answer."""
-        self.status, self.kind, self.message = "failed", kind, _CONTROL.sub(" ", message)[:_MOST_MESSAGE].strip()
+        """Record that the request failed, with the kind of error and its message."""
+        self.status, self.kind, self.message = "failed", kind, _CONTROL.sub(" ", message)[:_MAX_MESSAGE].strip()
 
 
 Progress = Callable[[int, Outcome], None]
-"""Called with the number of requests in flight and each ended request."""
+"""Function that is called after each request, with the number of requests in flight and the outcome of the request."""
 
 Watch = Callable[[str, int], contextlib.AbstractContextManager[Progress]]
-"""Called with a name and the number of requests at the beginning of each run."""
+"""Function that is called at the start of each run, with a name and the number of requests."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,32 +208,32 @@ class ServeRun:
     server: Target
     load: Load
     outcomes: Sequence[Outcome]
-    """In the order of the requests; with an interruption, those that had been due by then."""
+    """Outcomes in the order of the requests. If the run was interrupted, requests that were not due are missing."""
     date: datetime.datetime
     begin: float
-    """On the clock of the outcomes."""
+    """Start of the run in seconds, on the same clock as the outcomes."""
     seconds: float
-    """Seconds until the last request ended."""
+    """Time in seconds from the start until the last request ended."""
     cpu_share: float | None
-    """Share of one processor that the client took; None where the client is no process of its own."""
+    """Fraction of one processor that the client used. None if client and engine run in the same process."""
     interrupted: bool
 
 
-def fit(requests: Sequence[TracedRequest], most_tokens: int | None) -> tuple[list[TracedRequest], int]:
-    """Requests shortened to ``most_tokens``, prompt and answer together, and the number of shortened ones.
+def fit(requests: Sequence[TracedRequest], max_tokens: int | None) -> tuple[list[TracedRequest], int]:
+    """Shorten requests to at most ``max_tokens`` for prompt and answer together.
 
-    An answer gets at most half of the room, and a prompt the room beside its answer. Raises ConfigError when there is
-    no room for two tokens.
+    The answer gets at most half of ``max_tokens``, and the prompt gets the rest. Returns (requests, number of shortened
+    requests). Raises ConfigError if ``max_tokens`` is below 2.
     """
-    if most_tokens is not None and most_tokens < 2:
+    if max_tokens is not None and max_tokens < 2:
         raise ConfigError(
-            f"requests need room for 2 tokens, and there is room for {most_tokens}; raise kv_cache_memory_bytes"
+            f"requests need room for 2 tokens, but there is room for {max_tokens}; raise kv_cache_memory_bytes"
         )
     fitting = []
     for request in requests:
-        if most_tokens is not None and request.prompt_tokens + request.output_tokens > most_tokens:
-            output = min(request.output_tokens, most_tokens // 2)
-            prompt = min(request.prompt_tokens, most_tokens - output)
+        if max_tokens is not None and request.prompt_tokens + request.output_tokens > max_tokens:
+            output = min(request.output_tokens, max_tokens // 2)
+            prompt = min(request.prompt_tokens, max_tokens - output)
             blocks = -(-prompt // request.prefix_block)
             request = dataclasses.replace(
                 request, prompt_tokens=prompt, output_tokens=output, prefix_ids=request.prefix_ids[:blocks]
@@ -238,7 +244,7 @@ def fit(requests: Sequence[TracedRequest], most_tokens: int | None) -> tuple[lis
 
 @contextlib.contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Context in which the garbage collector skips objects that exist already: scans would disturb the times."""
+    """Context in which the garbage collector ignores all existing objects, so that its scans do not disturb timings."""
     gc.freeze()
     try:
         yield

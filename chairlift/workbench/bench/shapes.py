@@ -1,4 +1,4 @@
-"""Shapes for measuring kernels: those of known models, or any product or layer of experts by its size."""
+"""Shapes of layers for measuring kernels: layers of known models, and linear or expert layers of given sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MODEL_SHAPES", "ExpertLayer", "ModelShape", "Product", "Shapes"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Product:
-    """A linear layer: inputs and outputs."""
+    """A linear layer: a matrix multiplication with ``k`` inputs and ``n`` outputs."""
 
     name: str
     k: int
@@ -22,7 +22,8 @@ class Product:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """A layer of gated experts of ``k`` inputs and outputs and ``inner`` columns between. A token passes ``chosen``."""
+    """A layer of gated experts. Each expert has ``k`` inputs, ``inner`` columns and ``k`` outputs; each token uses
+    ``chosen`` experts."""
 
     name: str
     num_experts: int
@@ -33,29 +34,29 @@ class ExpertLayer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder, by Hugging Face's names in short."""
+    """Sizes of a decoder model. The names are those of Hugging Face's configuration, shortened."""
 
     name: str
     hidden: int
     intermediate: int
-    """Width of the MLP, or of one expert."""
+    """Number of columns between the two projections of the MLP, or of one expert."""
     heads: int
     kv_heads: int
     head_dim: int
     vocab_size: int
     num_experts: int = 0
-    """0: an MLP for all tokens."""
+    """Number of experts in a layer. 0: the layer has one MLP for all tokens."""
     chosen: int = 0
-    """Experts per token."""
+    """Number of experts that each token uses."""
 
     def experts(self) -> list[ExpertLayer]:
-        """The experts of a layer, if there are any."""
+        """The expert layer of the model as a list. Empty if the model has no experts."""
         if not self.num_experts:
             return []
         return [ExpertLayer(f"{self.name} experts", self.num_experts, self.chosen, self.hidden, self.intermediate)]
 
     def products(self) -> list[Product]:
-        """The fused products of a layer: four, or two beside experts."""
+        """The linear layers of one decoder layer, fused as in the engine: four, or only two if the MLP is experts."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = [Product(f"{self.name} qkv", self.hidden, q + 2 * kv), Product(f"{self.name} o", q, self.hidden)]
         if self.num_experts:
@@ -79,16 +80,16 @@ MODEL_SHAPES: Final = {
         ModelShape("qwen3-30b-a3b", 2048, 768, 32, 4, 128, 151_936, num_experts=128, chosen=8),
     )
 }
-"""Models by the name that ``--shapes`` takes."""
+"""Name in ``--shapes`` -> sizes of the model."""
 
-_MOST: Final = 1 << 20
-_MOST_EXPERTS: Final = 4096
-"""Most experts that the kernels route to."""
+_MAX_SIZE: Final = 1 << 20
+_MAX_EXPERTS: Final = 4096
+"""Maximum number of experts that the kernels support."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shapes:
-    """Shapes to measure: products, models for their attention and output heads, and layers of experts."""
+    """Shapes to measure: linear layers, models (for their attention and output heads), and layers of experts."""
 
     products: tuple[Product, ...]
     models: tuple[ModelShape, ...]
@@ -96,10 +97,11 @@ class Shapes:
 
     @classmethod
     def parse(cls, text: str) -> Shapes:
-        """Names of :data:`MODEL_SHAPES`, products ``KxN`` (inputs x outputs) and layers of experts ``CofE:KxI`` (C of E
-        experts per token, each with K inputs and I inner columns), separated by commas.
+        """Parse a list of shapes that are separated by commas.
 
-        Raises ConfigError for anything else.
+        A shape is a name in :data:`MODEL_SHAPES`, a linear layer ``KxN`` (inputs x outputs), or a layer of experts
+        ``CofE:KxI`` (C of E experts per token, each with K inputs and I inner columns). Raises ConfigError for anything
+        else.
         """
         products: list[Product] = []
         models: list[ModelShape] = []
@@ -112,9 +114,9 @@ class Shapes:
                 models.append(MODEL_SHAPES[name])
                 products += models[-1].products()
                 experts += models[-1].experts()
-            elif size and size[1] is None and 1 <= k <= _MOST and 1 <= n <= _MOST:
+            elif size and size[1] is None and 1 <= k <= _MAX_SIZE and 1 <= n <= _MAX_SIZE:
                 products.append(Product(name, k, n))
-            elif size and 1 <= chosen <= number <= _MOST_EXPERTS and 1 <= k <= _MOST and 1 <= n <= _MOST:
+            elif size and 1 <= chosen <= number <= _MAX_EXPERTS and 1 <= k <= _MAX_SIZE and 1 <= n <= _MAX_SIZE:
                 experts.append(ExpertLayer(name, number, chosen, k, n))
             else:
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""``bench offline --max-num-seqs 16,32,64``: several numbers of slots in one table, with the best one named."""
+"""``bench offline --max-num-seqs 16,32,64``: compares several numbers of slots in one table, and names the best."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Size", "best_words", "sizes_report", "sizes_table"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Size:
-    """Runs of one number of slots with one batching mode, one run per round."""
+    """A batching mode with a number of slots, and its runs, one per round."""
 
     batching: str
     slots: int
@@ -24,18 +24,19 @@ class Size:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """Batching mode and number of slots, as shown in reports."""
         return f"{self.batching}, {self.slots} slots"
 
     @property
     def throughput(self) -> float:
-        """Output tokens per second: the median over the rounds."""
+        """Median over the rounds of the output tokens per second."""
         return statistics.median(run.output_throughput for run in self.runs)
 
     def median(self, time: str, part: str) -> float | None:
-        """Median over the rounds of one statistic of a time, in ms; None without values.
+        """Median over the rounds of a measured time in ms. None if it was not measured.
 
-        ``time`` is a key of :attr:`Figures.times`, and ``part`` a field of :class:`Stats`.
+        ``time`` is a key of :attr:`Figures.times`, such as ``ttft``. ``part`` is a field of :class:`Stats`, such as
+        ``p99``.
         """
         found = [stats for run in self.runs if (stats := run.times[time]) is not None]
         return statistics.median(_part(stats, part) for stats in found) if found else None
@@ -47,13 +48,13 @@ def _part(stats: Stats, part: str) -> float:
 
 
 def _best(sizes: Sequence[Size], batching: str) -> Size | None:
-    """The one with the highest throughput that was measured, of those that answered every request."""
+    """Size with the highest measured throughput among the sizes of one batching mode without failed requests."""
     whole = [size for size in sizes if size.batching == batching and not any(run.failed for run in size.runs)]
     return max(whole, key=lambda size: size.throughput, default=None)
 
 
 def sizes_table(sizes: Sequence[Size]) -> Table:
-    """A row for each size: medians over the rounds. ``*`` marks the best of each way of batching."""
+    """Table with one row for each size: medians over the rounds. ``*`` marks the best size of each batching mode."""
     best = [_best(sizes, batching) for batching in dict.fromkeys(size.batching for size in sizes)]
     goodput = any(run.goodput is not None for size in sizes for run in size.runs)
     rows = []
@@ -71,12 +72,12 @@ def sizes_table(sizes: Sequence[Size]) -> Table:
     header = ["", "output tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "E2EL p99", *["goodput"] * goodput]
     caption = f"times in ms, medians of {rounds} round{'s' * (rounds != 1)}; * is the best of its kind"
     if any(size.batching == "static" for size in sizes):
-        caption += "; a static batch hands answers out whole, so it has no time per token"
+        caption += "; a static batch delivers all tokens at its end, so it has no time per token"
     return Table([*header, "preempted", "failed"], rows, caption)
 
 
 def best_words(sizes: Sequence[Size]) -> str:
-    """Sentence about the best size of each way of batching, and the throughput of the best one over static batches."""
+    """Text that names the best size of each batching mode, and the ratio of their throughputs."""
     static, other = _best(sizes, "static"), _best(sizes, "continuous")
     words = [
         f"best {size.batching}: {size.slots} slots, {size.throughput:,.1f} output tokens/s"
@@ -92,7 +93,7 @@ def best_words(sizes: Sequence[Size]) -> str:
 
 
 def sizes_report(record: Mapping[str, Any], sizes: Sequence[Size], facts: Mapping[str, str]) -> Report:
-    """The table as a page."""
+    """Report with the table and its charts."""
 
     def blocks() -> Iterator[Block]:
         yield sizes_table(sizes)

@@ -1,4 +1,7 @@
-"""``bench offline --compare speculation``: continuous batches with drafts, static ones with drafts, and no drafts."""
+"""``bench offline --compare speculation``: compares runs with and without draft tokens (speculative decoding).
+
+Continuous and static batches are compared.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ KINDS: Final = (
     ("continuous, without", "continuous", False),
     ("static, without", "static", False),
 )
-"""Name, way of batching, and whether there are drafts."""
+"""(name of the side, batching mode, whether tokens are drafted)."""
 _READ: Final = (
-    "Accepted length is the tokens that a row with drafts yields in a step, the one included that comes in any case. "
-    "Rows without drafts yield one. How many drafts are computed follows from what a step costs, so there may be none "
-    "in large batches. Answers are the same with and without."
+    "Accepted length is the number of tokens that a row with drafts yields in a step. It includes the one token that "
+    "every row yields. The number of drafts depends on the cost of a step, so large batches may have no drafts. "
+    "Answers are the same with and without drafts."
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drafted:
-    """Drafts of a run."""
+    """Counts of draft tokens in one run."""
 
     rows: int
     """Number of decode rows that had drafts, over all steps."""
@@ -38,13 +41,13 @@ class Drafted:
 
     @property
     def accepted_length(self) -> float | None:
-        """Tokens that such a row yielded in a step; None without drafts."""
+        """Mean number of tokens that a row with drafts yielded in a step. None if there were no drafts."""
         return 1 + self.accepted / self.rows if self.rows else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Side:
-    """One of :data:`KINDS` with one number of slots, and its runs, one for each round."""
+    """A side of the comparison: one of :data:`KINDS` with a number of slots, and its runs, one per round."""
 
     kind: str
     slots: int
@@ -52,39 +55,43 @@ class Side:
 
     @property
     def throughput(self) -> float:
-        """Output tokens per second: the median over the rounds."""
+        """Median over the rounds of the output tokens per second."""
         return statistics.median(figures.output_throughput for figures, _ in self.runs)
 
     def time(self, name: str, part: str) -> float | None:
-        """Median over the rounds of one statistic of a time, in ms; see :class:`Stats`. None without values."""
+        """Median over the rounds of a measured time in ms. None if it was not measured.
+
+        ``name`` is a key of :attr:`Figures.times`, such as ``ttft``. ``part`` is a field of :class:`Stats`, such as
+        ``p99``.
+        """
         found = [getattr(stats, part) for figures, _ in self.runs if (stats := figures.times[name]) is not None]
         return statistics.median(found) if found else None
 
     @property
     def accepted_length(self) -> float | None:
-        """Median over the rounds that had drafts."""
+        """Median of the accepted length over the rounds with drafts. None if no round had drafts."""
         found = [length for _, drafted in self.runs if (length := drafted.accepted_length) is not None]
         return statistics.median(found) if found else None
 
     def ratios(self, other: Side) -> list[float]:
-        """Throughput over that of another side, round by round."""
+        """Throughput divided by the throughput of ``other``, for each round."""
         pairs = zip(self.runs, other.runs, strict=False)
         return [mine.output_throughput / theirs.output_throughput for (mine, _), (theirs, _) in pairs]
 
 
 def sides_of(settings: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[str, int, dict[str, Any]]]:
     """(kind, slots, settings of the engine) of every side. ``settings`` select the drafter; the default is n-grams."""
-    asked = settings.get("speculative_config") or '{"method": "ngram"}'
+    drafter = settings.get("speculative_config") or '{"method": "ngram"}'
     found = []
     for slots in sizes:
         for kind, batching, drafts in KINDS:
-            more = {"batching": batching, "max_num_seqs": slots, "speculative_config": asked if drafts else ""}
+            more = {"batching": batching, "max_num_seqs": slots, "speculative_config": drafter if drafts else ""}
             found.append((kind, slots, {**settings, **more}))
     return found
 
 
 def speculation_table(sides: Sequence[Side]) -> Table:
-    """A row for each side: medians over the rounds. Each is compared with continuous batches without drafts."""
+    """Table with one row for each side: medians over the rounds, and ratios to continuous batches without drafts."""
     plain = {side.slots: side for side in sides if side.kind == KINDS[2][0]}
     rows = []
     for side in sides:
@@ -100,13 +107,13 @@ def speculation_table(sides: Sequence[Side]) -> Table:
     header = ["", "output tokens/s", "ratio", "TPOT p50", "p99", "E2EL p50", "accepted length", "failed"]
     caption = (
         f"times in ms, medians of {rounds} round{'s' * (rounds != 1)}; ratio: to continuous without drafts, of as many "
-        "slots; a static batch hands answers out whole, so it has no time per token"
+        "slots; a static batch delivers all tokens at its end, so it has no time per token"
     )
     return Table(header, rows, caption)
 
 
 def speculation_words(sides: Sequence[Side]) -> str:
-    """A sentence for each number of slots: continuous batches with drafts compared with both others."""
+    """Text that compares continuous batches with drafts with two other sides, for each number of slots."""
     by_name = {(side.kind, side.slots): side for side in sides if side.runs}
     words = []
     for slots in dict.fromkeys(side.slots for side in sides):
@@ -114,8 +121,8 @@ def speculation_words(sides: Sequence[Side]) -> str:
         others = [by_name.get((kind, slots)) for kind in (KINDS[2][0], KINDS[1][0])]
         if with_drafts is None or None in others:
             continue
-        told = [_spread(with_drafts.ratios(other)) for other in others if other is not None]
-        words.append(f"{slots} slots: {told[0]} times without drafts, {told[1]} times static batches with drafts")
+        plain, static = (_spread(with_drafts.ratios(other)) for other in others if other is not None)
+        words.append(f"{slots} slots: {plain} times without drafts, {static} times static batches with drafts")
     return "continuous batches with drafts, " + "; ".join(words) if words else "nothing was compared"
 
 
@@ -125,7 +132,7 @@ def _spread(ratios: Sequence[float]) -> str:
 
 
 def speculation_report(record: Mapping[str, Any], sides: Sequence[Side], facts: Mapping[str, str]) -> Report:
-    """The table as a page."""
+    """Report with the table and a chart."""
 
     def blocks() -> Iterator[Block]:
         yield speculation_table(sides)

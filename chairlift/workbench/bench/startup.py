@@ -1,4 +1,4 @@
-"""``bench startup``: fresh processes, from their start to their first token. Standard library only."""
+"""``bench startup``: measures the time from the start of a new process to its first token."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ llm.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
 marks.append(time.monotonic())
 print(json.dumps(marks))
 """
-"""Program of the first process; its clock is the system's, so its times can be compared with its parent's."""
+"""Program of the measured process. It prints times of the system's monotonic clock, which its parent reads as well."""
 _PHASES: Final = ("interpreter", "import", "load", "first token")
 _SERVED: Final = ("server ready", "first token over HTTP")
-_LOOK: Final = 0.01
-_PATIENCE: Final = 1800.0
+_POLL_SECONDS: Final = 0.01
+_TIMEOUT: Final = 1800.0
 _PROMPT: Final = {"prompt": [11, 12, 13, 14], "max_tokens": 1, "ignore_eos": True, "stream": True}
 
 
 def measure_startup(settings: Mapping[str, Any], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each phase in each round, after a warm-up round. ``settings`` are those of the engine.
+    """Start the engine several times with ``settings``. Returns phase -> seconds in each round.
 
-    Phases follow each other within a process; ``in all`` and ``server in all`` are their sums. Raises EngineDeadError
-    with the process's last output when one does not start.
+    A warm-up round is not counted. The phases of a process follow each other; ``in all`` is the sum for the process
+    that uses the Python API, and ``server in all`` for the server. Raises EngineDeadError with the last output of a
+    process that does not start.
     """
     seconds: dict[str, list[float]] = {}
     for number in range(rounds + 1):
@@ -59,7 +60,7 @@ def measure_startup(settings: Mapping[str, Any], rounds: int) -> dict[str, list[
 
 
 def startup_lines(seconds: Mapping[str, Sequence[float]]) -> Iterator[str]:
-    """Median and range of each phase."""
+    """One line of text per phase, with its median and range."""
     for name, values in seconds.items():
         yield f"{name:22} median {statistics.median(values):6.2f} s, from {min(values):.2f} to {max(values):.2f}"
 
@@ -67,7 +68,7 @@ def startup_lines(seconds: Mapping[str, Sequence[float]]) -> Iterator[str]:
 def _in_python(settings: Mapping[str, Any]) -> dict[str, float]:
     begin = time.monotonic()
     command = [sys.executable, "-c", _CHILD, json.dumps(dict(settings))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
         raise EngineDeadError(f"a fresh process did not reach its first token: {_last_words(done.stderr)}")
     marks = [begin, *json.loads(done.stdout.splitlines()[-1])]
@@ -99,22 +100,22 @@ def _as_server(settings: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Until ``/ready`` is 200: a request sent now would be taken."""
-    end = time.monotonic() + _PATIENCE
+    """Wait until ``/ready`` returns status 200, so that the server accepts requests."""
+    end = time.monotonic() + _TIMEOUT
     while process.poll() is None and time.monotonic() < end:
         with contextlib.suppress(OSError, http.client.HTTPException):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_PATIENCE)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
             with contextlib.closing(connection):
                 connection.request("GET", "/ready")
                 if connection.getresponse().status == 200:
                     return
-        time.sleep(_LOOK)
+        time.sleep(_POLL_SECONDS)
     raise EngineDeadError(f"the server did not become ready: {_last_words(log.read_text('utf-8', 'replace'))}")
 
 
 def _first_token(port: int) -> None:
-    """Ask for a token, and wait for the event that has it."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_PATIENCE)
+    """Request one token from the server, and wait for its event."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
     with contextlib.closing(connection):
         connection.request("POST", "/v1/completions", json.dumps(_PROMPT), {"Content-Type": "application/json"})
         reply = connection.getresponse()

@@ -1,8 +1,9 @@
-"""``chairlift tune``: finds the best settings for a traffic and the gain of batching, from real runs.
+"""``chairlift tune``: finds the best settings for some traffic, and measures the gain of continuous batching.
 
-The simulator, fitted to steps of this machine, tries many settings. The real engine runs the few best ones, in turns.
-Where the two disagree, the real runs decide; only results of real runs are claimed. Where the simulator does not fit
-this machine, its figures are not used, and real runs try settings instead (``tune_measured``).
+The simulator is fitted to measured steps of this machine and tries many settings. The real engine then runs the few
+best settings, in turn. Where simulation and real runs disagree, the real runs decide. Only results of real runs are
+reported as measured. If the simulator does not fit this machine, its results are not used, and the settings are tried
+in real runs only (``tune_measured``).
 """
 
 from __future__ import annotations
@@ -28,39 +29,41 @@ from chairlift.workbench.workload.trace import TracedRequest
 __all__ = ["SEARCHED", "Findings", "Question", "Ratio", "Refuted", "claimed_rate", "refuted_by", "tune"]
 
 SEARCHED: Final = tuple(field.name for field in dataclasses.fields(Setting) if field.name != "batching")
-"""Settings that are searched, unless they are given."""
+"""Names of the settings that are searched, unless the user gives them."""
 
 _MOST_SIMULATED: Final = 2000
 _LEAST_PACED: Final = 100
 _LEARN_UNTIL, _SEARCH_UNTIL, _ROUNDS_UNTIL, _PACE_UNTIL, _ONE_PACED = 0.12, 0.45, 0.8, 0.96, 0.1
-"""Shares of the time limit: when each part ends, and what one run at a given rate may take."""
+"""Fractions of the time limit: the end of each part of the search, and the maximum length of one run at a given
+rate."""
 _ROUNDS, _MOST_ROUNDS, _NARROW = 3, 5, 0.1
 _OFF: Final = 0.2
 _ALIKE: Final = 1.02
 _SLACK: Final = 1.15
 _MOST_RATES: Final = 6
 _DOWN, _BELOW = 0.85, 0.95
-"""After a rate that was refuted: of that rate, and of the rate at which its run got requests through."""
+"""Factors for the next rate after a rate failed in a real run: of the failed rate, and of the throughput of that run.
+The smaller of the two results is tried next."""
 _CHECKED: Final = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Question that a tuning answers: traffic, promises, fixed settings and a time limit."""
+    """Input of a tuning: traffic, latency targets ("promises"), fixed settings and a time limit."""
 
     requests: Sequence[TracedRequest]
     users: int | None = None
     slo: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Promises in ms, by the names of TracedRequest's fields."""
+    """Name of a latency field of TracedRequest -> target in ms."""
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings that are not searched."""
+    """Settings that the user gives, name -> value. They are not searched."""
     time_limit: float = 600.0
-    """Seconds."""
+    """Maximum time of the tuning, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ratio:
-    """Ratio of two settings' throughputs, side by side in each round: mean, and its 95 % interval by bootstrap."""
+    """Ratio of the throughputs of two settings: mean over the rounds, and the 95 % bootstrap interval of the mean."""
 
     mean: float
     low: float
@@ -76,65 +79,68 @@ class Ratio:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Refuted:
-    """A rate at which a real run broke promises."""
+    """A request rate at which a real run missed its targets."""
 
     setting: str
-    """In words."""
+    """Description of the setting."""
     rate: float
-    """Requests that came per second."""
+    """Number of requests that arrived per second."""
     completed: float
-    """Requests that ended per second."""
+    """Number of requests that ended per second."""
     goodput: float | None
     preemption_rate: float
     keeping: float
-    """Requests that ended / that came, late in the run."""
+    """Number of ended requests divided by the number of arrived requests, in the second half of the arrivals."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Findings:
-    """Results of a tuning by role: ``static`` (slots that always fit), ``static_best``, ``equal`` (continuous, as many
-    slots as static), ``default``, ``chosen``."""
+    """Results of a tuning.
+
+    Settings have roles: ``static`` (static batches with as many slots as always fit into memory), ``static_best`` (the
+    best static batches), ``equal`` (continuous batching with the slots of ``static``), ``default`` and ``chosen``.
+    """
 
     traffic: Traffic
     cut: int
-    """Requests that were shortened because the model, or its cache, has no room for them."""
+    """Number of requests that were shortened because the model or its KV cache has no room for them."""
     count: int
-    """Requests that were simulated."""
+    """Number of requests in a simulation."""
     by_rate: bool
-    """Whether settings were compared by the highest rate at which they keep promises."""
+    """Whether settings were compared by the highest rate at which they meet the latency targets."""
     tight: bool
-    """Whether memory is short: some simulated setting preempts."""
+    """Whether memory is short, so that some settings preempt requests."""
     settings: dict[str, Setting] = dataclasses.field(default_factory=dict)
     scores: dict[str, Score] = dataclasses.field(default_factory=dict)
-    """Simulated scores by role."""
+    """Role -> simulated score, or the score of a real run if the simulator is not trusted."""
     trusted: bool = True
-    """Whether the simulator fits this machine now; else no simulated figure is used."""
+    """Whether the simulator fits this machine now. If not, no simulated result is used."""
     fit_error: float | None = None
-    """Median relative error of its cost model, on real steps of this traffic."""
+    """Median relative error of the simulator's cost model, on real steps of this traffic."""
     confirmed_rate: float | None = None
-    """Highest rate, in requests per second, at which a real run of the chosen settings kept the promises, long enough
-    for a backlog to show, and below every rate at which a real run broke them."""
+    """Highest rate in requests per second at which a real run of the chosen settings met the targets. The run must be
+    long enough to show a backlog, and no real run at this or a lower rate may have missed the targets."""
     refuted: list[Refuted] = dataclasses.field(default_factory=list)
-    """Real runs that missed a target, both of the chosen settings and of the candidates."""
+    """Real runs of the chosen settings and of the candidates that missed a target."""
     full_count: int = 0
-    """Requests of each real run in which all come at once."""
+    """Number of requests in each real run in which all requests arrive at once."""
     rounds: int = 0
     pace: float | None = None
-    """Requests per second in the runs that measure latencies; None: all requests arrive at once."""
+    """Request rate of the runs that measure latencies, per second. None: all requests arrive at once."""
     paced_count: int = 0
     ratios: dict[str, Ratio] = dataclasses.field(default_factory=dict)
-    """Throughput, all at once, of the chosen settings over ``default`` and ``static_best`` (here the better of the two
-    static ones); ``equal``: of equal over static."""
+    """Ratios of throughputs with all requests at once. ``default``: chosen to default settings. ``static_best``: chosen
+    settings to the better of the two static settings. ``equal``: equal to static."""
     accuracy: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Simulated over measured throughput, by role."""
+    """Role -> simulated throughput divided by measured throughput."""
     by_slots: list[tuple[int, Figures]] = dataclasses.field(default_factory=list)
-    """Figures of the chosen settings with other values of max_num_seqs, all requests at once: simulated, or measured if
-    the simulator is not trusted."""
+    """(max_num_seqs, results) of the chosen settings with other numbers of slots and all requests at once. The results
+    are simulated, or measured if the simulator is not trusted."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    """Remarks that a reader needs besides the figures."""
+    """Remarks for the reader of the report."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON, without the traffic itself."""
+        """The results as data for JSON, without the traffic."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["traffic"], fields["by_slots"]
         fields["refuted"] = [dataclasses.asdict(each) for each in self.refuted]
@@ -144,7 +150,7 @@ class Findings:
 
 
 class _Timer:
-    """Clock of the time limit. It reports the stage and the seconds left to ``say``."""
+    """Measures the time since the start of the tuning. It reports the stage and the seconds left to ``say``."""
 
     def __init__(self, clock: Clock, limit: float, say: Callable[[str], None]) -> None:
         self._clock, self._begin, self.limit, self._say = clock, clock.now(), limit, say
@@ -154,7 +160,7 @@ class _Timer:
         return self._clock.now() - self._begin
 
     def left_until(self, share: float) -> float:
-        """Seconds until this share of the limit is used up."""
+        """Seconds until this fraction of the time limit is used up."""
         return share * self.limit - self.spent()
 
     def stage(self, text: str) -> None:
@@ -162,8 +168,8 @@ class _Timer:
         self.tell("")
 
     def tell(self, more: str) -> None:
-        left = max(0.0, self.limit - self.spent())
-        self._say(f"{self._stage}{': ' if more else ''}{more} ({left:.0f} s left)")
+        remaining = max(0.0, self.limit - self.spent())
+        self._say(f"{self._stage}{': ' if more else ''}{more} ({remaining:.0f} s left)")
 
 
 def tune(
@@ -176,16 +182,17 @@ def tune(
     clock: Clock,
     say: Callable[[str], None],
 ) -> Findings:
-    """Answer the question. Work that ``state`` already contains is not repeated.
+    """Tune the settings for the traffic of ``question``. Runs that ``state`` already contains are not repeated.
 
-    Raises ConfigError for an invalid question. KeyboardInterrupt loses only the current run.
+    Raises ConfigError for an invalid question. A KeyboardInterrupt loses only the current run, because ``state`` is
+    saved after each run.
     """
     timer = _Timer(clock, question.time_limit, say)
     pinned = {name: value for name, value in question.fixed.items() if name in SEARCHED}
     fixed = {name: value for name, value in question.fixed.items() if name not in SEARCHED}
     defaults = _defaults(question.fixed)
-    most_rows = pinned.get("max_num_seqs", _most_rows(len(question.requests), defaults.max_num_seqs))
-    lab = Lab(state, make_core, fixed, most_rows=most_rows, on_trial=lambda: timer.tell(_done(lab)))
+    max_rows = pinned.get("max_num_seqs", _max_rows(len(question.requests), defaults.max_num_seqs))
+    lab = Lab(state, make_core, fixed, max_rows=max_rows, on_trial=lambda: timer.tell(_done(lab)))
     if lab.deployment is None:
         timer.stage("1 of 5, timing steps of the model on this machine")
         lab.fit(machine, shape)
@@ -208,7 +215,7 @@ def tune(
     elif state.fit_error is None:
         lab.check(defaults, min(findings.count, _CHECKED))
     findings.trusted, findings.fit_error = lab.trusted, state.fit_error
-    judge, space = Judge(lab, findings.count, by_rate=findings.by_rate), _space(pinned, most_rows)
+    judge, space = Judge(lab, findings.count, by_rate=findings.by_rate), _space(pinned, max_rows)
     candidates = _search(findings, lab, judge, space, timer) if lab.trusted else _look(findings, lab, space, timer)
     _rounds(findings, lab, candidates, timer)
     if not lab.trusted:
@@ -220,15 +227,16 @@ def tune(
     findings.trusted, findings.fit_error = lab.trusted, state.fit_error
     if not lab.trusted:
         findings.scores = {role: measured_score(lab, setting) for role, setting in findings.settings.items()}
-    _by_slots(findings, lab, _space({}, most_rows).rows)
+    _by_slots(findings, lab, _space({}, max_rows).rows)
     _conclude(findings, lab)
     return findings
 
 
 def _learn(findings: Findings, lab: Lab, timer: _Timer) -> None:
-    """Run the two baselines on the real engine, with as many requests as the time permits, to fit the simulator."""
+    """Run the static and the default settings on the real engine, with as many requests as the time permits, to fit the
+    simulator."""
     settings = [findings.settings["static"], findings.settings["default"]]
-    seconds = sum(lab.simulate(setting, None, findings.count).seconds for setting in settings)  # a first idea
+    seconds = sum(lab.simulate(setting, None, findings.count).seconds for setting in settings)  # estimated duration
     share = min(1.0, max(0.05, timer.left_until(_LEARN_UNTIL) / seconds))
     lab.learn(settings, max(1, round(share * findings.count)))
 
@@ -245,16 +253,16 @@ def _defaults(fixed: Mapping[str, Any]) -> Setting:
     return Setting(**{name: getattr(scheduler, name) for name in names})
 
 
-def _most_rows(count: int, default: int) -> int:
-    """More slots than requests are of no use."""
-    most = 1
-    while most < min(count, max(512, default)):
-        most *= 2
-    return max(most, default)
+def _max_rows(count: int, default: int) -> int:
+    """Largest number of slots to try: about the number of requests, since more slots would stay empty."""
+    rows = 1
+    while rows < min(count, max(512, default)):
+        rows *= 2
+    return max(rows, default)
 
 
-def _space(pinned: Mapping[str, Any], most_rows: int) -> Space:
-    rows = [1 << power for power in range(2, most_rows.bit_length())] or [most_rows]
+def _space(pinned: Mapping[str, Any], max_rows: int) -> Space:
+    rows = [1 << power for power in range(2, max_rows.bit_length())] or [max_rows]
     every: dict[str, Sequence[Any]] = {
         "max_num_seqs": rows,
         "max_num_batched_tokens": (256, 1024, 4096),
@@ -276,7 +284,7 @@ def _space(pinned: Mapping[str, Any], most_rows: int) -> Space:
 
 
 def _search(findings: Findings, lab: Lab, judge: Judge, space: Space, timer: _Timer) -> list[Setting]:
-    """The best settings by simulation, best first; two of them, or one."""
+    """Find the best one or two settings by simulation. The best setting comes first."""
     settings, count = findings.settings, findings.count
     timer.stage("2 of 5, static batches in the simulator")
     static_judge = Judge(lab, count, by_rate=findings.by_rate)
@@ -303,8 +311,8 @@ def _search(findings: Findings, lab: Lab, judge: Judge, space: Space, timer: _Ti
 
 
 def _look(findings: Findings, lab: Lab, space: Space, timer: _Timer) -> list[Setting]:
-    """The best settings by real runs, best first; two of them, or one."""
-    timer.stage("2 of 5, real runs of several settings, since simulated ones would be off")
+    """Find the best one or two settings by real runs. The best setting comes first."""
+    timer.stage("2 of 5, real runs of several settings, because the simulator does not fit this machine")
     count = min(findings.count, max(2 * findings.settings["static"].max_num_seqs, _CHECKED))
     candidates, scores = measured_candidates(
         findings.settings, lab, space, count, lambda: timer.left_until(_SEARCH_UNTIL)
@@ -315,10 +323,10 @@ def _look(findings: Findings, lab: Lab, space: Space, timer: _Timer) -> list[Set
 
 
 def _candidates(findings: Findings, lab: Lab, judge: Judge) -> list[Setting]:
-    """One or two settings to run on the real engine, chosen by simulation.
+    """Choose one or two settings for real runs, by their simulated scores.
 
-    The first has the shortest waits among those that are nearly as good as the best. The second, if any, differs
-    clearly from it and preempts at most half as many requests.
+    The first setting has the lowest p99 latency among the settings whose score is close to the best. The second
+    setting, if any, differs clearly from the first and preempts at most half as many requests.
     """
     scores = {setting: score for setting, score in judge.scores.items() if score.exact}
     ranked = sorted(scores, key=lambda setting: scores[setting], reverse=True)
@@ -353,7 +361,10 @@ def _contestants(findings: Findings, candidates: Sequence[Setting]) -> list[Sett
 
 
 def _rounds(findings: Findings, lab: Lab, candidates: Sequence[Setting], timer: _Timer) -> None:
-    """Real runs with all requests at once, side by side: in every round each setting once, in turned order."""
+    """Run the settings on the real engine with all requests at once, for several rounds.
+
+    Every round runs each setting once. The order is rotated from round to round.
+    """
     timer.stage(f"4 of 5, real runs, {findings.traffic.crowd}")
     settings = _contestants(findings, candidates)
     done = sorted({(trial.count, trial.round) for trial in lab.state if (trial.round or 0) >= 0 and trial.beside})
@@ -371,10 +382,10 @@ def _rounds(findings: Findings, lab: Lab, candidates: Sequence[Setting], timer: 
                 break
             lab.state.drop_round(count, number)
             begin = timer.spent()
-            for place in range(len(settings)):
+            for index in range(len(settings)):
                 if timer.left_until(_PACE_UNTIL) <= 0:
                     return
-                lab.measure(settings[(place + number) % len(settings)], None, count, number)
+                lab.measure(settings[(index + number) % len(settings)], None, count, number)
             longest = timer.spent() - begin
         findings.rounds += 1
         if findings.rounds >= _ROUNDS:
@@ -384,15 +395,15 @@ def _rounds(findings: Findings, lab: Lab, candidates: Sequence[Setting], timer: 
 
 
 def _full_count(findings: Findings, lab: Lab, settings: Sequence[Setting], timer: _Timer) -> int:
-    """Number of requests with which three rounds fit into the time; at least two batches."""
+    """Number of requests per run so that three rounds fit into the time, but at least two static batches."""
     seconds = sum(lab.expected_seconds(setting, None, findings.count) for setting in settings)
     share = timer.left_until(_ROUNDS_UNTIL) / (_ROUNDS * _SLACK * seconds)
-    least = min(findings.count, 2 * findings.settings["static"].max_num_seqs)
-    return max(least, min(findings.count, round(share * findings.count)))
+    minimum = min(findings.count, 2 * findings.settings["static"].max_num_seqs)
+    return max(minimum, min(findings.count, round(share * findings.count)))
 
 
 def _runs(findings: Findings, lab: Lab, setting: Setting) -> list[Figures]:
-    """Figures of each complete round."""
+    """Results of a setting in each complete round."""
     runs = [lab.state.find(setting, None, findings.full_count, number) for number in range(findings.rounds)]
     return [trial.figures for trial in runs if trial is not None]
 
@@ -403,7 +414,7 @@ def _ratio(findings: Findings, lab: Lab, one: Setting, other: Setting) -> Ratio:
 
 
 def _best_static(findings: Findings, lab: Lab) -> None:
-    """Choose the best static size: the one with more throughput of the two that ran side by side."""
+    """Set the role ``static_best`` to that of the two static settings which had more throughput in the real runs."""
     if findings.rounds:
         settings = findings.settings
         settings["static_best"] = max(
@@ -424,7 +435,7 @@ def _choose(findings: Findings, lab: Lab, candidates: list[Setting], timer: _Tim
         allowed = [each for each in rated if _holds(_runs(findings, lab, each))]
         chosen = max(allowed or rated[:1], key=lambda each: medians[each])
         if default in allowed and medians[default] * _ALIKE >= medians[chosen]:
-            chosen = default  # a file of settings without a measured gain is useless
+            chosen = default  # other settings must have a measured gain
     else:
         chosen = rated[0]
     if chosen != rated[0] and chosen != default and findings.trusted:
@@ -445,17 +456,17 @@ def _choose(findings: Findings, lab: Lab, candidates: list[Setting], timer: _Tim
 
 
 def _score(findings: Findings, lab: Lab, setting: Setting) -> Score:
-    """Score of a setting, by simulation where that is trusted, else by the real run of most requests."""
+    """Score of a setting by simulation, or by its longest real run if the simulator is not trusted."""
     if lab.trusted:
         return Judge(lab, findings.count, by_rate=findings.by_rate).score(setting, exact=True)
     return measured_score(lab, setting)
 
 
 def _holds(runs: Sequence[Figures]) -> bool:
-    """Whether few enough requests were preempted, and the promises were kept."""
-    kept = [each.goodput for each in runs if each.goodput is not None]
-    few = statistics.fmean(each.preemption_rate for each in runs) < PREEMPTED
-    return few and (not kept or statistics.fmean(kept) >= GOODPUT)
+    """Whether the runs met the latency targets and the limit on preemptions, on average."""
+    goodputs = [each.goodput for each in runs if each.goodput is not None]
+    few_preempted = statistics.fmean(each.preemption_rate for each in runs) < PREEMPTED
+    return few_preempted and (not goodputs or statistics.fmean(goodputs) >= GOODPUT)
 
 
 def _median(runs: Sequence[Figures]) -> float:
@@ -463,10 +474,10 @@ def _median(runs: Sequence[Figures]) -> float:
 
 
 def _confirm(findings: Findings, lab: Lab, rated: list[Setting], timer: _Timer) -> Setting:
-    """The setting that keeps the promises at the highest rate on the real engine.
+    """Find the setting that meets the latency targets at the highest rate on the real engine.
 
     The first rate comes from the simulator, or from the throughput of real runs with all requests at once. After a
-    failed rate the next one is lower than it, and lower than the throughput of the failed run.
+    failed run, the next rate is lower than the failed rate and lower than the throughput of the failed run.
     """
     rate = _first_rate(findings, lab, rated[0])
     if rate is None:
@@ -499,21 +510,21 @@ def _first_rate(findings: Findings, lab: Lab, setting: Setting) -> float | None:
 
 
 def _paced_count(findings: Findings, timer: _Timer, rate: float) -> int | None:
-    """Number of requests that fit into one run at a rate; None when they are too few for a result."""
-    wanted = findings.traffic.enough(rate, findings.count)
-    count = min(wanted, int(rate * _ONE_PACED * timer.limit))
+    """Number of requests for one run at a rate, limited by the time. None if the time allows too few requests."""
+    enough = findings.traffic.enough(rate, findings.count)
+    count = min(enough, int(rate * _ONE_PACED * timer.limit))
     return count if count >= min(_LEAST_PACED, findings.count) else None
 
 
 def claimed_rate(state: State, traffic: Traffic, setting: Setting) -> float | None:
-    """The highest rate at which a real run of the setting kept the promises; None where none did.
+    """Highest rate at which a real run of the setting met the latency targets. None if there is no such run.
 
-    The run must have been long enough for a backlog to show, and no real run of the setting may have broken promises at
-    the same rate or a lower one.
+    The run must be long enough to show a backlog, and no real run of the setting at this or a lower rate may have
+    missed the targets.
     """
     runs = [each for each in state if each.setting == setting and each.rate is not None and each.round is not None]
     broken = min((each.rate for each in runs if each.rate and shortfall(each.figures)), default=math.inf)
-    kept = [
+    rates = [
         each.rate
         for each in runs
         if each.rate is not None
@@ -521,11 +532,11 @@ def claimed_rate(state: State, traffic: Traffic, setting: Setting) -> float | No
         and not shortfall(each.figures)
         and each.count >= traffic.enough(each.rate, 1)
     ]
-    return max(kept, default=None)
+    return max(rates, default=None)
 
 
 def refuted_by(lab: Lab, settings: Sequence[Setting]) -> list[Refuted]:
-    """Real runs of these settings at a rate that broke promises, the highest rate first."""
+    """Real runs of these settings at a rate that missed their targets, the highest rate first."""
     runs = [trial for trial in lab.state if trial.round is not None and trial.setting in set(settings)]
     found = [
         Refuted(
@@ -554,7 +565,7 @@ def _paced(findings: Findings, lab: Lab, pace: float, timer: _Timer) -> None:
 
 
 def _by_slots(findings: Findings, lab: Lab, rows: Sequence[int]) -> None:
-    """Run the chosen settings with other numbers of slots, all requests at once."""
+    """Fill ``Findings.by_slots``: results of the chosen settings with other numbers of slots."""
     chosen = findings.settings["chosen"]
     for slots in sorted({*rows, chosen.max_num_seqs}):
         setting = dataclasses.replace(chosen, max_num_seqs=slots)
@@ -564,7 +575,7 @@ def _by_slots(findings: Findings, lab: Lab, rows: Sequence[int]) -> None:
             findings.by_slots.append((slots, trial.figures))
 
 
-# --- concluded -------------------------------------------------------------------------------------------------------
+# --- conclusions -----------------------------------------------------------------------------------------------------
 
 
 def _conclude(findings: Findings, lab: Lab) -> None:
@@ -574,12 +585,13 @@ def _conclude(findings: Findings, lab: Lab) -> None:
     if findings.count < len(findings.traffic.requests):
         notes.append(
             f"Only the first {findings.count:,} of {len(findings.traffic.requests):,} requests were used; chairlift"
-            " trace sample draws fewer that stand for all."
+            " trace sample draws a smaller sample of the whole trace."
         )
     if not findings.trusted:
         notes.append(
             f"The step model is off by {findings.fit_error or 0.0:.0%} (median) on this machine now, more than"
-            f" {TRUSTED:.0%}: no figure here is simulated, and fewer settings were tried. Is the machine quiet?"
+            f" {TRUSTED:.0%}: no result here is simulated, and fewer settings were tried. Does the machine run other"
+            " programs?"
         )
     _tell_of_rates(findings)
     if not findings.rounds:
@@ -609,13 +621,13 @@ def _conclude(findings: Findings, lab: Lab) -> None:
     worst = max(findings.accuracy.values(), key=lambda ratio: max(ratio, 1 / ratio))
     if max(worst, 1 / worst) > 1 + _OFF:
         notes.append(
-            f"The simulator was off by up to {max(worst, 1 / worst) - 1:.0%} here, so what is only simulated is worth"
-            " little. Was the machine quiet?"
+            f"The simulator was off by up to {max(worst, 1 / worst) - 1:.0%} here, so simulated results are not"
+            " reliable. Did the machine run other programs?"
         )
 
 
 def _tell_of_rates(findings: Findings) -> None:
-    """Report the rates that real runs failed at, and that none succeeded."""
+    """Add notes about the rates at which real runs missed the targets, and a note if no rate was confirmed."""
     for each in findings.refuted[:_MOST_RATES]:
         kept = "" if each.goodput is None else f" the promises were kept for {each.goodput:.1%} of the requests,"
         preempted = f" {each.preemption_rate:.1%} were preempted," if each.preemption_rate > PREEMPTED else ""

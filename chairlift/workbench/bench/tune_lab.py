@@ -1,4 +1,4 @@
-"""Where settings are tried on some traffic: in the simulator and on the real engine, by the same loop."""
+"""Runs the traffic of a tuning with given settings, in the simulator or on the real engine."""
 
 from __future__ import annotations
 
@@ -26,74 +26,78 @@ from chairlift.workbench.workload.trace import TracedRequest
 __all__ = ["TRUSTED", "Lab", "MakeCore", "Traffic"]
 
 MakeCore = Callable[[Mapping[str, Any]], tuple[EngineCore, ModelLimits]]
-"""An idle engine with these settings, and what its model allows."""
+"""Function from settings to (idle engine with these settings, limits of its model)."""
 
 _SEED: Final = 0
 _LONG: Final = 5.0
-"""Duration of a run's arrivals, as a multiple of the longest promise."""
+"""Duration of the arrivals of a run at a rate, as a multiple of the longest latency target."""
 _MOST_REPEATED: Final = 20_000
 _OTHER: Final = 0x1E37_79B9_7F4A_7C15
-_MOST_ID: Final = 1 << 62
+_MAX_ID: Final = 1 << 62
 TRUSTED: Final = 0.2
-"""Median error of a cost model, relative, up to which its figures are used."""
+"""Maximum median relative error of a cost model whose simulated results are used."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traffic:
-    """Requests to serve. ``slo`` holds promises in ms, by the names of TracedRequest's fields."""
+    """Requests to serve. ``slo`` has the latency targets: name of a TracedRequest field -> ms."""
 
     requests: Sequence[TracedRequest] = dataclasses.field(repr=False)
     users: int | None = None
-    """Number of users that send them in a closed loop; None: requests do not wait for earlier answers."""
+    """Number of users that send the requests in a closed loop. None: an open loop."""
     slo: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        promised = []
+        requests = []
         for request in self.requests:
             missing: dict[str, Any] = {name: ms for name, ms in self.slo.items() if getattr(request, name) is None}
-            promised.append(dataclasses.replace(request, **missing) if missing else request)
-        object.__setattr__(self, "requests", promised)
+            requests.append(dataclasses.replace(request, **missing) if missing else request)
+        object.__setattr__(self, "requests", requests)
 
     @property
     def rate(self) -> float | None:
-        """Requests per second of the traffic; None if it has no times."""
+        """Requests per second of the traffic. None if all requests arrive at once, or in a closed loop."""
         span = self.requests[-1].arrival - self.requests[0].arrival
         return (len(self.requests) - 1) / span if span > 0 and self.users is None else None
 
     @property
     def crowd(self) -> str:
-        """Load in the runs that have no rate, in words: ``all at once``, or the number of users."""
+        """Description of the load in runs without a rate: ``all at once``, or the number of users."""
         return "all at once" if self.users is None else f"{self.users} user{'s' * (self.users > 1)}"
 
     @property
     def has_promises(self) -> bool:
-        """Whether any request has a promise."""
+        """Whether any request has a latency target."""
         names = ("ttft_ms", "tpot_ms", "deadline_ms")
         return any(getattr(request, name) is not None for request in self.requests for name in names)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and the longest answer together, for which a static batch needs room."""
+        """Length of the longest prompt plus the longest answer, in tokens. A static batch reserves this for each
+        row."""
         return max(each.prompt_tokens for each in self.requests) + max(each.output_tokens for each in self.requests)
 
     @property
     def longest_promise(self) -> float:
-        """Seconds of the longest promise about a first token or a whole request; 0.0 without any."""
-        promised = (ms for each in self.requests for ms in (each.ttft_ms, each.deadline_ms) if ms is not None)
-        return max(promised, default=0.0) / 1000
+        """Longest target for a first token or a whole request, in seconds. 0.0 if there is no target."""
+        targets = (ms for each in self.requests for ms in (each.ttft_ms, each.deadline_ms) if ms is not None)
+        return max(targets, default=0.0) / 1000
 
-    def enough(self, rate: float, least: int) -> int:
-        """Number of requests, at least ``least``, after which a backlog at this rate would break a promise.
+    def enough(self, rate: float, minimum: int) -> int:
+        """Number of requests of a run at ``rate``, at least ``minimum``, so that a growing backlog misses a target.
 
-        Requests arrive for several times the longest promise.
+        The requests arrive over several times the longest latency target.
         """
-        return max(least, min(_MOST_REPEATED, math.ceil(rate * _LONG * self.longest_promise) + 1))
+        return max(minimum, min(_MOST_REPEATED, math.ceil(rate * _LONG * self.longest_promise) + 1))
 
     def at(self, rate: float | None, count: int) -> list[TracedRequest]:
-        """The first ``count`` requests at a rate in requests per second, with all gaps stretched by one factor. None:
-        all at once. Requests without times get those of a Poisson process. If there are fewer than ``count``, they are
-        repeated as other requests of the same lengths."""
-        requests = [self._again(place) for place in range(count)] if count > len(self.requests) else self.requests
+        """The first ``count`` requests, arriving at ``rate`` requests per second. None: all arrive at once.
+
+        All gaps between arrivals are scaled by one factor. Requests without arrival times get those of a Poisson
+        process. If the traffic has fewer requests than ``count``, it is repeated with other prompts of the same
+        lengths.
+        """
+        requests = [self._again(index) for index in range(count)] if count > len(self.requests) else self.requests
         requests = requests[:count]
         times = [0.0] * len(requests)
         if rate is not None and len(requests) > 1:
@@ -103,9 +107,10 @@ class Traffic:
             times = ((own - own[0]) * ((len(requests) - 1) / (own[-1] - own[0]) / rate)).tolist()
         return [dataclasses.replace(request, arrival=time) for request, time in zip(requests, times, strict=False)]
 
-    def _again(self, place: int) -> TracedRequest:
-        """The request at a place of the traffic repeated; of each time it is another, which no cache knows."""
-        turn, at = divmod(place, len(self.requests))
+    def _again(self, index: int) -> TracedRequest:
+        """Request number ``index`` of the repeated traffic. Repetitions have other prefix ids, so that no repetition
+        finds its prompt in the prefix cache."""
+        turn, at = divmod(index, len(self.requests))
         request = self.requests[at]
         if not turn:
             return request
@@ -114,13 +119,13 @@ class Traffic:
         return dataclasses.replace(
             request,
             arrival=request.arrival + turn * (span + gap),
-            prefix_ids=tuple((each + turn * _OTHER) % _MOST_ID for each in request.prefix_ids),
+            prefix_ids=tuple((each + turn * _OTHER) % _MAX_ID for each in request.prefix_ids),
             session=f"{request.session} again {turn}" if request.session else "",
         )
 
 
 class Lab:
-    """Tries settings. Results of earlier trials, also by an earlier command, are reused."""
+    """Runs settings on the traffic. A run that was made earlier, also by an earlier command, is not repeated."""
 
     def __init__(
         self,
@@ -128,14 +133,16 @@ class Lab:
         make_core: MakeCore,
         fixed: Mapping[str, Any],
         *,
-        most_rows: int,
+        max_rows: int,
         on_trial: Callable[[], None],
     ) -> None:
-        """``fixed`` are settings that all trials have; ``most_rows`` is the largest max_num_seqs that will be tried.
-        ``on_trial`` is called after each trial that was not looked up.
+        """Create a lab.
+
+        ``fixed`` has the settings of all runs. ``max_rows`` is the largest max_num_seqs that will be tried.
+        ``on_trial`` is called after each new run.
         """
         self.state, self.deployment = state, state.deployment
-        self._make_core, self._fixed, self._most_rows, self._on_trial = make_core, dict(fixed), most_rows, on_trial
+        self._make_core, self._fixed, self._max_rows, self._on_trial = make_core, dict(fixed), max_rows, on_trial
         self.traffic = Traffic([])
         self.simulations = self.runs = 0
         self._config = EngineConfig.from_flat(fixed)
@@ -144,16 +151,17 @@ class Lab:
         self._shape: ModelShape | None = None
 
     def fit(self, machine: str, shape: ModelShape) -> None:
-        """Time steps of the real engine, of many sizes, for a first idea of what steps cost."""
-        core, limits = self._make_core({**self._fixed, "max_num_seqs": self._most_rows})
+        """Time steps of many sizes on the real engine, and fit a first cost model to them."""
+        core, limits = self._make_core({**self._fixed, "max_num_seqs": self._max_rows})
         self.deployment, times = fit_core(core, limits, machine, shape)
         self._steps, self._shape = times.steps, shape
         core.shutdown()
 
     def learn(self, settings: Sequence[Setting], count: int) -> None:
-        """Serve this very traffic with some settings, all requests at once, and learn from those steps too."""
+        """Serve ``count`` requests of the traffic at once with each setting, and fit the cost model to these steps,
+        too."""
         if self.deployment is None:
-            raise InvariantError("nothing was fitted before")
+            raise InvariantError("call fit() before learn(): there is no cost model yet")
         served: list[tuple[StepFeatures, float]] = []
         for setting in settings:
             core, limits = self._make_core({**self._fixed, **setting.flat()})
@@ -168,7 +176,7 @@ class Lab:
         self.state.save()
 
     def check(self, setting: Setting, count: int) -> None:
-        """Serve some requests, to see whether a cost model from an earlier command still fits this machine."""
+        """Serve some requests to check whether the cost model of an earlier command still fits this machine."""
         core, limits = self._make_core({**self._fixed, **setting.flat()})
         try:
             serve_trace(core, WARM_UP, limits)
@@ -179,7 +187,7 @@ class Lab:
         self.state.save()
 
     def _compare(self, steps: Sequence[tuple[StepFeatures, float]]) -> None:
-        """Note how far the cost model is from real steps of this traffic."""
+        """Update ``State.fit_error`` with the errors of the cost model on these real steps."""
         if self.state.deployment is not None:
             self._errors += self.state.deployment.cost.errors(steps)
             if self._errors:
@@ -187,12 +195,13 @@ class Lab:
 
     @property
     def trusted(self) -> bool:
-        """Whether the cost model fits this machine now, as far as is known. Otherwise no simulated figure may be
+        """Whether the cost model fits this machine, or its error is unknown. If False, simulated results are not
         used."""
         return self.state.fit_error is None or self.state.fit_error <= TRUSTED
 
     def expected_seconds(self, setting: Setting, rate: float | None, count: int) -> float:
-        """Expected seconds of a real run: simulated, or from real runs if the simulator is not trusted."""
+        """Expected duration of a real run in seconds: simulated, or estimated from earlier runs if the simulator is not
+        trusted."""
         if self.trusted:
             return self.simulate(setting, rate, count).seconds
         runs = [trial for trial in self.state if trial.round is not None and trial.rate is None]
@@ -201,19 +210,19 @@ class Lab:
         return max(count * per_request, 0.0 if rate is None else count / rate)
 
     def room(self) -> tuple[int, int, int]:
-        """Room of the engine, in tokens: the most of one request, all of the KV cache, and one block."""
-        core, limits = self._simulated(max_num_seqs=self._most_rows)
+        """Sizes in tokens: (maximum length of a request, capacity of the KV cache, size of a KV block)."""
+        core, limits = self._simulated(max_num_seqs=self._max_rows)
         capacity = core.kv.capacity_tokens
         return min(limits.max_model_len, capacity + 1), capacity, core.executor.block_size
 
     def _simulated(self, **settings: Any) -> tuple[EngineCore, ModelLimits]:
         if self.deployment is None:
-            raise InvariantError("a simulation was to run before anything was fitted")
+            raise InvariantError("a simulation needs a cost model, but no steps were measured yet")
         scheduler = dataclasses.replace(self._config.scheduler, **settings)
         return simulated_core(self.deployment, dataclasses.replace(self._config, scheduler=scheduler))
 
     def simulate(self, setting: Setting, rate: float | None, count: int) -> Figures:
-        """Simulated figures of a setting, for the first ``count`` requests at a rate per second (None: all at once)."""
+        """Simulate the first ``count`` requests with a setting, at a rate per second (None: all at once)."""
         known = self.state.find(setting, rate, count, None)
         if known is not None:
             return known.figures
@@ -224,7 +233,7 @@ class Lab:
         return trial.figures
 
     def measure(self, setting: Setting, rate: float | None, count: int, round_: int = 0) -> Figures:
-        """Measured figures of a setting, on the real engine after a warm-up."""
+        """Run the first ``count`` requests with a setting on the real engine, after a warm-up."""
         known = self.state.find(setting, rate, count, round_)
         if known is not None:
             return known.figures
@@ -260,12 +269,15 @@ class Lab:
             figures=Figures.of(served, 1.0 if rate is None else keeping_up(timings, core.clock.now())),
             latencies=[] if round_ is None else kept_latencies(timings),
         )
-        if self.state.deployment is not None:  # the prior is soon out of date
+        if self.state.deployment is not None:  # results of the first cost model are not stored
             self.state.add(trial)
         return trial
 
 
 def _steps_of(core: EngineCore) -> list[tuple[StepFeatures, float]]:
-    """The last steps of a core that always had work, and the seconds of each: from the end of the step before it to its
-    own end, since what the loop does between two steps takes time as well."""
+    """(features, seconds) of each step in the log of an engine that always had work.
+
+    The time of a step runs from the end of the previous step to its own end, so that it includes the work between
+    steps.
+    """
     return [(each.features, each.end - last.end) for last, each in itertools.pairwise(list(core.step_log))]

@@ -1,7 +1,7 @@
-"""Search for the best settings by real runs only: for a machine that the simulator does not fit.
+"""Search for the best settings by real runs only, used when the simulator does not fit this machine.
 
-There is time for far fewer settings than a simulator tries: numbers of slots, spread over the range, for static batches
-and for continuous ones, each served once with all requests at once.
+Real runs take longer than simulations, so only a few settings are tried: a few numbers of slots, each for static and
+for continuous batches. Each setting serves the requests once, all at once.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from chairlift.workbench.bench.tune_state import FIRST_LOOK, Setting, State, Tri
 __all__ = ["longest_run", "measured_candidates", "measured_score"]
 
 _SPREAD: Final = 4
-"""Numbers of slots that are tried."""
+"""How many different numbers of slots are tried."""
 
 
 def measured_candidates(
-    settings: dict[str, Setting], lab: Lab, space: Space, count: int, left: Callable[[], float]
+    settings: dict[str, Setting], lab: Lab, space: Space, count: int, seconds_left: Callable[[], float]
 ) -> tuple[list[Setting], Mapping[str, Score]]:
-    """The best one or two continuous settings, best first, and the scores of all roles in ``settings``.
+    """Find the best settings by real runs. Returns (the best one or two continuous settings, role -> score).
 
-    Sets the role ``static_best``. ``count`` requests are served for each setting; ``left`` returns the remaining
-    seconds. The settings of the roles run in any case.
+    ``settings`` maps roles to settings; these settings always run. Further settings run while ``seconds_left`` allows
+    it. The best static setting is stored in ``settings`` as ``static_best``. Each run serves ``count`` requests.
     """
     roles = list(dict.fromkeys(settings.values()))
     for setting in roles:
@@ -34,7 +34,7 @@ def measured_candidates(
     for rows in _spread(space.rows):
         for like in (settings["default"], settings["static"]):
             setting = dataclasses.replace(like, max_num_seqs=rows)
-            if left() > lab.expected_seconds(setting, None, count):
+            if seconds_left() > lab.expected_seconds(setting, None, count):
                 lab.measure(setting, None, count, FIRST_LOOK)
     looked = {trial.setting: measured_score(lab, trial.setting) for trial in lab.state if trial.round == FIRST_LOOK}
     ranked = sorted(looked, key=lambda setting: looked[setting], reverse=True)
@@ -44,23 +44,23 @@ def measured_candidates(
 
 
 def _spread(rows: Sequence[int]) -> list[int]:
-    """A few of many, the largest among them, largest first."""
+    """A few values spread over ``rows``, in descending order. The largest value is included."""
     step = max(1, -(-len(rows) // _SPREAD))
     return list(rows[::-1][::step])
 
 
 def longest_run(state: State, setting: Setting) -> Trial | None:
-    """The real run of most requests, all at once; None where the setting was not run."""
+    """The real run of a setting with the largest number of requests, all sent at once. None if there is no such run."""
     runs = [each for each in state if each.setting == setting and each.rate is None and each.round is not None]
     return max(runs, key=lambda each: (each.count, each.round), default=None)
 
 
 def measured_score(lab: Lab, setting: Setting) -> Score:
-    """Score from the real run with most requests, all at once; a setting without one gets the lowest score."""
+    """Score of a setting from its :func:`longest_run`. A setting without a run gets a low score."""
     trial = longest_run(lab.state, setting)
     if trial is None:
         return Score(False, 0.0)
     missing = shortfall(trial.figures)
-    if trial.figures.goodput is not None and lab.traffic.users is None:  # promises are judged at a rate
+    if trial.figures.goodput is not None and lab.traffic.users is None:  # latency targets apply to runs at a rate only
         missing = shortfall(dataclasses.replace(trial.figures, goodput=None))
     return Score(False, -missing) if missing else Score(True, trial.figures.output_tokens_per_second)

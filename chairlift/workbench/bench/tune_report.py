@@ -1,4 +1,5 @@
-"""Report of a tuning, for people: the verdict, lines for the terminal, a page, and the settings as a file."""
+"""Output of ``chairlift tune``: the recommendation, text for the terminal, an HTML page, and a file with the
+settings."""
 
 from __future__ import annotations
 
@@ -22,25 +23,25 @@ from chairlift.workbench.bench.tune_state import Figures, Setting, State, Trial
 
 __all__ = ["Answer", "Column", "columns", "config_lines", "printed", "tune_report", "verdict"]
 
-_MOST_ROWS: Final = 30
+_MAX_ROWS: Final = 30
 _DEAR: Final = 3.0
 _ALL: Final = """\
 All at once means that every request is there from the start, so that the machine always has work: it shows how much
 gets through. """
-_USERS: Final = "Each user waits for an answer before the next request is sent: a slow server is asked less often. "
+_USERS: Final = "Each user waits for an answer before the next request is sent: a slow server gets fewer requests. "
 _ABOUT: Final = """\
-Times of requests are read at the pace of the traffic where it has one. Where it has none, everybody waits
-for everybody, and times say little more than throughput does.
+If the traffic has a rate, latencies are measured at this rate. Otherwise all requests arrive at once and wait for each
+other, so the latencies say little more than the throughput.
 
-Time to first token counts from when a request is sent. Time per token is the mean over the rest of its answer. p99
-means that 99 of 100 requests were faster.
+Time to first token is counted from the sending of a request. Time per token is the mean over the rest of its answer.
+p99 means that 99 of 100 requests were faster.
 
-Static batches start together and end together: what most simple servers do. The best size for them is the best that
-was measured."""
+The requests of a static batch start together and end together, as in most simple servers. "Best static" is the best
+size that was measured."""
 _SMALL: Final = 1.1
-"""A gain in throughput below this is called small."""
+"""A ratio of throughputs below this number is called small."""
 _UNSURE: Final = 1.25
-"""A gain below this is called small too if its confidence interval reaches below the limit above."""
+"""A ratio below this number is also called small if its 95 % interval begins below :data:`_SMALL`."""
 _SHORT: Final = 30
 _TITLES: Final = {
     "static": "static",
@@ -53,15 +54,15 @@ _TITLES: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Findings and their subject."""
+    """Everything that the report shows: the results of a tuning, and what was tuned."""
 
     findings: Findings
     state: State
     model: str
     what: str
-    """The traffic in words."""
+    """Description of the traffic."""
     fixed: Mapping[str, Any]
-    """Settings that were given."""
+    """Settings that the user gave, name -> value."""
     machine: Machine
     price: float
     """Price of the machine per hour."""
@@ -71,29 +72,28 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Column:
-    """One side of the comparison."""
+    """One setting in the comparison, with its results: a column of the table."""
 
     role: str
     title: str
     setting: Setting
     full: Figures
-    """All requests at once: the medians of the real runs side by side, or one real run, or simulated."""
+    """Results with all requests at once: medians over the rounds, or of a single real run, or simulated."""
     paced: Figures | None
-    """At the pace of the traffic; None where it has none, or nothing is known of this side."""
+    """Results at the request rate of the traffic. None if the traffic has no rate, or there was no such run."""
     full_measured: bool
     paced_measured: bool
     rate: float | None
-    """Requests per second up to which promises are kept; None where none is known."""
+    """Highest request rate per second at which the latency targets are met. None if no such rate is known."""
     rate_measured: bool
-    """Whether real runs confirmed that rate."""
+    """Whether a real run confirmed ``rate``."""
     tokens_per_second: float | None
-    """Output tokens per second, measured at the highest request rate that keeps the promises. Without promises, all
-    requests are sent at once."""
+    """Output tokens per second at ``rate``. If settings are not compared by rate: with all requests at once."""
     latencies: list[float]
 
     @property
     def waits(self) -> Figures:
-        """Where latencies are read from."""
+        """Results from which latencies are reported: those at the rate of the traffic, if there are any."""
         return self.paced or self.full
 
     @property
@@ -101,12 +101,12 @@ class Column:
         return self.paced_measured if self.paced else self.full_measured
 
     def cost(self, price: float) -> float | None:
-        """Cost of a million output tokens, for a price per hour; None without output."""
+        """Cost of a million output tokens, for a price of the machine per hour. None if the throughput is unknown."""
         return price / 3600 / self.tokens_per_second * 1e6 if self.tokens_per_second else None
 
 
 def columns(answer: Answer) -> list[Column]:
-    """The sides of the comparison, each setting once; the chosen one is the last."""
+    """The columns of the comparison. Each setting occurs once; the chosen setting is the last."""
     findings = answer.findings
     same_as = {"static_best": "static", "equal": "default"}
     shown = []
@@ -154,7 +154,7 @@ def _column(answer: Answer, role: str, setting: Setting) -> Column:
 
 
 def _rate_of(answer: Answer, role: str, setting: Setting) -> tuple[float | None, bool, float | None]:
-    """The highest rate that keeps promises, whether it was measured, and the output tokens per second at it."""
+    """(highest rate that meets the targets, whether a real run confirmed it, output tokens per second at this rate)."""
     findings, state = answer.findings, answer.state
     rate = claimed_rate(state, findings.traffic, setting)
     if rate is not None and (role == "chosen" or not findings.trusted):
@@ -180,9 +180,10 @@ def _median_figures(runs: Sequence[Figures]) -> Figures:
 
 
 def _judged(answer: Answer, side: Column) -> tuple[Figures, float | None, bool]:
-    """Figures that show whether few requests are preempted, the rate of their run, and whether they were measured.
+    """(results to judge preemptions by, request rate of that run, whether the run was real).
 
-    The rate is the highest that keeps promises, else that of ``waits``; None where all come at once.
+    The run is the one at the highest rate that meets the latency targets, or otherwise that of :attr:`Column.waits`.
+    The rate is None if all requests arrive at once.
     """
     if not answer.findings.by_rate:
         return side.full, None, side.full_measured
@@ -208,17 +209,17 @@ def _simulated(state: State, setting: Setting, rate: float | None, findings: Fin
     raise KeyError(setting)
 
 
-# --- in words --------------------------------------------------------------------------------------------------------
+# --- the recommendation ----------------------------------------------------------------------------------------------
 
 
 def serve_command(answer: Answer) -> str:
-    """Command line that serves with the chosen settings."""
+    """Command line that starts a server with the chosen settings."""
     model = "" if answer.model == BUNDLED_MODEL else f"{shlex.quote(answer.model)} "
     return f"chairlift serve {model}--config {shlex.quote(str(answer.output / 'chairlift.yaml'))}"
 
 
 def verdict(answer: Answer) -> str:
-    """Recommended command with the reasons, in a few sentences. Figures without a real run are called simulated."""
+    """Recommended command with the reasons, in a few sentences. Results that were not measured are called simulated."""
     findings, sides = answer.findings, {column.role: column for column in columns(answer)}
     chosen = sides["chosen"]
     statics = [sides[role] for role in ("static", "static_best") if role in sides]
@@ -268,7 +269,7 @@ def verdict(answer: Answer) -> str:
 
 
 def _latency_words(findings: Findings, chosen: Column, static: Column) -> str:
-    """How much lower its latency is; empty if it is not, or if only one of the two was measured."""
+    """Text that compares the p99 latencies. Empty if the chosen setting is not faster, or only one was measured."""
     waits = chosen.waits.e2el_p99 / static.waits.e2el_p99 if static.waits.e2el_p99 else 1.0
     alike = chosen.waits_measured == static.waits_measured and (chosen.paced is None) == (static.paced is None)
     simulated = "" if chosen.waits_measured else ", as simulated"
@@ -277,12 +278,12 @@ def _latency_words(findings: Findings, chosen: Column, static: Column) -> str:
 
 
 def _shown(answer: Answer) -> list[Trial]:
-    """Trials whose figures may be used: no simulated ones where the simulator is not trusted."""
+    """Runs whose results may be shown: all runs, or only real runs if the simulator is not trusted."""
     return [trial for trial in answer.state if trial.round is not None or answer.findings.trusted]
 
 
 def _promise_sentences(answer: Answer, chosen: Column, static: Column, theirs: Column) -> list[str]:
-    """``theirs`` are the static batches that keep the promises at the highest rate."""
+    """Sentences about the latency targets. ``theirs`` is the static setting that meets them at the highest rate."""
     findings = answer.findings
     if not findings.traffic.has_promises:
         return []
@@ -337,7 +338,7 @@ def _times(ratio: Ratio) -> str:
 
 
 def printed(answer: Answer) -> Iterator[Text | Table]:
-    """Table, notes and verdict."""
+    """Text for the terminal: table, notes and recommendation."""
     findings = answer.findings
     yield _comparison(answer, columns(answer))
     notes = list(findings.notes)
@@ -354,7 +355,7 @@ def printed(answer: Answer) -> Iterator[Text | Table]:
 
 
 def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:
-    """All sides of the comparison."""
+    """Table that compares the settings, one column per setting."""
     findings, pace = answer.findings, answer.findings.pace
 
     def row(name: str, cell: Any, *, of_pace: bool = False) -> list[str]:
@@ -392,7 +393,7 @@ def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:
         rows.append(
             row(f"{at}: promises kept", lambda f, _: "-" if f.goodput is None else f"{f.goodput:.1%}", of_pace=True)
         )
-    rows = [row for row in rows if set(row[1:]) != {"-"}]  # of a pace at which no run was made
+    rows = [row for row in rows if set(row[1:]) != {"-"}]  # rows without any value
     if findings.by_rate:
         highest = [("none" if side.rate is None else f"{_mark(answer, side)}{side.rate:.3g}") for side in sides]
         rows.append(["highest rate that keeps promises, /s", *highest])
@@ -405,22 +406,22 @@ def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:
     )
     caption = "The number of slots (max_num_seqs) is in brackets; ~ is simulated. Times are p50 / p99."
     if any(side.setting.batching == "static" for side in sides):
-        caption += " A static batch hands answers out whole, so it has no time per token."
+        caption += " A static batch delivers all tokens at its end, so it has no time per token."
     return Table(["", *(side.title for side in sides)], rows, caption)
 
 
 def _mark(answer: Answer, side: Column) -> str:
-    """Prefix of a figure that follows from :attr:`Column.tokens_per_second` or the rate: ``~`` unless measured."""
+    """``~`` if :attr:`Column.tokens_per_second` and the rate of this column are simulated, otherwise empty."""
     return "" if (side.rate_measured if answer.findings.by_rate else side.full_measured) else "~"
 
 
-def _both(half: float, most: float) -> str:
-    one, other = _duration(half), _duration(most)
+def _both(p50: float, p99: float) -> str:
+    one, other = _duration(p50), _duration(p99)
     return f"{one.split()[0] if one.split()[1] == other.split()[1] else one} / {other}"
 
 
 def _duration(seconds: float) -> str:
-    """A duration in a suitable unit."""
+    """Text for a duration, in ms or s."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
@@ -430,7 +431,7 @@ def _duration(seconds: float) -> str:
 
 
 def tune_report(answer: Answer) -> Report:
-    """Page for readers, and the content of tune.json."""
+    """Report with the HTML page and the record for tune.json."""
     lead = verdict(answer)
     record = {"verdict": lead, **answer.findings.to_dict()}
     return Report(record, "What batching does for your traffic", lead, _sections(answer))
@@ -486,8 +487,10 @@ def _side_by_side(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
 def _bars(
     values: Sequence[tuple[Column, Mapping[str, float], bool]], *, title: str, y_label: str
 ) -> Iterator[plots.Figure]:
-    """Bars of each side, with its values by series and whether they were measured. Measured and simulated values have
-    separate charts."""
+    """Bar charts of ``values``: (column, series -> value, whether the values were measured).
+
+    Measured and simulated values are shown in separate charts.
+    """
     for measured in (True, False):
         shown = [(side, series) for side, series, seen in values if seen == measured]
         if shown:
@@ -535,9 +538,9 @@ def _cost(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
         hollow=hollow,
     )
     yield Text(
-        "Each outline is a setting in the simulator, each filled point a real run. Further left answers sooner, further"
-        f" down costs less; the line joins the {line} ones."
-        + (" Each point is at a rate of arrivals of its own. Dear ones that break promises are left out." * by_rate)
+        "Each outline is a simulated setting, and each filled point is a real run. Points further left answer sooner,"
+        f" and points further down cost less. The line joins the {line} points."
+        + (" Points have different rates of arrivals. Expensive points that break promises are left out." * by_rate)
         + (" Static batches, which have no time per token, are left out." * (not by_rate))
     )
     costs = [(side, cost) for side in sides if (cost := side.cost(answer.price)) is not None]
@@ -555,7 +558,7 @@ def _point(answer: Answer, trial: Trial) -> tuple[float, float, str]:
 
 
 def _front(points: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
-    """Points that no other point beats in both values (Pareto front), by latency."""
+    """Pareto front: the points for which no other point has both a lower latency and a lower cost, by latency."""
     front: list[tuple[float, float, str]] = []
     for point in sorted(points):
         if not front or point[1] < front[-1][1]:
@@ -599,17 +602,17 @@ def _tried(answer: Answer) -> Block:
     by_rate = answer.findings.by_rate
     trials = [trial for trial in _shown(answer) if (trial.rate is not None) == by_rate and trial.figures.requests]
     best: dict[tuple[object, bool], Trial] = {}
-    for trial in trials:  # of each setting the best simulation and the best real run
+    for trial in trials:  # keep the best simulation and the best real run of each setting
         key = (trial.setting, trial.round is None)
         if key not in best or _rank(trial) > _rank(best[key]):
             best[key] = trial
-    # If a setting makes no difference, the simplest one represents all.
+    # If several settings give equal results, only the setting with the shortest description is shown.
     plain = {
         (trial.figures, trial.rate): trial
         for trial in sorted(best.values(), key=lambda each: -len(each.setting.describe()))
     }
     ranked = sorted(plain.values(), key=_rank, reverse=True)
-    rows = [_tried_row(answer, trial) for trial in ranked[:_MOST_ROWS]]
+    rows = [_tried_row(answer, trial) for trial in ranked[:_MAX_ROWS]]
     header = ["setting", "", "requests/s", "tokens/s", "TTFT p99", "TPOT p99", "E2EL p99", "preempted", "kept"]
     return Table(
         header,
@@ -671,7 +674,7 @@ def _trust(answer: Answer) -> Iterator[Block]:
 
 
 def _simulator(answer: Answer) -> str:
-    """Validity of the step model, in words."""
+    """Text about the accuracy of the simulator's cost model."""
     deployment, error = answer.state.deployment, answer.findings.fit_error
     words = deployment.validity if deployment is not None else "not fitted"
     words += "" if error is None else f"; on this traffic half of the steps are within {error:.0%}"
@@ -682,7 +685,7 @@ def _simulator(answer: Answer) -> str:
 
 
 def config_lines(answer: Answer) -> list[str]:
-    """The chosen settings as YAML, with the reasons."""
+    """Lines of chairlift.yaml: the chosen settings as YAML, with the reasons as comments."""
     findings, setting = answer.findings, answer.findings.settings["chosen"]
     chosen = _column(answer, "chosen", setting)
     given = set(answer.fixed)

@@ -1,7 +1,8 @@
-"""Search for the best settings by simulation: a coarse grid, then steps around the best of it.
+"""Searches for the best settings by simulation: first on a coarse grid, then in steps around its best points.
 
-Best is what gets most work through while promises are kept and few requests are preempted. Where promises are made and
-requests come when they like, that is the highest rate of arrivals at which it still holds: the capacity.
+The best setting has the highest throughput among the settings that meet the latency targets ("promises") and preempt
+few requests. If the traffic has latency targets and an open loop, settings are compared by capacity instead: the
+highest rate of arrivals at which the targets are met.
 """
 
 from __future__ import annotations
@@ -18,50 +19,53 @@ from chairlift.workbench.bench.tune_state import Figures, Setting
 __all__ = ["GOODPUT", "KEEPING", "PREEMPTED", "Judge", "Score", "Space", "search", "shortfall"]
 
 GOODPUT: Final = 0.99
-"""Share of the requests whose promises must be kept."""
+"""Minimum fraction of the requests that must meet their latency targets."""
 PREEMPTED: Final = 0.02
-"""Share of the requests that may be preempted, at most."""
+"""Maximum fraction of the requests that may be preempted."""
 KEEPING: Final = 0.9
-"""Least ratio of ended to arriving requests, late in a run. Below it the backlog grows."""
+"""Minimum ratio of ended to arrived requests in the second half of a run. A lower ratio means that the backlog
+grows."""
 _MARGIN: Final = 0.75
-"""Share of PREEMPTED that is allowed in a simulation: the rest is for what the simulator does not know."""
+"""Fraction of PREEMPTED that is allowed in a simulation. The rest is a margin for the simulator's errors."""
 _BETTER: Final = 1.01
 _STEP_DOWN, _STEP_UP, _MOST_DOWN, _BISECTIONS = 1.7, 1.12, 64.0, 3
 
 
 class Score(NamedTuple):
-    """Score of a setting; larger is better."""
+    """Score of a setting. Larger scores are better."""
 
     keeps: bool
-    """Whether promises and the limit on preemptions hold."""
+    """Whether the setting meets the latency targets and the limit on preemptions."""
     value: float
-    """Output tokens per second if they do; else how far from it, below 0."""
+    """Output tokens per second if ``keeps``. Otherwise a negative number: how far the setting misses the targets."""
     rate: float | None = None
-    """The highest rate of arrivals at which it holds, in requests per second; None where all come at once."""
+    """Highest rate of arrivals at which the setting meets its targets, in requests per second. None if all requests
+    arrive at once."""
     exact: bool = True
-    """False: somewhat less than the best found before it, and not looked into further."""
+    """False if the score is only an estimate: the setting is worse than the best setting, so it was not examined
+    further."""
 
 
 def shortfall(figures: Figures) -> float:
-    """0 when the promises and the limit on preemptions hold and the backlog does not grow, else how far from it."""
+    """How far a run misses its targets: latency, preemptions and a backlog that does not grow. 0 if it meets all."""
     late = 0.0 if figures.goodput is None else max(0.0, GOODPUT - figures.goodput)
     behind = max(0.0, KEEPING - figures.keeping)
     return late + behind + max(0.0, figures.preemption_rate - _MARGIN * PREEMPTED)
 
 
 class Judge:
-    """Scores settings by simulation."""
+    """Computes scores of settings by simulation, and stores them."""
 
     def __init__(self, lab: Lab, count: int, *, by_rate: bool) -> None:
-        """``count`` requests are simulated; ``by_rate``: the capacity counts, not all requests at once."""
+        """Simulate ``count`` requests per setting. ``by_rate``: compare by capacity, not with all requests at once."""
         self._lab, self._count, self._by_rate = lab, count, by_rate
         self._scores: dict[Setting, Score] = {}
         self.best = Score(False, -math.inf)
         self._hopeless: float | None = None
-        """A rate so low that settings which break promises there are not tried at lower ones."""
+        """Lowest rate that was tried. A setting that misses its targets at this rate is not tried at lower rates."""
 
     def score(self, setting: Setting, *, exact: bool = False) -> Score:
-        """``exact`` finds out the capacity even where it cannot be the highest."""
+        """Score of a setting. ``exact``: determine its capacity even if it is lower than the best capacity."""
         known = self._scores.get(setting)
         if known is None or (exact and not known.exact):
             known = self._capacity(setting, exact) if self._by_rate else self._at_once(setting)
@@ -71,7 +75,7 @@ class Judge:
 
     @property
     def scores(self) -> dict[Setting, Score]:
-        """Scores of all settings that were looked at."""
+        """Setting -> score, for all settings that were simulated."""
         return self._scores
 
     def _at_once(self, setting: Setting) -> Score:
@@ -80,7 +84,10 @@ class Judge:
         return Score(False, -missing) if missing else Score(True, figures.output_tokens_per_second)
 
     def _capacity(self, setting: Setting, exact: bool) -> Score:
-        """The highest rate that holds, between what all at once get through and a small part of that."""
+        """Find the highest rate that meets the targets, by steps and bisection.
+
+        The search stays between the throughput with all requests at once and a small fraction of that throughput.
+        """
 
         def at(rate: float) -> Figures:
             return self._lab.simulate(setting, rate, self._lab.traffic.enough(rate, self._count))
@@ -93,7 +100,7 @@ class Judge:
         if floor is None and self._hopeless is not None and (missing := shortfall(at(self._hopeless))):
             return Score(False, -missing)
         highest = self._lab.simulate(setting, None, self._count).requests_per_second
-        if floor is not None and low >= highest:  # few requests may come faster than they get through, and all be kept
+        if floor is not None and low >= highest:  # a short run can meet its targets above the sustained throughput
             return Score(True, self.best.value * highest / low, floor, exact=False)
         if floor is None:
             low = 0.8 * highest
@@ -121,23 +128,24 @@ class Judge:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Allowed values of each setting; a fixed setting has one value."""
+    """Values to try for each setting. A setting that must not change has one value."""
 
     rows: Sequence[int]
-    """Values in ascending order; finer steps between them are tried too. So is the next field."""
+    """Values of max_num_seqs in ascending order. The search also tries values between them."""
     tokens: Sequence[int]
+    """Values of max_num_batched_tokens in ascending order. The search also tries values between them."""
     watermarks: Sequence[float]
     prefill_modes: Sequence[str]
     preemption_modes: Sequence[str]
 
     def grid(self, start: Setting) -> Iterator[Setting]:
-        """Rows and tokens, everything else as in ``start``."""
+        """Settings with all combinations of rows and tokens, and everything else as in ``start``."""
         for rows, tokens in itertools.product(self.rows, self.tokens):
             if tokens >= rows or len(self.tokens) == 1:
                 yield dataclasses.replace(start, max_num_seqs=rows, max_num_batched_tokens=tokens)
 
     def everything(self) -> Iterator[Setting]:
-        """The full grid."""
+        """Settings with all combinations of all values."""
         parts = (self.rows, self.tokens, self.watermarks, self.prefill_modes, self.preemption_modes)
         for rows, tokens, watermark, prefill, preemption in itertools.product(*parts):
             yield Setting(
@@ -150,7 +158,8 @@ class Space:
             )
 
     def neighbours(self, of: Setting, factor: float) -> Iterator[Setting]:
-        """One thing changed: a mode, or a number by ``factor``."""
+        """Settings that differ from ``of`` in one field: another mode, or a number multiplied or divided by
+        ``factor``."""
         changes: list[dict[str, Any]] = [
             {name: value}
             for name, values in (
@@ -171,10 +180,10 @@ class Space:
 
 
 def search(space: Space, judge: Judge, start: Setting, out_of_time: Callable[[], bool]) -> bool:
-    """Look for the best setting; False when time ran out before that was done. ``judge`` knows the scores.
+    """Search for the best setting; ``judge`` collects the scores. Returns False if the time ran out before the end.
 
-    The grid of rows and tokens first; then, from its best places, the best step in any direction until none is better,
-    with smaller and smaller steps.
+    All points of the grid of rows and tokens are tried. From each of the two best points, the search moves to the best
+    neighbour until no neighbour is better, and repeats this with smaller steps.
     """
     judge.score(start, exact=True)
     for setting in space.grid(start):
@@ -182,18 +191,18 @@ def search(space: Space, judge: Judge, start: Setting, out_of_time: Callable[[],
             return False
         judge.score(setting)
     ranked = sorted(judge.scores, key=lambda setting: judge.scores[setting], reverse=True)
-    for place in ranked[:2]:
+    for current in ranked[:2]:
         for factor in (math.sqrt(2), 2**0.25, 2**0.125):
             while True:
                 if out_of_time():
                     return False
-                steps = list(space.neighbours(place, factor))
+                steps = list(space.neighbours(current, factor))
                 for setting in steps:
                     if out_of_time():
                         return False
                     judge.score(setting)
-                best = max(steps, key=lambda setting: judge.scores[setting], default=place)
-                if judge.scores[best] <= judge.scores[place]:
+                best = max(steps, key=lambda setting: judge.scores[setting], default=current)
+                if judge.scores[best] <= judge.scores[current]:
                     break
-                place = best
+                current = best
     return True

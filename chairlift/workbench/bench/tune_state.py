@@ -1,4 +1,4 @@
-"""State of a tuning, saved after every real run, so that a stopped tuning can continue."""
+"""State of a tuning. It is saved after every real run, so that an interrupted tuning can continue."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["FIRST_LOOK", "Figures", "Setting", "State", "Trial", "keeping_up"]
 
 _FORMAT: Final = 3
 FIRST_LOOK: Final = -1
-"""Round of a real run that is not compared with others."""
+"""Round number of real runs that only select candidates, and are not compared round by round."""
 _SAMPLES: Final = 400
-"""Latencies of a run that are kept, evenly over its requests by rank."""
+"""Maximum number of latencies that are stored for a run. They are evenly spaced in the sorted list of all latencies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The settings that are searched; names and meanings are those of EngineConfig."""
+    """Values of the settings that are searched. The names are those of EngineConfig."""
 
     batching: str
     max_num_seqs: int
@@ -34,14 +34,14 @@ class Setting:
     preemption_mode: str
 
     def flat(self) -> dict[str, Any]:
-        """The setting as keywords of EngineConfig."""
+        """Name -> value, as keyword arguments of EngineConfig."""
         fields = dataclasses.asdict(self)
         if self.batching != "continuous":  # settings that a static or dynamic batch does not use
             del fields["prefill_mode"], fields["preemption_mode"]
         return fields
 
     def describe(self) -> str:
-        """In a few words."""
+        """Short text for reports."""
         if self.batching != "continuous":
             return f"{self.batching}, {self.max_num_seqs} slots"
         words = f"{self.max_num_seqs} slots, {self.max_num_batched_tokens:,} tokens"
@@ -52,7 +52,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of serving some traffic. Times in seconds."""
+    """Results of serving the traffic once. Times are in seconds."""
 
     requests: int
     seconds: float
@@ -66,15 +66,15 @@ class Figures:
     e2el_p99: float
     preemption_rate: float
     goodput: float | None
-    """Share of the requests whose promises were kept; None without promises."""
+    """Fraction of the requests that met their latency targets. None if there are no targets."""
     mean_rows: float
     keeping: float = 1.0
-    """Requests that ended / requests that came, in the second half of the arrivals: below 1 the backlog grows. 1.0 for
-    requests that come all at once, or from a closed loop."""
+    """Number of ended requests divided by the number of arrived requests, in the second half of the arrivals. Below 1
+    the backlog grows. 1.0 if all requests arrive at once or come from a closed loop."""
 
     @classmethod
     def of(cls, served: ServedTrace, keeping: float = 1.0) -> Figures:
-        """Figures of a served trace: a replay, or a real run."""
+        """Results of a served trace, simulated or real."""
         return cls(
             requests=served.requests,
             seconds=served.seconds,
@@ -95,23 +95,23 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run of one setting."""
+    """Result of one run, simulated or real, with one setting."""
 
     setting: Setting
     rate: float | None
-    """Requests per second. None: all at once, or as fast as the users of a closed loop send them."""
+    """Request rate per second. None: all requests arrive at once, or the users of a closed loop send them."""
     count: int
-    """Requests, from the beginning of the traffic."""
+    """Number of requests: the run serves the first ``count`` requests of the traffic."""
     round: int | None
-    """None: simulated. Real runs of one round are compared with each other. Single runs are in round 0, and first looks
-    at a setting in round :data:`FIRST_LOOK`."""
+    """Number of the round. Real runs of one round are compared with each other. Single real runs have round 0, and runs
+    that only select candidates have :data:`FIRST_LOOK`. None: a simulation."""
     figures: Figures
     latencies: list[float] = dataclasses.field(default_factory=list)
-    """Latencies of whole requests in a real run, ascending, in seconds; some of them if there are many."""
+    """Latencies of whole requests in a real run, in seconds, ascending. If there are many, only a sample is stored."""
 
     @property
     def beside(self) -> bool:
-        """Whether it is of a round in which settings ran side by side, with all requests at once."""
+        """Whether the run belongs to a round in which several settings ran, with all requests at once."""
         return self.round is not None and self.round >= 0 and self.rate is None
 
     @property
@@ -120,10 +120,10 @@ class Trial:
 
 
 def keeping_up(timings: Iterable[RequestTiming], end: float) -> float:
-    """Ended requests divided by arrived ones, in the second half of the arrivals; 1.0 if all arrive at one time.
+    """Number of ended requests divided by the number of arrived requests, in the second half of the arrivals.
 
-    A short run may hide a backlog in the times of its requests, but not in this ratio. ``end`` is the time for a
-    request that never ended.
+    In a short run, a growing backlog shows in this ratio before it shows in the latencies. ``end`` is used as the end
+    time of a request that did not end. Returns 1.0 if all requests arrive at once.
     """
     pairs = [(timing.request.arrival, timing.last if timing.ended else end) for timing in timings]
     arrivals = sorted(arrival for arrival, _ in pairs)
@@ -136,27 +136,27 @@ def keeping_up(timings: Iterable[RequestTiming], end: float) -> float:
 
 
 def kept_latencies(timings: Iterable[RequestTiming]) -> list[float]:
-    """Seconds from arrival to the last token, ascending, at most 400 of them."""
+    """Times from arrival to the last token in seconds, ascending. At most 400 of them, evenly spaced by rank."""
     values = sorted(timing.last - timing.request.arrival for timing in timings if timing.ended)
     if len(values) <= _SAMPLES:
         return values
-    return [values[round(place * (len(values) - 1) / (_SAMPLES - 1))] for place in range(_SAMPLES)]
+    return [values[round(index * (len(values) - 1) / (_SAMPLES - 1))] for index in range(_SAMPLES)]
 
 
 class State:
-    """Trials by their parameters, in one file. ``inputs`` describe the question."""
+    """All runs of a tuning, stored in one file. ``inputs`` describe the traffic and the fixed settings."""
 
     def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None:
-        """Continue with the file if it exists.
+        """Read the file if it exists, to continue that tuning.
 
-        Raises ConfigError when it is for another question, or is no such file.
+        Raises ConfigError when the file has other ``inputs``, or is not a file of ``chairlift tune``.
         """
         self.path, self.inputs = path, dict(inputs)
         self.deployment: Deployment | None = None
         self.fit_error: float | None = None
-        """Median relative error of the cost model, on real steps of this traffic; None: not known yet."""
+        """Median relative error of the cost model on real steps of this traffic. None: not known yet."""
         self.report: dict[str, Any] = {}
-        """Conclusions of the tuning; for readers of the file."""
+        """Conclusions of the tuning, stored for readers of the file. They are not read back."""
         self.trials: dict[tuple[Any, ...], Trial] = {}
         self.resumed = path.exists()
         if self.resumed:
@@ -166,22 +166,22 @@ class State:
         return iter(self.trials.values())
 
     def find(self, setting: Setting, rate: float | None, count: int, round_: int | None) -> Trial | None:
-        """The trial, if it has been done."""
+        """The run with these parameters, or None if there is no such run yet."""
         return self.trials.get((setting, rate, count, round_))
 
     def add(self, trial: Trial) -> None:
-        """Keep a trial; a real run is on file when this returns."""
+        """Add a run. After a real run, the file is saved."""
         self.trials[trial.key] = trial
         if trial.round is not None:
             self.save()
 
     def drop_round(self, count: int, round_: int) -> None:
-        """Forget the real runs of an interrupted round, because compared runs must be made at the same time."""
+        """Remove the real runs of an interrupted round, because runs that are compared must be made close in time."""
         for key in [key for key in self.trials if key[1:] == (None, count, round_)]:
             del self.trials[key]
 
     def save(self) -> None:
-        """Write the file, whole or not at all. Raises ConfigError when that fails."""
+        """Write the file atomically. Raises ConfigError when the file cannot be written."""
         record = {
             "format": _FORMAT,
             "inputs": self.inputs,

@@ -32,6 +32,11 @@ class _Read(NamedTuple):
     def digest(self) -> str:
         return str(self.content)
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the simulated weights, which differs from adapter to adapter."""
+        return (1 + self.content % 8) << 20
+
 
 class AdapterFiles:
     """Simulates the adapter files on disk, and the memory that holds loaded adapters."""
@@ -50,7 +55,8 @@ class AdapterFiles:
         return self.contents[path]
 
     def read(self, path: Path, root: Path | None) -> _Read:
-        """See :class:`~chairlift.executor.executor.AdapterMemory`."""
+        """Read a file, as :class:`~chairlift.executor.executor.AdapterMemory` does. Raises ModelLoadError if it is
+        damaged."""
         content = self.contents[str(path)]
         if content == BROKEN:
             raise ModelLoadError("injected: the adapter cannot be read")

@@ -48,7 +48,7 @@ class World:
     seed: int
     block_size: int
     windows: tuple[int | None, ...]
-    """One entry per cache group: its sliding window, None for full attention, or
+    """For each cache group: the size of its sliding window, None for full attention, or
     :data:`~chairlift.models.hashlm.STATE` for recurrent states."""
     num_blocks: int
     max_model_len: int
@@ -71,7 +71,7 @@ class World:
     drafts: bool = False
     """Whether the engine drafts tokens for requests (speculative decoding)."""
     state_span: int = ONE_STATE
-    """Positions per block in groups of recurrent states."""
+    """Number of positions that one block covers in a cache group of recurrent states."""
     adapters: tuple[int, int, int] | None = None
     """(maximum number of adapters in a step, maximum in memory, number of steps that it takes to read an adapter).
     None in worlds without adapters."""

@@ -1,1 +1,1 @@
-"""Load, described once: for benchmarks and simulation alike."""
+"""Descriptions of traffic (lengths, arrivals, traces, data sets), used by benchmarks and simulations."""

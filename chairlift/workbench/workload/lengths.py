@@ -25,7 +25,7 @@ __all__ = [
 
 _MAX_LENGTH: Final = 1 << 24
 _FIRST_ID = 10
-"""Smallest token id of a drawn prompt, because lower ones are special tokens in most vocabularies."""
+"""Smallest token id of a drawn prompt. Lower ids are special tokens in most vocabularies."""
 
 
 class Lengths(Protocol):

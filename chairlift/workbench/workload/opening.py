@@ -45,7 +45,7 @@ def opened_text(path: Path) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def opened_bytes(path: Path) -> Iterator[Any]:
-    """The bytes of a file, decompressed, as a binary file object."""
+    """Open a file as a binary file object. A gzip file is decompressed."""
     with gzip.open(path, "rb") if _head(path).startswith(_GZIP) else path.open("rb") as file:
         yield file
 

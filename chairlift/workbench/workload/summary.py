@@ -40,7 +40,7 @@ class TraceFacts:
     seconds: float
     """Time from the first arrival to the last arrival."""
     rate: float | None
-    """Requests per second; None when all arrive at once."""
+    """Number of requests per second. None if all requests arrive at once."""
     burstiness: float | None
     """Standard deviation of the gaps between arrivals, divided by their mean. It is 1 for a Poisson process and larger
     for bursts. None if there are fewer than two gaps."""

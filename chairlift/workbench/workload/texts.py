@@ -46,7 +46,7 @@ class Said:
     text: str | None
     """The plain prompt. None for a chat."""
     messages: tuple[Mapping[str, Any], ...]
-    """Messages of a chat, as OpenAI's API takes them; empty for a plain prompt."""
+    """Messages of a chat in the format of OpenAI's API. Empty for a plain prompt."""
     images: int = 0
     """Number of images in the prompt. Their tokens are not in ``prompt_tokens``."""
     unsaid: bool = False
@@ -73,9 +73,9 @@ def text_format_of(head: str) -> str | None:
 def text_rows(
     source: Source, format: str, arrivals: Arrivals, tokenizer: Callable[[str], int] | None, seed: int
 ) -> Iterator[Row]:
-    """One row per request, with lengths only; see :func:`read_texts`.
+    """One row per request, with lengths but without texts; see :func:`read_texts`.
 
-    A chat starts at a time that ``arrivals`` gives, and its later turns follow as soon as the one before is answered.
+    ``arrivals`` gives the start time of each chat. A later turn is sent as soon as the previous turn is answered.
     """
     for row, _ in read_texts(source, format, arrivals, tokenizer, seed, keep=False):
         yield row
@@ -123,7 +123,7 @@ def read_texts(
                 ids = range(next_id, next_id - (-each.prompt_tokens // _BLOCK))
                 own = {"session": str(number), "turn": turn, "prefix_ids": tuple(ids), "prefix_block": _BLOCK}
             yield (line, times[start], each.prompt_tokens, each.output_tokens, own), each
-        # Chats start so far apart that the requests, not the chats, come at the rate of the arrivals.
+        # A chat with n turns uses n arrival times, so that requests, not chats, have the rate of the arrivals.
         start += len(said)
         next_id -= -said[-1].prompt_tokens // _BLOCK
 

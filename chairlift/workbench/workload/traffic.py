@@ -110,7 +110,7 @@ class RequestClass:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Description of a kind of traffic. Equal values, arrivals and seed give equal requests, on any machine."""
+    """Description of a kind of traffic. Equal descriptions, arrivals and seeds give equal requests on any machine."""
 
     prompt: Lengths
     output: Lengths
@@ -150,7 +150,7 @@ class Traffic:
         next_id = 0 if self.prefixes is None else self.prefixes.distinct * (prefix_tokens // self.prefix_block)
         for number, (first, turns) in enumerate(chats):
             shared = prefixes[number]
-            # Chats start so far apart that the requests, not the chats, come at the rate of the arrivals.
+            # A chat with n turns uses n arrival times, so that requests, not chats, have the rate of the arrivals.
             time, chat_tokens = times[first], len(shared) * self.prefix_block
             for turn in range(turns):
                 index = first + turn

@@ -1,5 +1,5 @@
-"""Restricts every Python process that a test starts, and its children, to this machine's network, when on
-PYTHONPATH."""
+"""Restricts every Python process that a test starts, and its children, to the network of this machine. Python imports
+it when its folder is on PYTHONPATH."""
 
 import importlib.util
 import sys

@@ -1,9 +1,10 @@
-"""Numbers with error bounds: the exact result of an operation in float64, and the largest error of a correct
+"""Numbers with error bounds: the exact result of an operation in float64, and the maximum error of a correct
 implementation.
 
-Bounds are of first order and count roundings; u is the unit roundoff of a dtype (2^-24 in float32, 2^-8 in bf16). A sum
-of k products has the bound 4 sqrt(k) u where the worst case would be k u: rounding errors behave like random ones,
-which cancel each other (Higham and Mary, 2019). The worst-case bound would hide a missing product.
+Bounds are of first order and count roundings; u is the unit roundoff of a dtype (2^-24 in float32, 2^-8 in bf16). For a
+sum of k products, the bound 4 sqrt(k) u is used instead of the worst case k u, because rounding errors behave like
+random numbers and partly cancel each other (Higham and Mary, 2019). The worst-case bound is so large that a missing
+product would not be detected.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ __all__ = ["Approximate", "assert_near", "products", "unit_roundoff"]
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Largest relative error of rounding a number to ``dtype``."""
+    """Maximum relative error of rounding a number to ``dtype``."""
     return torch.finfo(dtype).eps / 2
 
 
 U = unit_roundoff(torch.float32)
 TINY = 1e-37
-"""Numbers below the smallest normal one become zero."""
+"""Error that is always allowed, because numbers below the smallest normal one may become zero."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Approximate:
-    """A number computed in float32 from others, as float64 tensors of one shape: value and error bound."""
+    """A number that was computed in float32: its exact value and an error bound, as float64 tensors of one shape."""
 
     value: Tensor
     error: Tensor
@@ -55,14 +56,14 @@ class Approximate:
         return Approximate(self.value[index], self.error[index])  # type: ignore[index]
 
     def silu(self) -> Approximate:
-        """x / (1 + exp(-x)). The steepest slope is 1.1; the exponential multiplies the rounding error of its
+        """x / (1 + exp(-x)). Its steepest slope is 1.1; the exponential multiplies the rounding error of its
         argument."""
         value = torch.nn.functional.silu(self.value)
         return Approximate(value, 1.1 * self.error + (8 + 4 * self.value.abs()) * U * value.abs())
 
     def gelu(self) -> Approximate:
-        """x times the share of a normal distribution below x, which is computed to 1.2e-7. The steepest slope is
-        1.13."""
+        """x times the standard normal distribution function of x, which is computed with an error of at most 1.2e-7.
+        The steepest slope is 1.13."""
         value = torch.nn.functional.gelu(self.value)
         return Approximate(value, 1.13 * self.error + 4 * U * self.value.abs())
 
@@ -79,11 +80,11 @@ class Approximate:
         return Approximate(value, self.error + 10 * U * value.abs())
 
     def layer_normed(self, eps: float) -> Approximate:
-        """Layer norm over the last dimension of exact numbers, without weight and bias."""
+        """Layer norm over the last dimension, without weight and bias. The input must be exact."""
         size = self.value.shape[-1]
         centred = self.value - self.value.mean(-1, keepdim=True)
         factor = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-        # The error of the mean is that of its sum; the factor is as in rms_normed.
+        # The error of the mean is that of the sum. For the factor see rms_normed.
         off = (4 * math.sqrt(size) + 4) * U
         shift = off * self.value.abs().mean(-1, keepdim=True)
         relative = off + shift * factor
@@ -101,13 +102,13 @@ class Approximate:
 
 
 def products(a: Tensor, b: Tensor) -> Approximate:
-    """``a @ b.T``, summed in float32."""
+    """``a @ b.T`` with its error bound, for sums in float32."""
     a, b = a.double(), b.double()
     return Approximate(a @ b.T, 4 * math.sqrt(a.shape[1]) * U * (a.abs() @ b.abs().T))
 
 
 def assert_near(found: Tensor, expected: Approximate, what: str) -> None:
-    """Fail unless every element of ``found`` lies within the bound. NaN never does."""
+    """Fail unless every element of ``found`` is within the error bound. NaN is never within it."""
     off = (found.double() - expected.value).abs()
     bad = ~(off <= expected.error + TINY)
     if bad.any():

@@ -1,4 +1,5 @@
-"""Fixtures of the compiled kernels. Without them tests are skipped with a reason, except on a CI machine."""
+"""Fixtures for the compiled kernels. If the kernels are missing, tests are skipped with a reason, except on a CI
+machine, where they fail."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def native_library() -> Library:
 
 @pytest.fixture(params=supported_isas() or ("none",))
 def isa(request: pytest.FixtureRequest, native_library: Library) -> str:
-    """Each instruction-set path that this machine can run."""
+    """Name of each instruction-set path that this machine can run."""
     name = request.param
     assert isinstance(name, str)
     return name
@@ -31,7 +32,7 @@ def isa(request: pytest.FixtureRequest, native_library: Library) -> str:
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bf16", "f32"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Each dtype that the kernels compute in."""
+    """Each dtype in which the kernels compute."""
     name = request.param
     assert isinstance(name, torch.dtype)
     return name
@@ -39,5 +40,5 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
 def machine(request: pytest.FixtureRequest, isa: str, dtype: torch.dtype) -> Machine:
-    """Each path, dtype and number of threads."""
+    """Each combination of instruction-set path, dtype and number of threads."""
     return Machine(isa, dtype, int(request.param))

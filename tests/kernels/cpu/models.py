@@ -29,13 +29,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 48},
     "mistral": {"sliding_window": 24},
 }
-"""Features that only one of the families has: biases everywhere, a tied head, norms on q and k, a window."""
+"""Family -> config fields. They cover features that only one of the families has: biases everywhere, a tied head, norms
+on q and k, a window."""
 
 
 def tiny_model(folder: Path, family: str, *, dtype: str = "float32", seed: int = 0, **more: Any) -> Path:
-    """Write a model of a family. Its weights are so large that every part changes the text.
+    """Write a random model of a family. Its weights are so large that every part of the network affects the text.
 
-    A family that is not in :data:`FAMILIES` has its default fields.
+    A family that is not in :data:`FAMILIES` has its default config fields.
     """
     config = {**_BASE, "model_type": family, **FAMILIES.get(family, {}), **more}
     return write_random_model(folder / family, config, dtype=dtype, seed=seed, std=0.25)

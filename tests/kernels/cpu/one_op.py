@@ -1,7 +1,7 @@
-"""Programs of one operation: buffers surrounded by NaN, packed weights, ragged batches, paged caches.
+"""Step programs with a single operation: buffers surrounded by NaN, packed weights, ragged batches, paged caches.
 
-Everything is in ordinary memory, not in :class:`~chairlift.kernels.cpu.library.Memory`, so that the address sanitizer
-knows the end of each array.
+All arrays are in ordinary memory instead of :class:`~chairlift.kernels.cpu.library.Memory`, so that the address
+sanitizer knows where each array ends.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ NAN = float("nan")
 
 
 class Machine(NamedTuple):
-    """Kernels and dtypes of a test."""
+    """Instruction-set path, threads and dtypes of a test."""
 
     isa: str
     dtype: torch.dtype
     threads: int
     int8_kv: bool = False
-    """Whether K and V have 8 bits."""
+    """Whether K and V are stored in 8 bits."""
 
     @property
     def pair(self) -> int:
-        """Adjacent elements in packed layouts (``P`` in the header)."""
+        """Number of adjacent elements in packed layouts (``P`` in the header)."""
         return 4 // self.dtype.itemsize
 
 
 def counts(default: int) -> pytest.MarkDecorator:
-    """Parametrize ``count``: this many seeds, and ten times as many in nightly runs."""
+    """Decorator that parametrizes ``count``, a number of seeds: ``default``, and ten times as many in nightly runs."""
     nightly = pytest.param(10 * default, marks=pytest.mark.nightly)
     return pytest.mark.parametrize("count", [default, nightly])
 
@@ -72,7 +72,7 @@ def counts(default: int) -> pytest.MarkDecorator:
 
 
 def size_in(rng: random.Random, *ranges: tuple[int, int]) -> int:
-    """A random number from one of several ranges, ends included."""
+    """A random number from one of several ranges; both ends are included."""
     return rng.randint(*rng.choice(ranges))
 
 
@@ -82,7 +82,8 @@ def normal(rng: random.Random, *shape: int, scale: float = 1.0, dtype: torch.dty
 
 
 def whole_numbers(rng: random.Random, *shape: int, most: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random integers from -most to most. Sums of a few million products of them are exact in float32, in any order."""
+    """Random integers from -most to most. A sum of a few million products of such numbers is exact in float32 in any
+    order."""
     generator = torch.Generator().manual_seed(rng.getrandbits(62))
     return torch.randint(-most, most + 1, shape, generator=generator).to(dtype)
 
@@ -92,12 +93,13 @@ def bits(x: Tensor) -> Tensor:
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:
-    """Stricter than ``torch.equal``: the sign of zero matters, and NaNs are equal to themselves."""
+    """Whether two tensors have equal bits. Unlike ``torch.equal``, it distinguishes the sign of zero, and a NaN equals
+    itself."""
     return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
 class Codes(NamedTuple):
-    """Numbers [..., size] in 8 bits: uint8 codes, and float32 scale and minimum [...] of each row."""
+    """Numbers [..., size] in 8 bits: uint8 codes, and the float32 scale and minimum [...] of each row."""
 
     codes: Tensor
     scale: Tensor
@@ -116,7 +118,7 @@ class Codes(NamedTuple):
 
     @property
     def numbers(self) -> Tensor:
-        """The numbers as float64."""
+        """Values of the numbers as float64."""
         return self.minimum.double()[..., None] + self.scale.double()[..., None] * self.codes
 
 
@@ -124,9 +126,10 @@ class Codes(NamedTuple):
 
 
 class Buffer:
-    """An activation [count, width] of a program: ``rows``, NaN or ``values``, with zeros in the padding columns.
+    """A buffer of a program with an activation [count, width] in ``rows``, which is NaN or ``values``. The padding
+    columns are zeros.
 
-    Later rows are NaN. The kernels may read them but must not use or write them.
+    The rows after ``count`` are NaN. Kernels may read them, but must neither use nor write them.
     """
 
     def __init__(self, rng: random.Random, machine: Machine, count: int, width: int, values: Tensor | None = None):
@@ -145,7 +148,7 @@ class Buffer:
 
 
 def packed(weight: Tensor, *, gated: bool = False) -> Tensor:
-    """Panels of a weight [n, k]. With ``gated``, panels of the two halves alternate."""
+    """Weight [n, k] in panels. With ``gated``, panels of the two halves alternate."""
     k = weight.shape[1]
     parts = weight.chunk(2) if gated else (weight,)
     code = NATIVE_DTYPES[weight.dtype]
@@ -160,13 +163,14 @@ def packed(weight: Tensor, *, gated: bool = False) -> Tensor:
 
 
 def packed_bias(bias: Tensor, *, gated: bool = False) -> Tensor:
-    """float32 bias in the order of the panels."""
+    """float32 bias in the order of the packed columns."""
     parts = [torch.nn.functional.pad(part.float(), (0, -len(part) % PANEL)) for part in bias.chunk(2 if gated else 1)]
     return torch.stack([part.view(-1, PANEL) for part in parts], dim=1).flatten()
 
 
 class Batch:
-    """Rows given as (new tokens, context including them); one block table and slot mapping per cache."""
+    """A ragged batch. Rows are (new tokens, context length including them); each cache has its own block table and slot
+    mapping."""
 
     def __init__(self, rows: Sequence[tuple[int, int]], caches: Sequence[Cache] = (), token_ids: Tensor | None = None):
         self.rows = list(rows)
@@ -187,14 +191,14 @@ class Batch:
 
     @classmethod
     def flat(cls, num_tokens: int, token_ids: Tensor | None = None) -> Batch:
-        """Tokens of one sequence, for operations that do not depend on sequences."""
+        """Batch with the tokens of one sequence, for operations that do not depend on sequences."""
         return cls([(num_tokens, num_tokens)], token_ids=token_ids)
 
 
 class Cache:
     """K and V of one layer for sequences of at most ``lengths`` tokens, in random blocks.
 
-    The cache begins as NaN, and block 0 stays so: table entries that must not be read lead there. ``first`` gives, per
+    The cache is NaN at first, and block 0 always is: table entries that must not be read point to it. ``first`` is, per
     sequence, the first position whose block exists.
     """
 
@@ -235,7 +239,7 @@ class Cache:
         keys, values = self.kv.unbind(3)
         self._keys = keys.unflatten(3, (dim // p, 16, p)).permute(0, 2, 4, 1, 3, 5)
         self._values = values.unflatten(3, (16 // p, dim, p)).permute(0, 2, 3, 5, 1, 4)
-        """Indexed by block, group of sixteen, token (V: pair and place in it)."""
+        """Indexed by block, group of sixteen, token (for V: pair, and index in the pair)."""
 
     def slots(self, row: int, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         positions = np.arange(start, end, dtype=np.int64)
@@ -248,7 +252,8 @@ class Cache:
         return slots // self.block_size, slots % self.block_size
 
     def write(self, row: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Write [n, kv_heads, head_dim] to positions ``start`` and following of a sequence, which ends there."""
+        """Write keys and values [n, kv_heads, head_dim] to the positions from ``start`` on. The sequence ends after
+        them."""
         p, end = self.machine.pair, start + len(keys)
         block, inside = self._index(row, start, end)
         split = keys.view(-1, self.kv_heads, self.head_dim // p, p)
@@ -259,9 +264,9 @@ class Cache:
             after.fill_(0)
 
     def after(self, row: int, end: int) -> Tensor | None:
-        """Values [kv_heads, head_dim] after the last of ``end`` tokens, if they complete a pair.
+        """Values [kv_heads, head_dim] at position ``end``, if it is the second half of a pair; otherwise None.
 
-        Products read whole pairs, so this place must have numbers.
+        Matmuls read whole pairs, so this position must contain numbers, not NaN.
         """
         if end % self.machine.pair == 0:
             return None
@@ -269,7 +274,7 @@ class Cache:
         return self._values[block, inside // 16, inside % 16 // self.machine.pair, 1]
 
     def read(self, row: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Read positions written by :meth:`write`."""
+        """Keys and values at positions ``start`` to ``end``, as :meth:`write` stored them."""
         p = self.machine.pair
         block, inside = self._index(row, start, end)
         keys = self._keys[block, inside // 16, inside % 16].flatten(2)
@@ -277,7 +282,7 @@ class Cache:
 
 
 class Cache8(Cache):
-    """A cache in 8 bits. It begins with bytes of 255, whose scale is NaN."""
+    """A cache in 8 bits. At first all bytes are 255, which makes every scale NaN."""
 
     def _lay_out(self, num_blocks: int) -> None:
         dim, size = self.head_dim, self.block_size
@@ -288,7 +293,7 @@ class Cache8(Cache):
         self._keys = keys.unflatten(3, (dim // 2, 16, 2)).permute(0, 2, 4, 1, 3, 5)
         self._values = values.unflatten(3, (dim // 16, 8, 16, 2)).permute(0, 2, 4, 6, 1, 3, 5)
         self._scales = scales.unflatten(4, (2, 16)).permute(3, 4, 0, 2, 5, 1)
-        """Scales and minima of keys and values."""
+        """Scales and minimums of keys and values."""
 
     def write(self, row: int, start: int, keys: Tensor, values: Tensor) -> None:
         block, inside = self._index(row, start, start + len(keys))
@@ -303,11 +308,11 @@ class Cache8(Cache):
                 self._scales[which, part][block, inside // 16, inside % 16] = numbers
 
     def after(self, row: int, end: int) -> Tensor | None:
-        """None: nothing is read after a sequence."""
+        """None, because nothing after a sequence is read."""
         return None
 
     def erase(self, row: int, start: int, end: int) -> None:
-        """Restore the state before anything was written."""
+        """Restore the initial state of positions ``start`` to ``end``."""
         block, inside = self._index(row, start, end)
         self._keys[block, inside // 16, inside % 16] = 255
         self._values[block, inside // 16, inside % 16 // 2, inside % 2] = 255
@@ -328,7 +333,7 @@ class Cache8(Cache):
 
 
 def make_cache(rng: random.Random, machine: Machine, lengths: Sequence[int], **sizes: Any) -> Cache:
-    """A cache of the machine's kind."""
+    """Create a cache of the kind that ``machine`` has."""
     return (Cache8 if machine.int8_kv else Cache)(rng, machine, lengths, **sizes)
 
 
@@ -341,7 +346,7 @@ def _pool(library: lib.Library, threads: int) -> lib.Pool:
 
 
 def pool(threads: int) -> lib.Pool:
-    """Threads of the library, started once."""
+    """Thread pool of the library, started once."""
     return _pool(lib.require(), threads)
 
 
@@ -353,7 +358,8 @@ def program(
     tables: Sequence[Tensor] = (),
     capacity: int = 0,
 ) -> tuple[lib.Program, Any]:
-    """The struct, and objects that must live as long. ``tables`` are rotary tables [capacity, head_dim]."""
+    """(the program's struct, objects that must live as long as the struct). ``tables`` are rotary tables [capacity,
+    head_dim]."""
     addresses = [buffer.whole.data_ptr() for buffer in buffers], [table.data_ptr() for table in tables]
     pointers = [(ctypes.c_void_p * len(group))(*group) for group in addresses]
     strides = (ctypes.c_int64 * len(buffers))(*(buffer.whole.stride(0) for buffer in buffers))
@@ -384,7 +390,8 @@ def run(
     tables: Sequence[Tensor] = (),
     **fields: Any,
 ) -> None:
-    """Run one operation. Tensors in ``fields`` are passed by address; buffers are numbered, and -1 by default."""
+    """Run one operation. Tensors in ``fields`` are passed by address. Fields that name a buffer are its index, -1 by
+    default."""
     numbers = {"in_": -1, "out": -1, "aux": -1, "rotary": -1}
     plain = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()}
     op = lib.Op(kind=kind, **{**numbers, **plain})

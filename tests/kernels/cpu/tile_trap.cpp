@@ -1,8 +1,10 @@
-// AMX on processors without it. There a tile instruction raises SIGILL: this handler does what the instruction would have
-// done, and goes on behind it. So what is tested is the machine code that a processor with AMX runs, tile shapes included.
+// Emulates AMX on processors without it. There a tile instruction raises SIGILL; this signal handler computes the
+// result of the instruction and continues after it. The tests therefore run the same machine code that a processor with
+// AMX runs, with the same tile shapes.
 //
-// Intel's Software Developer's Manual, volume 2, is what it follows: LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TDPBF16PS
-// and TILERELEASE, one VEX encoding each. Where a processor would raise a fault, the process is aborted, and says why.
+// The emulation follows volume 2 of Intel's Software Developer's Manual for LDTILECFG, TILELOADD, TILESTORED, TILEZERO,
+// TDPBF16PS and TILERELEASE, each in one VEX encoding. Where a processor would raise a fault, the process prints the
+// reason and aborts.
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -46,7 +48,7 @@ T take(const uint8_t*& from) {
   return value;
 }
 
-// False where it is no VEX instruction of the map that AMX is in.
+// Returns false if this is not a VEX instruction of the opcode map that contains AMX.
 bool decode(const uint8_t* at, const greg_t* registers, Instruction& found) {
   static const int GENERAL[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
                                   REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
@@ -77,7 +79,7 @@ void load_config(const char* from) {
   }
 }
 
-// Subnormal numbers count as zero.
+// Subnormal numbers are treated as zero.
 float to_float(uint16_t bf16) {
   const uint32_t bits = (bf16 & 0x7f80 ? bf16 : bf16 & 0x8000) * 65536u;
   float value;
@@ -85,7 +87,8 @@ float to_float(uint16_t bf16) {
   return value;
 }
 
-// Even and odd k are summed apart, then together, then into the tile: the order in which the instruction rounds.
+// Even and odd k are summed separately, then added to each other, then added to the tile. The instruction rounds in
+// this order.
 void multiply(int out, int a, int b) {
   need(out != a && out != b && a != b, "one tile used twice");
   need(config.rows[out] == config.rows[a] && config.bytes_per_row[out] == config.bytes_per_row[b] &&
@@ -103,7 +106,7 @@ void multiply(int out, int a, int b) {
   }
 }
 
-// False where it is no instruction of AMX.
+// Returns false if this is not an AMX instruction.
 bool execute(const Instruction& it) {
   const int tile = it.reg;
   if (it.opcode == 0x49 && it.prefix == 0) {

@@ -1,8 +1,9 @@
-"""Compile every kernel to machine code for a compute capability, without a GPU: ``python -m ... 90``.
+"""Compiles every Triton kernel to machine code for a compute capability, without a GPU: ``python -m ... 90``.
 
-The interpreter runs kernels as Python, so it accepts much that the compiler does not. Here the package's own functions
-are called on CPU tensors, and each launch is compiled instead of run. Prints one line per kernel, with the registers
-and spills that the assembler reports, and how many copies to shared memory may be under way while a loop computes.
+The interpreter runs kernels as Python, so it accepts much that the compiler does not. The script calls the package's
+own functions on CPU tensors, and compiles each launch instead of running it. It prints one line per kernel, with the
+registers and spills that the assembler reports, and the number of copies to shared memory that can be in progress while
+a loop computes.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Compiler:
 
 
 def resources(cubin: bytes) -> str:
-    """Registers and bytes of stack per thread."""
+    """(registers, bytes of stack) per thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -141,7 +142,7 @@ def everything() -> None:
     attention(torch.float16, (8, 1), 256, None, False, False)
     attention(torch.float32, (4, 4), 80, None, True, True)
     attention(torch.float32, (4, 4), 80, None, False, False)
-    # the combination with the most shared memory
+    # The combination that needs the most shared memory.
     for dtype, head_dim in itertools.product((torch.bfloat16, torch.float32), (128, 256)):
         for decode in (True, False):
             attention(dtype, (MOST_GROUP, 1), head_dim, None, decode, False)

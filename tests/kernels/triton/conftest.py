@@ -1,8 +1,9 @@
-"""Device of the kernels: the GPU if there is one, otherwise Triton's interpreter on the CPU.
+"""Runs the kernels on the GPU if there is one, otherwise in Triton's interpreter on the CPU.
 
-An environment variable decides, when a kernel is defined, whether Triton interprets it. So the kernels are imported
-here with the variable set. It is set again during each test of this folder, and Triton's own library functions are
-replaced by interpreted ones, because another module may have imported Triton before. Other tests are not affected.
+Triton reads an environment variable when a kernel is defined, and interprets the kernel if it is set. The kernels are
+therefore imported here with the variable set. The variable is also set during each test of this folder, and Triton's
+own library functions are replaced by interpreted ones, because another module may have imported Triton earlier. Other
+tests are not affected.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ except ModuleNotFoundError as error:
 
 
 class _Skipped(pytest.Module):
-    """A file of tests that cannot be imported."""
+    """A file of tests that is skipped because it cannot be imported."""
 
     def collect(self) -> Iterator[pytest.Item]:
         pytest.skip(MISSING, allow_module_level=True)
@@ -51,7 +52,8 @@ def pytest_pycollect_makemodule(module_path: object, parent: pytest.Collector) -
 
 
 def cast(self: Any, source: Any, target: Any) -> Any:
-    """A conversion with a GPU's rounding. The interpreter, which stores bfloat16 as 16-bit integers, truncates."""
+    """Convert between dtypes with a GPU's rounding. Triton's interpreter, which stores bfloat16 as 16-bit integers,
+    truncates instead."""
     old, new = source.dtype.scalar, target.scalar
     if old.is_fp32() and new.is_bf16():
         rounded = torch.from_numpy(np.array(source.data)).to(torch.bfloat16).view(torch.int16)
@@ -62,7 +64,7 @@ def cast(self: Any, source: Any, target: Any) -> Any:
 
 
 def convert(self: Any, source: Any, target: Any, rounding: Any) -> Any:
-    """A conversion from and to fp8. The interpreter rounds wrongly, and has no NaN in fp8."""
+    """Convert from and to fp8. Triton's interpreter rounds fp8 wrongly, and has no NaN in fp8."""
     old, new = source.dtype.scalar, target.scalar
     if old.is_fp32() and new.is_fp8e4nv():
         rounded = torch.from_numpy(np.array(source.data)).to(torch.float8_e4m3fn)
@@ -74,9 +76,9 @@ def convert(self: Any, source: Any, target: Any, rounding: Any) -> Any:
 
 
 def dot(self: Any, a: Any, b: Any, c: Any, *how: Any) -> Any:
-    """A product that is also correct for bfloat16, and whose rows do not depend on their place in the tile.
+    """Matmul that is also correct for bfloat16, and whose rows do not depend on their index in the tile.
 
-    It sums in float64, because a BLAS may round a row differently at another place.
+    It sums in float64, because a BLAS may round a row differently at another index.
     """
     wide = (x if x.dtype.scalar.is_fp32() else self.create_fp_ext(x, c.dtype.scalar) for x in (a, b))
     product = np.matmul(*(x.data.astype(np.float64) for x in wide))

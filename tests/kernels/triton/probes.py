@@ -1,4 +1,4 @@
-"""Kernels that expose parts of other kernels, random cases, and numbers of seeds, for tests only."""
+"""Kernels that make parts of other kernels testable, random cases, and numbers of seeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def seeds(default: int) -> list[object]:
-    """Values for ``pytest.mark.parametrize``: seeds for default and nightly runs."""
+    """Values for ``pytest.mark.parametrize``: ``default`` seeds, and more seeds in nightly runs."""
     return [default, pytest.param(20 * default, marks=pytest.mark.nightly)]
 
 
@@ -42,14 +42,14 @@ def _noise_of(out_ptr: tl.tensor, words_ptr: tl.tensor, NUM: tl.constexpr) -> No
 
 
 def random_words(seed: int, position: int, first: int, device: torch.device) -> Tensor:
-    """int64 [64]: random words of ids ``first`` and following; ``seed`` as int64."""
+    """int64 [64]: random words of the ids from ``first`` on. ``seed`` is an int64."""
     out = torch.zeros(64, dtype=torch.int64, device=device)
     _words_of[(1,)](out, torch.tensor([seed], device=device), position, first, NUM=64)
     return out
 
 
 def rough_noise(words: Tensor) -> Tensor:
-    """float32 noise for int64 ``words``, whose number is a power of 2."""
+    """float32 noise for int64 ``words``. The number of words must be a power of 2."""
     out = torch.zeros(len(words), dtype=torch.float32, device=words.device)
     _noise_of[(1,)](out, words, NUM=len(words))
     return out

@@ -1,4 +1,4 @@
-"""Tiny models with quantised layers, each with a twin that has the same numbers dequantised."""
+"""Tiny models with quantised layers. Each has a twin with the same weights, dequantised."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.models.tiny import tiny_hf_model
 __all__ = ["Pack", "model_pair", "packed_words", "parameters", "rewrite"]
 
 Pack = Callable[[Tensor], tuple[Mapping[str, Tensor], Tensor]]
-"""Weight float32 [out, in] -> (tensors stored instead of ``weight``, dequantised weight)."""
+"""Function from a weight, float32 [out, in], to (tensors stored instead of ``weight``, dequantised weight)."""
 
 
 def model_pair(
     tmp_path: Path, settings: Mapping[str, Any], pack: Pack, *, family: str = "llama", **overrides: Any
 ) -> tuple[Path, Path]:
-    """Directories of a model with quantised projections, and of its twin in float32."""
+    """Write a model with quantised projections, and its twin in float32. Returns both directories."""
     twin = tiny_hf_model(tmp_path, family, **{"intermediate_size": 128, "num_hidden_layers": 2, **overrides})
     quantised = tmp_path / "quantised"
     shutil.copytree(twin, quantised)
@@ -46,7 +46,7 @@ def model_pair(
 
 
 def rewrite(model_dir: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Change the tensors of a directory."""
+    """Read all tensors of a directory, apply ``change`` to them, and write them again."""
     path = model_dir / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
@@ -54,7 +54,7 @@ def rewrite(model_dir: Path, change: Callable[[dict[str, Tensor]], object]) -> N
 
 
 def packed_words(codes: Tensor, bits: int) -> Tensor:
-    """Codes [rows, columns] in int32 words along the columns, lowest first: [rows, columns * bits / 32]."""
+    """Pack codes [rows, columns] into int32 words along the columns, lowest bits first: [rows, columns * bits / 32]."""
     per_word = 32 // bits
     wide = codes.long().view(len(codes), -1, per_word)
     words = sum(wide[:, :, i] << (bits * i) for i in range(per_word))
@@ -63,6 +63,6 @@ def packed_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def parameters(model_dir: Path) -> dict[str, Tensor]:
-    """Every parameter in float32, as plain layers hold it."""
+    """Every parameter of a directory's model in float32, with the names of plain layers."""
     model = load_model(model_dir, read_config(model_dir), "float32", weight_format=PLAIN)
     return dict(model.named_parameters())

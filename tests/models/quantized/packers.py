@@ -1,4 +1,4 @@
-"""Packers for GPTQ, AWQ and fp8 layers, written from the descriptions of the formats, mostly number by number."""
+"""Packers for GPTQ, AWQ and fp8 layers, written from the descriptions of the formats, mostly one element at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["awq", "block_fp8", "gptq", "tensor_fp8"]
 
 
 def _random_codes(weight: Tensor, groups: int, bits: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [out, in], scales [out, groups] of float16, zeros [out, groups]."""
+    """(codes [out, in], float16 scales [out, groups], zero points [out, groups]), all random."""
     generator = torch.Generator().manual_seed(weight.shape[1] + int(weight[0, 0].abs() * 1e6))
     n, k = weight.shape
     codes = torch.randint(0, 1 << bits, (n, k), generator=generator)
@@ -26,7 +26,8 @@ def _random_codes(weight: Tensor, groups: int, bits: int, symmetric: bool) -> tu
 def gptq(
     bits: int = 4, group: int = 32, *, symmetric: bool = True, order: str = "", v2: bool = False
 ) -> tuple[Any, Pack]:
-    """Settings and a packer. ``order``: ``given`` stores a g_idx of consecutive groups, ``random`` a shuffled one."""
+    """Returns (settings, packer). ``order`` selects the stored g_idx: ``given`` for consecutive groups, ``random`` for
+    a shuffled one, empty for none."""
     settings = {
         "quant_method": "gptq",
         "bits": bits,
@@ -62,7 +63,8 @@ def awq(group: int = 32) -> tuple[Any, Pack]:
     places = [0, 4, 1, 5, 2, 6, 3, 7]
 
     def words(values: Tensor) -> Tensor:
-        """[inputs, outputs] -> [inputs, outputs / 8]: output n in nibble ``places[n % 8]``."""
+        """Pack [inputs, outputs] into words [inputs, outputs / 8]. Output n is in nibble ``places[n % 8]`` of its
+        word."""
         stored = torch.zeros_like(values)
         for n in range(values.shape[1]):
             stored[:, n // 8 * 8 + places[n % 8]] = values[:, n]

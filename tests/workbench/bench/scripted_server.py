@@ -18,13 +18,13 @@ PATIENCE = 120.0
 
 @dataclasses.dataclass
 class Exchange:
-    """One POST, and methods to answer it."""
+    """One POST request, with methods to respond to it."""
 
     number: int
-    """Index among all POSTs, from 0."""
+    """Index of the request among all POSTs, from 0."""
     body: dict[str, Any]
     seen: float
-    """Time at which its headers had arrived, on the clock of ``time.perf_counter``."""
+    """Time at which the request's headers had arrived, on the clock of ``time.perf_counter``."""
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     left: bool = False
@@ -37,7 +37,7 @@ class Exchange:
         return len((messages[0]["content"] if messages else self.body["prompt"]).split())
 
     def head(self, status: str = "200 OK", kind: str = "text/event-stream", more: str = "") -> None:
-        """Send the reply's headers; the body is chunked."""
+        """Send the headers of the response. The body is chunked."""
         head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n{more}\r\n"
         self.writer.write(head.encode())
 
@@ -48,7 +48,7 @@ class Exchange:
         self.chunk(b"")
 
     def refuse(self, status: str, message: str) -> None:
-        """An OpenAI error."""
+        """Respond with an OpenAI error."""
         self.head(status, "application/json")
         self.chunk(json.dumps({"error": {"message": message, "code": "scripted"}}).encode())
         self.end()
@@ -70,7 +70,7 @@ def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, 
 
 
 async def answer(exchange: Exchange) -> None:
-    """Send the requested number of tokens, with the extras of the request's stream options."""
+    """Send the requested number of tokens, and what the request's stream options ask for."""
     body, prompt = exchange.body, exchange.body.get("prompt")
     read = len(prompt) if isinstance(prompt, list) else exchange.words
     options = body.get("stream_options", {})
@@ -89,7 +89,7 @@ async def answer(exchange: Exchange) -> None:
 
 
 class ScriptedServer:
-    """Answers /v1/models, and runs a script for every POST. ``exchanges`` are all POSTs so far."""
+    """A server that responds to /v1/models, and runs a script for every POST. ``exchanges`` are all POSTs so far."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class ScriptedServer:
         self._server: asyncio.Server | None = None
 
     def stop_listening(self) -> None:
-        """Refuse connections from now on; called by a script."""
+        """Refuse connections from now on. A script may call this."""
         if self._server is not None:
             self._server.close()
 

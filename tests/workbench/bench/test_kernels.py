@@ -195,7 +195,7 @@ def test_a_timed_attention_covers_its_sequences(queries: int, shuffled: bool) ->
     run()
     (_, _, _, layers), (_, out) = run.kept  # type: ignore[attr-defined]
     assert layers[1].kv - layers[0].kv >= kv_bytes(TINY, batch, context, torch.float32)
-    table = run.batch._kept.block_tables[0]  # type: ignore[attr-defined]
+    table = run.batch._arrays.block_tables[0]  # type: ignore[attr-defined]
     assert sorted(table.ravel()) == list(range(layers[0].num_blocks)) == list(range(3 * 3))
     assert (table.ravel().tolist() == sorted(table.ravel())) == (not shuffled)
     assert kv_bytes(TINY, batch, context, torch.float32) == 2 * 9 * BLOCK_SIZE * 2 * 32 * 4

@@ -243,8 +243,8 @@ def test_a_server_that_goes_away_refuses() -> None:
 @pytest.mark.parametrize(
     ("make", "plan", "complaint"),
     [
-        (lambda: ScriptedServer(key="sk-1"), {}, "wants an API key"),
-        (lambda: ScriptedServer(key="sk-1"), {"api_key": "sk-2"}, "wants an API key"),
+        (lambda: ScriptedServer(key="sk-1"), {}, "needs an API key"),
+        (lambda: ScriptedServer(key="sk-1"), {"api_key": "sk-2"}, "needs an API key"),
         (lambda: ScriptedServer(), {"model": "other"}, "has no model 'other'; it has scripted"),
         (lambda: ScriptedServer(too_many), {}, "takes no requests now"),
         (lambda: ScriptedServer(server_error), {}, "refuses even the simplest request: HTTP 500: it broke"),

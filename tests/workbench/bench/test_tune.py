@@ -121,7 +121,7 @@ def lab(path: Path, traffic: Traffic, machine: Machine) -> Lab:
     """One that knows the truth about the machine."""
     state = State(path, {})
     state.deployment = machine.deployment
-    made = Lab(state, machine.make_core, {}, most_rows=64, on_trial=lambda: None)
+    made = Lab(state, machine.make_core, {}, max_rows=64, on_trial=lambda: None)
     made.traffic = traffic
     return made
 

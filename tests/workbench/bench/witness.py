@@ -1,7 +1,7 @@
-"""A proxy that records the times of events: raw sockets, a monotonic clock, its own process.
+"""A proxy that records the times of stream events, with raw sockets, a monotonic clock and its own process.
 
-It shares no code and no interpreter lock with the measured client. It parses HTTP chunks and their events itself, after
-it has forwarded them. The number of tokens in an answer is taken from the request, so it must be exact
+The proxy shares no code and no interpreter lock with the measured client. It parses HTTP chunks and their events
+itself, after it has forwarded them. It takes the number of output tokens from the request, so this number must be exact
 (``ignore_eos``).
 """
 
@@ -22,21 +22,21 @@ __all__ = ["Sighting", "Witness", "witnessing"]
 
 @dataclasses.dataclass
 class Sighting:
-    """One connection. Times in seconds of the monotonic clock."""
+    """Record of one connection. Times are in seconds of the monotonic clock."""
 
     began: float
-    """Time at which it was opened."""
+    """Time at which the connection was opened."""
     request: bytes = b""
     reply: bytes = b""
     choices: list[float] = dataclasses.field(default_factory=list)
-    """Times at which events with a choice were forwarded: a token, or the end of the answer."""
+    """Times at which events with a choice were forwarded. Such an event is a token or the end of the output."""
     seen: int = 0
-    """Bytes of the reply that are parsed."""
+    """Number of bytes of the response that have been parsed."""
     events: bytes = b""
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Numbers of prompt tokens and of requested output tokens."""
+        """(number of prompt tokens, number of requested output tokens)."""
         body = json.loads(self.request.partition(b"\r\n\r\n")[2])
         return len(body["prompt"]), body["max_tokens"]
 
@@ -49,7 +49,7 @@ class Sighting:
         return (self.choices[-1] - self.choices[0]) / (self.lengths[1] - 1)
 
     def take(self, data: bytes, now: float) -> None:
-        """Parse bytes of the reply, which were forwarded at ``now``."""
+        """Parse bytes of the response, which were forwarded at ``now``."""
         self.reply += data
         if not self.seen:
             head = self.reply.find(b"\r\n\r\n")
@@ -70,7 +70,8 @@ class Sighting:
 
 
 def _stand(port: int, ours: Connection) -> None:
-    """Forward everything to ``port`` until told to stop, then send the records."""
+    """Main function of the proxy's process: forward everything to ``port`` until a message says stop, then send the
+    records."""
     selector, sightings = selectors.DefaultSelector(), []
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     selector.register(listener, selectors.EVENT_READ)
@@ -97,7 +98,7 @@ def _accept(selector: selectors.BaseSelector, listener: socket.socket, port: int
 
 
 def _pass_on(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-    """Forward bytes. The time is taken when they leave, so that the proxy's own delay is excluded."""
+    """Forward bytes. Their time is taken when they are sent on, so that the proxy's own delay is not measured."""
     sock, (sighting, other, is_reply) = key.fileobj, key.data
     assert isinstance(sock, socket.socket)
     data = b""
@@ -119,7 +120,7 @@ def _pass_on(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> No
 
 
 class Witness:
-    """Forwards between a client and the server at ``port`` of this machine until its records are read."""
+    """A proxy between a client and the server at ``port`` of this machine. It forwards until its records are read."""
 
     def __init__(self, port: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -129,7 +130,7 @@ class Witness:
         self.url = f"http://127.0.0.1:{self._pipe.recv()}"
 
     def sightings(self) -> list[Sighting]:
-        """Records of all connections, in order. The witness stops recording afterwards."""
+        """Records of all connections, in order. The proxy stops recording afterwards."""
         self._pipe.send(None)
         seen: list[Sighting] = self._pipe.recv()
         return seen
@@ -137,7 +138,7 @@ class Witness:
 
 @contextlib.contextmanager
 def witnessing(port: int) -> Iterator[Witness]:
-    """A witness in front of a server of this machine."""
+    """Run a :class:`Witness` in front of a server of this machine."""
     witness = Witness(port)
     try:
         yield witness

@@ -1,0 +1,217 @@
+"""A model of transformers as the trainer sees it: packed by :func:`patch_hf`, and refused where sequences leak.
+
+transformers has far more families than Chairlift computes natively. Its layers are run as they are, so what keeps the
+sequences of a row apart is tested on the model itself before the first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chairlift.errors import ConfigError, ModelLoadError
+from chairlift.train.checkpoint import ModelFiles, copy_files
+from chairlift.train.isolation import IsolationReport, check_isolation
+from chairlift.train.layout import Pack
+from chairlift.train.varlen import patch_hf
+
+__all__ = ["TransformersNetwork", "TransformersShape", "load_for_training", "read_shape"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersShape:
+    """Facts about a model of transformers that are known before its weights are."""
+
+    model_type: str
+    architecture: str
+    """Name of the class in transformers."""
+    vocab_size: int
+    hidden_size: int
+    raw: Mapping[str, Any]
+    """Content of ``config.json``."""
+
+
+def read_shape(raw: Mapping[str, Any], where: str) -> TransformersShape:
+    """Read ``config.json`` as transformers does. ``where`` names it in messages.
+
+    Raises ModelLoadError when transformers is not installed, does not know the model as a causal language model or does
+    not accept the file, and for weights that are quantised and code of the directory's own, which is never run.
+    """
+    model_type = raw.get("model_type")
+    if importlib.util.find_spec("transformers") is None:
+        raise ModelLoadError(
+            f"{where}: model_type {model_type!r:.80} has no native implementation, and transformers is not installed;"
+            " pip install 'chairlift[hf]'"
+        )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type))
+    if not isinstance(model_type, str) or not isinstance(architecture, str):
+        raise ModelLoadError(
+            f"{where}: model_type {model_type!r:.80} is no causal language model that Chairlift or this version of"
+            " transformers knows; use another, or another version of transformers"
+        )
+    if raw.get("quantization_config"):
+        raise ModelLoadError(f"{where}: the weights are quantised, and training needs whole ones; use the original")
+    code = (raw.get("auto_map") or {}).get("AutoModelForCausalLM")
+    if code is not None and str(code).rpartition(".")[2].lower() != architecture.lower():
+        raise ModelLoadError(
+            f"{where}: the model needs code from its own directory (auto_map: {code!r:.80}), which is never run; use a"
+            " version of the model in a standard format"
+        )
+    text = _config(model_type, raw, where).get_text_config()
+    sizes = {name: getattr(text, name, None) for name in ("vocab_size", "hidden_size")}
+    checked = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 0}
+    if wrong := sorted(sizes.keys() - checked.keys()):
+        raise ModelLoadError(f"{where}: {wrong[0]} is {sizes[wrong[0]]!r:.80}; it must be a number above 0")
+    return TransformersShape(model_type=model_type, architecture=architecture, raw=raw, **checked)
+
+
+def _config(model_type: str, raw: Mapping[str, Any], where: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[model_type].from_dict({key: value for key, value in raw.items() if key != "auto_map"})
+    except Exception as error:  # errors of huggingface_hub's validation, or of a class that reads an unexpected value
+        reason = " ".join(str(error).split())[:300]
+        raise ModelLoadError(f"{where}: transformers does not accept it ({type(error).__name__}: {reason})") from None
+
+
+def load_for_training(shape: TransformersShape, path: Path | None) -> Any:
+    """The model in float32, from the directory ``path``, or with fresh weights from PyTorch's generator.
+
+    Raises ModelLoadError for weights that are missing or do not fit.
+    """
+    import transformers
+
+    from chairlift.models.fallback.loading import quiet
+
+    made = getattr(transformers, shape.architecture)
+    config = _config(shape.model_type, shape.raw, shape.model_type)
+    if path is None:
+        return made._from_config(config, dtype=torch.float32)
+    try:
+        with quiet():
+            model, info = made.from_pretrained(
+                path, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+            )
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelLoadError(f"{path}: transformers cannot load the weights ({reason})") from None
+    if missing := sorted(info["missing_keys"]):
+        raise ModelLoadError(
+            f"{path}: {len(missing)} weights are missing ({', '.join(missing[:3])}); check that config.json and the"
+            " weights belong together"
+        )
+    return model
+
+
+class TransformersNetwork:
+    """A :class:`~chairlift.train.networks.Network` of a causal language model of transformers (5.0 or later).
+
+    :func:`patch_hf` lets it attend sequence by sequence. Where that is refused, its own attention runs, which takes the
+    boundaries from positions that restart. Either way :func:`check_isolation` must find the packed sequences apart, or
+    ConfigError is raised with its report: a model that leaks is not trained.
+    """
+
+    drops = True
+    section = "model"
+
+    def __init__(self, model: Any) -> None:
+        """``model`` has float32 weights, which are changed in place."""
+        self.module: nn.Module = model
+        self.model = model
+        self.trained: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        taken = inspect.signature(model.forward).parameters
+        self._gives_positions = "position_ids" in taken
+        self._keeps_rows = "logits_to_keep" in taken
+        self._no_cache = {"use_cache": False} if "use_cache" in taken else {}
+        self.report, self.is_patched = self._apart()
+
+    def _apart(self) -> tuple[IsolationReport, bool]:
+        """Find a way in which packed sequences are apart, and leave the model in it."""
+        patch = None
+        try:
+            patch = patch_hf(self.model)
+            report = check_isolation(self.model, forward=self._forward)
+        except ConfigError as error:
+            refused = f"patch_hf refuses it: {error}"
+        else:
+            if report:
+                return report, True
+            refused = str(report)
+        if patch is not None:
+            patch.remove()
+        own = check_isolation(self.model, forward=self._forward)
+        if not own:
+            raise ConfigError(f"{own}\n  {refused}\nnothing was trained; use another model")
+        return own, False
+
+    def _forward(self, batch: Mapping[str, Any], rows: Tensor | None = None) -> Tensor:
+        """Logits [R, V] of some rows of a collated pack, or of all."""
+        given = {"input_ids": batch["input_ids"], **self._no_cache}
+        if self._gives_positions:
+            given["position_ids"] = batch["position_ids"]
+        if rows is not None and self._keeps_rows:
+            given["logits_to_keep"] = rows
+        logits: Tensor = self.module(**given).logits[0]
+        return logits if rows is None or self._keeps_rows else logits[rows]
+
+    def logits(self, batch: Mapping[str, Tensor], pack: Pack, rows: Tensor) -> Tensor:
+        """Logits [R, V], of the head's product for these rows only where the model has ``logits_to_keep``."""
+        return self._forward(batch, rows)
+
+    def branches(self) -> Iterable[nn.Module]:
+        """Raises ConfigError: these models drop by themselves, as their config says."""
+        raise ConfigError(
+            "training.dropout is for native models; a model of transformers drops what its config.json says"
+            " (attention_dropout, resid_pdrop, ...): set it there, and training.dropout to 0"
+        )
+
+    @contextlib.contextmanager
+    def recomputed(self) -> Iterator[None]:
+        """Gradient checkpointing by transformers. Raises ConfigError for a model that does not have it."""
+        if not self.model.supports_gradient_checkpointing:
+            raise ConfigError(f"{type(self.model).__name__} has no gradient_checkpointing; set it to false")
+        name = "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"  # until 5.23
+        getattr(self.model, f"{name}_checkpointing_enable")({"use_reentrant": False})
+        try:
+            yield
+        finally:
+            getattr(self.model, f"{name}_checkpointing_disable")()
+
+    def settings(self) -> None:
+        """The model is trained whole."""
+
+    def write(self, directory: Path, files: ModelFiles) -> None:
+        """Write the directory by ``save_pretrained``, with weights of the dtype of ``files`` and its tokenizer."""
+        from chairlift.models.fallback.loading import quiet
+
+        cast: dict[int, Tensor] = {}  # a tensor with two names stays one
+        tensors = {
+            name: cast.setdefault(value.data_ptr(), value.detach().to(files.dtype)) if value.numel() else value
+            for name, value in self.model.state_dict().items()
+        }
+        directory.mkdir(parents=True, exist_ok=True)
+        with quiet():
+            self.model.save_pretrained(directory, state_dict=tensors)
+        for path in directory.glob("*.safetensors"):
+            path.chmod(0o644)  # the library writes it for the owner only
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config["dtype"] = str(files.dtype).removeprefix("torch.")
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        copy_files(files, directory)
+
+    def __str__(self) -> str:
+        how = "patch_hf" if self.is_patched else "its own attention, told by positions"
+        return f"{type(self.model).__name__} of transformers, sequences apart by {how} ({max(self.report.alone):.0e})"

@@ -1,0 +1,183 @@
+"""GRPO with asynchronous rollouts, on a task that a program can check: answers whose words have no letter "e".
+
+The bundled model goes on with a few beginnings of texts; an answer's reward is the share of its words without an "e".
+Rollouts come from an ``LLM`` that gets new weights after every step (``AsyncLoop``), and may be one version older than
+the weights they train (``StalenessGate``); importance ratios correct for that. The reward is measured before and after,
+on answers that are not trained on. With ``--shuffle`` rewards go to wrong answers, and nothing may be learnt.
+
+    python examples/grpo.py --steps 12 --seed 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import math
+import random
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chairlift import LLM, SamplingParams
+from chairlift.kernels.weights import PLAIN
+from chairlift.models.checkpoint import hf_state_dict
+from chairlift.models.loader import load_model
+from chairlift.models.model_files import read_config
+from chairlift.rollout import RolloutGenerator
+from chairlift.train import AsyncLoop, PackCollator, PackStream, Rollout, StalenessGate
+from chairlift.train.layout import Pack
+from chairlift.train.staleness import Selection
+from chairlift.train.varlen import VarlenContext
+
+PROMPTS = ("A cat and a dog", "Name a colour.", "Give me three numbers.", "Sing a song.")
+GROUP = 8
+"""Answers per prompt, whose mean reward is the baseline."""
+TOKENS = 12
+"""Tokens per answer."""
+CLIP = 0.2
+"""A ratio farther from 1 than this, in the direction that pays, has no gradient (PPO)."""
+
+
+def reward(text: str) -> float:
+    """Share of the words without an "e"; 0 without words."""
+    words = re.findall("[a-z]+", text.lower())
+    return statistics.fmean("e" not in word for word in words) if words else 0.0
+
+
+class GRPO:
+    """Group-relative policy optimisation (Shao et al., 2024): policy, optimiser and the loss of a step."""
+
+    def __init__(self, model_dir: Path, llm: LLM, *, rate: float, shuffle: bool, seed: int) -> None:
+        self.policy = load_model(model_dir, read_config(model_dir), torch.float32, weight_format=PLAIN).train()
+        self.policy.requires_grad_(True)
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.llm, self.shuffle, self.random = llm, shuffle, random.Random(seed)
+        self.collate = PackCollator()
+
+    def weights(self) -> dict[str, Tensor]:
+        """What the generator gets after each step."""
+        return hf_state_dict(self.policy)
+
+    def advantages(self, rollouts: Sequence[Rollout]) -> tuple[list[float], list[float]]:
+        """Rewards, and by how many standard deviations each is above the mean of its prompt's answers."""
+        texts = [self.llm.tokenizer.decode(list(rollout.tokens)) for rollout in rollouts]
+        rewards = [reward(text) for text in texts]
+        credited = self.random.sample(rewards, len(rewards)) if self.shuffle else rewards
+        groups: dict[tuple[int, ...], list[float]] = collections.defaultdict(list)
+        for rollout, value in zip(rollouts, credited, strict=True):
+            groups[tuple(rollout.prompt)].append(value)
+        found = []
+        for rollout, value in zip(rollouts, credited, strict=True):
+            group = groups[tuple(rollout.prompt)]
+            found.append((value - statistics.fmean(group)) / (statistics.pstdev(group) + 1e-3))
+        return rewards, found
+
+    def step(self, selection: Selection) -> dict[str, Any]:
+        """One optimiser step on packed rollouts; returns its figures."""
+        rollouts: list[Rollout] = selection.samples
+        rewards, advantages = self.advantages(rollouts)
+        rows = [rollout.sequence(1.0) for rollout in rollouts]
+        for row, advantage in zip(rows, advantages, strict=True):
+            row["advantage"] = advantage
+        (packs,) = PackStream(rows, capacity=512, step=f"sequences:{len(rows)}").steps()
+        self.optimizer.zero_grad(set_to_none=True)
+        parts = [self._learn(pack, packs[0].step_weight) for pack in packs]
+        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0))
+        self.optimizer.step()
+        totals = [math.fsum(column) for column in zip(*parts, strict=True)]
+        return {
+            "reward": statistics.fmean(rewards),
+            "staleness": statistics.fmean(selection.staleness),
+            "drift": totals[0] / packs[0].step_weight,
+            "clipped": totals[1] / packs[0].step_weight,
+            "grad_norm": norm,
+        }
+
+    def _learn(self, pack: Pack, targets: float) -> tuple[float, float]:
+        """Add the gradient of a pack. Returns sums over its targets: drift, and clipped ones.
+
+        Drift is an estimate of KL(generator's weights || these), ratio - 1 - log(ratio) per token.
+        """
+        batch = self.collate(pack)
+        ids = batch["input_ids"][0]
+        hidden = self.policy(ids, batch["position_ids"][0], VarlenContext(pack.layout.cu_seqlens))
+        is_target = torch.from_numpy(pack.weights > 0)[1:]
+        logprobs = self.policy.compute_logits(hidden[:-1][is_target]).float().log_softmax(-1)
+        now = logprobs.gather(1, ids[1:][is_target, None])[:, 0]
+        before = torch.tensor([value for meta in pack.meta for value in meta["logprobs"]])[1:][is_target]
+        lengths = torch.tensor(pack.lengths)
+        advantage = torch.tensor([meta["advantage"] for meta in pack.meta]).repeat_interleave(lengths)[1:][is_target]
+        ratio = (now - before).exp()
+        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+        (-gain.sum() / targets).backward()
+        with torch.no_grad():
+            drift = (ratio - 1 - (now - before)).sum()
+            clipped = ((gain < ratio * advantage).sum()).float()
+        return float(drift), float(clipped)
+
+
+def measured(llm: LLM, count: int) -> list[float]:
+    """Rewards of ``count`` fresh answers per prompt. The seeds are the same each time, and not those of training."""
+    params = [SamplingParams(temperature=1.0, max_tokens=TOKENS, seed=10_000_000 + i) for i in range(count)]
+    outputs = llm.generate([prompt for prompt in PROMPTS for _ in params], params * len(PROMPTS))
+    return [reward(output.outputs[0].text) for output in outputs]
+
+
+def train(
+    model_dir: Path, *, steps: int, seed: int, shuffle: bool, rate: float = 2e-4, bound: int = 1
+) -> dict[str, Any]:
+    """Train, and return the rewards before and after with the rise in standard errors, and the figures of each step."""
+    torch.manual_seed(seed)
+    llm = LLM(model_dir, dtype="float32", num_kv_blocks=256, max_num_seqs=len(PROMPTS) * GROUP)
+    before = measured(llm, 32)
+    learner = GRPO(model_dir, llm, rate=rate, shuffle=shuffle, seed=seed)
+    batch = len(PROMPTS) * GROUP
+    gate = StalenessGate(bound, batch, "wait")
+    prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS for _ in range(GROUP)]
+    params = SamplingParams(temperature=1.0, max_tokens=TOKENS, seed=1_000_000 * seed)
+    loop = AsyncLoop(
+        RolloutGenerator(llm, params), learner.step, gate, itertools.cycle(prompts), weights=learner.weights
+    )
+    figures = loop.run(steps)
+    after = measured(llm, 32)
+    error = math.sqrt(statistics.variance(before) / len(before) + statistics.variance(after) / len(after))
+    means = [statistics.fmean(before), statistics.fmean(after)]
+    return {
+        "before": means[0],
+        "after": means[1],
+        "standard_errors": (means[1] - means[0]) / error,
+        "stalest": loop.stats().gate.staleness_max,
+        "steps": figures,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("chairlift/assets"), help="model directory")
+    parser.add_argument("--steps", type=int, default=12, help="optimiser steps")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the rollouts")
+    parser.add_argument("--bound", type=int, default=1, help="versions that a rollout may be old")
+    parser.add_argument("--shuffle", action="store_true", help="give rewards to wrong answers")
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    args = parser.parse_args()
+    result = train(args.model, steps=args.steps, seed=args.seed, shuffle=args.shuffle, bound=args.bound)
+    if args.json:
+        print(json.dumps(result))
+        return
+    for number, step in enumerate(result["steps"], 1):
+        print(f"step {number:2}: " + ", ".join(f"{name} {value:.3f}" for name, value in step.items()))
+    print(
+        f"reward {result['before']:.3f} before, {result['after']:.3f} after: {result['standard_errors']:+.1f} standard "
+        f"errors; rollouts were at most {result['stalest']} versions old"
+    )
+
+
+if __name__ == "__main__":
+    main()

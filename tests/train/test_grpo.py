@@ -1,0 +1,76 @@
+"""The worked example of ``AsyncLoop``: a reward rises because of the rewards, and by nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from chairlift.kernels.weights import PLAIN
+from chairlift.models.loader import load_model
+from chairlift.models.model_files import read_config
+from chairlift.train import PackStream, Rollout
+from chairlift.train.varlen import VarlenContext
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "chairlift" / "assets"
+
+
+@pytest.fixture(scope="module")
+def grpo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("grpo", ROOT / "examples" / "grpo.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(3))
+def test_the_reward_rises_and_does_not_when_rewards_are_shuffled(grpo: ModuleType, seed: int) -> None:
+    learnt = grpo.train(MODEL, steps=10, seed=seed, shuffle=False)
+    assert learnt["standard_errors"] >= 4
+    assert 0 < learnt["stalest"] <= 1
+    assert max(step["drift"] for step in learnt["steps"]) > 0
+    shuffled = grpo.train(MODEL, steps=10, seed=seed, shuffle=True)
+    assert shuffled["standard_errors"] < 4 < learnt["standard_errors"] - shuffled["standard_errors"]
+
+
+def test_the_gradient_of_packed_rollouts_is_that_of_the_objective(grpo: ModuleType) -> None:
+    """Against the definition, one rollout at a time: min(ratio * A, clip(ratio) * A), a mean over all tokens."""
+    policy: Any = load_model(MODEL, read_config(MODEL), torch.float32, weight_format=PLAIN)
+    policy.requires_grad_(True)
+    generator = torch.Generator().manual_seed(0)
+    rollouts, advantages = [], [1.0, -0.5, 2.0]
+    for index, (prompt, length) in enumerate(((3, 5), (6, 2), (2, 7))):
+        ids = torch.randint(2, 900, (prompt + length,), generator=generator)
+        with torch.no_grad():
+            logprobs = policy.compute_logits(policy(ids, torch.arange(len(ids)), VarlenContext((0, len(ids)))))
+            logprobs = logprobs.log_softmax(-1)[prompt - 1 : -1].gather(1, ids[prompt:, None])[:, 0]
+        noise = 0.3 * torch.randn(length, generator=generator)  # the generator's weights were older
+        rollouts.append(Rollout(index, ids[:prompt].tolist(), ids[prompt:].tolist(), (logprobs + noise).tolist()))
+    targets = sum(len(rollout.tokens) for rollout in rollouts)
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        ids = torch.tensor([*rollout.prompt, *rollout.tokens])
+        logits = policy.compute_logits(policy(ids, torch.arange(len(ids)), VarlenContext((0, len(ids)))))
+        rows = logits[len(rollout.prompt) - 1 : -1]
+        now = -functional.cross_entropy(rows, ids[len(rollout.prompt) :], reduction="none")
+        ratio = (now - torch.tensor(rollout.logprobs)).exp()
+        clipped = ratio.clamp(0.8, 1.2)
+        (-torch.minimum(ratio * advantage, clipped * advantage).sum() / targets).backward()
+    expected = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    assert any(p.abs().max() > 0 for p in expected.values())
+    policy.zero_grad(set_to_none=True)
+    learner = grpo.GRPO.__new__(grpo.GRPO)
+    learner.policy, learner.collate = policy, grpo.PackCollator()
+    rows = [rollout.sequence(1.0) | {"advantage": a} for rollout, a in zip(rollouts, advantages, strict=True)]
+    for pack in PackStream(rows, capacity=16):
+        learner._learn(pack, targets)
+    for name, value in expected.items():
+        difference = (policy.get_parameter(name).grad - value).norm()
+        assert difference <= 3e-6 * value.norm() + 1e-9, name

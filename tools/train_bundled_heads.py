@@ -1,0 +1,96 @@
+"""Makes chairlift/assets/medusa: Medusa heads for the bundled model, from what it answers itself.
+
+::
+
+    python -m tools.train_bundled_heads                     # about five minutes on one CPU core
+
+The questions are variations of the guide's wordings, as the model was trained with, but others; held-back wordings are
+left out. The model answers them greedily (``chairlift generate``), and tools/bundled_heads.yaml is the configuration of
+the run for ``chairlift train``. An interrupted run continues when it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from chairlift.cli.main import main as chairlift
+from chairlift.train.config import TrainConfig
+from chairlift.train.run import train
+from chairlift.train.trainer import StepResult, Trainer
+from tools.guide import read_guide
+from tools.train_bundled_model import ASSETS_DIR, ROOT, Curriculum
+
+CONFIG_FILE = ROOT / "tools" / "bundled_heads.yaml"
+WORK_DIR = ROOT / "build" / "bundled-heads"
+HEADS_DIR = ASSETS_DIR / "medusa"
+FILES = ("config.json", "medusa_lm_head.safetensors")
+NUM_QUESTIONS = 6000
+SEED = 1
+"""Another one than the model's, so that questions are worded in other ways."""
+
+
+def write_answers(path: Path, count: int) -> None:
+    """Let the model answer ``count`` questions, each entry of the guide about equally often."""
+    entries, rng = read_guide(), random.Random(SEED)
+    backend = tokenizers.Tokenizer.from_file(str(ASSETS_DIR / "tokenizer.json"))
+    questions = Curriculum(entries, backend, rng)
+    asked = path.with_name("questions.jsonl")
+    with asked.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            text = questions.wording(entries[number % len(entries)])
+            file.write(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n")
+    partial = path.with_suffix(".partial")
+    command = ["generate", "--prompts-file", str(asked), "--max-tokens", "400", "--quiet", "--force"]
+    if chairlift([*command, "-o", str(partial)]):
+        raise SystemExit("some questions were not answered")
+    partial.rename(path)
+
+
+def train_heads(work: Path, overrides: Sequence[str] = (), count: int = NUM_QUESTIONS) -> Path | None:
+    """Train in the directory ``work``, continuing an earlier run there. Returns the heads, if they are complete."""
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / "answers.jsonl").is_file():
+        write_answers(work / "answers.jsonl", count)
+    own = (f"model.path={ASSETS_DIR}", f"data.files={work / 'answers.jsonl'}", f"output={work}")
+    outcome = train(TrainConfig.from_file(CONFIG_FILE, [*own, *overrides]), on_step=_tell)
+    return outcome.directory if outcome.finished else None
+
+
+def copy_heads(trained: Path, output: Path) -> None:
+    """Copy the files that serve, without a path of the machine that trained them."""
+    output.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        shutil.copyfile(trained / name, output / name)
+    config = json.loads((output / "config.json").read_text(encoding="utf-8"))
+    text = json.dumps(config | {"base_model_name_or_path": "bundled"}, indent=2)
+    (output / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _tell(result: StepResult, trainer: Trainer) -> None:
+    if result.step % 50 == 0 or result.step == trainer.config.steps:
+        print(f"step {result.step}/{trainer.config.steps}  loss {result.loss:.4f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--output", type=Path, default=HEADS_DIR, help="directory to write")
+    parser.add_argument("--work", type=Path, default=WORK_DIR, help="directory for answers and checkpoints")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for chairlift train")
+    args = parser.parse_args()
+    trained = train_heads(args.work, args.set)
+    if trained is None:
+        print("stopped; start it again to go on")
+        return
+    copy_heads(trained, args.output)
+    print(f"wrote {args.output}")
+
+
+if __name__ == "__main__":
+    main()
