@@ -84,12 +84,16 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--count", type=int, default=192, help="requests of a trace")
-    parser.add_argument("--rows", type=int, default=32, help="most requests in a batch")
+    parser.add_argument("--count", type=int, default=192, help="requests per trace")
+    parser.add_argument("--rows", type=int, default=32, help="maximum number of requests in a batch")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--load", type=float, default=0.8, help="arrivals, as a part of what whole sequences allow")
-    parser.add_argument("--wait-ms", type=float, default=20.0, help="longest wait for a full batch of sequences")
+    parser.add_argument(
+        "--load", type=float, default=0.8, help="arrival rate, as a fraction of the capacity with whole sequences"
+    )
+    parser.add_argument(
+        "--wait-ms", type=float, default=20.0, help="maximum time to wait for a full batch of sequences"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=1000)
     parser.add_argument("--size", choices=tuple(_SIZES), default="minilm")
     parser.add_argument("--median", type=float, default=60.0, help="median length in tokens")
-    parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of lengths")
+    parser.add_argument("--sigma", type=float, default=0.8, help="standard deviation of the logarithm of lengths")
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=600)
     parser.add_argument("--load", type=float, default=0.85)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--kv-cache-memory-bytes", type=int, help="less memory, so that somebody is preempted")
+    parser.add_argument("--kv-cache-memory-bytes", type=int, help="bytes of KV cache; a low number causes preemptions")
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

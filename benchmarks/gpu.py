@@ -114,10 +114,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     names = [*VARIANTS, "transformers"][1:]
-    parser.add_argument("--only", nargs="*", choices=names, default=names, help="beside Chairlift itself")
+    parser.add_argument(
+        "--only", nargs="*", choices=names, default=names, help="engines to run besides Chairlift itself"
+    )
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--longest", type=int, default=1024, help="tokens of prompts and answers, at least 100")
+    parser.add_argument(
+        "--longest", type=int, default=1024, help="maximum number of tokens of prompts and outputs, at least 100"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "chairlift-gpu", help="for logs")
     parser.add_argument("--json", type=Path)

@@ -156,7 +156,7 @@ def main() -> None:
     """Measure, and print one line per result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=50)
-    parser.add_argument("--pixels", type=int, default=160, help="of a side")
+    parser.add_argument("--pixels", type=int, default=160, help="pixels of a side")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=3)

@@ -86,7 +86,7 @@ def theirs(model: Path, dtype: str, threads: int, at_end: ExitStack) -> Callable
 def check(produced: list[int], requests: Requests) -> None:
     """Stop if an engine generated other numbers of tokens than the requests ask for."""
     if produced != [count for _, count in requests]:
-        raise SystemExit("an engine did not produce the tokens it was asked for")
+        raise SystemExit("an engine did not generate the requested number of tokens")
 
 
 def main() -> None:

@@ -357,16 +357,20 @@ def report(windows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled", help="what is served: bundled, hashlm:20ms, a directory")
+    parser.add_argument("--model", default="bundled", help="model to serve: bundled, hashlm:20ms, or a directory")
     parser.add_argument("--viewers", type=int, default=10)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=24, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=1000, help="of each answer, or fewer if the model cannot so many")
-    parser.add_argument("--window", type=float, default=4.0, help="seconds, of which the first half does not count")
-    parser.add_argument("--rounds", type=int, default=12, help="of two blocks of four windows")
+    parser.add_argument(
+        "--tokens", type=int, default=1000, help="tokens of each output, or fewer if the model's limit is lower"
+    )
+    parser.add_argument(
+        "--window", type=float, default=4.0, help="seconds of a window; its first half second is not measured"
+    )
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of two blocks of four windows each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of chairlift serve, behind --")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of chairlift serve, after --")
     args = parser.parse_args()
     if args.rounds < 2 or args.window < 2 * SETTLE:
         parser.error(f"there must be two rounds or more, and windows of at least {2 * SETTLE:g} s")
@@ -378,7 +382,7 @@ def main() -> None:
             longest = json.loads(server.get("/v1/models"))["data"][0]["max_model_len"] - args.prompt
             tokens = min(args.tokens, longest)
             if tokens < args.streams:
-                raise SystemExit(f"with --prompt {args.prompt} the model has no room for long answers")
+                raise SystemExit(f"with --prompt {args.prompt} the model has no room for long outputs")
             helpers.append(multiprocessing.Process(target=look, args=(server.port, theirs), daemon=True))
             loads = (server.port, args.streams, args.prompt, tokens, told)
             helpers.append(multiprocessing.Process(target=load, args=loads, daemon=True))
@@ -391,13 +395,13 @@ def main() -> None:
                     raise SystemExit(f"a stream ended early: {to_load.recv()}")
                 mine.send(count)
                 if not mine.poll(60):
-                    raise SystemExit("the viewers do not answer")
+                    raise SystemExit("the viewers do not respond")
                 return int(mine.recv())
 
             viewers(args.viewers)
             time.sleep(2 * args.window)  # warm-up
             if viewers(0) < 1000 * args.viewers:
-                raise SystemExit("the viewers were told nothing")
+                raise SystemExit("the viewers received nothing")
             windows = measure(server, viewers, args)
         finally:
             for process in helpers:

@@ -250,18 +250,22 @@ def many(args: argparse.Namespace, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "engines", "many", "work"), help="work is for processes of engines")
+    parser.add_argument(
+        "what",
+        choices=("steps", "engines", "many", "work"),
+        help="benchmark to run; work is used internally by engines",
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=64, help="requests at once")
-    parser.add_argument("--tokens", type=int, default=24, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens of each output")
     parser.add_argument(
         "--adapters", type=int, default=None, help="default: 16 for steps, 8 for engines, 1,000 for many"
     )
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--rate", type=float, default=20.0, help="requests a second, of many")
-    parser.add_argument("--requests", type=int, default=1500, help="of many")
-    parser.add_argument("--in-memory", type=int, default=64, help="adapters in memory, of many")
+    parser.add_argument("--rate", type=float, default=20.0, help="requests per second in many")
+    parser.add_argument("--requests", type=int, default=1500, help="number of requests in many")
+    parser.add_argument("--in-memory", type=int, default=64, help="adapters in memory in many")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--paths", nargs="*", default=())
     parser.add_argument("--seed", type=int, default=0)

@@ -441,7 +441,11 @@ MEASURES = {
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20_000, help="sequences of each mix (200000 for the record)")
-    parser.add_argument("--peer-count", type=int, default=5_000, help="of those, how many other packers get")
-    parser.add_argument("--million", type=int, default=1_000_000, help="sequences where a million are asked for")
+    parser.add_argument(
+        "--peer-count", type=int, default=5_000, help="number of these sequences that other packers get"
+    )
+    parser.add_argument(
+        "--million", type=int, default=1_000_000, help="sequences in measurements of a million sequences"
+    )
     parser.add_argument("--continual-steps", type=int, default=200, help="optimiser steps per domain in H1")
     main(MEASURES, parser)

@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--added", type=int, default=50, help="tokens that each turn adds")
     parser.add_argument("--answer", type=int, default=20)
     parser.add_argument("--swap-bytes", type=int, default=1 << 30)
-    parser.add_argument("--directory", help="where the file is; a temporary directory unless given")
+    parser.add_argument("--directory", help="directory of the file (default: a temporary directory)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path)
@@ -104,7 +104,7 @@ def main() -> None:
                     runs[name].append(run)
                     print(f"{name:8s} {run['seconds']:6.2f} s, {run['cached_share']:.0%} of prompts cached", flush=True)
             if any(answers != said[0] for answers in said):
-                raise SystemExit("engines gave different answers")
+                raise SystemExit("engines generated different outputs")
     seconds = {name: statistics.median(run["seconds"] for run in own) for name, own in runs.items()}
     ratios = {f"{name} / off": round(seconds["off"] / seconds[name], 2) for name in seconds if name != "off"}
     print("  ".join(f"{name}: {ratio:.2f}x" for name, ratio in ratios.items()))

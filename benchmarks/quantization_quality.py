@@ -138,13 +138,17 @@ def compare(base: Scores, other: Scores) -> Cost:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--formats", default=",".join(FORMATS), help="may be empty")
-    parser.add_argument("--models", default="", help="directories, with commas between them")
-    parser.add_argument("--calibration", type=Path, help="only write the texts to calibrate the bundled model with")
+    parser.add_argument(
+        "--formats", default=",".join(FORMATS), help="names of formats, separated by commas; may be empty"
+    )
+    parser.add_argument("--models", default="", help="directories, separated by commas")
+    parser.add_argument(
+        "--calibration", type=Path, help="only write the texts for calibrating the bundled model to this file"
+    )
     parser.add_argument("--base", default="float32")
     parser.add_argument("--texts", type=Path)
-    parser.add_argument("--tokens", type=int, default=512, help="most of each text")
-    parser.add_argument("--answers", action="store_true", help="of chats, count the tokens of answers only")
+    parser.add_argument("--tokens", type=int, default=512, help="maximum number of tokens used of each text")
+    parser.add_argument("--answers", action="store_true", help="in chats, score only the tokens of answers")
     args = parser.parse_args()
     if args.calibration:
         write_calibration(args.calibration)

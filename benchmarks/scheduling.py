@@ -407,11 +407,13 @@ SCENARIOS = {"a": priority, "b": tenants, "c": memory, "d": prompts, "e": govern
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="run this model on this machine; otherwise simulate")
-    parser.add_argument("--simulate", action="store_true", help="the default; says so")
+    parser.add_argument("--simulate", action="store_true", help="simulate, which is the default")
     parser.add_argument("--machine", default="ryzen-9950x", help="modelled machine (see chairlift sim --help)")
     parser.add_argument("--cost-model", type=Path, help="fitted by chairlift sim --fit, instead of a modelled machine")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
-    parser.add_argument("--traffic", nargs="+", choices=sorted({*PROMPTS, *GOVERNED}), help="kinds of d and e; all")
+    parser.add_argument(
+        "--traffic", nargs="+", choices=sorted({*PROMPTS, *GOVERNED}), help="kinds of traffic in d and e (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--count", type=int, default=200, help="requests per trace")
     parser.add_argument("--max-num-seqs", type=int, default=32)

@@ -140,7 +140,7 @@ def pairs(
             if name is not None:
                 told[name] = counts
         if any(answer != answers[0] for answer in answers):
-            raise SystemExit("answers with and without drafts differ")
+            raise SystemExit("outputs with and without drafts differ")
         plain.append(rates[None])
         for name in sides:
             ratios[name].append(rates[name] / rates[None])

@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--short", type=int, default=10)
     parser.add_argument("--long", type=int, default=4000)
-    parser.add_argument("--tokens", type=int, default=48, help="tokens of an answer")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens of an output")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -455,7 +455,7 @@ def test_prompts_may_have_the_names_that_vllm_gives_them(llm: LLM) -> None:
     plain = tokens(llm.generate([[5, 6, 7], [8, 9]], greedy()))
     assert tokens(llm.generate([{"prompt_token_ids": [5, 6, 7]}, [8, 9]], greedy())) == plain
     assert tokens(llm.generate({"prompt_token_ids": [8, 9]}, greedy())) == plain[1:]
-    with pytest.raises(RequestError, match="'prompt_token_ids' and no more, got 'ids'"):
+    with pytest.raises(RequestError, match="no other key; got 'ids'"):
         llm.generate({"ids": [1]})
 
 
@@ -572,7 +572,7 @@ def test_a_model_that_does_not_sample_is_greedy_and_says_what_is_not_applied(
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0)
     assert tokens(llm.generate([PROMPT])) == tokens(llm.generate([PROMPT], SamplingParams(temperature=0)))
     (note,) = llm.notes
-    assert "not applied: stop_strings ['x']; requests can say so themselves: stop" in note
+    assert "not applied: stop_strings ['x']; requests can set these parameters instead: stop" in note
     assert caplog.text.count(note) == 1
     assert make(model, generation_config="vllm").notes == ()
 

@@ -124,7 +124,7 @@ class HeldBack:
         return best
 
     def too_close(self, text: str) -> bool:
-        """Whether ``text`` must not be used for training, because it is too close to a held-back wording."""
+        """Whether ``text`` must not be used for training, because it is too similar to a held-out text."""
         return self.nearest(text) >= MAX_JACCARD
 
 

@@ -64,7 +64,7 @@ def nearest_variation(entries: Sequence[Entry], count: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=ASSETS_DIR, help="directory of the model")
-    parser.add_argument("--minimum", type=float, default=0.8, help="least share of right answers")
+    parser.add_argument("--minimum", type=float, default=0.8, help="minimum fraction of correct answers")
     parser.add_argument("--variations", type=int, default=20_000, help="training variations to check for distance")
     parser.add_argument("--show", action="store_true", help="print wrong answers")
     args = parser.parse_args()

@@ -170,13 +170,15 @@ def print_table(table: Mapping[str, Mapping[str, Any]], cases: Sequence[Case]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--formats", default="bf16,int8,int4,int4-g128", help="Chairlift's, by comma")
+    parser.add_argument(
+        "--formats", default="bf16,int8,int4,int4-g128", help="Chairlift's formats, separated by commas"
+    )
     parser.add_argument("--openvino", type=Path, help="environment made by setup_openvino.sh; left out: not compared")
     parser.add_argument("--llama-cpp", type=Path, help="environment made by setup_llama_cpp.sh; left out: not compared")
-    parser.add_argument("--requests", default="1,4,16,64", help="numbers of requests that are run, by comma")
+    parser.add_argument("--requests", default="1,4,16,64", help="numbers of requests to run, separated by commas")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--work", type=Path, default=Path(tempfile.gettempdir()) / "chairlift-formats", help="for files"
+        "--work", type=Path, default=Path(tempfile.gettempdir()) / "chairlift-formats", help="folder for files"
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -142,9 +142,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="the GGUF file")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rows", type=int, default=64, help="requests at a time")
-    parser.add_argument("--batch", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--batch", type=int, default=2048, help="tokens per step")
     parser.add_argument("--ubatch", type=int, default=512, help="tokens that are computed together")
-    parser.add_argument("--unified", action="store_true", help="one KV cache for all rows instead of equal shares")
+    parser.add_argument(
+        "--unified", action="store_true", help="one KV cache for all rows instead of an equal part for each"
+    )
     parser.add_argument("--kv-type", choices=sorted(KV_TYPES), default="f16")
     args = parser.parse_args()
     if args.rows > args.batch:

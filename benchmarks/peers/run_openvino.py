@@ -69,9 +69,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="the exported model")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--precision", choices=["bf16", "f16", "f32"], default="bf16", help="of the arithmetic")
+    parser.add_argument(
+        "--precision", choices=["bf16", "f16", "f32"], default="bf16", help="precision of the arithmetic"
+    )
     parser.add_argument("--kv-precision", choices=["bf16", "f16", "f32"], default="bf16")
-    parser.add_argument("--defaults", action="store_true", help="precisions are the library's own choice")
+    parser.add_argument("--defaults", action="store_true", help="let the library choose all precisions")
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     args = parser.parse_args()

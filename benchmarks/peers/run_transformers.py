@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--rows", type=int, default=16, help="of a padded batch")
+    parser.add_argument("--rows", type=int, default=16, help="rows of a padded batch")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--max-batch-tokens", type=int, default=512)
     parser.add_argument("--max-requests", type=int, default=128)

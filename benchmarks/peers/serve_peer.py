@@ -95,9 +95,11 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--model", type=Path, required=True, help="directory; for llama.cpp a GGUF file")
     parser.add_argument("--environment", type=Path, help="made by setup_ENGINE.sh; chairlift needs none")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--name", default="model", help="what clients call the model (not of transformers: its path)")
-    parser.add_argument("--rows", type=int, default=64, help="requests at a time (not of transformers)")
-    parser.add_argument("--max-model-len", type=int, default=1024, help="prompt and answer together")
+    parser.add_argument(
+        "--name", default="model", help="name of the model for clients (with transformers the name is the path)"
+    )
+    parser.add_argument("--rows", type=int, default=64, help="requests at a time (ignored by transformers)")
+    parser.add_argument("--max-model-len", type=int, default=1024, help="tokens of prompt and output together")
     parser.add_argument("--cores", default=None, help="FIRST-LAST (default: all)")
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:cut])

@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--type", choices=sorted(TYPES), default="bf16", help="of the matrices")
+    parser.add_argument("--type", choices=sorted(TYPES), default="bf16", help="number type of the matrices")
     args = parser.parse_args()
     config = json.loads((args.model / "config.json").read_text())
     kind = config["model_type"]

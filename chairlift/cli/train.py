@@ -36,7 +36,7 @@ CONFIG is YAML, with the sections model, data, packing, training and checkpoints
   packing: {capacity: 4096, step: "packs:8"}
   training: {steps: 1000, learning_rate: 2e-5, warmup_steps: 50}
   lora: {r: 16, alpha: 32}                # an adapter (LoRA, in PEFT's format) instead of the whole model
-                                          # or several: {adapters: {law: {r: 16}, med: {r: 8}}}
+                                          # or several adapters at once: {adapters: {law: {r: 16}, med: {r: 8}}}
   heads: {method: medusa, num_heads: 4}   # or Medusa heads, which draft (docs/speculation.md)
   output: OUT
 

@@ -40,7 +40,8 @@ class DoorForecast:
     def make(self, door: Door, now: float) -> Forecast | None:
         """A new forecast, or None if the last one is recent or the rate is unknown.
 
-        When the queue of the door becomes empty, a forecast without waits is returned once.
+        When the door's
+        queue becomes empty, one last forecast is returned, in which no request waits.
         """
         if not len(door):
             had, self._line_since = self._line_since is not None, None

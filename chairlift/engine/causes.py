@@ -88,7 +88,8 @@ class _Account:
 
 
 class CauseLedger:
-    """Charges time to causes. Its methods must be called for every event, in order of time, with times on one clock.
+    """Divides the time of each request among its causes, such as waiting or prefills of other requests. Its
+    methods must be called for every event, in order of time, with times on one clock.
 
     ``now`` is the time at which the ledger starts. ``model`` predicts how much longer a step takes because of its
     prefills.

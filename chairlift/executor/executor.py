@@ -88,7 +88,7 @@ class ImageMemory(Protocol):
         ...
 
     def holds(self, key: bytes) -> bool:
-        """Whether the rows of this tile are stored, so that steps may use them."""
+        """Whether the embeddings of the image tile with this key are stored, so that steps may use them."""
         ...
 
     def size(self, key: bytes) -> int:

@@ -336,8 +336,9 @@ class TritonModelRunner(TorchModelRunner):
         """One token for each sample position. ``sample_hidden`` [P, D] has the hidden states of the sample positions.
 
         ``slots`` (int32 [P]) has their slots (-1 for padding), ``lengths`` (int32 [P]) the positions of the new tokens.
-        ``newest`` (int32 [P]) has the slot whose next input the token is; -1 for none. Logits are returned only with
-        ``keep``, because the logits of all recorded sizes would take gigabytes.
+        ``newest`` (int32 [P]) has
+        the slot that gets the token as its next input; -1 for none. Logits are returned only with ``keep``, because
+        each recorded graph would hold logits, which take gigabytes for all batch sizes.
         """
         logits = self._compute_logits(sample_hidden)
         candidates = kept_ids(logits, self._state.sampling, slots) if truncates else None

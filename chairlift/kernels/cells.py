@@ -14,26 +14,27 @@ from chairlift.kernels.recurrent import StatePart
 __all__ = ["GRU", "LSTM"]
 
 _ROWS = 16
-"""Rows that one product of the hidden states has, with rows of zeros behind the last. Products of one size have one
-order of additions, so that a row's bits depend on no other row."""
+"""Rows per matmul of the hidden states; the last matmul is padded with rows of zeros. A matmul of fixed size adds in a
+fixed order, so a row's bits do not depend on other rows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LSTM:
-    """Input [T, 4 H], the product of each token with its bias, in the order i, f, g, o -> hidden states h [T, H].
+    """Recurrent part of an LSTM: input [T, 4 H] -> hidden states h [T, H].
 
-    With z = input + U h + b: c = sigmoid(f) c + sigmoid(i) tanh(g), and h = sigmoid(o) tanh(c). Gates and the state c
-    are float32 whatever the model's dtype is.
+    The input holds the result of the input's linear layer for each token, in the order i, f, g, o. With z = input + U h
+    + b, whose quarters are i, f, g and o: c = sigmoid(f) c + sigmoid(i) tanh(g), and h = sigmoid(o) tanh(c). Gates and
+    the state c are float32 whatever the model's dtype is.
     """
 
     weight: Tensor
-    """U, [4 H, H]."""
+    """U, the weight [4 H, H] of the hidden state."""
     bias: Tensor | None
-    """b, [4 H]."""
+    """b, the bias [4 H] of the hidden state; None if there is none."""
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """h in the model's dtype, and c."""
+        """Parts of the state: h in the model's dtype, and c in float32."""
         size = self.weight.shape[1]
         return StatePart((size,)), StatePart((size,), torch.float32)
 
@@ -57,20 +58,21 @@ class LSTM:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class GRU:
-    """Input [T, 3 H], the product of each token with its bias, in the order r, z, n -> hidden states h [T, H].
+    """Recurrent part of a GRU: input [T, 3 H] -> hidden states h [T, H].
 
-    With u = U h + b: r = sigmoid(input_r + u_r), z = sigmoid(input_z + u_z), n = tanh(input_n + r u_n), and h = (1 - z)
-    n + z h. Gates and the state h are float32 whatever the model's dtype is; the product reads h in that dtype.
+    The input holds the result of the input's linear layer for each token, in the order r, z, n. With u = U h + b: r =
+    sigmoid(input_r + u_r), z = sigmoid(input_z + u_z), n = tanh(input_n + r u_n), and h = (1 - z) n + z h. Gates and
+    the state h are float32 whatever the model's dtype is; h is converted to that dtype for the matmul with U.
     """
 
     weight: Tensor
-    """U, [3 H, H]."""
+    """U, the weight [3 H, H] of the hidden state."""
     bias: Tensor | None
-    """b, [3 H]."""
+    """b, the bias [3 H] of the hidden state; None if there is none."""
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """h."""
+        """The only part of the state: h in float32."""
         return (StatePart((self.weight.shape[1],), torch.float32),)
 
     def width(self, *widths: int) -> int:
@@ -92,13 +94,13 @@ class GRU:
 
 
 def _exact(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function`` of float32 numbers, computed in float64: the rounding of torch's float32 functions depends on a
-    number's place in the tensor."""
+    """``function(x)`` of a float32 tensor, computed in float64, because the rounding of torch's float32 functions
+    depends on an element's index in the tensor."""
     return function(x.double()).float()
 
 
 def _product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """float32 [B, N]: ``hidden`` [B, H] times ``weight`` [N, H] transposed, in products of ``_ROWS`` rows."""
+    """float32 [B, N]: ``hidden`` [B, H] times the transpose of ``weight`` [N, H], in matmuls of ``_ROWS`` rows."""
     rows = len(hidden)
     padded = torch.nn.functional.pad(hidden, (0, 0, 0, -rows % _ROWS))
     products = [torch.nn.functional.linear(block, weight) for block in torch.split(padded, _ROWS)]

@@ -70,7 +70,7 @@ class Value:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"a model that is being recorded asked its activations for {name!r}, which only tensors have; "
+            f"a model that is being recorded used {name!r} of an activation, which only tensors have; "
             "put that part into a function and use ops.call_out(function, *values, width=...)"
         )
 
@@ -166,7 +166,9 @@ class Recorder:
         arguments."""
         inputs = tuple(itertools.takewhile(lambda each: isinstance(each, Value), args))
         if any(value.recorder is not self for value in inputs):
-            raise TypeError(f"{op.name}: expected {inputs[0].role} of this recording, got those of another")
+            raise TypeError(
+                f"{op.name}: expected {inputs[0].role} of this recording, got {inputs[0].role} of another recording"
+            )
         attributes = dict(kwargs)
         if len(args) > len(inputs):
             names = [parameter.name for parameter in op.parameters]

@@ -20,9 +20,11 @@ __all__ = ["CacheLayout"]
 class CacheLayout:
     """The cache groups of a model and their block size.
 
-    ``max_step_tokens`` is the maximum number of tokens that one step computes for one request. A window group must hold
-    a window and the new tokens of one step at the same time. Raises ConfigError for a bad block size, for an empty
-    ``groups``, and for a span of states that is not a multiple of the block size.
+    ``max_step_tokens`` is the maximum number of tokens that one step computes for
+    one request. A group with a sliding window needs it, because it holds a window and the new tokens of a step at the
+    same time. Raises ConfigError for a bad block size, for an empty
+    ``groups``, and if the number of positions per recurrent
+    state is not a multiple of the block size.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], block_size: int, max_step_tokens: int) -> None:

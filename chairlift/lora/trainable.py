@@ -58,7 +58,7 @@ def target_parts(sites: Sites, targets: Sequence[str]) -> dict[str, CheckpointPa
 
 
 def weights_digest(model: CausalLM) -> str:
-    """Digest of a model's weights, from sums of their bits, which no order of adding changes."""
+    """Digest of a model's weights, made of sums of their bits. It does not depend on the order of the additions."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         bits = parameter.detach().contiguous().view(torch.uint8).view(-1)

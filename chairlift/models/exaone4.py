@@ -27,7 +27,7 @@ EXAONE4 = Family(
     model_type="exaone4",
     architecture="Exaone4ForCausalLM",
     models="EXAONE 4",
-    differences="norms behind the branches; only window layers rotate",
+    differences="norms after attention and MLP; only layers with a window rotate",
     read=_read,
     defaults={
         "eos_token_id": 2,

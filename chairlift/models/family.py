@@ -220,8 +220,8 @@ class Family:
     """(beginning of tensor names in a checkpoint, beginning of the modules' names in transformers' model), where they
     differ. Adapters have the names of modules."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Parameter name in this package (``*`` is a layer number) -> name in a checkpoint. Listed are only names that are
-    not a layer name followed by ``.weight`` or ``.bias``."""
+    """Parameter name in this package (``*`` is a layer number) -> name in a checkpoint. A name that
+    consists of a layer's name and ``.weight`` or ``.bias`` needs no entry."""
     encoder: str = ""
     """Image encoder in ``vision_config``: ``tiles`` (Idefics 3), ``patches`` (Qwen2.5-VL) or ``deep_patches``
     (Qwen3-VL). Empty: the family has no image encoder."""
@@ -276,7 +276,7 @@ def pattern_windows(fields: Fields, layers: int, window: int | None, pattern: li
     file does not have it."""
     kinds = layer_types(fields, layers) or pattern
     if window is None and "sliding_attention" in kinds:
-        fields.fail("sliding_window is not set, but layer_types, or what stands in for it, has sliding_attention")
+        fields.fail("sliding_window is not set, but layer_types (or its default) has sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -24,7 +24,7 @@ GLM4 = Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
     models="GLM-4-0414",
-    differences="norms before and behind the branches; half a head rotated",
+    differences="norms before and after attention and MLP; half a head rotated",
     read=_read,
     defaults={
         "eos_token_id": [151329, 151336, 151338],

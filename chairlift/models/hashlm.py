@@ -65,9 +65,9 @@ class HashLM:
         self._host_words = [make(HASHLM_POSITION_BYTES * count).view(np.uint64).reshape(2, count) for count in counts]
         self._powers = np.array([pow(_BASE, i + 1, 1 << 64) for i in range(max_model_len + 1)], dtype=np.uint64)
         self.adapter_tags: Mapping[int, int] = {}
-        """Number of a loaded adapter -> 64 bits that are mixed into the words of rows that use the adapter."""
+        """Number of a loaded adapter -> 64-bit value mixed into the hash of each token that uses the adapter."""
         self.image_tags: Mapping[bytes, int] = {}
-        """Key of an encoded tile -> 64 bits that its rows depend on."""
+        """Key of an encoded tile -> 64-bit value that the hashes of its rows depend on."""
         self._offsets = np.arange(block_size, dtype=np.int64)
 
     def forward(self, batch: StepBatch) -> list[int]:

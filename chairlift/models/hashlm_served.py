@@ -54,7 +54,7 @@ def parse_hashlm(name: str) -> float | None:
     if found is not None:
         return float(found[1] or 0) / 1000
     if name.startswith("hashlm:"):
-        raise ConfigError(f"model is {name!r:.80}; what follows hashlm: is the time per step, as in hashlm:5ms")
+        raise ConfigError(f"model is {name!r:.80}; after 'hashlm:' comes the time per step, as in hashlm:5ms")
     return None
 
 

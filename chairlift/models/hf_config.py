@@ -302,9 +302,10 @@ class ModelConfig:
         if self.rope is not None and self.rope.rope_type == "dynamic":
             original = f"{self.rope.original_max_position_embeddings:,}"
             found.append(
-                f"rope_type is 'dynamic': positions are scaled for {self.max_model_len:,} tokens from the first on, as"
-                f" in vLLM, while transformers scales them only past {original}; answers to shorter texts differ from"
-                f" those of transformers; set max_model_len to {original} or less for positions without scaling"
+                f"rope_type is 'dynamic': positions are scaled for {self.max_model_len:,} tokens from the first token"
+                f" on, as in vLLM, while transformers scales them only past {original}; outputs for shorter texts"
+                f" differ from those of transformers; set max_model_len to {original} or less for positions without"
+                " scaling"
             )
         if self.rope is not None and self.rope.rope_type == "longrope":
             original = f"{self.rope.original_max_position_embeddings:,}"
@@ -313,8 +314,8 @@ class ModelConfig:
                 f" longer than original_max_position_embeddings {original}"
                 if self.rope.divisors == self.rope.short_divisors
                 else "rope_type is 'longrope': the factors for long texts are used from the first token on, as in vLLM,"
-                f" while transformers uses them only past {original} tokens; answers to shorter texts differ from those"
-                f" of transformers; set max_model_len to {original} or less for the factors for short texts"
+                f" while transformers uses them only past {original} tokens; outputs for shorter texts differ from"
+                f" those of transformers; set max_model_len to {original} or less for the factors for short texts"
             )
         return [*found, *generation_notes(self.generation_unapplied if with_generation_config else {})]
 
@@ -337,8 +338,8 @@ def generation_notes(unapplied: Mapping[str, Any]) -> list[str]:
         return []
     listed = ", ".join(f"{name} {str(value)[:60]}" for name, value in unapplied.items())
     instead = dict.fromkeys(filter(None, map(_GENERATION_PARAMETERS.get, unapplied)))
-    hint = f"; requests can say so themselves: {', '.join(instead)}" if instead else ""
-    return [f"generation_config.json says what is not applied: {listed}{hint}"]
+    hint = f"; requests can set these parameters instead: {', '.join(instead)}" if instead else ""
+    return [f"generation_config.json has settings that are not applied: {listed}{hint}"]
 
 
 def read_hf_config(model_dir: Path) -> ModelConfig:

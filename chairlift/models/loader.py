@@ -491,7 +491,7 @@ def _open_files(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
             if name not in names[file]:
                 raise ModelLoadError(f"{index_path}: tensor {name!r} is not in {file}; download both files again")
         if SINGLE_NAME not in opened and (model_dir / SINGLE_NAME).is_file():
-            message = "%s has both %s and the weights in pieces of %s: the pieces are used; remove what is out of date"
+            message = "%s has both %s and the weights in pieces of %s: the pieces are used; remove the outdated files"
             _log.warning(message, model_dir, SINGLE_NAME, INDEX_NAME)
         return {name: opened[file] for name, file in index.items()}
     if (model_dir / SINGLE_NAME).is_file():
@@ -606,8 +606,8 @@ def _compare_parts(
         if dtype not in _STORED_DTYPES:
             raise ModelLoadError(
                 f"{model_dir}: tensor {name} is stored as {dtype}, and quantization_config in config.json does not say"
-                " how to read it (docs/quantization.md lists what is read); use the original model in bfloat16,"
-                " float16 or float32"
+                " how to read it (docs/quantization.md lists the supported formats); use the original model in"
+                " bfloat16, float16 or float32"
             )
 
 

@@ -62,7 +62,7 @@ def _time_limit(fields: Fields) -> tuple[float, float]:
     listed: list[Any] = [_INFINITY.get(str(each), each) for each in given] if isinstance(given, (list, tuple)) else []
     numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in listed)
     if not numbers or len(listed) != 2 or not 0 <= listed[0] <= listed[1] or not math.isfinite(listed[0]):
-        fields.fail(f"time_step_limit must be two numbers, the least from 0 and the most, got {given!r:.80}")
+        fields.fail(f"time_step_limit must be two numbers, a minimum of at least 0 and a maximum, got {given!r:.80}")
     return float(listed[0]), float(listed[1])
 
 

@@ -133,7 +133,7 @@ class DeltaNetConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CellConfig:
-    """A layer of LSTM or GRU cells whose state has the model's hidden size."""
+    """Settings of an LSTM or GRU layer, whose state has the model's hidden size."""
 
     kind: str = "lstm"
     """``lstm`` or ``gru``."""
@@ -142,7 +142,7 @@ class CellConfig:
 
     @property
     def gates(self) -> int:
-        """Number of vectors of the hidden size in the result of each linear layer."""
+        """Number of gates; the result of each linear layer has this number of vectors of the hidden size."""
         return {"lstm": 4, "gru": 3}[self.kind]
 
     def products(self, hidden: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

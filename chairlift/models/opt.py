@@ -35,7 +35,7 @@ OPT = Family(
     model_type="opt",
     architecture="OPTForCausalLM",
     models="OPT, Galactica",
-    differences="learned positions, LayerNorm, relu or GELU; norms behind the sums (350M)",
+    differences="learned positions, LayerNorm, relu or GELU; norms after the additions (350M)",
     read=_read,
     defaults={
         "activation_function": "relu",

@@ -174,7 +174,9 @@ def read_reranker(path: Path, name: str, answers: tuple[int, ...]) -> PooledConf
         )
     network = parse_config(raw, where=str(where))
     if any(not 0 <= each < network.vocab_size for each in answers):
-        raise ModelLoadError(f"{path}: the answers are tokens {answers}, but the model knows {network.vocab_size}")
+        raise ModelLoadError(
+            f"{path}: the token ids of the answers are {answers}, but the vocabulary has {network.vocab_size} tokens"
+        )
     return PooledConfig(
         network=network,
         pooling="LAST",

@@ -265,7 +265,7 @@ def patch_settings(vision: PatchConfig, preprocessor: Mapping[str, Any], where: 
         outer = fields.optional_integer(old, 1, 2**40)
         limits.append(outer or size.integer(key, 1, 2**40, default=usual))
     if limits[0] > limits[1]:
-        fields.fail(f"the least number of pixels, {limits[0]}, is above the most, {limits[1]}")
+        fields.fail(f"the minimum number of pixels, {limits[0]}, is above the maximum, {limits[1]}")
     return {
         "patch_size": vision.patch_size,
         "merge_size": vision.merge_size,

@@ -89,7 +89,8 @@ class Policy(Protocol):
         ...
 
     def observe(self, running: Iterable[Request], now: float) -> None:
-        """Called before waiting requests are compared with running requests."""
+        """Update the policy from the running requests. Called before waiting requests are compared with running
+        requests."""
         ...
 
     def may_stay(self, request: Request) -> bool:

@@ -395,7 +395,8 @@ class Scheduler:
                 finished += self._end(request, FinishReason.ERROR, None, now)
         for request, chunk in flight.chunks:
             if request.slot >= 0 and request.resumed_at_step <= out.step:
-                # A held row computes beyond its known tokens. Rejected drafts do not count as computed.
+                # A chunk with drafts ends after the drafts, but rejected drafts do not count as computed. A held row of
+                # a static batch computes beyond its known tokens.
                 end = request.num_computed_tokens if chunk.drafts else chunk.end
                 self.kv.publish(request, min(end, len(request.token_ids)))
                 if chunk.end >= request.num_prompt_tokens:

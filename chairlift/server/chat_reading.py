@@ -56,8 +56,8 @@ class ChatPlan:
     """Format of reasoning; None: reasoning stays part of the text."""
     include_reasoning: bool = True
     hidden: tuple[str, ...] = ()
-    """Texts of special tokens. The engine leaves them in the output so that the reader can find marks; the reader then
-    removes them. Usually empty."""
+    """Special tokens that the engine keeps in the output text, because the reader finds reasoning and tool calls by
+    them. The reader removes them from the text. Usually there are none."""
     thinking: Thinking = Thinking.NONE
     """Whether the output may contain reasoning, and whether it begins inside reasoning that the prompt opened."""
 

@@ -84,7 +84,8 @@ def check_model(state: ServerState, name: str | None) -> str:
 
 
 def adapter_named(state: ServerState, model: str) -> str:
-    """Name of the adapter that ``model`` names, after :func:`check_model`; empty for the model itself."""
+    """Name of the adapter that the request field ``model`` selects; empty for the base model. Call
+    :func:`check_model` first."""
     return "" if model in state.model_names else model
 
 

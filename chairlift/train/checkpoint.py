@@ -8,11 +8,12 @@ results.
         training/state.safetensors, training/state.json                               state of the trainer
         training/SHA256SUMS                                                           their checksums, for sha256sum -c
 
-An adapter is ``adapter_config.json`` and ``adapter_model.safetensors`` instead of a model, as PEFT writes it; of
-several, each is in a directory of its name. Heads are
+An adapter is ``adapter_config.json`` and ``adapter_model.safetensors`` instead of a model, as PEFT writes it. If
+several adapters are trained, each has a subdirectory with its name. Heads are
 ``config.json`` and ``medusa_lm_head.safetensors``.
-Everything is written into a directory of another name, flushed to the disk, and then renamed, so a process that is
-killed at any moment leaves the previous checkpoint as the newest. Only JSON and safetensors: nothing that is read runs.
+All files are first written into a temporary directory and flushed to the disk. Then the directory is renamed. So if the
+process is killed at any moment, the previous checkpoint remains the newest complete one. A checkpoint is only JSON and
+safetensors, so reading it never executes code from it.
 """
 
 from __future__ import annotations

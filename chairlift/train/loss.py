@@ -29,7 +29,7 @@ Batch = Pack | Mapping[str, Any]
 """A pack, or a collated batch: ``labels`` [B, S], and optionally ``loss_weight``, ``segment_ids``, ``position_ids``."""
 
 Reduce = Literal["token", "sequence", "sqrt", "weights"]
-"""How the losses of targets are combined: a factor that multiplies ``loss_weight``, and Z. n is the number of targets
+"""How the losses of targets are combined: sum(factor * ``loss_weight`` * loss) / Z. n is the number of targets
 in a sequence.
 
 - ``token``: factor 1; Z is the sum of the weights. A mean over tokens.

@@ -109,7 +109,7 @@ class NativeNetwork:
         return None if self.adapter is None else self.adapter.settings()
 
     def write(self, directory: Path, files: ModelFiles) -> None:
-        """Write a model under Hugging Face's names, or PEFT's directory."""
+        """Write a model with Hugging Face's tensor names, or an adapter as a PEFT directory."""
         if self.adapter is not None:
             self.adapter.write(directory)
         else:

@@ -305,7 +305,8 @@ def _sleep() -> bool:
 def _encoded(
     encode: Encode, record: Mapping[str, Any], where: str, counts: Counter[str] | None
 ) -> list[Mapping[str, Any]]:
-    """Examples of a record. Its notes are added to ``counts``. Raises ConfigError with the file and line ``where``."""
+    """Training examples made from one record. Remarks about the record, such as unknown keys, are counted in
+    ``counts``. Raises ConfigError with the file and line ``where``."""
     try:
         found = encode(record)
     except ChairliftError as error:

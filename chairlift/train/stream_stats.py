@@ -68,7 +68,8 @@ class StreamStats:
     cost_cv: float
     """Standard deviation of the costs of packs, divided by their mean."""
     idle: float
-    """Waiting time of the ranks divided by the mean computing time, if ranks synchronise after every pack."""
+    """Mean time that a rank waits for the slowest rank, as a fraction of its computing time, if the ranks synchronise
+    after every pack."""
     idle_step: float
     """Waiting time of the ranks divided by the mean computing time, if ranks synchronise after every optimiser step."""
     truncated: int

@@ -210,7 +210,7 @@ def _content(where: str, response: http.client.HTTPResponse) -> bytes | str:
     while piece := response.read(_PIECE):
         data += piece
         if len(data) > MAX_BYTES:
-            raise RequestError(f"{where} is larger than {MAX_BYTES:,} bytes, the most of an image file")
+            raise RequestError(f"{where} is larger than {MAX_BYTES:,} bytes, the limit for an image file")
     if response.length:  # the connection ended before
         raise http.client.IncompleteRead(b"")
     return bytes(data)

@@ -98,7 +98,7 @@ async def stall_cut(count: int, rng: random.Random, *, timeout: float = 2.0) -> 
 
 def _cut_off(server: ServerProcess) -> list[float]:
     """Unix times in seconds at which clients were cut off, read from the log."""
-    lines = [line for line in server.log().splitlines() if line.endswith("it is cut off")]
+    lines = [line for line in server.log().splitlines() if line.endswith("the connection is closed")]
     return sorted(datetime.datetime.fromisoformat(line.split(" ")[0]).timestamp() for line in lines)
 
 

@@ -298,7 +298,7 @@ def test_float16_checkpoints_run_in_bfloat16_where_the_cpu_may_choose(tmp_path: 
     settings: dict[str, Any] = {"skip_tokenizer_init": True, "num_kv_blocks": 20}
     llm = LLM(model_dir, **settings)
     assert (llm.info.dtype, llm.info.kernels) == ("bfloat16", best_isa())
-    assert sum("says float16" in note for note in llm.notes) == 1
+    assert sum("the checkpoint is in float16" in note for note in llm.notes) == 1
     exact = LLM(model_dir, dtype="float32", **settings)
     assert exact.info.dtype == "float32" and not any("float16" in note for note in exact.notes)
     with pytest.raises(ConfigError, match="dtype is float16"):

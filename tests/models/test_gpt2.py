@@ -78,7 +78,7 @@ def test_what_the_kernels_lack_is_said_in_one_line(truth: Truth, monkeypatch: py
     monkeypatch.setattr(lowering, "_KERNELS", without)
     monkeypatch.setattr(lowering, "_CLAIMED", {op: lowering._CLAIMED[op] for op in without if op in lowering._CLAIMED})
     (note,) = check_logprobs(truth.model_dir, truth.model, 1e-4, dtype="float32")
-    assert note.startswith("the kernels lack layer_norm, gelu_tanh: PyTorch computes that")
+    assert note.startswith("the kernels lack layer_norm, gelu_tanh: PyTorch computes these operations")
     assert check_logprobs(truth.model_dir, truth.model, 1e-4, dtype="float32", kernels="torch") == []
 
 

@@ -117,7 +117,9 @@ def test_what_a_generation_config_says_in_vain_is_told() -> None:
     assert config.generation_unapplied == told
     (note,) = config.notes()
     assert all(f"{name} {value}" in note for name, value in told.items())
-    assert note.endswith("requests can say so themselves: bad_words, max_tokens, min_tokens, stop, logit_bias")
+    assert note.endswith(
+        "requests can set these parameters instead: bad_words, max_tokens, min_tokens, stop, logit_bias"
+    )
     assert config.notes(with_generation_config=False) == []
 
 

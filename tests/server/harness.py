@@ -1,4 +1,5 @@
-"""A real server on a free port, an engine that only has a state, and a client that sends exactly the given bytes."""
+"""A real server on a free port, a fake engine that reports a state and computes nothing, and a client that sends
+exactly the given bytes."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_worlds_with_adapters_hold_and_reach_what_they_are_for() -> None:
         seen["reloaded"] += simulation.num_reloads
         seen["evicted"] += adapters.num_evictions
         seen["hits"] += adapters.num_hits
-        seen["several in a step"] += simulation.model.most_adapters > 1
+        seen["several in a step"] += simulation.model.max_step_adapters > 1
         seen["held up"] += sum(record.held_up_by == "adapter" for record in simulation.engine.step_log)
     assert all(
         seen[name] >= 3 for name in ("adapted", "reloaded", "evicted", "hits", "several in a step", "held up")

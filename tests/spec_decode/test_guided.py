@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, RequestOutput, SamplingParams
-from chairlift.engine.grammars import Grammars, HeldPlace
+from chairlift.engine.grammars import Grammars, SamplePlace
 from chairlift.grammar.compiler import _LLMatcher
 from chairlift.scheduler.drafts import Drafts, Speculator
 from chairlift.spec_decode.adaptive import AdaptiveSpeculator
@@ -191,7 +191,7 @@ def the_end_may_be_drafted(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def one_mask_for_all_places(patch: pytest.MonkeyPatch) -> None:
-    def wrong(todo: Sequence[HeldPlace]) -> Any:
+    def wrong(todo: Sequence[SamplePlace]) -> Any:
         masks = {}
         for first, row, drafts in todo:
             for place in range(len(drafts) + 1):
@@ -205,7 +205,7 @@ def one_mask_for_all_places(patch: pytest.MonkeyPatch) -> None:
 def the_matcher_stays_behind_the_drafts(patch: pytest.MonkeyPatch) -> None:
     landed = Grammars.landed
 
-    def wrong(self: Grammars, rows: Sequence[HeldPlace], step: int, tokens: Any) -> None:
+    def wrong(self: Grammars, rows: Sequence[SamplePlace], step: int, tokens: Any) -> None:
         for place in rows:
             for draft in place.drafts:
                 place.row.matcher.consume(draft)
@@ -221,7 +221,7 @@ def the_matcher_stays_behind_the_drafts(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def a_mask_is_overwritten_by_the_next(patch: pytest.MonkeyPatch) -> None:
-    def wrong(todo: Sequence[HeldPlace]) -> Any:
+    def wrong(todo: Sequence[SamplePlace]) -> Any:
         masks = {}
         for first, row, drafts in todo:
             begin = row.matcher.num_consumed
@@ -237,13 +237,13 @@ def a_mask_is_overwritten_by_the_next(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def all_drafts_are_followed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HeldPlace, "right", lambda self, tokens: [*self.drafts, tokens[self.first + len(self.drafts)]])
+    patch.setattr(SamplePlace, "accepted", lambda self, tokens: [*self.drafts, tokens[self.first + len(self.drafts)]])
 
 
 @mutant
 def only_the_newest_token_is_followed(patch: pytest.MonkeyPatch) -> None:
-    right = HeldPlace.right
-    patch.setattr(HeldPlace, "right", lambda self, tokens: right(self, tokens)[-1:])
+    accepted = SamplePlace.accepted
+    patch.setattr(SamplePlace, "accepted", lambda self, tokens: accepted(self, tokens)[-1:])
 
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))

@@ -25,7 +25,7 @@ def _cased(ending: str, without: str = "") -> str:
 
 
 STEADY = {
-    # Patterns that split a whole text.
+    # Patterns that split the whole text, without another split before them.
     "GPT-2, GPT-NeoX, OLMo, Phi-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "r50k of tiktoken": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
     "r50k, older": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",

@@ -226,7 +226,7 @@ def _layer_norm(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
 def _linear(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
     if node.attributes["weight"].interleaved:
         raise InvariantError(
-            "the product of gate and up may only be read by ops.silu_and_mul or another gate; "
+            "the result of a gate and up layer may only be read by ops.silu_and_mul or another gate; "
             "make them two layers, or one that does not pair its rows"
         )
     yield _product(OpKind.LINEAR, node, node.out)

@@ -68,6 +68,6 @@ def refusal(model_type: Any) -> str:
     if not isinstance(model_type, str) or model_type not in REFUSED:
         return (
             f"{given} is not supported: Chairlift has no implementation of its own, and it has not been seen right"
-            " through transformers; docs/models.md lists what is served"
+            " through transformers; docs/models.md lists the supported models"
         )
     return f"{given} is not supported, natively or through transformers: {REASONS[REFUSED[model_type]]}; use another"

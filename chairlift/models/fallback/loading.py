@@ -64,8 +64,8 @@ class _Stored:
         if mapped.dtype not in _DTYPES:
             raise ModelLoadError(
                 f"tensor {self.name} is stored as {str(mapped.dtype).removeprefix('torch.')}, and quantization_config"
-                " in config.json does not say how to read it (docs/quantization.md lists what is read); use the"
-                " original model in bfloat16, float16 or float32"
+                " in config.json does not say how to read it (docs/quantization.md lists the supported formats); use"
+                " the original model in bfloat16, float16 or float32"
             )
         target = torch.empty(mapped.shape, dtype=mapped.dtype)  # the stored dtype, because some parameters stay float32
         if mapped.dim():

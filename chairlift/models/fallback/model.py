@@ -106,8 +106,8 @@ def _attention(
         raise InvariantError(f"{name} attends outside a step")
     unknown = sorted(key for key, given in kwargs.items() if given is not None and key not in _HARMLESS)
     if unknown or dropout or kwargs.get("is_causal") is False:
-        what = unknown or (["dropout"] if dropout else ["is_causal=False"])
-        raise ModelLoadError(f"{name} asks its attention for {', '.join(what)}, which Chairlift does not have")
+        settings = unknown or (["dropout"] if dropout else ["is_causal=False"])
+        raise ModelLoadError(f"{name} calls attention with {', '.join(settings)}, which Chairlift does not support")
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         shapes = f"queries {list(query.shape)} and keys {list(key.shape)}"

@@ -116,7 +116,7 @@ class Mamba2Mixer(nn.Module):
 
 
 class CellMixer(nn.Module):
-    """A linear layer for the inputs, then the cell :class:`~chairlift.kernels.cells.LSTM` or
+    """An LSTM or GRU layer: a linear layer for the inputs, then the cell :class:`~chairlift.kernels.cells.LSTM` or
     :class:`~chairlift.kernels.cells.GRU`: [T, D] -> [T, D]."""
 
     bias: nn.Parameter | None
@@ -132,7 +132,8 @@ class CellMixer(nn.Module):
         if not self.recurrent.is_meta:
             nn.init.normal_(self.recurrent, std=hidden**-0.5)
             if self.bias is not None:
-                # New models remember (Jozefowicz et al., 2015): f of an LSTM, and z of a GRU, begin open.
+                # The biases of f (LSTM) and z (GRU) start at 1, so that the state of a new model changes slowly
+                # (Jozefowicz et al., 2015).
                 nn.init.ones_(self.bias[hidden : 2 * hidden])
 
     @property

@@ -432,7 +432,8 @@ class EventReader:
                 outcome.cached_tokens = details.cached_tokens
             if usage.completion_tokens is not None:
                 outcome.completion_tokens = usage.completion_tokens
-                # If only the last chunk has usage, it stays False: the earlier chunks were counted as one token each.
+                # True only if usage arrives before a chunk was counted as one token. A server that
+                # sends usage only in its last chunk leaves it False.
                 self._usage_per_chunk |= bool(choices and usage.completion_tokens and not outcome.counts)
         if self._usage_per_chunk:
             new = (outcome.completion_tokens or 0) - sum(outcome.counts) if choices else 0

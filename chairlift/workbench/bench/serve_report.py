@@ -303,7 +303,8 @@ def _over_time(results: Results) -> Iterator[Block]:
 
 
 def _trade(results: Results) -> plots.Figure:
-    """Scatter chart of the speed for each user against the total throughput. A point is a rate, or a server's round."""
+    """Scatter chart of the speed for each user against the total throughput. A point is one request rate or, when
+    servers are compared, one run of a server."""
     points: dict[str, list[tuple[float, float, str]]] = {}
     rounds = any(len(pairs) > 1 for pairs in results.values())
     for label, pairs in results.items():

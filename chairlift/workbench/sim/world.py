@@ -414,7 +414,8 @@ def _come_again(rng: random.Random, arrivals: list[Event], block_size: int, max_
 
 
 def _limits(rng: random.Random, scheduler: dict[str, Any], horizon: int) -> list[Event]:
-    """Events that change the scheduler's limits as a governor without guard rails could, before some or all steps."""
+    """Events that set the scheduler's limits to arbitrary values before some or all steps. A governor that does not
+    check its values could do the same."""
     max_tokens = scheduler["max_num_batched_tokens"]
     rows = min(scheduler["max_num_seqs"], max_tokens)
     events = []
