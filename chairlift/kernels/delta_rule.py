@@ -12,7 +12,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from chairlift.kernels.recurrent import StatePart
+from chairlift.kernels.recurrent import StatePart, panel_width
 
 __all__ = ["DeltaRule"]
 
@@ -61,7 +61,7 @@ class DeltaRule:
     def panel(self) -> int:
         """Number of columns of a state matrix that are stored together: [value_heads, value_dim / panel, key_dim,
         panel]."""
-        return next(size for size in (32, 16, self.value_dim) if self.value_dim % size == 0)
+        return panel_width(self.value_dim)
 
     @property
     def parts(self) -> tuple[StatePart, ...]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Weight: TypeAlias = Tensor | PackedMatrix
 
-__all__ = ["experts", "route"]
+__all__ = ["experts", "latent_experts", "route"]
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def _best(scores: Tensor, count: int) -> Tensor:
 def _width(
     x: Value, shared: Value | None, gate_up: Weight, down: Weight, router: Tensor, routing: Routing,
     correction: Tensor | None = None, shared_gate: Tensor | None = None, router_bias: Tensor | None = None,
-    biases: tuple[Tensor, Tensor] | None = None, clamp: tuple[float, float] | None = None,
+    biases: tuple[Tensor, Tensor] | None = None, clamp: tuple[float, float] | None = None, gated: bool = True,
 ) -> int:  # fmt: skip
     if shared is not None:
         expect(shared, "rows", x.width)
@@ -90,6 +90,7 @@ def experts(
     router_bias: Tensor | None = None,
     biases: tuple[Tensor, Tensor] | None = None,
     clamp: tuple[float, float] | None = None,
+    gated: bool = True,
 ) -> Tensor:
     """Send each token of ``x`` [T, D] through the experts chosen for it, and return the weighted sum of their results,
     [T, D].
@@ -99,17 +100,62 @@ def experts(
     is the result of an expert for all tokens. It is added, after multiplication by sigmoid(x ``shared_gate``) if the
     gate's weight [1, D] is given (Qwen2-MoE). ``router_bias`` [E] is added to the router's logits. ``biases`` are added
     to gate and up [E 2 I], and to down [E D]. With ``clamp`` (alpha, limit), gate becomes g = min(gate, limit), up
-    becomes u, limited to -limit..limit, and an expert is down(g sigmoid(alpha g) (u + 1)) (gpt-oss, OpenAI, 2025). Sums
+    becomes u, limited to -limit..limit, and an expert is down(g sigmoid(alpha g) (u + 1)) (gpt-oss, OpenAI, 2025). With
+    ``gated`` False, ``gate_up`` is [E I, D], and an expert is down(max(0, up(x))^2) (So et al., 2021; Nemotron 3). Sums
     are computed in float32, in the order in which the token chose its experts, and rounded once.
     """
+    given = (gate_up, down, router, routing, correction, shared_gate, router_bias, biases, clamp, gated)
+    return _summed(x, x, shared, *given)
+
+
+def _latent_width(
+    x: Value, routed: Value, gate_up: Weight, down: Weight, router: Tensor, routing: Routing,
+    correction: Tensor | None = None, gated: bool = True,
+) -> int:  # fmt: skip
+    expect(routed, "rows", router.shape[1])
+    return expect(x, "rows", x.width)
+
+
+@operation(_latent_width)
+def latent_experts(
+    x: Tensor,
+    routed: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    router: Tensor,
+    routing: Routing,
+    correction: Tensor | None = None,
+    gated: bool = True,
+) -> Tensor:
+    """:func:`experts` on rows ``x`` [T, L] -> [T, L]. The router reads other rows, ``routed`` [T, D]; ``router`` is [E,
+    D]. In Nemotron 3 the experts' rows have fewer columns than the model's hidden states."""
+    return _summed(x, routed, None, gate_up, down, router, routing, correction, gated=gated)
+
+
+def _summed(
+    x: Tensor,
+    routed: Tensor,
+    shared: Tensor | None,
+    gate_up: Weight,
+    down: Weight,
+    router: Tensor,
+    routing: Routing,
+    correction: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    router_bias: Tensor | None = None,
+    biases: tuple[Tensor, Tensor] | None = None,
+    clamp: tuple[float, float] | None = None,
+    gated: bool = True,
+) -> Tensor:
+    """The operation of :func:`experts`, where the router reads ``routed``."""
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         raise InvariantError(
             "these experts are laid out for the native kernels, which run them in a step program only; "
             "keep them out of functions given to ops.call_out, or load the model in another layout"
         )
-    layer = _Experts.of(routing.num_experts, gate_up, down, biases, clamp)
+    layer = _Experts.of(routing.num_experts, gate_up, down, biases, clamp, gated)
     product = functional.linear if x.requires_grad or gate_up.requires_grad or x.is_cuda else _row_by_row
-    logits = product(x.float(), router.float())
+    logits = product(routed.float(), router.float())
     logits = logits if router_bias is None else logits + router_bias.float()
     weights, chosen = route(logits, routing, correction)
     # On a GPU, every expert computes all tokens. A list of each expert's tokens would make the host wait for the GPU,
@@ -144,11 +190,12 @@ class _Experts(NamedTuple):
     gate_up_biases: Tensor | None
     down_biases: Tensor | None
     clamp: tuple[float, float] | None
+    gated: bool
 
     @classmethod
     def of(
         cls, count: int, gate_up: Tensor, down: Tensor, biases: tuple[Tensor, Tensor] | None,
-        clamp: tuple[float, float] | None,
+        clamp: tuple[float, float] | None, gated: bool,
     ) -> _Experts:  # fmt: skip
         first, second = biases or (None, None)
         return cls(
@@ -157,19 +204,26 @@ class _Experts(NamedTuple):
             None if first is None else first.reshape(count, -1),
             None if second is None else second.reshape(count, -1),
             clamp,
+            gated,
         )
 
     def compute(self, expert: int, x: Tensor, product: _Product) -> Tensor:
         """Result of one expert's MLP for the rows ``x``. The gate is computed in float64, for the reason given in
         :func:`route`."""
         both = product(x, self.gate_ups[expert])
-        gate, up = (both if self.gate_up_biases is None else both + self.gate_up_biases[expert]).chunk(2, dim=-1)
+        both = both if self.gate_up_biases is None else both + self.gate_up_biases[expert]
+        if not self.gated:
+            return self._down(expert, functional.relu(both).square(), product)
+        gate, up = both.chunk(2, dim=-1)
         if self.clamp is None:
             inner = functional.silu(gate.double()).to(x.dtype) * up
         else:
             alpha, limit = self.clamp
             gate = gate.double().clamp(max=limit)
             inner = (gate * (alpha * gate).sigmoid()).to(x.dtype) * (up.clamp(-limit, limit) + 1)
+        return self._down(expert, inner, product)
+
+    def _down(self, expert: int, inner: Tensor, product: _Product) -> Tensor:
         out = product(inner, self.downs[expert])
         return out if self.down_biases is None else out + self.down_biases[expert]
 

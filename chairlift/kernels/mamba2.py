@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from chairlift.kernels.recurrent import StatePart
+from chairlift.kernels.recurrent import StatePart, panel_width
 from chairlift.kernels.short_conv import ShortConv
 
 __all__ = ["BLOCK", "Mamba2", "Mamba2Shape"]
@@ -76,9 +76,10 @@ class Mamba2:
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """Parts of the state: the last inputs of the convolution, and S per head."""
-        shape = self.shape
-        return (*self.conv.parts, StatePart((shape.heads, shape.state_size, shape.head_dim), torch.float32))
+        """Parts of the state: the last inputs of the convolution, and S per head, in panels of columns."""
+        shape, panel = self.shape, panel_width(self.shape.head_dim)
+        states = (shape.heads, shape.head_dim // panel, shape.state_size, panel)
+        return (*self.conv.parts, StatePart(states, torch.float32))
 
     def width(self, *widths: int) -> int:
         if widths != (self.shape.columns,):
@@ -98,7 +99,8 @@ class Mamba2:
         )
         times = times.view(*lead, shape.groups, -1)
         rates = -self.a_log.float().exp().view(shape.groups, -1)
-        kept = kept.view(len(kept), shape.groups, -1, shape.state_size, shape.head_dim)
+        panels = kept.shape
+        kept = kept.transpose(2, 3).reshape(len(kept), shape.groups, -1, shape.state_size, shape.head_dim)
         outputs = []
         for at in range(0, lead[1], BLOCK):
             some = slice(at, at + BLOCK)
@@ -107,7 +109,8 @@ class Mamba2:
         y = torch.cat(outputs, dim=1) + self.skip.float().view(shape.groups, -1, 1) * x
         y = y.reshape(*lead, shape.inner).to(given.dtype)
         y = self._gated(y.float(), gate.float()).to(given.dtype)
-        return y, (tail, kept.reshape(len(kept), shape.heads, shape.state_size, shape.head_dim))
+        kept = kept.reshape(panels[0], shape.heads, shape.state_size, -1, panels[-1]).transpose(2, 3)
+        return y, (tail, kept)
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """Apply the gate and the norm to ``y``, in float32."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import fp8, onednn
-from chairlift.kernels.experts import experts
+from chairlift.kernels.experts import experts, latent_experts
 from chairlift.kernels.onednn import pack_weight
 from chairlift.kernels.recording import Op, Value, expect, operation
 from chairlift.kernels.reference import apply_rotary, copy_blocks, write_kv
@@ -41,6 +41,7 @@ __all__ = [
     "gelu_and_mul",
     "gelu_tanh",
     "gelu_tanh_and_mul",
+    "latent_experts",
     "layer_norm",
     "linear",
     "native_linear",

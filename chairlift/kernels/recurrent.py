@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Cell", "Piece", "StatePart", "plan_pieces", "recur_packed", "recur_paged"]
+__all__ = ["Cell", "Piece", "StatePart", "panel_width", "plan_pieces", "recur_packed", "recur_paged"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +25,12 @@ class StatePart:
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
     """Dtype of the part; None means the model's dtype."""
+
+
+def panel_width(columns: int) -> int:
+    """Columns of a head's state that are stored together, as [columns / width, rows, width]: the native scan reads such
+    a panel in one piece."""
+    return next(width for width in (32, 16, columns) if columns % width == 0)
 
 
 class Cell(Protocol):

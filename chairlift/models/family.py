@@ -88,6 +88,9 @@ class ExpertLayers:
     """Whether the router and the experts' linear layers have biases (gpt-oss)."""
     clamp: tuple[float, float] | None = None
     """(alpha, limit) of clamped gates; see :func:`chairlift.kernels.experts.experts` (gpt-oss)."""
+    latent_size: int = 0
+    """Width of the experts' inputs and results, between two linear layers of their own; 0: the model's hidden size
+    (Nemotron 3)."""
 
 
 class Fields:
@@ -300,6 +303,7 @@ def read_experts(
     correction: bool = False,
     bias: bool = False,
     clamp: tuple[float, float] | None = None,
+    latent_size: int = 0,
     **routing: Any,
 ) -> ExpertLayers:
     """Read the settings of experts of inner width ``size``; ``layers`` says per layer whether it has experts. The
@@ -323,4 +327,5 @@ def read_experts(
         correction=correction,
         bias=bias,
         clamp=clamp,
+        latent_size=latent_size,
     )

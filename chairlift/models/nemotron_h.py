@@ -1,11 +1,11 @@
-"""Nemotron-H (NVIDIA, 2025): each layer has one part only: Mamba-2, attention without rotation, or an MLP without a
-gate."""
+"""Nemotron-H (NVIDIA, 2025): each layer has one part only: Mamba-2, attention without rotation, an MLP without a
+gate, or experts without gates."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from chairlift.models.family import Family, Fields
+from chairlift.models.family import ExpertLayers, Family, Fields, read_experts
 from chairlift.models.mamba2 import Mamba2Keys, read_mamba2
 
 __all__ = ["NEMOTRON_H"]
@@ -15,6 +15,7 @@ _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "mo
 """Letter of ``hybrid_override_pattern`` -> type of layer."""
 _KINDS = {**{name: name for name in _LETTERS.values()}, "mamba": "linear_attention", "attention": "full_attention"}
 """Name in ``layers_block_type`` -> type of layer."""
+_PRODUCTS = ("up_proj", "down_proj")
 _DEFAULT = ["linear_attention", "moe", "full_attention", "mlp"]
 
 _MAMBA = Mamba2Keys(
@@ -35,23 +36,43 @@ def _read(fields: Fields, layers: int) -> dict[str, Any]:
     given = fields.raw.get("num_hidden_layers")
     if given is not None and layers != len(kinds):
         fields.fail(f"num_hidden_layers is {layers}, but the list or pattern of layers has {len(kinds)}")
-    if "moe" in kinds:
-        fields.fail(f"layer {kinds.index('moe')} has experts without gates, which are not supported for nemotron_h")
     if fields.boolean("attention_bias", False):
         fields.fail("attention_bias is true, but transformers' NemotronHForCausalLM has no biases in attention")
     layers = len(kinds)
     inner = fields.integer(_MAMBA["heads"], 1, 4_096) * fields.integer(_MAMBA["head_dim"], 1, 4_096)
     mixer = read_mamba2(fields, _MAMBA, inner=inner)
     head_dim = fields.integer("head_dim", 1, 1_024)
+    experts = {"experts": _read_experts(fields, kinds)} if "moe" in kinds else {}
     return {
+        **experts,
         "attention_layers": tuple(kind == "full_attention" for kind in kinds),
         "layer_scales": (head_dim**-0.5,) * layers,
         "layer_windows": (None,) * layers,
         "mixers": tuple(mixer if kind == "linear_attention" else None for kind in kinds),
         "mlp_bias": fields.boolean("mlp_bias", False),
-        "mlp_layers": tuple(kind == "mlp" for kind in kinds),
+        "mlp_layers": tuple(kind in ("mlp", "moe") for kind in kinds),
         "num_hidden_layers": layers,
     }
+
+
+def _read_experts(fields: Fields, kinds: list[str]) -> ExpertLayers:
+    latent = fields.optional_integer("moe_latent_size", 1, 65_536)
+    return read_experts(
+        fields,
+        tuple(kind == "moe" for kind in kinds),
+        fields.integer("moe_intermediate_size", 1, 2**20),
+        count_keys=("n_routed_experts", "num_local_experts"),
+        # One MLP, however many shared experts there are: its size is that of all of them.
+        shared_size=fields.integer("moe_shared_expert_intermediate_size", 1, 2**20),
+        correction=True,
+        latent_size=latent or 0,
+        scoring="sigmoid",
+        normalise=fields.boolean("norm_topk_prob", True),
+        epsilon=1e-20,
+        scale=fields.number("routed_scaling_factor", 0.0, 1e6),
+        groups=fields.integer("n_group", 1, 4_096),
+        kept_groups=fields.integer("topk_group", 1, 4_096),
+    )
 
 
 def _kinds(fields: Fields) -> list[str]:
@@ -74,8 +95,8 @@ def _kinds(fields: Fields) -> list[str]:
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
-    models="Nemotron-H, Nemotron Nano 2",
-    differences="layers of one part: Mamba-2, attention without rotation, or an MLP without a gate, squared ReLU",
+    models="Nemotron-H, Nemotron Nano 2, Nemotron 3",
+    differences="layers of one part: Mamba-2, attention without rotation, an MLP or experts; no gates, squared ReLU",
     read=_read,
     keys={"hidden_act": "mlp_hidden_act", "rms_norm_eps": "layer_norm_epsilon"},
     defaults={
@@ -91,11 +112,18 @@ NEMOTRON_H = Family(
         "mamba_num_heads": 128,
         "max_position_embeddings": 4096,
         "mlp_hidden_act": "relu2",
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "n_group": 1,
         "n_groups": 8,
+        "n_routed_experts": 8,
         "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
         "num_hidden_layers": 4,
         "num_key_value_heads": 8,
+        "routed_scaling_factor": 1.0,
         "ssm_state_size": 128,
+        "topk_group": 1,
         "vocab_size": 131_072,
     },
     activations={"relu2": "relu2"},
@@ -111,7 +139,11 @@ NEMOTRON_H = Family(
         **{f"{_OURS}.mixer.{name}": (f"{_THEIRS}.mixer.{name}",) for name in ("in_proj", "norm", "out_proj")},
         f"{_OURS}.self_attn.qkv_proj": tuple(f"{_THEIRS}.mixer.{name}_proj" for name in "qkv"),
         f"{_OURS}.self_attn.o_proj": (f"{_THEIRS}.mixer.o_proj",),
-        **{f"{_OURS}.mlp.{name}": (f"{_THEIRS}.mixer.{name}",) for name in ("up_proj", "down_proj")},
+        **{f"{_OURS}.mlp.{name}": (f"{_THEIRS}.mixer.{name}",) for name in (*_PRODUCTS, "gate")},
+        **{f"{_OURS}.mlp.shared_expert.{name}": (f"{_THEIRS}.mixer.shared_experts.{name}",) for name in _PRODUCTS},
+        **{f"{_OURS}.mlp.experts.{name}": (f"{_THEIRS}.mixer.experts.#.{name}",) for name in _PRODUCTS},
+        f"{_OURS}.mlp.latent_in": (f"{_THEIRS}.mixer.fc1_latent_proj",),
+        f"{_OURS}.mlp.latent_out": (f"{_THEIRS}.mixer.fc2_latent_proj",),
         "model.norm": ("backbone.norm_f",),
     },
     module_prefix=("backbone.", "model."),

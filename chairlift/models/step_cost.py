@@ -200,7 +200,11 @@ def _mlp_params(network: ModelConfig, layer: int) -> int:
     if (found := network.experts) is None or not network.has_experts(layer):
         return products * hidden * inner + ((products - 1) * inner + hidden) * network.mlp_bias
     router = (hidden + found.correction) * found.routing.num_experts + hidden * found.shared_gate
-    return router + products * hidden * found.shared_size
+    latent = 2 * hidden * found.latent_size + (found.latent_size + hidden) * (found.latent_size > 0) * network.mlp_bias
+    shared = products * hidden * found.shared_size
+    if found.shared_size:
+        shared += ((products - 1) * found.shared_size + hidden) * network.mlp_bias
+    return router + latent + shared
 
 
 def _mlp_shapes(network: ModelConfig, layer: int) -> list[MatrixShape]:
@@ -210,7 +214,9 @@ def _mlp_shapes(network: ModelConfig, layer: int) -> list[MatrixShape]:
     hidden, inner, products = network.hidden_size, network.intermediate_size, 3 if network.gated else 2
     if network.experts is not None and network.has_experts(layer):
         inner = network.experts.shared_size
-    return [MatrixShape((products - 1) * inner, hidden), MatrixShape(hidden, inner)] if inner else []
+    shapes = [MatrixShape((products - 1) * inner, hidden), MatrixShape(hidden, inner)] if inner else []
+    latent = 0 if network.experts is None or not network.has_experts(layer) else network.experts.latent_size
+    return [*shapes, MatrixShape(latent, hidden), MatrixShape(hidden, latent)] if latent else shapes
 
 
 def _saved(shapes: Iterable[MatrixShape], small: WeightFormat, dtype: torch.dtype) -> int:
@@ -221,12 +227,13 @@ def _expert_costs(network: ModelConfig, small: WeightFormat, dtype: torch.dtype)
     found = network.experts
     if found is None:
         return ()
-    hidden, inner, count = network.hidden_size, found.intermediate_size, found.routing.num_experts
-    shapes = [MatrixShape(count * 2 * inner, hidden, stack=count), MatrixShape(count * hidden, inner, stack=count)]
+    width, inner, count = found.latent_size or network.hidden_size, found.intermediate_size, found.routing.num_experts
+    first = 1 + network.gated  # matrices before the activation
+    shapes = [MatrixShape(count * first * inner, width, stack=count), MatrixShape(count * width, inner, stack=count)]
     nbytes = sum(small.stacked.nbytes(shape, dtype) for shape in shapes) // count
     parts = ((False, sum(found.layers[:-1])), (True, int(found.layers[-1])))
     return tuple(
-        ExpertCost(layers, in_tail, count, found.routing.top_k, 3 * hidden * inner, nbytes)
+        ExpertCost(layers, in_tail, count, found.routing.top_k, (first + 1) * width * inner, nbytes)
         for in_tail, layers in parts
         if layers
     )

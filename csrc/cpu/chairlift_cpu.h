@@ -13,7 +13,7 @@ extern "C" {
 
 #define CL_EXPORT __attribute__((visibility("default")))
 
-enum { CL_ABI_VERSION = 8 };
+enum { CL_ABI_VERSION = 9 };
 
 // Dtype of a program's activations, KV and dense weights (a KV layer may have another kind). Sums are always float32.
 enum cl_dtype { CL_F32 = 0, CL_BF16 = 1 };
@@ -64,8 +64,9 @@ enum cl_op_kind {
   // The input begins at column `window`. q_norm: float32 [n], a factor of each channel's input, or null
   CL_OP_SHORT_CONV = 20,
   // out[T, n] = scan of Mamba-2 over in[T, n + 2 kv_heads k] = (x, B, C) and the steps of `heads` heads of head_dim from
-  // column `window` of aux on, with kv_heads groups and states [heads, k, head_dim] float32 of `layer`. float32 [heads]:
-  // weight (A_log), bias (of steps), q_norm (D). Steps lie between scale and cap; eps is a factor of their input (0: 1)
+  // column `window` of aux on, with kv_heads groups and states [heads, head_dim / p, k, p] float32 of `layer`, where p is 32
+  // if that divides head_dim, else 16. float32 [heads]: weight (A_log), bias (of steps), q_norm (D). Steps lie between
+  // scale and cap; eps is a factor of their input (0: 1)
   CL_OP_MAMBA_SCAN = 24,
   // out[T, n] = rms_norm(in * silu(aux)) * weight[n] (float32), with one mean for each of `heads` groups, and eps; flag
   // CL_NORM_FIRST. Without a weight it is in * silu(aux); flag CL_SIGMOID_GATE: sigmoid in place of silu. scale is a factor of aux, which begins at column `window`
@@ -96,14 +97,17 @@ enum { CL_EXPERT_TOKENS = 512 };  // most tokens that are routed together
 // A layer of experts. The weights of the experts are one after another in memory. `weight` of its operation has gate
 // and up of n columns per expert in alternating panels; `bias` has the same order and may be null. An expert is
 // silu(gate) * up. With a limit above 0 it is gate * sigmoid(alpha * gate) * (up + 1), with gate <= limit and -limit <=
-// up <= limit (gpt-oss). Among equal scores the lower expert is chosen.
+// up <= limit (gpt-oss). With CL_RELU_SQUARED as activation there is no gate: `weight` has n columns per expert, and an
+// expert is max(0, up)^2. Among equal scores the lower expert is chosen.
 typedef struct {
   int32_t num_experts, top_k, inner;  // inner: rows of `down`'s input, without padding
   int32_t scoring, normalise, groups, kept_groups, group_score;
   int32_t down_format, down_group;    // like format and group of an operation
   float epsilon, scale;               // added to the sum of the weights; factor of the weights
   float alpha, limit;                 // limit 0: no clamp
-  const void* router;                 // [E, k], k padded with zeros, in the program's dtype
+  int32_t activation;                 // cl_activation: CL_NONE (gated) or CL_RELU_SQUARED
+  int32_t routed_k;                   // 0: the router reads `in`; else aux, which has so many columns and is not added
+  const void* router;                 // [E, k] or [E, routed_k], padded with zeros, in the program's dtype
   const float* correction;            // [E]: added to scores for the choice; or null
   const void* shared_gate;            // [k], padded: aux is multiplied by the sigmoid of the product with it; or null
   const void* down;                   // packed panels

@@ -218,6 +218,29 @@ struct StoreGatedExpert {
   }
 };
 
+// Squares the positive numbers of the rows of one expert without a gate, with its bias.
+template <typename T>
+struct StoreSquaredExpert {
+  const ExpertScratch& s;
+  const float* bias;
+  int64_t columns;
+
+  T* row(int number, int panel) const { return static_cast<T*>(s.inner) + number * s.inner_stride + int64_t(panel) * CL_PANEL; }
+
+  void fetch(int row0, int rows, int panel) const { fetch_to_write(row(row0, panel), s.inner_stride, rows); }
+
+  void operator()(int row0, int rows, int panel0, int panels, const float* tile, int64_t tile_stride) const {
+    const float* own = bias ? bias + expert_of(s, row0) * columns + int64_t(panel0) * CL_PANEL : nullptr;
+    for (int r = 0; r < rows; r++)
+      for (int c = 0; c < panels * CL_PANEL; c += LANES) {
+        vf x = vload(tile + r * tile_stride + c);
+        if (own) x = vadd(x, vload(own + c));
+        x = vmax(vset(0.0f), x);
+        vstore(row(row0 + r, panel0) + c, vmul(x, x));
+      }
+  }
+};
+
 // Stores the sums of the rows of one expert, with its bias.
 struct StoreSums {
   const ExpertScratch& s;
@@ -258,7 +281,7 @@ static void sum_experts(const cl_op& op, const cl_program& program, const Expert
   for (int t = share.begin; t < share.end; t++) {
     const Row* x = static_cast<const Row*>(program.buffers[op.in]) + (first + t) * in_stride;
     Row* out = static_cast<Row*>(program.buffers[op.out]) + (first + t) * out_stride;
-    const Row* shared = op.aux < 0 ? nullptr : static_cast<const Row*>(program.buffers[op.aux]) + (first + t) * program.strides[op.aux];
+    const Row* shared = op.aux < 0 || experts.routed_k ? nullptr : static_cast<const Row*>(program.buffers[op.aux]) + (first + t) * program.strides[op.aux];
     float gate = 1.0f;
     if (experts.shared_gate) gate = float(1.0 / (1.0 + exp(-double(dot(x, static_cast<const Row*>(experts.shared_gate), padded(op.k))))));
     const int32_t* place = s.place + int64_t(t) * experts.top_k;
@@ -279,7 +302,8 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
                     GemmScratch<Row>& scratch) {
   const cl_experts& experts = *op.experts;
   const int E = experts.num_experts, threads = pool.num_threads();
-  const int64_t in_stride = program.strides[op.in], router_stride = padded(op.k);
+  const int64_t in_stride = program.strides[op.in], router_stride = padded(experts.routed_k ? experts.routed_k : op.k);
+  const int routed = experts.routed_k ? op.aux : op.in;
   const Row* router = static_cast<const Row*>(experts.router);
   cl_op down = op;
   down.weight = experts.down, down.format = experts.down_format, down.group = experts.down_group;
@@ -287,12 +311,13 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
   for (int first = 0; first < batch.num_tokens; first += CL_EXPERT_TOKENS) {
     const int left = batch.num_tokens - first, tokens = left < CL_EXPERT_TOKENS ? left : int(CL_EXPERT_TOKENS);
     const Row* in = static_cast<const Row*>(program.buffers[op.in]) + first * in_stride;
+    const Row* read = static_cast<const Row*>(program.buffers[routed]) + first * program.strides[routed];
     ExpertScratch s;
     ExpertScratch::lay_out(s, static_cast<char*>(experts.scratch), int(sizeof(Row)), op, tokens);
     // Divided by pairs, so that all threads read the router of a single token.
     const Share pairs = share_of(tokens * E, thread, threads);
     for (int i = pairs.begin; i < pairs.end; i++) {
-      s.logits[i] = dot(in + i / E * in_stride, router + i % E * router_stride, router_stride);
+      s.logits[i] = dot(read + i / E * program.strides[routed], router + i % E * router_stride, router_stride);
       if (experts.router_bias) s.logits[i] += experts.router_bias[i % E];
     }
     pool.barrier(thread);
@@ -315,7 +340,10 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
         const StoreGatedExpert<Row, Gate> epilogue{s, store, int64_t(weight.count) * CL_PANEL};
         expert_products<Row>(pool, thread, weight, s, 2, gathered, stride, scratch, epilogue);
       };
-      if (experts.limit > 0.0f)
+      if (experts.activation == CL_RELU_SQUARED) {
+        const StoreSquaredExpert<Row> epilogue{s, op.bias, int64_t(weight.count) * CL_PANEL};
+        expert_products<Row>(pool, thread, weight, s, 1, gathered, stride, scratch, epilogue);
+      } else if (experts.limit > 0.0f)
         products(ClampedGate{experts.alpha, experts.limit});
       else
         products(SiluGate());

@@ -217,9 +217,10 @@ CL_INLINE void store_codes(int8_t* to, vf x) {
   _mm_storeu_si128((__m128i*)to, bytes);
 }
 
-// -12 times the sums of codes that are added in the same half of 32 bits: the first two of every four, and the other
-// two.
-CL_INLINE int32_t zeros_of(const int16_t*) { return 0; }  // only for products with 8 bits
+// Start values of two 16-bit sums, in one number: -12 times the sum of the row's codes that each of them multiplies. The
+// table's weights have 12 added, and this cancels it. One sum has the first two codes of every four, the other the last
+// two. Only rows of 8-bit codes need it.
+CL_INLINE int32_t zeros_of(const int16_t*) { return 0; }
 CL_INLINE int32_t zeros_of(const int8_t* code) {
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256((const __m256i*)code));
   __m128i sum = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));

@@ -52,8 +52,8 @@ static void run_of(cl_pool& pool, int thread, const cl_program& program, const c
       case CL_OP_SCALE: scale<T>(op, program, share); break;
       case CL_OP_HEADS: heads<T>(op, program, batch, share); break;
       case CL_OP_SHORT_CONV: short_conv<T>(op, program, batch, thread, pool.num_threads()); break;
-      case CL_OP_MAMBA_SCAN: mamba_scan<T>(op, program, batch, thread, pool.num_threads()); break;
-      case CL_OP_DELTA_SCAN: delta_scan<T>(op, program, batch, thread, pool.num_threads()); break;
+      case CL_OP_MAMBA_SCAN: scan<MambaRule, T>(op, program, batch, thread, pool.num_threads()); break;
+      case CL_OP_DELTA_SCAN: scan<DeltaRule, T>(op, program, batch, thread, pool.num_threads()); break;
       case CL_OP_GATED_NORM: gated_norm<T>(op, program, batch, thread, pool.num_threads()); break;
       case CL_OP_ATTENTION:
         attention<T>(pool, thread, op, program, batch, plan, scratch.attention, fetches_far());

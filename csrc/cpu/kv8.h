@@ -111,7 +111,8 @@ static void widen_values(const code8* from, int groups, const float* scales, bf1
     }
 }
 
-// Rows of 16 bits for the other paths, each with its unit. Sums of 256 products with codes fit into 32 bits.
+// Instruction-set paths without a product of 8-bit numbers quantise queries to int16, with one scale per row. This is
+// the largest value: a sum of 256 products with 8-bit codes then fits into 32 bits.
 enum { INT16_MOST = 32767 };
 
 // Sums over `count` pieces of `steps` steps: of R rows a[R, 2 * steps * count] with columns [steps][16][2] of each

@@ -15,7 +15,8 @@ CL_INLINE void fetch_to_write(T* at, int64_t stride, int rows) {
   for (int r = 0; r < rows; r++) _mm_prefetch((const char*)(at + r * stride), _MM_HINT_T0);
 }
 
-// Selects the activation of a product, once per tile.
+// Calls `act` with the activation function that is applied to a matmul's result. The choice is made once per tile, not
+// for each element.
 template <typename Do>
 static void with_activation(int activation, const Do& act) {
   switch (activation) {

@@ -30,6 +30,7 @@ class ExpertLayer:
     router_bias: Tensor | None = None
     biases: tuple[Tensor, Tensor] | None = None
     clamp: tuple[float, float] | None = None
+    gated: bool = True
 
     @property
     def inner(self) -> int:
@@ -49,13 +50,14 @@ class ExpertLayer:
         """Arguments of ``ops.experts`` after the experts' weights."""
         return (
             *(self.router, self.routing, self.correction, self.shared_gate),
-            *(self.router_bias, self.biases, self.clamp),
+            *(self.router_bias, self.biases, self.clamp, self.gated),
         )
 
 
 def random_layer(
     rng: random.Random, dtype: torch.dtype, *, hidden: int | None = None, inner: int | None = None,
-    shared: bool | None = None, biased: bool = False, clamp: tuple[float, float] | None = None, **fields: Any,
+    shared: bool | None = None, biased: bool = False, clamp: tuple[float, float] | None = None, gated: bool = True,
+    **fields: Any,
 ) -> ExpertLayer:  # fmt: skip
     """A random layer. ``fields`` are fields of :class:`Routing`. With ``biased``, the router and the experts have
     biases."""
@@ -74,18 +76,20 @@ def random_layer(
     def random_weight(*shape: int) -> Tensor:
         return (torch.randn(shape, generator=generator) * 0.3).to(dtype)
 
+    first = (1 + gated) * inner
     has_shared = rng.random() < 0.5 if shared is None else shared
     return ExpertLayer(
         routing,
-        random_weight(count * 2 * inner, hidden),
+        random_weight(count * first, hidden),
         random_weight(count * hidden, inner),
         random_weight(count, hidden),
         random_weight(count).float() if routing.scoring == "sigmoid" else None,
         random_weight(1, hidden) if has_shared and rng.random() < 0.7 else None,
         has_shared,
         random_weight(count) if biased else None,
-        (random_weight(count * 2 * inner), random_weight(count * hidden)) if biased else None,
+        (random_weight(count * first), random_weight(count * hidden)) if biased else None,
         clamp,
+        gated,
     )
 
 
@@ -103,8 +107,10 @@ def by_hand(layer: ExpertLayer, x: Tensor, shared: Tensor | None) -> Tensor:
             if layer.biases is not None:
                 first, second = (each.double().chunk(routing.num_experts)[expert] for each in layer.biases)
                 both = both + first
-            gate, up = both.chunk(2)
-            if layer.clamp is None:
+            gate, up = both.chunk(2) if layer.gated else (both, both)
+            if not layer.gated:
+                inner = both.clamp(min=0.0) ** 2
+            elif layer.clamp is None:
                 inner = gate * gate.sigmoid() * up
             else:
                 alpha, limit = layer.clamp

@@ -53,5 +53,11 @@ PUBLISHED_RECURRENT: dict[str, dict[str, dict[str, Any]]] = {
             *("M-MM*-",),
             **{"bos_token_id": 1, "eos_token_id": 12, "head_dim": 16, "max_position_embeddings": 131072},
         ),
+        "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _nemotron_h(
+            *("MEM*E",),
+            **{"max_position_embeddings": 262144, "moe_intermediate_size": 48, "n_group": 1, "n_routed_experts": 8},
+            **{"moe_shared_expert_intermediate_size": 96, "n_shared_experts": 1, "norm_topk_prob": True},
+            **{"num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "topk_group": 1},
+        ),
     },
 }

@@ -33,6 +33,11 @@ from tests.models.test_families import close, load, prompt
 from tests.models.tiny import RECURRENT_FAMILIES, WHOLE_FAMILIES, hf_logits, hf_model, tiny_fields, tiny_hf_model
 from tests.native import needs_kernels
 
+NEMOTRON_EXPERTS: dict[str, Any] = {
+    **{"hybrid_override_pattern": "ME*E", "num_hidden_layers": 4, "n_routed_experts": 8, "num_experts_per_tok": 3},
+    **{"moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5},
+    **{"n_group": 2, "topk_group": 1},
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in RECURRENT_FAMILIES},
     "falcon_h1-norm": (
@@ -77,6 +82,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{"conv_kernel": 3, "mlp_bias": True, "n_groups": 1, "use_bias": True},
             "use_conv_bias": False,
+        },
+    ),
+    "nemotron_h-experts": ("nemotron_h", NEMOTRON_EXPERTS),
+    "nemotron_h-experts-in-fewer-columns": (
+        "nemotron_h",
+        {
+            **{**NEMOTRON_EXPERTS, "hybrid_override_pattern": "EM*-", "moe_latent_size": 32, "mlp_bias": True},
+            **{"n_group": 1, "norm_topk_prob": False},
         },
     ),
     "nemotron_h-mlp-first": ("nemotron_h", {"hybrid_override_pattern": "--M**", "mamba_head_dim": 32}),
@@ -322,7 +335,8 @@ def test_a_falcon_h1_config_that_cannot_be_is_refused(config: dict[str, Any], wo
         ({"hybrid_override_pattern": "M-X"}, "layers_block_type must list linear_attention, full_attention, mlp, moe"),
         ({"layers_block_type": []}, "layers_block_type must list"),
         ({"layers_block_type": ["mlp"] * 3}, "num_hidden_layers is 4, but the list or pattern of layers has 3"),
-        ({"hybrid_override_pattern": "M-*E"}, "layer 3 has experts without gates"),
+        ({"hybrid_override_pattern": "M-*E", "n_routed_experts": 0}, "n_routed_experts must be a whole number from 1"),
+        ({"hybrid_override_pattern": "M-*E", "moe_latent_size": 0}, "moe_latent_size must be a whole number from 1"),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act of a Mamba-2 layer must be silu"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported; supported: relu2"),
@@ -422,6 +436,13 @@ def not_normalised(config: ModelConfig) -> ModelConfig:
     return other(experts=dataclasses.replace(config.experts, routing=routing))(config)
 
 
+def unscaled(config: ModelConfig) -> ModelConfig:
+    """Leave out the factor of the experts' weights."""
+    assert config.experts is not None
+    routing = dataclasses.replace(config.experts.routing, scale=1.0)
+    return other(experts=dataclasses.replace(config.experts, routing=routing))(config)
+
+
 def without_factor(part: int) -> Callable[[ModelConfig], ModelConfig]:
     """Leave out a factor of the parts of the first product of a Mamba-2 layer."""
 
@@ -445,6 +466,8 @@ CONFIG_MISTAKES: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     ("nemotron_h", "no square behind the ReLU", other(mlp="relu")),
     ("nemotron_h", "another eps of nemotron_h", other(norm_eps=0.1)),
     ("nemotron_h", "other scores", other(layer_scales=(1.0,) * 5)),
+    ("nemotron_h-experts", "weights of experts of Nemotron as they are", not_normalised),
+    ("nemotron_h-experts", "no factor of the experts", unscaled),
     ("qwen3_next", "plain norms", other(norm="rms")),
     ("qwen3_next", "all of a head rotated", all_rotated),
     ("qwen3_5_text", "plain norms of Qwen3.5", other(norm="rms")),

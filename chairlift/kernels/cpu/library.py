@@ -53,7 +53,7 @@ __all__ = [
     "why_unavailable",
 ]
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 """Value of ``CL_ABI_VERSION`` in the header that this module mirrors."""
 
 ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx")
@@ -83,6 +83,8 @@ class Experts(ctypes.Structure):
         ("scale", c_float),
         ("alpha", c_float),
         ("limit", c_float),
+        ("activation", c_int32),
+        ("routed_k", c_int32),
         ("router", c_void_p),
         ("correction", c_void_p),
         ("shared_gate", c_void_p),

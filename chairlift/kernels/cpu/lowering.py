@@ -281,7 +281,13 @@ def _experts(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
         yield from _call(fuser, node)
         return
     fields = {"n": weight.n, "k": weight.k}
-    yield FusedOp(OpKind.EXPERTS, node.out, node.inputs, fields, weight, experts=node.attributes)
+    yield FusedOp(OpKind.EXPERTS, node.out, node.inputs, fields, weight, experts=_experts_of(node))
+
+
+def _experts_of(node: Node) -> dict[str, Any]:
+    """Attributes of the node, with the width of the rows that the router reads if they are others than its input."""
+    routed = node.inputs[1].width if node.op is ops.latent_experts else 0
+    return {**node.attributes, "routed_width": routed}
 
 
 def _attention(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
@@ -381,7 +387,7 @@ def _delta_rule(node: Node, cell: DeltaRule, out: Value) -> list[FusedOp]:
 MOST_TAPS = 8
 """Maximum number of taps of the convolution kernel: ``MOST_TAPS`` of ``csrc/cpu/recurrent.h``."""
 LANES, MOST_STATE = 16, 256
-"""Vector width and maximum state size of the Mamba-2 kernel: ``LANES`` and ``MOST_STATE`` of ``csrc/cpu/mamba2.h``."""
+"""Vector width and maximum state size of the scan kernels: ``LANES`` and ``MOST_STATE`` of ``csrc/cpu/scan.h``."""
 
 _CELLS: dict[type, Callable[[Node, Any, Value], list[FusedOp]]] = {
     DeltaRule: _delta_rule,
@@ -418,6 +424,7 @@ _KERNELS: dict[Op[..., Any], Callable[[_Fuser, Node], Iterable[FusedOp]]] = {
     recurrence: _recurrence,
     ops.embedding: _embedding,
     ops.experts: _experts,
+    ops.latent_experts: _experts,
     ops.layer_norm: _layer_norm,
     ops.native_linear: _linear,
     ops.rms_norm: _rms_norm,

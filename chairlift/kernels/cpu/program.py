@@ -20,7 +20,7 @@ from torch import Tensor
 from chairlift.errors import InvariantError
 from chairlift.kernels.cpu import library as lib
 from chairlift.kernels.cpu.low_rank import LowRankTable
-from chairlift.kernels.cpu.lowering import FusedOp, OpKind, lower, narrow_at
+from chairlift.kernels.cpu.lowering import Activation, FusedOp, OpKind, lower, narrow_at
 from chairlift.kernels.cpu.packed_codes import PackedCodes
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES, PANEL, PackedMatrix
 from chairlift.kernels.recording import Node, Recorder, Value, recurrence
@@ -277,6 +277,8 @@ class StepProgram:
         shared_gate: Tensor | None = None,
         router_bias: Tensor | None = None,
         clamp: tuple[float, float] | None = None,
+        gated: bool = True,
+        routed_width: int = 0,
         **_: Any,
     ) -> lib.Experts:
         """Struct of an ``ops.experts`` operation, without scratch memory. The arguments are those of ``ops.experts``
@@ -301,6 +303,8 @@ class StepProgram:
             scale=routing.scale,
             alpha=alpha,
             limit=limit,
+            activation=Activation.NONE if gated else Activation.RELU_SQUARED,
+            routed_k=routed_width,
             router=self._keep_padded(router),
             correction=None if correction is None else self._keep(correction, torch.float32),
             shared_gate=None if shared_gate is None else self._keep_padded(shared_gate),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops
 from chairlift.models.hf_config import ModelConfig
-from chairlift.models.layers.linear import Stack
+from chairlift.models.layers.linear import Linear, Stack
 from chairlift.models.layers.mlp import MLP
 
 __all__ = ["MixtureOfExperts"]
@@ -36,18 +36,26 @@ class _Gate(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Weights of all experts of a layer: gate and up, [E 2 I, D], with gate's rows first, and down, [E D, I]. Either
-    both have biases or neither has."""
+    """Weights of all experts of a layer: gate and up, [E 2 I, D], with gate's rows first (or up alone, [E I, D]), and
+    down, [E D, I]. Either both have biases or neither has."""
 
-    def __init__(self, count: int, hidden: int, inner: int, *, biased: bool) -> None:
+    def __init__(self, count: int, hidden: int, inner: int, *, biased: bool, gated: bool) -> None:
         super().__init__()
-        self.gate_up_proj = Stack(count, 2 * inner, hidden, bias=biased, interleaved=True)
+        if gated:
+            self.gate_up_proj = Stack(count, 2 * inner, hidden, bias=biased, interleaved=True)
+        else:
+            self.up_proj = Stack(count, inner, hidden, bias=biased)
         self.down_proj = Stack(count, hidden, inner, bias=biased)
+
+    @property
+    def first(self) -> Stack:
+        """The weights before the activation."""
+        return self.gate_up_proj if hasattr(self, "gate_up_proj") else self.up_proj
 
     @property
     def biases(self) -> tuple[Tensor, Tensor] | None:
         """Biases of gate and up [E 2 I], and of down [E D]; None if there are none."""
-        first, second = self.gate_up_proj.bias, self.down_proj.bias
+        first, second = self.first.bias, self.down_proj.bias
         return None if first is None or second is None else (first, second)
 
 
@@ -55,27 +63,40 @@ class MixtureOfExperts(nn.Module):
     """[T, D] -> [T, D]: each token passes through the experts that the router chooses for it, as ``config.experts``
     says; see ``ops.experts``.
 
-    ``shared_expert`` is an MLP for every token. Raises InvariantError for a config without experts.
+    ``shared_expert`` is an MLP for every token. With ``config.experts.latent_size`` the experts work between two linear
+    layers, ``latent_in`` and ``latent_out``; the router and the shared expert read the input itself. Raises
+    InvariantError for a config without experts.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if config.experts is None:
             raise InvariantError(f"the config of this {config.model_type} model has no experts")
+        if config.mlp not in ("swiglu", "relu2"):
+            raise InvariantError(f"experts have gates or a squared ReLU, not {config.mlp}")
         found, hidden = config.experts, config.hidden_size
         self.routing, self.clamp, count = found.routing, found.clamp, found.routing.num_experts
         self.gate = _Gate(count, hidden, biased=found.bias, corrected=found.correction)
-        self.experts = _Experts(count, hidden, found.intermediate_size, biased=found.bias)
+        self.gated, latent = config.gated, found.latent_size
+        width = latent or hidden
+        self.experts = _Experts(count, width, found.intermediate_size, biased=found.bias, gated=config.gated)
+        self.latent_in = Linear(hidden, latent, bias=config.mlp_bias) if latent else None
+        self.latent_out = Linear(latent, hidden, bias=config.mlp_bias) if latent else None
         self.shared_expert = MLP(config, found.shared_size) if found.shared_size else None
         self.shared_expert_gate = _Gate(1, hidden) if found.shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up, down, gate = self.experts.gate_up_proj.weight, self.experts.down_proj.weight, self.gate
+        gate_up, down, gate = self.experts.first.weight, self.experts.down_proj.weight, self.gate
         shared = None if self.shared_expert is None else self.shared_expert(x)
         shared_gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
+        if self.latent_in is not None and self.latent_out is not None:
+            given = (gate_up, down, gate.weight, self.routing, gate.e_score_correction_bias, self.gated)
+            out: Tensor = self.latent_out(ops.latent_experts(self.latent_in(x), x, *given))
+            return out if shared is None else out + shared
         return ops.experts(
             *(x, shared, gate_up, down, gate.weight, self.routing, gate.e_score_correction_bias, shared_gate),
             gate.bias,
             self.experts.biases,
             self.clamp,
+            self.gated,
         )

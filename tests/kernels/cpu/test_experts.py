@@ -36,7 +36,10 @@ class Program:
         isa: str, threads: int = 2, weight_format: Native = NATIVE, max_tokens: int = 700,
     ):  # fmt: skip
         count, dtype = layer.routing.num_experts, table.dtype
-        shapes = [MatrixShape(*layer.gate_up.shape, True, stack=count), MatrixShape(*layer.down.shape, stack=count)]
+        shapes = [
+            MatrixShape(*layer.gate_up.shape, layer.gated, stack=count),
+            MatrixShape(*layer.down.shape, stack=count),
+        ]
         self.weights = weight_format.empty(shapes, dtype, torch.device("cpu"))
         biases = layer.biases or (None, None)
         for weight, rows, bias in zip(self.weights, (layer.gate_up, layer.down), biases, strict=True):
@@ -58,8 +61,9 @@ class Program:
 @pytest.mark.parametrize("seed", range(10))
 def test_it_computes_what_its_definition_does(seed: int, dtype: torch.dtype, isa: str) -> None:
     rng = random.Random(seed)
-    clamp = rng.choice((None, (1.702, 1.5)))
-    layer, count = random_layer(rng, dtype, biased=rng.random() < 0.5, clamp=clamp), rng.choice((1, 2, 7, 40, 600))
+    clamp, gated = rng.choice((None, (1.702, 1.5))), seed % 3 != 2
+    layer = random_layer(rng, dtype, biased=rng.random() < 0.5, clamp=clamp if gated else None, gated=gated)
+    count = rng.choice((1, 2, 7, 40, 600))
     x, shared = layer.rows(rng, count)
     program = Program(layer, x, shared, isa=isa, threads=rng.randint(1, 3))
     assert [op.kind for op in program.program.plan.ops][-1] == OpKind.EXPERTS
@@ -67,6 +71,32 @@ def test_it_computes_what_its_definition_does(seed: int, dtype: torch.dtype, isa
     error = (found.double() - expected).abs().max() / expected.abs().max()
     assert error < TOLERANCE[dtype]
     assert (found.float() - layer(x, shared).float()).abs().max() < 2 * TOLERANCE[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("isa", lib.supported_isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_router_may_read_other_rows(dtype: torch.dtype, isa: str) -> None:
+    """Rows of as many columns as the experts', of more, and of fewer."""
+    rng = random.Random(4)
+    for width in (50, 96, 17):
+        layer = random_layer(rng, dtype, hidden=50, inner=40, num_experts=6, top_k=3, shared=False, gated=False)
+        layer.correction = layer.shared_gate = None
+        x, _ = layer.rows(rng, 40)
+        layer.router = (torch.randn(6, width, generator=torch.Generator().manual_seed(width)) * 0.3).to(dtype)
+        routed = torch.randn(40, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+        shapes = [MatrixShape(*layer.gate_up.shape, stack=6), MatrixShape(*layer.down.shape, stack=6)]
+        weights = NATIVE.empty(shapes, dtype, torch.device("cpu"))
+        for weight, rows in zip(weights, (layer.gate_up, layer.down), strict=True):
+            NATIVE.write(weight, 0, rows, mapped=False)
+            NATIVE.finish(weight, None)
+        recorder: Any = Recorder(dtype)
+        given = [ops.embedding(recorder.token_ids, each) for each in (x, routed)]
+        rest = (layer.router, layer.routing, None, False)
+        out: Any = ops.latent_experts(*given, *weights, *rest)
+        program = StepProgram(recorder, out, [], lib.Pool(2, pin=False), isa=isa, max_tokens=40)
+        found = program.run(arrays([*range(40)])).clone()
+        expected = ops.latent_experts(x, routed, layer.gate_up, layer.down, *rest)
+        assert (found.float() - expected.float()).abs().max() < 2 * TOLERANCE[dtype] * expected.float().abs().max()
 
 
 @pytest.mark.parametrize("isa", lib.supported_isas())
