@@ -13,7 +13,7 @@ from chairlift.kv_cache import prefix_cache
 from chairlift.request import Request
 from chairlift.scheduler.batch import Batch
 from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
-from chairlift.vision.spans import ImageSpan, ImageTile, marks
+from chairlift.vision.spans import ImageTile
 from tests.simulation.mutants import Patch
 
 __all__ = ["IMAGE_MUTANTS"]
@@ -96,15 +96,6 @@ def images_lost_when_a_preempted_request_joins_again(patch: Patch) -> None:
 @mutant
 def placeholders_alone_identify_a_block(patch: Patch) -> None:
     patch(prefix_cache, "marks", lambda spans, start, end: b"")
-
-
-@mutant
-def place_of_an_image_left_out_of_its_mark(patch: Patch) -> None:
-    def wrong(spans: Sequence[ImageSpan], start: int, end: int) -> bytes:
-        found = [dataclasses.replace(span, position=0) for span in spans if span.position < end and span.end > start]
-        return marks(found, 0, 1)
-
-    patch(prefix_cache, "marks", wrong)
 
 
 @mutant

@@ -115,9 +115,8 @@ def make_world(seed: int) -> World:
     num_host_blocks = later.choice([0, 2, 8, 64])
     if later.random() < 0.3:
         scheduler["prefill_mode"] = later.choice(["prefill_first", "decode_first", "separate", "auto"])
-    count = len(events)
     if rng.random() < 0.5:
-        events += _faults(rng, count, max(event.at for event in events) + 20)
+        events += _faults(rng, len(events), max(event.at for event in events) + 20)
     horizon = max(event.at for event in events) + 20
     if later.random() < 0.3:
         events += _limits(later, scheduler, horizon)
