@@ -24,7 +24,6 @@ NOT_REFLOWED = {
     "docs/models.md",
     "docs/operations.md",
     "docs/quantization.md",
-    "docs/server.md",
     "docs/speculation.md",
     "docs/structured-output.md",
     "docs/tools.md",
