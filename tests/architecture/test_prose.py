@@ -22,7 +22,6 @@ NOT_REFLOWED = {
     "docs/benchmarking.md",
     "docs/cpu-kernels.md",
     "docs/models.md",
-    "docs/operations.md",
     "docs/quantization.md",
     "docs/speculation.md",
     "docs/structured-output.md",
