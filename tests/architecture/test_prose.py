@@ -21,7 +21,6 @@ _FRAGMENT = re.compile(r"^Of (?!course\b)")
 NOT_REFLOWED = {
     "docs/benchmarking.md",
     "docs/cpu-kernels.md",
-    "docs/models.md",
     "docs/quantization.md",
     "docs/speculation.md",
     "docs/structured-output.md",
