@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget", type=int, help="max_num_batched_tokens; default: the engine's")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     count = args.images * (args.rounds + 1)  # no image comes twice
@@ -170,7 +171,8 @@ def main() -> None:
         model = write_model(folder)
         compare_encoders(folder, model, images[:4], args.rounds)
         del model
-        llm = LLM(folder, dtype="float32", max_num_seqs=args.streams + 8, enable_prefix_caching=False)
+        budget = {} if args.budget is None else {"max_num_batched_tokens": args.budget}
+        llm = LLM(folder, dtype="float32", max_num_seqs=args.streams + 8, enable_prefix_caching=False, **budget)
     left = list(images)
 
     def with_images() -> tuple[float, int]:

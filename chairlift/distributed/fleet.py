@@ -51,6 +51,8 @@ class FleetEvents(EngineEvents, Protocol):
 
     def delivered(self, request_id: str) -> list[list[int]]: ...
 
+    def on_watched(self, lines: bytes, replica: int = 0) -> None: ...
+
     def on_lost(self, request_ids: Sequence[str], why: str) -> None: ...
 
     def on_weights(self, sequence_ids: Sequence[str], version: int) -> None: ...
@@ -143,8 +145,7 @@ class _Member:
         raise EngineDeadError("a fleet serves models that generate")
 
     def on_watched(self, lines: bytes) -> None:
-        if not self.view.index:  # the live view shows the steps of the first replica only
-            self._fleet.events.on_watched(lines)
+        self._fleet.events.on_watched(lines, self.view.index)
 
     def on_updated(self, info: EngineInfo) -> None:
         self._fleet.weights_changed(self, info)
@@ -288,10 +289,9 @@ class Fleet(RemoteCore):
         self._leave(sequence_ids, lambda core, names: core.stop(names))
 
     def watch(self, wanted: bool) -> None:
-        """Start or stop reporting the steps of the first replica, for the live view."""
+        """Start or stop reporting the steps of all replicas, for the live view."""
         self._watched = wanted
-        core = self._members[0].core
-        if core is not None and self._members[0].alive:
+        for core in self._cores():
             core.watch(wanted)
 
     def load_adapter(self, load: AdapterLoad) -> None:
@@ -556,7 +556,7 @@ class Fleet(RemoteCore):
         )
         for load in self._loads.values():
             core.load_adapter(load)
-        if self._watched and not member.view.index:
+        if self._watched:
             core.watch(True)
         member.opened.set()
         self._report_failed(self._send())

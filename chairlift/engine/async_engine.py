@@ -140,7 +140,8 @@ class AsyncEngine:
         - ``ended(stream, cut_off, now)``: a request has ended. ``cut_off`` is None if its answers ended by themselves,
           ABORT if its caller left, ERROR if the engine ended it. If its caller left after an answer had failed,
           it is that answer's finish reason: ERROR or DEADLINE.
-        - ``steps(lines)``: new lines of the core's recorder.
+        - ``steps(lines, replica)``: new lines of the recorder of a replica, counted from 0. An engine without replicas
+          has the number 0.
         """
         self._begin_empty()
 
@@ -613,8 +614,9 @@ class AsyncEngine:
         else:
             self._pooled.pooled(message)
 
-    def on_watched(self, lines: bytes) -> None:
-        self.events.tell("steps", lines)
+    def on_watched(self, lines: bytes, replica: int = 0) -> None:
+        """Pass on lines from the step recorder of a replica, counted from 0."""
+        self.events.tell("steps", lines, replica)
 
     def on_updated(self, info: EngineInfo) -> None:
         """Note that the weights were replaced: all later steps use the new weights."""

@@ -225,8 +225,8 @@ class EngineCore(EngineClient):
         adapters: Adapters | None = None,
     ) -> None:
         self.adapters, self.grammars = adapters or Adapters(), Grammars(None) if grammars is None else grammars
-        self.images = Images(getattr(executor, "images", None))
         self.clock: Clock = clock or SystemClock()
+        self.images = Images(getattr(executor, "images", None), self.clock)
         self.kv = kv or _kv_cache(executor, config, cache or CacheConfig(), cache_secret)
         self.costs = Costs(executor.block_bytes, max_step_tokens=config.max_num_batched_tokens)
         self.answer_lengths = AnswerLengths()
@@ -340,7 +340,7 @@ class EngineCore(EngineClient):
     def step(self) -> CoreOutputs | None:
         """Schedule and launch a step, then wait for the oldest step in flight. None if no step was waited for."""
         if self.images.is_encoding:
-            self.images.work(busy=bool(self.scheduler.running))
+            self.images.work(self._decode_seconds())
         now = self.clock.now()
         if self.governor is not None:
             self.governor.govern(now)
@@ -365,6 +365,14 @@ class EngineCore(EngineClient):
                 outputs, self._joined = CoreOutputs(joined=self._joined), []
             outputs.finished += ended
         return outputs
+
+    def _decode_seconds(self) -> float | None:
+        """Seconds of a decode step of the running requests, by the cost model; None if no request runs."""
+        running = self.scheduler.running.values()
+        if not running:
+            return None
+        context = sum(request.num_computed_tokens for request in running)
+        return self.costs.model.step_seconds(StepFeatures(len(running), context))
 
     def _take_ready(self, now: float) -> list[FinishedSequence]:
         """Queue the requests whose grammar, adapter and images are ready now. End the requests for which one of these

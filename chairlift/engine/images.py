@@ -1,20 +1,21 @@
 """Images of requests: which requests wait for which tile, when the encoder computes, and which encoded tiles stay in
 memory.
 
-A request with images enters the queue only when all its tiles are encoded. The encoder computes a limited piece between
-two steps, so that running requests are not delayed for long. The encoded rows of a tile stay in memory until the last
-request with the tile has ended, even during preemption, and after that as long as there is room.
+A request with images enters the queue only when all its tiles are encoded. Between two steps the encoder computes for a
+fraction of a step's time, so that running requests are not delayed for long. The encoded rows of a tile stay in memory
+until the last request with the tile has ended, even during preemption, and after that as long as there is room.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from chairlift.errors import RequestError
+from chairlift.engine.clock import Clock, SystemClock
+from chairlift.errors import InvariantError, RequestError
 from chairlift.executor.executor import ImageMemory
 from chairlift.request import Request
 from chairlift.vision.spans import ImageTile
@@ -23,11 +24,10 @@ __all__ = ["Images"]
 
 _log = logging.getLogger(__name__)
 
-_BUSY: Final = 128
-"""Work of the encoder between two steps while requests run, in patches through half a layer; takes a few
-milliseconds."""
-_IDLE: Final = 2048
-"""Work of the encoder in one turn while no request runs. A new request waits at most for one turn."""
+_BUSY_FRACTION: Final = 0.4
+"""Time that the encoder takes between two steps while requests run, as a fraction of a decode step's time."""
+_IDLE_SECONDS: Final = 0.05
+"""Time of the encoder in one turn while no request runs. A new request waits at most for one turn."""
 _KEPT_BYTES: Final = 256 << 20
 """Maximum number of bytes of encoded rows that no request uses."""
 
@@ -42,16 +42,23 @@ class Images:
     """The image tiles of all requests in the engine. ``memory`` holds the encoded rows of tiles; None for a model that
     reads only texts.
 
-    ``kept_bytes`` is the maximum number of bytes of rows that no request uses. Only one thread may call the methods.
+    ``clock`` measures the encoder's time. ``kept_bytes`` is the maximum number of bytes of rows that no request uses.
+    Only one thread may call the methods.
     """
 
-    def __init__(self, memory: ImageMemory | None = None, kept_bytes: int = _KEPT_BYTES) -> None:
-        self._memory, self._kept_bytes = memory, kept_bytes
+    def __init__(
+        self, memory: ImageMemory | None = None, clock: Clock | None = None, kept_bytes: int = _KEPT_BYTES
+    ) -> None:
+        self._memory = memory
+        self._clock = clock or SystemClock()
+        self._kept_bytes = kept_bytes
+        self._overrun = 0.0
+        """Seconds by which earlier turns exceeded their limit. Later turns are shorter by this time."""
         self._users: dict[bytes, int] = {}
         self._unused: OrderedDict[bytes, int] = OrderedDict()
         """Key of an encoded tile that no request uses -> bytes of its rows; least recently used first."""
         self._queue: OrderedDict[bytes, ImageTile] = OrderedDict()
-        self._work: tuple[bytes, Iterator[int]] | None = None
+        self._work: tuple[bytes, Iterator[None]] | None = None
         """(key, encoding in progress) of the first tile in the queue; None before its encoding has begun."""
         self._waiting: dict[str, _Waiting] = {}
         self._of: dict[str, tuple[bytes, ...]] = {}
@@ -89,21 +96,38 @@ class Images:
                 request.is_ready, request.waits_for = False, "image"
                 self._waiting[request.request_id] = _Waiting(request, missing)
 
-    def work(self, busy: bool) -> None:
-        """Encode for one turn, which is shorter if requests run (``busy``)."""
-        remaining = _BUSY if busy else _IDLE
-        while self._queue and self._memory is not None and remaining > 0:
+    def work(self, step_seconds: float | None) -> None:
+        """Encode for one turn. ``step_seconds`` is the time of a decode step of the running requests; None if none
+        runs.
+
+        A turn ends after the piece that exceeds its limit. Later turns are shorter by the excess, so running requests
+        are slowed down by the same fraction for small and large pieces.
+        """
+        if step_seconds is None:
+            limit, self._overrun = _IDLE_SECONDS, 0.0
+        else:
+            limit = _BUSY_FRACTION * step_seconds - self._overrun
+        start = self._clock.now()
+        if limit > 0:
+            self._encode_until(start + limit)
+        self._overrun = max(self._clock.now() - start - limit, 0.0)
+
+    def _encode_until(self, end: float) -> None:
+        """Compute pieces until there are none or the clock shows ``end``; at least one."""
+        while self._queue and self._memory is not None:
             if self._work is None:
                 key, tile = next(iter(self._queue.items()))
                 self._work = key, self._memory.encode(tile)
             key, pieces = self._work
             try:
-                remaining -= next(pieces)
+                next(pieces)
             except StopIteration:
                 self._end(key, "")
             except Exception as error:
                 _log.exception("an image could not be encoded; its requests end with an error")
                 self._end(key, f"an image could not be encoded ({type(error).__name__})")
+            if self._clock.now() >= end:
+                return
 
     def take_ready(self) -> tuple[list[Request], list[tuple[Request, str]]]:
         """(requests whose images were all encoded since the last call, (request, reason) of requests with an image that
@@ -125,11 +149,29 @@ class Images:
                 del self._users[key]
                 self._let_go(key)
 
+    def check_invariants(self, requests: Iterable[Request]) -> None:
+        """Raise InvariantError unless the rows of tiles are there for all ``requests``, the unfinished ones, that may
+        run, and the counts agree."""
+        with_images = {request.request_id: request for request in requests if request.images}
+        if self._of.keys() != with_images.keys():
+            raise InvariantError(f"images belong to requests {sorted(self._of)} instead of {sorted(with_images)}")
+        counts = Counter(key for keys in self._of.values() for key in keys)
+        if counts != self._users:
+            raise InvariantError("tiles have other numbers of requests than their counts say")
+        for name, request in with_images.items():
+            if request.is_ready and not all(self._memory is not None and self._memory.holds(k) for k in self._of[name]):
+                raise InvariantError(f"request {name} is ready, and a tile of it is not encoded")
+        if self._unused.keys() & counts.keys():
+            raise InvariantError("a tile that a request uses may be dropped")
+        if sum(self._unused.values()) > self._kept_bytes:
+            raise InvariantError(f"unused tiles have more than {self._kept_bytes} bytes")
+
     def shutdown(self) -> None:
         """Drop all requests and their tiles."""
         for mapping in (self._waiting, self._of, self._users, self._queue):
             mapping.clear()
         self._work = None
+        self._overrun = 0.0
 
     def _let_go(self, key: bytes) -> None:
         if self._memory is None or not self._memory.holds(key):

@@ -82,9 +82,9 @@ class AdapterMemory(Protocol):
 class ImageMemory(Protocol):
     """Encoded images for the model. It is the attribute ``images`` of executors and model runners that read images."""
 
-    def encode(self, tile: ImageTile) -> Iterator[int]:
-        """Compute the rows of a tile, piece by piece; yields the number of patches of each piece. Steps may run between
-        two pieces. The rows are stored at the end."""
+    def encode(self, tile: ImageTile) -> Iterator[None]:
+        """Compute the rows of a tile, and yield after each piece. Steps may run between two pieces. The memory holds
+        the rows when the iterator ends."""
         ...
 
     def holds(self, key: bytes) -> bool:

@@ -25,14 +25,13 @@ class ImageBank:
         """Key of a tile -> uint8 [rows, bytes of a row]. A row has the embedding and, in some models, vectors that are
         added after later layers."""
 
-    def encode(self, tile: ImageTile) -> Iterator[int]:
+    def encode(self, tile: ImageTile) -> Iterator[None]:
         for found in self._tower.encode(tile):
             if isinstance(found, Tensor):
                 if not found.isfinite().all():
                     raise ArithmeticError("the encoder's rows are not finite")
                 self.rows[tile.key] = found.contiguous().view(torch.uint8).numpy()
-            else:
-                yield found
+            yield None
 
     def holds(self, key: bytes) -> bool:
         return key in self.rows

@@ -21,7 +21,7 @@ from chairlift.sampling.failures import shaped_reason
 from chairlift.sampling.row import SamplingRow
 from chairlift.step_batch import Masks, SampledTokens, StepBatch
 
-__all__ = ["HASHLM_POSITION_BYTES", "STATE", "HashLM", "reference_tokens"]
+__all__ = ["HASHLM_POSITION_BYTES", "STATE", "HashLM", "image_word", "reference_tokens"]
 
 _Words = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
@@ -66,6 +66,8 @@ class HashLM:
         self._powers = np.array([pow(_BASE, i + 1, 1 << 64) for i in range(max_model_len + 1)], dtype=np.uint64)
         self.adapter_tags: Mapping[int, int] = {}
         """Number of a loaded adapter -> 64-bit value mixed into the hash of each token that uses the adapter."""
+        self.image_tags: Mapping[bytes, int] = {}
+        """Key of an encoded tile -> 64-bit value that the hashes of its rows depend on."""
         self._offsets = np.arange(block_size, dtype=np.int64)
 
     def forward(self, batch: StepBatch) -> list[int]:
@@ -82,7 +84,10 @@ class HashLM:
         tags = np.repeat(tags, lengths)
         if batch.adapters is not None:
             tags ^= np.array([self.adapter_tags[each] if each else 0 for each in batch.adapters.tolist()], np.uint64)
-        first = _first_words(batch.token_ids, batch.positions, tags)
+        tokens = batch.token_ids.astype(np.uint64)
+        for index, count, key, row in batch.image_rows:
+            tokens[index : index + count] = [image_word(self.image_tags[key], row + each) for each in range(count)]
+        first = _first_words(tokens, batch.positions, tags)
         for _, words, mapping in self._positional(batch):
             words[0, mapping] = first
         self._states.clear()
@@ -173,8 +178,13 @@ def _copy(source: _Words, block: int, target: _Words, to: int, size: int) -> Non
     target[:, to * size : (to + 1) * size] = source[:, block * size : (block + 1) * size]
 
 
-def _first_words(token_ids: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], tags: _Words) -> _Words:
-    tokens, places = token_ids.astype(np.uint64), positions.astype(np.uint64)
+def image_word(tag: int, row: int) -> int:
+    """64 bits that stand for a row of a tile, in the place of a token id. ``tag`` identifies the tile."""
+    return _mix_one((tag + row * _STATE) & _MASK)
+
+
+def _first_words(tokens: _Words, positions: npt.NDArray[np.int32], tags: _Words) -> _Words:
+    places = positions.astype(np.uint64)
     return _mix(
         (tokens + np.uint64(1)) * np.uint64(_TOKEN)
         ^ (places + np.uint64(1)) * np.uint64(_PLACE)

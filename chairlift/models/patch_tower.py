@@ -7,7 +7,7 @@ bounded size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from chairlift.models.vision_config import PatchConfig
-from chairlift.models.vision_tower import PIECE, Product, take_tensor
+from chairlift.models.vision_tower import PIECE, Product, in_pieces, take_tensor
 from chairlift.vision.spans import ImageTile
 
 __all__ = ["PatchTower"]
@@ -89,38 +89,38 @@ class PatchTower:
         size = width // config.num_attention_heads // 2
         self._frequencies = 1.0 / config.rope_theta ** (torch.arange(0, size, 2).float() / size)
 
-    def encode(self, tile: ImageTile) -> Iterator[int | Tensor]:
-        """Compute an image of uint8 [3, height, width]. Yields the number of patches after each piece, and finally the
-        rows."""
+    def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
+        """Compute an image of uint8 [3, height, width]. Yields None after each piece, and finally the rows."""
         config = self.config
         with torch.inference_mode():
             order, sizes = self._windows(tile.grid)
             rotation = tuple(self._ordered(each, order) for each in self._rotation(tile.grid))
-            state = self._ordered(self._embed(tile), order)
-        yield len(state)
+        embedded = yield from in_pieces(self._pixels(tile), self._embedding)
+        with torch.inference_mode():
+            if self._positions is not None:
+                embedded = embedded + self._learned(self._positions, *tile.grid)
+            state = self._ordered(embedded, order)
+        yield None
         levels = []
         for index, layer in enumerate(self._layers):
             whole = not config.window or index in config.full_layers
             yield from self._attend(layer, state, rotation, [len(state)] if whole else sizes)
             yield from self._transform(layer, state)
             if index in self._mergers:
-                with torch.inference_mode():
-                    levels.append(self._merge(state, *self._mergers[index]))
-                yield len(state)
+                levels.append((yield from self._merge(state, *self._mergers[index])))
+        merged = yield from self._merge(state, *self._merger)
         with torch.inference_mode():
-            rows = torch.cat([self._merge(state, *self._merger), *levels], 1)
-            rows = rows[torch.argsort(order)]
-        yield len(state)
+            rows = torch.cat([merged, *levels], 1)[torch.argsort(order)]
         yield rows
 
-    def _embed(self, tile: ImageTile) -> Tensor:
-        """Embeddings of a tile's patches plus their learned positions, [patches, width], ordered square by square."""
+    def _pixels(self, tile: ImageTile) -> Tensor:
+        """Normalised values of each patch, [patches, 3 * patch_size ** 2], in the order of squares."""
         size, (rows, columns) = self.config.patch_size, tile.grid
-        pixels = torch.frombuffer(bytearray(tile.pixels), dtype=torch.uint8).view(3, rows * size, columns * size)
-        normal = (pixels.float() * self._factor - self._mean) / self._deviation
-        patches = normal.view(3, rows, size, columns, size).permute(1, 3, 0, 2, 4).flatten(2)
-        state = self._embedding(self._squares(patches).to(self.dtype))
-        return state if self._positions is None else state + self._learned(self._positions, rows, columns)
+        with torch.inference_mode():
+            pixels = torch.frombuffer(bytearray(tile.pixels), dtype=torch.uint8).view(3, rows * size, columns * size)
+            normal = (pixels.float() * self._factor - self._mean) / self._deviation
+            patches = normal.view(3, rows, size, columns, size).permute(1, 3, 0, 2, 4).flatten(2)
+            return self._squares(patches).to(self.dtype)
 
     def _learned(self, table: Tensor, rows: int, columns: int) -> Tensor:
         """Learned positions [patches, width], interpolated from the square table."""
@@ -162,17 +162,17 @@ class PatchTower:
     def _ordered(self, patches: Tensor, order: Tensor) -> Tensor:
         return patches.view(len(order), -1, patches.shape[1])[order].view(len(patches), -1)
 
-    def _attend(self, layer: Any, state: Tensor, rotation: tuple[Tensor, ...], windows: list[int]) -> Iterator[int]:
+    def _attend(self, layer: Any, state: Tensor, rotation: tuple[Tensor, ...], windows: list[int]) -> Iterator[None]:
         """Compute the attention half of a layer and add it to ``state``. Patches attend only within their window.
-        Yields the number of patches after each piece."""
+        Yields after each piece."""
         norm, qkv, out, *_ = layer
         heads, (cosines, sines) = self.config.num_attention_heads, rotation
+        found = yield from in_pieces(state, lambda part: qkv(self._normed(part, norm)))
         with torch.inference_mode():
-            parts = [qkv(self._normed(part, norm)) for part in torch.split(state, PIECE)]
             # [heads, patches, size]
-            q, k, v = torch.cat(parts).view(len(state), 3, heads, -1).permute(1, 2, 0, 3).unbind(0)
+            q, k, v = found.view(len(state), 3, heads, -1).permute(1, 2, 0, 3).unbind(0)
             q, k = (_rotated(each, cosines, sines) for each in (q, k))
-        yield len(state)
+        yield None
         begin = 0
         for count in windows:
             end, piece = begin + count, max(16, min(PIECE, _SCORES // count))
@@ -182,11 +182,11 @@ class PatchTower:
                     keys = k[None, :, begin:end], v[None, :, begin:end]
                     some = functional.scaled_dot_product_attention(q[None, :, at:last], *keys)[0]
                     state[at:last] += out(some.transpose(0, 1).flatten(1))
-                yield PIECE * (last - at) // piece
+                yield None
             begin = end
 
-    def _transform(self, layer: Any, state: Tensor) -> Iterator[int]:
-        """Compute the MLP half of a layer and add it to ``state``. Yields the number of patches after each piece."""
+    def _transform(self, layer: Any, state: Tensor) -> Iterator[None]:
+        """Compute the MLP half of a layer and add it to ``state``. Yields after each piece."""
         *_, norm, ups, down = layer
         for at in range(0, len(state), PIECE):
             with torch.inference_mode():
@@ -198,13 +198,20 @@ class PatchTower:
                     approximate = "tanh" if self.config.activation == "gelu_tanh" else "none"
                     inner = functional.gelu(inner, approximate=approximate)
                 state[at : at + PIECE] += down(inner)
-            yield len(normed)
+            yield None
 
-    def _merge(self, state: Tensor, norm: tuple[Tensor, ...], first: Product, second: Product) -> Tensor:
-        """Merge each square of patches into one row. A norm as wide as a square is applied after its patches are
-        joined."""
-        normed = self._normed(state.view(-1, len(norm[0])), norm).view(-1, first.width)
-        return second(functional.gelu(first(normed)))
+    def _merge(
+        self, state: Tensor, norm: tuple[Tensor, ...], first: Product, second: Product
+    ) -> Generator[None, None, Tensor]:
+        """Merge each square of patches into one row, [squares, text_width]. A norm as wide as a square is applied after
+        its patches are joined. Yields after each piece."""
+
+        def merged(squares: Tensor) -> Tensor:
+            normed = self._normed(squares.reshape(-1, len(norm[0])), norm).view(-1, first.width)
+            return second(functional.gelu(first(normed)))
+
+        squares = state.view(-1, first.width)
+        return (yield from in_pieces(squares, merged, PIECE // self.config.merge_size**2))
 
     def _normed(self, rows: Tensor, norm: tuple[Tensor, ...]) -> Tensor:
         if self.config.deep:

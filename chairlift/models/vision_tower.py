@@ -6,7 +6,7 @@ is always the same, so the result is identical to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,19 +19,31 @@ from chairlift.kernels.onednn import pack_weight, packed_linear
 from chairlift.models.vision_config import VisionConfig
 from chairlift.vision.spans import ImageTile
 
-__all__ = ["PIECE", "Product", "Tower", "VisionTower", "take_tensor"]
+__all__ = ["PIECE", "Product", "Tower", "VisionTower", "in_pieces", "take_tensor"]
 
-PIECE = 128
-"""Maximum number of patches in one piece of work."""
+PIECE = 64
+"""Maximum number of patches in a piece of work. Small pieces keep the pauses of running requests short, and large ones
+use the weights better: an image of 100 patches took 6 % longer with 64 than with 128, and 18 % longer with 32."""
 _LAYER = "model.vision_model.encoder.layers."
 
 
 class Tower(Protocol):
     """An image encoder."""
 
-    def encode(self, tile: ImageTile) -> Iterator[int | Tensor]:
-        """Compute a tile. Yields the number of patches after each piece, and finally the rows."""
+    def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
+        """Compute a tile. Yields None after each piece, and finally the rows, [rows, row size]."""
         ...
+
+
+def in_pieces(rows: Tensor, compute: Callable[[Tensor], Tensor], size: int = PIECE) -> Generator[None, None, Tensor]:
+    """``compute(rows)`` in pieces of ``size`` rows. Yields after each piece. Returns the results together."""
+    found = []
+    for part in torch.split(rows, size):
+        with torch.inference_mode():
+            found.append(compute(part))
+        yield
+    with torch.inference_mode():
+        return torch.cat(found)
 
 
 def take_tensor(tensors: Mapping[str, Any], where: Path, name: str, *shape: int) -> Tensor:
@@ -112,18 +124,16 @@ class VisionTower:
         factor, mean, deviation = normalise
         self._factor, self._mean, self._deviation = factor, _channels(mean), _channels(deviation)
 
-    def encode(self, tile: ImageTile) -> Iterator[int | Tensor]:
-        """Compute a tile of uint8 [3, size, size]. Yields the number of patches after each piece, and finally the
-        rows."""
+    def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
+        """Compute a tile of uint8 [3, size, size]. Yields None after each piece, and finally the rows."""
         with torch.inference_mode():
             state = self._embed(tile.pixels)
-        yield len(state)
+        yield None
         for layer in self._layers:
             for half in (self._attend(layer, state), self._transform(layer, state)):
                 yield from half
         with torch.inference_mode():
             rows = self._connect(state)
-        yield len(state)
         yield rows
 
     def _embed(self, pixels: bytes) -> Tensor:
@@ -134,33 +144,29 @@ class VisionTower:
         patches = functional.conv2d(normal.to(self.dtype)[None], weight, bias, stride=self.config.patch_size)
         return patches.flatten(2)[0].t() + self._positions
 
-    def _attend(self, layer: Any, state: Tensor) -> Iterator[int]:
-        """Compute the attention half of a layer and add it to ``state``. Yields the number of patches after each
-        piece."""
+    def _attend(self, layer: Any, state: Tensor) -> Iterator[None]:
+        """Compute the attention half of a layer and add it to ``state``. Yields after each piece."""
         ((norm, _), qkv, out, *_), heads = layer, self.config.num_attention_heads
+        found = yield from in_pieces(state, lambda part: qkv(self._normed(part, norm)))
         with torch.inference_mode():
-            parts = [qkv(self._normed(part, norm)) for part in torch.split(state, PIECE)]
             width, size = state.shape[1], state.shape[1] // heads
             # [heads, patches, size]
-            q, k, v = (
-                each.reshape(-1, heads, size).transpose(0, 1) for each in torch.split(torch.cat(parts), width, 1)
-            )
-        yield len(state)
+            q, k, v = (each.reshape(-1, heads, size).transpose(0, 1) for each in torch.split(found, width, 1))
         for at in range(0, len(state), PIECE):
             with torch.inference_mode():
                 some = functional.scaled_dot_product_attention(q[None, :, at : at + PIECE], k[None], v[None])[0]
                 state[at : at + PIECE] += out(some.transpose(0, 1).flatten(1))
-            yield some.shape[1]
+            yield None
 
-    def _transform(self, layer: Any, state: Tensor) -> Iterator[int]:
-        """Compute the MLP half of a layer and add it to ``state``. Yields the number of patches after each piece."""
+    def _transform(self, layer: Any, state: Tensor) -> Iterator[None]:
+        """Compute the MLP half of a layer and add it to ``state``. Yields after each piece."""
         (_, norm), _, _, first, second = layer
         approximate = "tanh" if self.config.activation == "gelu_tanh" else "none"
         for at in range(0, len(state), PIECE):
             with torch.inference_mode():
                 inner = first(self._normed(state[at : at + PIECE], norm))
                 state[at : at + PIECE] += second(functional.gelu(inner, approximate=approximate))
-            yield len(inner)
+            yield None
 
     def _normed(self, rows: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
         return functional.layer_norm(rows, rows.shape[1:], *norm, self.config.norm_eps)

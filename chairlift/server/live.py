@@ -24,7 +24,7 @@ from chairlift.engine.step_export import to_perfetto
 from chairlift.parent import kill_child
 from chairlift.server.auth import ADMIN, Caller
 from chairlift.server.errors import ApiError
-from chairlift.server.live_feed import LiveFeed
+from chairlift.server.live_feed import LiveFeed, StepRing
 from chairlift.server.pages import assemble, page_response
 from chairlift.server.state import ServerState
 from chairlift.server.streaming import EventStream
@@ -74,6 +74,16 @@ def _feed(request: Request) -> LiveFeed:
     return state.live
 
 
+def _ring(request: Request, feed: LiveFeed) -> StepRing:
+    """Steps of the replica that the request names by its parameter ``replica``; by default, of the first one. Raises
+    ApiError 400 for a replica that does not exist."""
+    text, count = request.query_params.get("replica", "0"), feed.num_rings
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and int(text) < count):
+        allowed = f"a number from 0 to {count - 1}" if count > 1 else "0, because this server has one engine"
+        raise ApiError(400, f"replica must be {allowed}; got {text!r:.40}", param="replica", code="invalid_value")
+    return feed.ring(int(text))
+
+
 @contextlib.contextmanager
 def _count_use(feed: LiveFeed, what: str, holder: str, limit: int) -> Iterator[None]:
     """Context manager: count one use of ``what`` (viewers or simulator calls) for a key. Raises ApiError 429 if the
@@ -97,32 +107,33 @@ async def _events(request: Request) -> Response:
     """Steps of the engine as server-sent events, beginning with the oldest buffered entry."""
     state: ServerState = request.app.state.server
     feed = _feed(request)
+    ring = _ring(request, feed)
     if request.method == "HEAD":
         return Response(media_type=EventStream.media_type)
     if feed.num_viewers >= _MAX_VIEWERS:
         raise ApiError(503, f"{_MAX_VIEWERS} viewers look already; close one of them", headers={"retry-after": "30"})
     with _count_use(feed, "viewers", _holder(request), _MAX_VIEWERS_OF_ONE):
         headers = {"x-recording": "1"} if feed.is_recording else {}
-    return EventStream(_follow(feed, state, _holder(request)), headers)
+    return EventStream(_follow(feed, ring, state, _holder(request)), headers)
 
 
-async def _follow(feed: LiveFeed, state: ServerState, holder: str = "") -> AsyncGenerator[bytes, None]:
+async def _follow(feed: LiveFeed, ring: StepRing, state: ServerState, holder: str = "") -> AsyncGenerator[bytes, None]:
     with feed.viewing(), _count_use(feed, "viewers", holder, _MAX_VIEWERS):
-        at, last_sent = feed.first, time.monotonic()
+        at, last_sent = ring.first, time.monotonic()
         yield b"retry: 2000\n\n"
         while not state.draining:
             # entries that this viewer had not read were dropped: send a notice, and continue with the newest snapshot
-            if at < feed.first:
-                at = feed.newest_key
+            if at < ring.first:
+                at = ring.newest_key
                 yield b"event: skipped\ndata: {}\n\n"
-            elif at < feed.end:
+            elif at < ring.end:
                 at += 1
-                yield feed[at - 1]
+                yield ring[at - 1]
                 last_sent = time.monotonic()
             elif feed.is_recording:
                 break
             else:
-                await feed.wait_for_entry(_LOOK_SECONDS)
+                await ring.wait_for_entry(_LOOK_SECONDS)
                 if time.monotonic() - last_sent > _BEAT_SECONDS:
                     last_sent = time.monotonic()
                     yield b": still here\n\n"
@@ -132,13 +143,14 @@ async def _follow(feed: LiveFeed, state: ServerState, holder: str = "") -> Async
 async def _recording(request: Request) -> bytes:
     """Recording for a request, as lines: the one of this engine, or the simulated example."""
     feed = _feed(request)
+    ring = _ring(request, feed)
     if request.query_params.get("source") == "demo":
         return await _demo(request)
     with feed.viewing():
         end = time.monotonic() + _FIRST_SECONDS
-        while feed.first == feed.end and time.monotonic() < end:
-            await feed.wait_for_entry(_LOOK_SECONDS)
-        return feed.lines()
+        while ring.first == ring.end and time.monotonic() < end:
+            await ring.wait_for_entry(_LOOK_SECONDS)
+        return ring.lines()
 
 
 async def _export(request: Request) -> Response:

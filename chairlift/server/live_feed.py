@@ -1,4 +1,4 @@
-"""Buffer of the engine's recent steps, encoded once for all viewers of the live view."""
+"""Buffers of the recent steps of each engine, encoded once for all viewers of the live view."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import contextlib
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from chairlift.engine.async_engine import AsyncEngine
     from chairlift.engine.output_stream import OutputStream
 
-__all__ = ["LiveFeed", "as_event"]
+__all__ = ["LiveFeed", "StepRing", "as_event"]
 
 _LINGER_SECONDS: Final = 30.0
 """Seconds for which recording continues after the last viewer has left. A reloaded page then still finds the past
 steps."""
 _KEY: Final = b'{"key":'
 _CHUNK: Final = 1 << 16
+_MAX_NAMES: Final = 4096
+"""Maximum number of X-Request-Ids that wait for the next entry of a ring."""
 
 
 def as_event(lines: bytes) -> bytes:
@@ -28,34 +30,23 @@ def as_event(lines: bytes) -> bytes:
     return b"data: " + lines.replace(b"\n", b"\ndata: ") + b"\n\n"
 
 
-class LiveFeed:
-    """Entries of the last ``max_seconds``, at most ``max_bytes`` in all; or a ``recording``, which never changes.
+class StepRing:
+    """Entries of one engine's steps of the last ``max_seconds``, at most ``max_bytes`` in all.
 
-    The engine reports its steps only while there is a viewer (:meth:`viewing`). Old entries are dropped up to a
-    snapshot, so that the oldest entry is always a snapshot.
+    Old entries are dropped up to a snapshot, so that the oldest entry is always a snapshot.
     """
 
     def __init__(
         self,
-        engine: AsyncEngine | None,
         *,
-        recording: bytes = b"",
         max_bytes: int = 16 << 20,
         max_seconds: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.first = 0
         """Number of the oldest entry. Entries are numbered without gaps."""
-        self.num_viewers = 0
         self.num_bytes = 0
-        self.working = asyncio.Semaphore(1)
-        """Lets the simulator work for one viewer at a time."""
-        self.num_callers = 0
-        """Number of viewers that wait for a simulation."""
-        self.num_uses: Counter[tuple[str, str]] = Counter()
-        """("viewers" or "simulations", holder of a key) -> number in progress."""
-        self._engine = engine
-        self._max_bytes, self._max_seconds = max_bytes, max_seconds
+        self.max_bytes, self._max_seconds = max_bytes, max_seconds
         self._clock = clock
         self._entries: deque[tuple[bytes, float]] = deque()
         """(lines as one server-sent event, time). All viewers receive the same bytes."""
@@ -64,14 +55,6 @@ class LiveFeed:
         self._names: dict[str, str] = {}
         """Engine request id -> X-Request-Id, for requests that are new since the last entry."""
         self._news = asyncio.Event()
-        self._leaving: asyncio.TimerHandle | None = None
-        lines = recording.splitlines(keepends=True)
-        while lines:
-            size = count = 0
-            while count < len(lines) and size < _CHUNK:
-                size, count = size + len(lines[count]), count + 1
-            self._append(b"".join(lines[:count]).rstrip(b"\n"))
-            del lines[:count]
 
     @property
     def end(self) -> int:
@@ -83,10 +66,6 @@ class LiveFeed:
         """Number of the newest entry that begins with a snapshot, at which a viewer can start."""
         return self._keys[-1] if self._keys else self.first
 
-    @property
-    def is_recording(self) -> bool:
-        return self._engine is None
-
     def __getitem__(self, number: int) -> bytes:
         return self._entries[number - self.first][0]
 
@@ -94,6 +73,106 @@ class LiveFeed:
         """All entries joined, one JSON line per record."""
         events = [event[len(b"data: ") : -2].replace(b"\ndata: ", b"\n") for event, _ in self._entries]
         return b"\n".join(events)
+
+    async def wait_for_entry(self, timeout: float) -> None:
+        """Wait until there is a new entry, or for ``timeout`` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._news.wait()
+
+    def add(self, lines: bytes, streams: Callable[[], Iterable[OutputStream]]) -> None:
+        """Add lines from the engine's step recorder. ``streams`` returns the unfinished requests."""
+        if lines.startswith(_KEY):
+            for stream in streams():
+                self.name(stream)
+            if b'"past":true' in lines[:4096].partition(b"\n")[0]:  # a new recorder began; it repeats what is known
+                self.first, self.num_bytes = self.end, 0
+                self._entries.clear()
+                self._keys.clear()
+        if self._names:
+            lines += b'\n{"names":' + json.dumps(self._names, separators=(",", ":")).encode() + b"}"
+            self._names = {}
+        self._append(lines)
+        self._trim()
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def name(self, stream: OutputStream) -> None:
+        """Remember the X-Request-Id of a request for the next entry. Of many such requests, the newest are kept."""
+        if stream.name:
+            self._names[stream.request_id] = stream.name
+            if len(self._names) > _MAX_NAMES:  # an idle replica has no entries
+                del self._names[next(iter(self._names))]
+
+    def _append(self, lines: bytes) -> None:
+        if lines.startswith(_KEY):
+            self._keys.append(self.end)
+        self._entries.append((as_event(lines), self._clock()))
+        self.num_bytes += len(self._entries[-1][0])
+
+    def _trim(self) -> None:
+        while len(self._keys) > 1:
+            age = self._clock() - self._entries[self._keys[1] - self.first][1]
+            if self.num_bytes <= self.max_bytes and age <= self._max_seconds:
+                return
+            self._keys.popleft()
+            while self.first < self._keys[0]:
+                self.num_bytes -= len(self._entries.popleft()[0])
+                self.first += 1
+
+
+class LiveFeed(StepRing):
+    """Steps of an engine, or of a ``recording``, which never changes. Counts the viewers.
+
+    The engine reports its steps only while there is a viewer (:meth:`viewing`). If the engine has several replicas,
+    this is the ring of the first one, and :meth:`ring` returns the others. The rings divide ``max_bytes``.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine | None,
+        *,
+        recording: bytes = b"",
+        max_bytes: int = 16 << 20,
+        max_seconds: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(max_bytes=max_bytes, max_seconds=max_seconds, clock=clock)
+        self.num_viewers = 0
+        self.working = asyncio.Semaphore(1)
+        """Lets the simulator work for one viewer at a time."""
+        self.num_callers = 0
+        """Number of viewers that wait for a simulation."""
+        self.num_uses: Counter[tuple[str, str]] = Counter()
+        """("viewers" or "simulations", holder of a key) -> number in progress."""
+        self._engine = engine
+        self._bytes_of_all = max_bytes
+        self._rings: dict[int, StepRing] = {0: self}
+        self._leaving: asyncio.TimerHandle | None = None
+        lines = recording.splitlines(keepends=True)
+        while lines:
+            size = count = 0
+            while count < len(lines) and size < _CHUNK:
+                size, count = size + len(lines[count]), count + 1
+            self._append(b"".join(lines[:count]).rstrip(b"\n"))
+            del lines[:count]
+
+    @property
+    def is_recording(self) -> bool:
+        return self._engine is None
+
+    @property
+    def num_rings(self) -> int:
+        """Number of engines whose steps can be shown."""
+        return max(1, 0 if self._engine is None else len(self._engine.replicas()))
+
+    def ring(self, replica: int) -> StepRing:
+        """Ring of a replica, counted from 0."""
+        if replica not in self._rings:
+            self._rings[replica] = StepRing(max_seconds=self._max_seconds, clock=self._clock)
+            for ring in self._rings.values():
+                ring.max_bytes = self._bytes_of_all // len(self._rings)
+        return self._rings[replica]
 
     @contextlib.contextmanager
     def viewing(self) -> Iterator[None]:
@@ -112,49 +191,14 @@ class LiveFeed:
             if not self.num_viewers and self._engine is not None:
                 self._leaving = asyncio.get_running_loop().call_later(_LINGER_SECONDS, self._stop)
 
-    async def wait_for_entry(self, timeout: float) -> None:
-        """Wait until there is a new entry, or for ``timeout`` seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self._news.wait()
-
-    def steps(self, lines: bytes) -> None:
-        """Add lines from the engine's step recorder."""
-        if lines.startswith(_KEY):
-            for stream in [] if self._engine is None else self._engine.requests():
-                self.began(stream)
-            if b'"past":true' in lines[:4096].partition(b"\n")[0]:  # a new recorder began; it repeats what is known
-                self.first, self.num_bytes = self.end, 0
-                self._entries.clear()
-                self._keys.clear()
-        if self._names:
-            lines += b'\n{"names":' + json.dumps(self._names, separators=(",", ":")).encode() + b"}"
-            self._names = {}
-        self._append(lines)
-        self._trim()
-        self._news.set()
-        self._news = asyncio.Event()
+    def steps(self, lines: bytes, replica: int = 0) -> None:
+        """Add lines from the step recorder of a replica."""
+        self.ring(replica).add(lines, lambda: [] if self._engine is None else self._engine.requests())
 
     def began(self, stream: OutputStream) -> None:
-        """Remember the X-Request-Id of a new request."""
-        if stream.name:
-            self._names[stream.request_id] = stream.name
-
-    def _append(self, lines: bytes) -> None:
-        if lines.startswith(_KEY):
-            self._keys.append(self.end)
-        self._entries.append((as_event(lines), self._clock()))
-        self.num_bytes += len(self._entries[-1][0])
-
-    def _trim(self) -> None:
-        while len(self._keys) > 1:
-            age = self._clock() - self._entries[self._keys[1] - self.first][1]
-            if self.num_bytes <= self._max_bytes and age <= self._max_seconds:
-                return
-            self._keys.popleft()
-            while self.first < self._keys[0]:
-                self.num_bytes -= len(self._entries.popleft()[0])
-                self.first += 1
+        """Remember the X-Request-Id of a new request, for every ring: it is not known yet which replica serves it."""
+        for ring in self._rings.values():
+            ring.name(stream)
 
     def _stop(self) -> None:
         self._leaving = None

@@ -160,6 +160,7 @@ ALLOWED: dict[str, list[str]] = {
         "sampling",
         "step_batch",
         "tokenizer",
+        "vision",
     ],
     "workbench": [],
     "cli": [

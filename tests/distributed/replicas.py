@@ -56,6 +56,12 @@ class InProcess(RemoteCore):
             await asyncio.sleep(0)
             if not self.stuck and self.core.has_work and (outputs := self.core.step()) is not None:
                 self._events.on_step(Step(outputs, self.core.stats()))
+                self.tell()
+
+    def tell(self) -> None:
+        """Send what the recorder of steps has written, as an engine process does."""
+        if self.core.recorder is not None and (lines := self.core.recorder.take()):
+            self._events.on_watched(lines)
 
     def add(self, request: PreparedRequest) -> None:
         message = decode(encode(Add.of(request))[4:])
@@ -92,7 +98,8 @@ class InProcess(RemoteCore):
 
     def pool(self, text: PooledText) -> None: ...
 
-    def watch(self, wanted: bool) -> None: ...
+    def watch(self, wanted: bool) -> None:
+        self.core.watch(wanted)
 
     def load_adapter(self, load: AdapterLoad) -> None: ...
 

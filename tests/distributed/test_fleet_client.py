@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -217,6 +218,44 @@ def test_requests_wait_at_the_door_and_counters_survive_a_death() -> None:
             sent = [each.sent for each in world.fleet.shown()]
             assert sum(sent) >= 40 and min(sent) > 8
             await quiet(world)
+
+    run(test)
+
+
+def test_the_steps_of_every_replica_are_told_while_somebody_looks() -> None:
+    """Also those of a replica that starts again meanwhile."""
+
+    class Viewer:
+        def __init__(self) -> None:
+            self.lines: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
+
+        def steps(self, lines: bytes, replica: int = 0) -> None:
+            self.lines[replica] += [json.loads(line) for line in lines.split(b"\n")]
+
+        def added(self, replica: int) -> set[str]:
+            changes = [change for line in self.lines[replica] for change in line.get("do", ())]
+            return {change[3] for change in changes if change[0] == "add"}
+
+    async def test() -> None:
+        async with fleet_of(2) as world:
+            viewer, params = Viewer(), SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
+            world.engine.events.subscribe("a viewer", viewer)
+            await asyncio.gather(*(collect(world.engine, [7, i], params) for i in range(1, 20)))
+            for index, core in world.cores.items():
+                core.tell()
+                sent = {each.request_id for each in core.seen}
+                assert sent and viewer.added(index) == sent
+            first = world.cores[0]
+            first.kill()
+            while not (world.cores[0] is not first and world.fleet.shown()[0].state == "ready"):
+                await asyncio.sleep(0)
+            viewer.lines[0].clear()
+            await asyncio.gather(*(collect(world.engine, [8, i], params) for i in range(1, 20)))
+            world.cores[0].tell()
+            assert viewer.lines[0][0]["key"]["after"] == 0
+            assert viewer.added(0) == {each.request_id for each in world.cores[0].seen}
+            world.engine.events.unsubscribe("a viewer")
+            assert all(core.core.recorder is None for core in world.cores.values())
 
     run(test)
 

@@ -13,10 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 from chairlift.engine.step_export import read_recording
+from chairlift.metrics.stats import ReplicaStats
 from chairlift.server import live, live_feed
 from chairlift.server.app import make_app
 from chairlift.server.live_feed import LiveFeed, as_event
@@ -25,6 +27,9 @@ from tests.server.harness import PATIENCE, Client, Connection, make_state, run, 
 from tests.server.watched import WatchedEngine, make_truth
 
 KEY = b'{"key":{"run":"1","after":0}}'
+REPLICA = ReplicaStats(
+    index=0, pid=None, state="ready", unstarted=0, started=0, unstarted_tokens=0, kv_cache_usage=0, sent=0, restarts=0
+)
 PAST = b'{"key":{"run":"1","after":0,"past":true}}'
 
 
@@ -49,7 +54,7 @@ STATIC = Path(live.__file__).parent / "static"
 
 
 def test_the_page_has_all_of_itself_inside_and_asks_for_nothing_from_elsewhere() -> None:
-    assert len(SCRIPTS) == 4 and HTML.count("<style>") == 1
+    assert len(SCRIPTS) == 5 and HTML.count("<style>") == 1
     assert "data-file" not in HTML
     without_the_namespace = HTML.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://|url\(|@import|<link(?! rel=\"icon\" href=\"data:)|<iframe", without_the_namespace)
@@ -139,7 +144,8 @@ def test_the_page_is_open_and_its_policy_allows_its_scripts_only() -> None:
 
 
 def test_files_are_small_enough_to_read() -> None:
-    for name in ("live.html", "live.css", "live.js", "live_compare.js", "live_draw.js", "live_model.js"):
+    files = ("live.html", "live.css", "live.js", "live_compare.js", "live_draw.js", "live_fleet.js", "live_model.js")
+    for name in files:
         lines = (STATIC / name).read_text().splitlines()
         assert len(lines) < 500
         assert not name.endswith(".js") or max(map(len, lines)) < 180
@@ -260,11 +266,82 @@ def test_there_is_an_end_to_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test())
 
 
+def test_every_replica_has_steps_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_feed, "_MAX_NAMES", 3)
+
+    class Stream:
+        def __init__(self, number: int) -> None:
+            self.request_id, self.name = f"r{number}", f"mine-{number}"
+
+    async def read(client: Client, path: str) -> tuple[Connection, list[bytes]]:
+        connection = await client.connect()
+        connection.get(path)
+        assert (await connection.head())[0] == 200 and (await connection.chunk()).startswith(b"retry:")
+        return connection, [await connection.chunk() for _ in range(2)]
+
+    async def test() -> None:
+        state = make_state(WatchedEngine())
+        engine: Any = state.engine
+        engine.known_replicas = [REPLICA, REPLICA]
+        state.live = feed = LiveFeed(state.engine, max_bytes=1000)
+        async with serving(make_app(state)) as client:
+            with feed.viewing():
+                engine.events.tell("steps", KEY, 1)
+                engine.events.tell("steps", KEY, 0)
+                engine.events.tell("steps", b'{"step":7}', 1)
+                engine.events.tell("steps", b'{"step":2}', 0)
+                assert (await read(client, "/live/events"))[1] == [as_event(KEY), as_event(b'{"step":2}')]
+                second, entries = await read(client, "/live/events?replica=1")
+                assert entries == [as_event(KEY), as_event(b'{"step":7}')]
+                assert (await client.get("/live/export?replica=1")).body == KEY + b'\n{"step":7}\n'
+                for number in range(5):
+                    engine.events.tell("began", Stream(number))
+                engine.events.tell("steps", b'{"step":8}', 1)
+                names = {f"r{number}": f"mine-{number}" for number in (2, 3, 4)}
+                lines = (await second.chunk()).split(b"\n")
+                assert json.loads(lines[1].removeprefix(b"data: ")) == {"names": names}
+                for number in range(30):  # what one replica tells does not push out what the other told
+                    engine.events.tell("steps", KEY.replace(b"0", b"%d" % number), 1)
+                assert feed[feed.first] == as_event(KEY) and feed.ring(1).num_bytes <= 500 + 50
+            for wrong in ("2", "-1", "x", "٣", "9" * 30):
+                refused = await client.get(f"/live/export?replica={quote(wrong)}")
+                assert (refused.status, refused.error["param"]) == (400, "replica")
+                assert "from 0 to 1" in refused.error["message"]
+            engine.known_replicas = []
+            refused = await client.get("/live/static?replica=1")
+            assert refused.status == 400 and "has one engine" in refused.error["message"]
+
+    run(test())
+
+
+_CARDS = """
+const [ready, down] = [
+  { index: 1, state: "ready", started: 5, unstarted: 2, unstarted_tokens: 4096, kv_cache_usage: 0.5, restarts: 0 },
+  { index: 0, state: "down", started: 0, unstarted: 0, unstarted_tokens: 0, kv_cache_usage: 0, restarts: 3 },
+];
+const queues = [0, 1, 7].map(queue), paths = ["", "?source=demo"].map(which);
+console.log(JSON.stringify([card(ready), card(down), ...queues, replica, ...paths]));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node on the PATH to run the page's script")
+def test_the_page_has_a_card_for_each_replica() -> None:
+    script = 'globalThis.location = { search: "?replica=1" };' + (STATIC / "live_fleet.js").read_text() + _CARDS
+    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    ready, down, nobody, one, seven, chosen, query, example = json.loads(done.stdout)
+    work = "5 running, 2 next (4,096 tokens)"
+    assert ready == {"title": "replica 1", "state": "ready", "work": work, "kv": 0.5}
+    assert (down["state"], down["work"]) == ("down, restarts: 3", "0 running, none next")
+    assert (nobody, one) == ("no request waits for a replica", "1 request waits for a replica")
+    assert seven == "7 requests wait for a replica"
+    assert (chosen, query, example) == (1, "?replica=1", "?source=demo")
+
+
 def test_a_viewer_that_cannot_keep_up_is_skipped_ahead_and_told() -> None:
     async def test() -> None:
         state = make_state(WatchedEngine())
         state.live = feed = LiveFeed(state.engine, max_bytes=200)
-        events = live._follow(feed, state)
+        events = live._follow(feed, feed, state)
         await anext(events)
         feed.steps(KEY)
         assert await anext(events) == as_event(KEY)

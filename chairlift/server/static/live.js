@@ -66,7 +66,7 @@ async function* textLines(response) {
 async function listen() {
   for (let pause = 500; ; pause = Math.min(10000, 2 * pause)) {
     try {
-      const response = await ask("/live/events");
+      const response = await ask(`/live/events${which("")}`);
       let kind = "";
       say("");
       for await (const text of textLines(response)) {
@@ -428,7 +428,7 @@ document.addEventListener("visibilitychange", () => { dirty = true; });
 
 async function save(kind) {
   try {
-    const response = await ask(`/live/export?format=${kind}${source.replace("?", "&")}`);
+    const response = await ask(`/live/export?format=${kind}${which(source).replace("?", "&")}`);
     const link = make("a");
     link.href = URL.createObjectURL(await response.blob());
     link.download = /filename="([^"]+)"/.exec(response.headers.get("content-disposition") ?? "")?.[1] ?? `chairlift.${kind}`;
@@ -461,6 +461,7 @@ async function begin() {
     } else {
       const listening = listen();
       watchFloor();
+      watchFleet();
       if (asked.has("static")) await Promise.race([listening, new Promise((done) => setTimeout(done, 1500))]);
     }
     if (asked.has("static") && $("door").hidden) await compare();

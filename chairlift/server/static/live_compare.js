@@ -9,7 +9,7 @@ async function compare() {
   say("The simulator replays the same requests …");
   try {
     const other = new Model();
-    const found = await load(`/live/static${source}`, other);
+    const found = await load(`/live/static${which(source)}`, other);
     say("");
     second = new Timeline($("timeline2"), other);
     across("time");

@@ -16,7 +16,8 @@ from chairlift.sampling.seeds import sample_seed
 from chairlift.sampling_params import SamplingParams
 from chairlift.tokenizer.tokenizer import Tokenizer
 from chairlift.workbench.sim.grammars import GrammarScript, scripted_tokens
-from chairlift.workbench.sim.world import EOS, LETTERS, VOCAB_SIZE, allowed_at
+from chairlift.workbench.sim.images import input_words
+from chairlift.workbench.sim.world import BROKEN_IMAGE, EOS, LETTERS, VOCAB_SIZE, allowed_at
 
 __all__ = ["Expected", "byte_tokenizer", "expected_answer"]
 
@@ -60,13 +61,15 @@ def expected_answer(
         num_prompt_tokens=len(args["prompt"]),
         tag=int.from_bytes(args["salt"].encode()[:8], "little") ^ args.get("adapter_tag", 0),
     )
+    if any(content == BROKEN_IMAGE for _, _, content in args.get("images", ())):
+        return Expected([], "", FinishReason.ERROR, None)
     stops = set(args["stop_token_ids"]) | (set() if args["ignore_eos"] else {EOS})
     end = "length"
     if args.get("grammar"):
         tokens, end = scripted_tokens(GrammarScript(**args["grammar"]), args, row, windows, stops)
     else:
         tokens = reference_tokens(
-            args["prompt"], row, windows, VOCAB_SIZE, args["max_tokens"], lambda position: allowed_at(args, position)
+            input_words(args), row, windows, VOCAB_SIZE, args["max_tokens"], lambda position: allowed_at(args, position)
         )
     strings = args.get("stop", []) if with_text else []
     include = bool(args.get("include_stop_str_in_output"))

@@ -12,6 +12,7 @@ from chairlift.config import CacheGroup, SchedulerConfig
 from chairlift.engine.causes import CAUSES
 from chairlift.engine.clock import VirtualClock
 from chairlift.engine.engine import Engine
+from chairlift.engine.images import Images
 from chairlift.engine.input_processor import ModelLimits
 from chairlift.errors import ChairliftError, InvariantError, PromptTooLongError, RequestError
 from chairlift.executor.input_batch import InputBatch
@@ -33,6 +34,7 @@ from chairlift.structured_outputs import StructuredOutputsParams
 from chairlift.workbench.sim.adapters import AdapterFiles, ScriptedAdapters, content_tag, request_for
 from chairlift.workbench.sim.drafts import ScriptedDrafts
 from chairlift.workbench.sim.grammars import GrammarScript, ScriptedGrammars
+from chairlift.workbench.sim.images import ScriptedEncoder, ScriptedImages, markers_of
 from chairlift.workbench.sim.oracle import Expected, byte_tokenizer, expected_answer
 from chairlift.workbench.sim.policy_watch import PolicyWatch, Violation
 from chairlift.workbench.sim.scripts import Scripts
@@ -86,6 +88,9 @@ class _FaultyModel(HashLM):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.images: ScriptedEncoder | None = None
+        self.missing_tiles: set[bytes] = set()
+        """Keys of tiles whose rows a step needed and that were not in memory."""
         self.missing_adapters: set[int] = set()
         """Numbers of adapters that a step needed although they were not in memory."""
 
@@ -96,6 +101,7 @@ class _FaultyModel(HashLM):
             needed = set(batch.adapters.tolist()) - {0}
             self.max_step_adapters = max(self.max_step_adapters, len(needed))
             self.missing_adapters |= needed - set(self.adapter_tags)
+        self.missing_tiles |= {key for _, _, key, _ in batch.image_rows if key not in self.image_tags}
         return super().forward(batch)
 
     def sample(self, hidden: list[int], batch: StepBatch, masks: Masks | None = None) -> SampledTokens:
@@ -183,6 +189,9 @@ class Simulation:
         self.model.faults = self.faults
         self.files = AdapterFiles()
         self.model.adapter_tags = self.files.tags
+        if world.images is not None:
+            self.model.images = ScriptedEncoder(self.clock, *world.images[:2])
+            self.model.image_tags = self.model.images.tags
         kv = _FaultyCache(
             self.faults,
             groups,
@@ -209,7 +218,10 @@ class Simulation:
             seed=world.seed,
             grammars=ScriptedGrammars() if world.grammars else None,
             adapters=None if world.adapters is None else ScriptedAdapters(self.files, *world.adapters),
+            images=None if world.images is None else ScriptedImages(),
         )
+        if world.images is not None:
+            self.engine.core.images = Images(self.model.images, self.clock, kept_bytes=world.images[2])
         self._versions: Counter[int] = Counter()
         """Adapter number -> how often the adapter was replaced at a new path."""
         self.num_adapted = self.num_reloads = 0
@@ -303,6 +315,7 @@ class Simulation:
         # Each step computes at least one token, and each token is computed at most once per preemption.
         work = sum(len(s.args["prompt"]) + s.args["max_tokens"] for s in self.pending.values() for _ in s.expected)
         bound = 50 + 2 * work * (self.world.bounds["max_preemptions"] + 2)
+        bound += 20 * sum(len(submitted.args.get("images", ())) for submitted in self.pending.values())
         while self.engine.has_unfinished and bound:
             self._step()
             bound -= 1
@@ -400,7 +413,7 @@ class Simulation:
         fits, known = self.engine.kv.fits_when_empty(need), set(self.engine.scheduler.requests.values())
         try:
             self.engine.add_request(
-                args["prompt"],
+                markers_of(args) if args.get("images") else args["prompt"],
                 params,
                 request_id=name,
                 stream=args["stream"],
@@ -452,6 +465,7 @@ class Simulation:
             outputs = self.engine.step()
             self.engine.check_invariants()
             adapters.check_invariants()
+            self.engine.core.images.check_invariants(scheduler.requests.values())
             self.policy.check(scheduler.waiting, scheduler.batch.now)
             for name, count in [] if self.faults.active else stuck.items():
                 if name in scheduler.requests and scheduler.requests[name].num_preemptions > count:
@@ -481,6 +495,8 @@ class Simulation:
             )
         if self.model.missing_adapters:
             raise Violation(f"step {self.num_steps}: adapters {self.model.missing_adapters} were not in memory")
+        if self.model.missing_tiles:
+            raise Violation(f"step {self.num_steps}: {len(self.model.missing_tiles)} tiles were not in memory")
 
     def _check_in_flight(self) -> None:
         """Check that no block of a step in flight is free."""
@@ -566,7 +582,8 @@ class Simulation:
             ):
                 raise Violation(f"{where}: failed after {given}, and not {expected}")
             rewritten = any(event.kind == "rewrite" for event in self.world.events)
-            if self.world.adapters and not (broken or rewritten or self.world.grammars):
+            explained = broken or rewritten or self.world.grammars or expected.finish_reason is FinishReason.ERROR
+            if (self.world.adapters or self.world.images) and not explained:
                 raise Violation(f"{where}: failed after {given}, and not {expected}")
             return
         if answer.finish_reason is FinishReason.DEADLINE:
@@ -587,6 +604,7 @@ class Simulation:
             raise Violation("the scheduler still has requests after all of them ended")
         if len(self.engine.core.grammars) or scheduler.batch.unready:
             raise Violation("grammars are still followed after all requests ended")
+        self.engine.core.images.check_invariants([])
         if self.engine.core.adapters.num_users:
             raise Violation("adapters still have requests after all of them ended")
         if len(self.engine.core.causes):

@@ -14,12 +14,16 @@ from typing import Any
 from chairlift.config import ONE_STATE
 from chairlift.models.hashlm import STATE
 
-__all__ = ["Event", "World", "allowed_at", "make_world"]
+__all__ = ["BROKEN_IMAGE", "IMAGE_TOKEN", "Event", "World", "allowed_at", "make_world"]
 
 LETTERS = 12
 """Token ids below this number are letters. Stop strings consist of these letters, so that they do occur in outputs."""
 VOCAB_SIZE = 20
 EOS = 19
+IMAGE_TOKEN = 18
+"""Placeholder and marker of images, in worlds with images."""
+BROKEN_IMAGE = 5
+"""Content of an image that cannot be encoded."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class World:
     adapters: tuple[int, int, int] | None = None
     """(maximum number of adapters in a step, maximum in memory, number of steps that it takes to read an adapter).
     None in worlds without adapters."""
+    images: tuple[int, float, int] | None = None
+    """In worlds with images: pieces per tile, seconds per piece, and maximum bytes of rows that no request uses."""
 
 
 CLASSES = {
@@ -109,9 +115,8 @@ def make_world(seed: int) -> World:
     num_host_blocks = later.choice([0, 2, 8, 64])
     if later.random() < 0.3:
         scheduler["prefill_mode"] = later.choice(["prefill_first", "decode_first", "separate", "auto"])
-    count = len(events)
     if rng.random() < 0.5:
-        events += _faults(rng, count, max(event.at for event in events) + 20)
+        events += _faults(rng, len(events), max(event.at for event in events) + 20)
     horizon = max(event.at for event in events) + 20
     if later.random() < 0.3:
         events += _limits(later, scheduler, horizon)
@@ -161,7 +166,47 @@ def make_world(seed: int) -> World:
         drafts=drafts,
         adapters=adapters,
     )
-    return _recur(random.Random(seed ^ 0x57A7), world) if seed % 20 in (4, 15) else world
+    if seed % 20 in (4, 15):
+        return _recur(random.Random(seed ^ 0x57A7), world)
+    return _picture(random.Random(seed ^ 0x1346), world) if seed % 100 in (14, 32, 74) else world
+
+
+def _picture(rng: random.Random, world: World) -> World:
+    """Add images to most prompts. Some prompts are earlier ones, with the same images or with others in their place."""
+    arrivals = [event for event in world.events if event.kind == "arrive"]
+    contents = rng.choice([[1], [1, 2, 3], [1, 2, 3], [1, 2, 3, BROKEN_IMAGE]])
+    edges = [1, 2, world.block_size, world.block_size + 1, 2 * world.block_size + 1]
+    for number, event in enumerate(arrivals):
+        args = event.args
+        args["prompt"] = [token - (token == IMAGE_TOKEN) for token in args["prompt"]]
+        earlier = rng.choice(arrivals[:number]).args if number and rng.random() < 0.6 else None
+        if earlier is not None:
+            others = rng.random() < 0.5
+            args["images"] = [
+                (position, length, rng.choice(contents) if others else content)
+                for position, length, content in earlier.get("images", ())
+            ]
+            args["prompt"] = (earlier["prompt"] + args["prompt"])[: world.max_model_len - 1]
+            if args["images"] and sum(args["images"][-1][:2]) > len(args["prompt"]):
+                args["prompt"] = list(earlier["prompt"])
+        elif rng.random() < 0.8:
+            args["images"] = []
+            for _ in range(rng.choice([1, 1, 2, 3])):
+                _insert_image(rng, args, rng.choice(edges), rng.choice(contents), world.max_model_len)
+        args["max_tokens"] = min(args["max_tokens"], world.max_model_len - len(args["prompt"]))
+    encoder = rng.choice([1, 1, 2, 4]), rng.choice([0.0, 0.001, 0.01]), rng.choice([0, 150, 10_000])
+    caching = world.enable_prefix_caching or rng.random() < 0.5
+    return dataclasses.replace(world, images=encoder, enable_prefix_caching=caching)
+
+
+def _insert_image(rng: random.Random, args: dict[str, Any], length: int, content: int, max_model_len: int) -> None:
+    """Insert an image after those that the prompt of an arrival has, if there is room for it."""
+    prompt, images = args["prompt"], args["images"]
+    if len(prompt) + length >= max_model_len:
+        return
+    position = rng.randint(sum(images[-1][:2]) if images else 0, len(prompt))
+    args["prompt"] = [*prompt[:position], *[IMAGE_TOKEN] * length, *prompt[position:]]
+    images.append((position, length, content))
 
 
 def _recur(rng: random.Random, world: World) -> World:

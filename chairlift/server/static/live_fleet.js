@@ -1,0 +1,62 @@
+"use strict";
+// Several replicas: a card for each, and the queue in front of them. The rest of the page shows one of them.
+
+const FLEET_SECONDS = 1;
+const replica = Number(new URLSearchParams(globalThis.location?.search ?? "").get("replica")) || 0;
+
+// What a request for steps adds to its path. `source` is "?source=demo" for the example.
+function which(source) { return source || (replica ? `?replica=${replica}` : ""); }
+
+// One card's texts: {title, state, work, kv}
+function card(each) {
+  const { index, state, started, unstarted, unstarted_tokens: tokens, kv_cache_usage: kv, restarts } = each;
+  const next = unstarted ? `${unstarted} next (${tokens.toLocaleString("en")} tokens)` : "none next";
+  return { title: `replica ${index}`, state: state + (restarts ? `, restarts: ${restarts}` : ""), work: `${started} running, ${next}`, kv };
+}
+
+// Text about the queue in front of the replicas
+function queue(waiting) { return waiting ? `${waiting} ${waiting === 1 ? "request waits" : "requests wait"} for a replica` : "no request waits for a replica"; }
+
+function showFleet({ waiting_at_door: waiting, replicas }) {
+  $("fleet").hidden = replicas.length === 0;
+  $("doorqueue").textContent = queue(waiting);
+  while ($("cards").children.length > replicas.length) $("cards").lastElementChild.remove();
+  replicas.forEach((each, at) => {
+    const { title, state, work, kv } = card(each);
+    let box = $("cards").children[at];
+    if (!box) {
+      const bar = make("meter");
+      bar.setAttribute("aria-label", "KV blocks in use");
+      box = make("button");
+      box.append(make("b"), make("span"), make("small"), bar);
+      box.addEventListener("click", () => turnTo(at));
+      $("cards").append(box);
+    }
+    [title, state, work].forEach((text, part) => { if (box.children[part].textContent !== text) box.children[part].textContent = text; });
+    box.children[1].className = each.state === "ready" ? "" : "bad";
+    box.lastElementChild.value = kv;
+    box.setAttribute("aria-pressed", at === replica);
+    box.title = `KV cache: ${Math.round(100 * kv)} % in use`;
+  });
+}
+
+function turnTo(index) {  // the server keeps the steps of all, so the page may begin anew
+  if (index === replica) return;
+  asked.set("replica", index);
+  location.search = asked;
+}
+
+async function watchFleet() {
+  for (;; await new Promise((done) => setTimeout(done, 1000 * FLEET_SECONDS))) {
+    if (!live) { $("fleet").hidden = true; return; }
+    if (document.hidden || !$("door").hidden) continue;
+    try {
+      const key = sessionStorage.getItem("key");
+      const reply = await fetch("/v1/replicas", { headers: key ? { Authorization: `Bearer ${key}` } : {} });
+      if (!reply.ok) continue;
+      const found = await reply.json();
+      showFleet(found);
+      if (!found.replicas.length && model.count) return;  // one engine, and it has loaded
+    } catch { /* the server is away; the stream of steps says so */ }
+  }
+}

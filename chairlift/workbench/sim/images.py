@@ -1,0 +1,97 @@
+"""Scripted images without pixels: an image is a number, and its rows are words that a model mixes into its hashes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+from chairlift.engine.clock import VirtualClock
+from chairlift.models.hashlm import image_word
+from chairlift.vision.processor import ImageProcessor, PreparedImage
+from chairlift.vision.spans import ImageSpan, ImageTile
+from chairlift.workbench.sim.world import BROKEN_IMAGE, IMAGE_TOKEN
+
+__all__ = ["ScriptedEncoder", "ScriptedImages", "input_words", "markers_of"]
+
+_TILE_BYTES = 100
+"""Simulated memory of a tile's rows."""
+
+
+def _key_of(content: int, length: int) -> bytes:
+    return hashlib.sha256(f"{content} {length}".encode()).digest()
+
+
+def _tag_of(key: bytes) -> int:
+    return int.from_bytes(key[:8], "little")
+
+
+def input_words(args: dict[str, Any]) -> list[int]:
+    """The prompt of an arrival as the model sees it: token ids, and words of image rows in the place of others."""
+    words = list(args["prompt"])
+    for position, length, content in args.get("images", ()):
+        tag = _tag_of(_key_of(content, length))
+        words[position : position + length] = [image_word(tag, row) for row in range(length)]
+    return words
+
+
+def markers_of(args: dict[str, Any]) -> dict[str, Any]:
+    """The prompt of an arrival with images as a client sends it: one marker per image, and the images."""
+    prompt, found, begin = args["prompt"], list[int](), 0
+    for position, length, _ in args["images"]:
+        found += [*prompt[begin:position], IMAGE_TOKEN]
+        begin = position + length
+    images = [(length, content) for _, length, content in args["images"]]
+    return {"prompt_token_ids": found + prompt[begin:], "multi_modal_data": {"image": images}}
+
+
+class ScriptedImages(ImageProcessor):
+    """Prepares images, which are pairs (rows, content). Each has one tile."""
+
+    def __init__(self) -> None:
+        super().__init__("<image>", IMAGE_TOKEN)
+
+    def prepare(self, where: str, image: Any) -> PreparedImage:
+        """See :class:`~chairlift.vision.processor.ImageProcessor`."""
+        length, content = image
+        return PreparedImage(0, 0, (ImageTile(_key_of(content, length), bytes([content, length])),))
+
+    def lay_out(self, image: PreparedImage, found: list[int], spans: list[ImageSpan]) -> None:
+        """See :class:`~chairlift.vision.processor.ImageProcessor`."""
+        for tile in image.tiles:
+            length = tile.pixels[1]
+            spans.append(ImageSpan(len(found), length, tile.key))
+            found += [self.image_token_id] * length
+
+
+@dataclasses.dataclass(slots=True)
+class ScriptedEncoder:
+    """Encodes a tile in ``pieces`` pieces of ``seconds`` each on a virtual clock."""
+
+    clock: VirtualClock
+    pieces: int
+    seconds: float
+    tags: dict[bytes, int] = dataclasses.field(default_factory=dict)
+    """Key of an encoded tile -> 64 bits that its rows depend on."""
+
+    def encode(self, tile: ImageTile) -> Iterator[None]:
+        """See :class:`~chairlift.executor.executor.ImageMemory`. Raises ArithmeticError for broken images."""
+        for _ in range(self.pieces):
+            self.clock.advance(self.seconds)
+            yield
+        if tile.pixels[0] == BROKEN_IMAGE:
+            raise ArithmeticError("injected: the rows are not finite")
+        self.tags[tile.key] = _tag_of(tile.key)
+
+    def holds(self, key: bytes) -> bool:
+        """See :class:`~chairlift.executor.executor.ImageMemory`."""
+        return key in self.tags
+
+    def size(self, key: bytes) -> int:
+        """See :class:`~chairlift.executor.executor.ImageMemory`."""
+        return _TILE_BYTES
+
+    def drop(self, key: bytes) -> None:
+        """See :class:`~chairlift.executor.executor.ImageMemory`."""
+        del self.tags[key]

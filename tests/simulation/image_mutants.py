@@ -1,0 +1,217 @@
+"""Bugs of serving images, to be planted one at a time. The worlds that have images must find every one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from chairlift.engine.core import EngineCore
+from chairlift.engine.images import Images
+from chairlift.executor.input_batch import InputBatch
+from chairlift.kv_cache import prefix_cache
+from chairlift.request import Request
+from chairlift.scheduler.batch import Batch
+from chairlift.scheduler.output import Chunk, NewRow, SchedulerOutput
+from chairlift.vision.spans import ImageTile
+from tests.simulation.mutants import Patch
+
+__all__ = ["IMAGE_MUTANTS"]
+
+IMAGE_MUTANTS: dict[str, Callable[[Patch], None]] = {}
+
+
+def mutant(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    IMAGE_MUTANTS[plant.__name__] = plant
+    return plant
+
+
+def _with_rows(change: Callable[[int, int, bytes, int], tuple[int, int, bytes, int]]) -> Callable[[Patch], None]:
+    """A bug that changes where the rows of tiles go."""
+    image_rows = InputBatch._image_rows
+
+    def wrong(self: InputBatch, chunks: list[Chunk], at: int) -> list[tuple[int, int, bytes, int]]:
+        return [change(*each) for each in image_rows(self, chunks, at)]
+
+    return lambda patch: patch(InputBatch, "_image_rows", wrong)
+
+
+@mutant
+def rows_shifted_by_one(patch: Patch) -> None:
+    _with_rows(lambda index, count, key, row: (index, count, key, row + 1))(patch)
+
+
+@mutant
+def every_chunk_begins_at_the_first_row(patch: Patch) -> None:
+    _with_rows(lambda index, count, key, row: (index, count, key, 0))(patch)
+
+
+@mutant
+def last_row_of_a_tile_lost(patch: Patch) -> None:
+    _with_rows(lambda index, count, key, row: (index, count - 1, key, row))(patch)
+
+
+@mutant
+def only_the_first_image_of_a_prompt_read(patch: Patch) -> None:
+    join = InputBatch._join
+    patch(InputBatch, "_join", lambda self, row: join(self, dataclasses.replace(row, images=row.images[:1])))
+
+
+@mutant
+def images_of_the_row_before_kept(patch: Patch) -> None:
+    join = InputBatch._join
+
+    def wrong(self: InputBatch, row: NewRow) -> None:
+        before = self.images.get(row.slot)
+        join(self, row)
+        if before is not None:
+            self.images.setdefault(row.slot, before)
+
+    clear = InputBatch._clear
+
+    def keeping(self: InputBatch, slot: int) -> None:
+        before = self.images.get(slot)
+        clear(self, slot)
+        if before is not None:
+            self.images[slot] = before
+
+    patch(InputBatch, "_join", wrong)
+    patch(InputBatch, "_clear", keeping)
+
+
+@mutant
+def images_lost_when_a_preempted_request_joins_again(patch: Patch) -> None:
+    seat = Batch.seat
+
+    def wrong(self: Batch, request: Request, *args: Any) -> None:
+        images = request.images
+        if request.num_preemptions:
+            request.images = ()
+        seat(self, request, *args)
+        request.images = images
+
+    patch(Batch, "seat", wrong)
+
+
+@mutant
+def placeholders_alone_identify_a_block(patch: Patch) -> None:
+    patch(prefix_cache, "marks", lambda spans, start, end: b"")
+
+
+@mutant
+def request_ready_after_its_first_tile(patch: Patch) -> None:
+    end = Images._end
+
+    def wrong(self: Images, key: bytes, error: str) -> None:
+        for each in self._waiting.values():
+            if key in each.missing:
+                each.missing = {key}
+        end(self, key, error)
+
+    patch(Images, "_end", wrong)
+
+
+@mutant
+def rows_dropped_while_another_request_uses_them(patch: Patch) -> None:
+    forget = Images.forget
+
+    def wrong(self: Images, request: Request) -> None:
+        keys = self._of.get(request.request_id, ())
+        forget(self, request)
+        for key in keys:
+            if self._memory is not None and self._memory.holds(key) and key not in self._unused:
+                self._memory.drop(key)
+
+    patch(Images, "forget", wrong)
+
+
+@mutant
+def unused_rows_still_counted_after_they_are_used_again(patch: Patch) -> None:
+    add = Images.add
+
+    def wrong(self: Images, requests: Sequence[Request], tiles: Sequence[ImageTile]) -> None:
+        unused = self._unused.copy()
+        add(self, requests, tiles)
+        self._unused = unused
+
+    patch(Images, "add", wrong)
+
+
+@mutant
+def aborted_request_keeps_its_tiles(patch: Patch) -> None:
+    patch(Images, "forget", lambda self, request: self._waiting.pop(request.request_id, None))
+
+
+@mutant
+def broken_image_fails_one_request_and_the_others_wait(patch: Patch) -> None:
+    end = Images._end
+
+    def wrong(self: Images, key: bytes, error: str) -> None:
+        if error:
+            others = [each for each in self._waiting.values() if key in each.missing][1:]
+            for each in others:
+                each.missing.discard(key)
+                each.missing.add(b"never")
+        end(self, key, error)
+
+    patch(Images, "_end", wrong)
+
+
+@mutant
+def broken_image_taken_for_an_empty_one(patch: Patch) -> None:
+    end = Images._end
+    patch(Images, "_end", lambda self, key, error: end(self, key, ""))
+
+
+@mutant
+def later_answers_of_a_prompt_do_not_wait(patch: Patch) -> None:
+    add = Images.add
+
+    def wrong(self: Images, requests: Sequence[Request], tiles: Sequence[ImageTile]) -> None:
+        add(self, requests, tiles)
+        for request in requests[1:]:
+            request.is_ready = True
+
+    patch(Images, "add", wrong)
+
+
+@mutant
+def ready_requests_told_only_once_all_are_encoded(patch: Patch) -> None:
+    """A request waits for other requests' images too, and for ever if one of them is lost."""
+    take_ready = Images.take_ready
+
+    def wrong(self: Images) -> Any:
+        if self._ready and len(self._waiting) > 1:
+            self._ready.clear()
+        return take_ready(self)
+
+    patch(Images, "take_ready", wrong)
+
+
+@mutant
+def chunk_after_an_image_reads_it_again(patch: Patch) -> None:
+    image_rows = InputBatch._image_rows
+
+    def wrong(self: InputBatch, chunks: list[Chunk], at: int) -> list[tuple[int, int, bytes, int]]:
+        found = image_rows(self, chunks, at)
+        for chunk in chunks:
+            spans = self.images.get(chunk.slot, ())
+            if spans and spans[-1].end <= chunk.start:
+                found.append((at, 1, spans[-1].key, 0))
+            at += chunk.num_tokens
+        return found
+
+    patch(InputBatch, "_image_rows", wrong)
+
+
+@mutant
+def scheduler_sends_images_of_the_first_of_several_joined_rows(patch: Patch) -> None:
+    schedule = EngineCore._launch
+
+    def wrong(self: EngineCore, out: SchedulerOutput, now: float) -> None:
+        if len(out.joined) > 1:
+            images = out.joined[0].images
+            out.joined = [dataclasses.replace(row, images=images) for row in out.joined]
+        schedule(self, out, now)
+
+    patch(EngineCore, "_launch", wrong)
