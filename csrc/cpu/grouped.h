@@ -211,8 +211,8 @@ static void code_product(int rows, const typename Pair<float, Weight>::Left* a, 
 // Stores sixteen numbers, already rounded to the range of 8 bits, as codes of a row.
 CL_INLINE void store_codes(int16_t* to, vf x) {
   const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(lower_half(x)), _mm256_cvtps_epi32(upper_half(x)));
-  // Of every four codes, the first and third are stored first, then the second and fourth: Dot multiplies the even
-  // codes in part 0, and the odd ones in part 1.
+  // Reorders every four codes to first, third, second, fourth: Dot multiplies the even codes in part 0, and the odd
+  // codes in part 1.
   const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
   _mm256_storeu_si256((__m256i*)to, _mm256_shuffle_epi8(_mm256_permute4x64_epi64(words, 0xd8), order));
 }
