@@ -1,4 +1,4 @@
-"""Optimiser steps on packs in the loops of accelerate (DDP, FSDP2, ZeRO) and of DeepSpeed.
+"""Optimiser steps on packs in the loops of accelerate (DDP, ZeRO) and of DeepSpeed.
 
 A step has as many packs as the stream decides, and one divisor Z (:class:`~chairlift.train.loss.StepLoss`). So both
 functions accumulate gradients themselves, and the libraries' own accumulation stays at 1. Neither library is imported.
