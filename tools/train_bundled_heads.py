@@ -1,4 +1,4 @@
-"""Makes chairlift/assets/medusa: Medusa heads for the bundled model, from what it answers itself.
+"""Trains Medusa heads for the bundled model on the model's own answers, and writes them to chairlift/assets/medusa.
 
 ::
 
@@ -41,13 +41,13 @@ def write_answers(path: Path, count: int) -> None:
     entries, rng = read_guide(), random.Random(SEED)
     backend = tokenizers.Tokenizer.from_file(str(ASSETS_DIR / "tokenizer.json"))
     questions = Curriculum(entries, backend, rng)
-    asked = path.with_name("questions.jsonl")
-    with asked.open("w", encoding="utf-8") as file:
+    questions_file = path.with_name("questions.jsonl")
+    with questions_file.open("w", encoding="utf-8") as file:
         for number in range(count):
             text = questions.wording(entries[number % len(entries)])
             file.write(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n")
     partial = path.with_suffix(".partial")
-    command = ["generate", "--prompts-file", str(asked), "--max-tokens", "400", "--quiet", "--force"]
+    command = ["generate", "--prompts-file", str(questions_file), "--max-tokens", "400", "--quiet", "--force"]
     if chairlift([*command, "-o", str(partial)]):
         raise SystemExit("some questions were not answered")
     partial.rename(path)
