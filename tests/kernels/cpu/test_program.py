@@ -387,5 +387,5 @@ def test_a_function_that_breaks_its_word(recorder: Recorder) -> None:
 @pytest.mark.parametrize("count", [0, 65])
 def test_a_step_larger_than_agreed_is_refused(recorder: Recorder, count: int) -> None:
     program = compiled(recorder, embedded(recorder, 8))
-    with pytest.raises(InvariantError, match=f"a step of {count} tokens where 1 to 64"):
+    with pytest.raises(InvariantError, match=f"a step has {count} tokens, but this program allows 1 to 64"):
         program.run(arrays([1] * count))
