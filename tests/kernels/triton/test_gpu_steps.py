@@ -35,7 +35,7 @@ def test_variants_are_timed_and_compared(
 ) -> None:
     model = tiny_hf_model(tmp_path, "qwen2", num_hidden_layers=1, intermediate_size=32)
     report = tmp_path / "report.json"
-    flags = ["--rows", "2", "--context", "5", "--rounds", "1", "--steps", "2", "--dtype", "float32"]
+    flags = ["--rows", "20", "--context", "5", "--rounds", "1", "--steps", "2", "--dtype", "float32"]
     monkeypatch.setattr(
         sys, "argv", ["gpu_steps.py", "--model", str(model), "--device", device.type, "--json", str(report), *flags]
     )
@@ -52,6 +52,6 @@ def test_variants_are_timed_and_compared(
     else:
         script.main()
     (record,) = json.loads(report.read_text())[model.name]
-    assert record["rows"] == 2 and record["same_bits"] != wrong
+    assert record["rows"] == 20 and record["same_bits"] != wrong
     assert list(record["median_ms"]) == ["before", "swiglu", "and norms", "all"] and record["ratio"]["before"] == 1.0
     assert all(len(times) == 1 and times[0] > 0 for times in record["ms"].values())
