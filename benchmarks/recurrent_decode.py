@@ -34,7 +34,10 @@ from chairlift.models.random_weights import write_random_model
 from chairlift.models.step_cost import ModelCost
 from chairlift.workbench.bench.machine import describe_machine
 
-COMMON = {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 8192}
+COMMON = {
+    **{"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 8192},
+    "dtype": "bfloat16",
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "mamba2-370m": {
         **{"model_type": "mamba2", "hidden_size": 1024, "num_hidden_layers": 48, "num_heads": 32, "head_dim": 64},

@@ -69,7 +69,8 @@ def main() -> None:
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as directory:
         for name, config in MODELS.items():
-            whole = {**config, "vocab_size": VOCABULARY, "max_position_embeddings": 8192, "eos_token_id": 0}
+            sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 8192, "eos_token_id": 0}
+            whole = {**config, **sizes, "dtype": "bfloat16"}
             where = write_random_model(Path(directory) / name, whole, dtype="bfloat16")
             for rows in args.rows:
                 llm = LLM(

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import ipaddress
 import json
 import os
 import re
@@ -496,6 +497,9 @@ class ServerConfig:
     """Allow an address that other machines can reach without an API key."""
     allowed_host: tuple[str, ...] = ()
     """Host name that clients may use in the Host header, besides the loopback names and the name of this machine."""
+    trusted_proxy: tuple[str, ...] = ()
+    """Address or network of a router, such as 10.0.0.0/8, whose headers x-gateway-inference-fairness-id and
+    x-llm-d-inference-fairness-id name the tenant; may be repeated. None: these headers are ignored."""
     chat_template: str | None = None
     """File with a chat template, instead of the model's own."""
     tool_call_parser: str = "auto"
@@ -568,6 +572,13 @@ class ServerConfig:
                     "cors_origin must be scheme, host and port as browsers send them, such as https://app.example.org"
                     f" or http://localhost:3000, in lower case and without a path, or *; got {origin!r}"
                 )
+        for network in self.trusted_proxy:
+            try:
+                ipaddress.ip_network(network, strict=False)
+            except ValueError:
+                raise ConfigError(
+                    f"trusted_proxy must be addresses or networks such as 10.1.2.3 or 10.0.0.0/8, got {network!r:.100}"
+                ) from None
         for host in self.allowed_media_domains:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}", host):
                 raise ConfigError(

@@ -1,12 +1,12 @@
-"""Learn from a stream whose topic changes, without forgetting the old one.
+"""Trains on a stream whose topic changes, without forgetting the old topic.
 
-A tiny Llama reads sequences of one made-up language, and halfway, unannounced, of another that shares some of its
-words. Their losses tell a `DriftSampler`, which notices the change and mixes a tenth of old sequences in from then on.
-The same run without replay shows what it is good for.
+A tiny Llama reads sequences of a made-up language. Halfway, the sequences change to another language that shares some
+words with the first. A `DriftSampler` detects the change from the losses, and then replays old sequences: a tenth of
+all sequences. The same run without replay shows the difference.
 
     python examples/continual.py
 
-With --write it only writes the stream, for `chairlift train examples/continual.yaml`.
+With --write the script only writes the stream, for `chairlift train examples/continual.yaml`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from chairlift.train.varlen import VarlenContext
 
 WORDS = 56
 OLD, NEW = 0, 24
-"""First words of the two languages. They share 8 of their 32 words, but not what follows those."""
+"""First words of the two languages. They share 8 of their 32 words, but the shared words have different successors."""
 SEQUENCES_PER_STEP = 32
 
 
 def language(first_word: int, count: int) -> list[np.ndarray]:
-    """Sequences of 16 to 64 words, ``first_word`` and the 31 after it, each of which has a few that like to follow."""
+    """``count`` sequences of 16 to 64 words. The 32 words begin at ``first_word``. Each has a few likely successors."""
     grammar = np.random.default_rng(first_word).dirichlet(np.full(32, 0.1), 32).cumsum(axis=1)
     rng = np.random.default_rng([first_word, count])
     rows = rng.integers(0, 32, (count, 64))
@@ -52,20 +52,20 @@ def tiny_llama() -> CausalLM:
 
 
 def logits_of(model: CausalLM, batch: dict[str, Tensor]) -> Tensor:
-    """[T, V] for one packed row: sequences do not see each other."""
+    """[T, V] logits of one packed row, in which each token attends only to its own sequence."""
     context = VarlenContext(batch["cu_seqlens"].tolist())
     return model.compute_logits(model(batch["input_ids"][0], batch["position_ids"][0], context))
 
 
 def sequence_losses(logits: Tensor, batch: dict[str, Tensor]) -> list[float]:
-    """Mean loss per token of every sequence in the row. What a row of logits predicts is the next token's label."""
+    """Mean loss per token of every sequence in the row. Each row of logits predicts the label of the next token."""
     nll = token_losses(logits.detach(), torch.nn.functional.pad(batch["labels"][0, 1:], (0, 1), value=-100))
     return [float(part[:-1].mean()) for part in nll.split(batch["cu_seqlens"].diff().tolist())]
 
 
 @torch.no_grad()
 def evaluate(model: CausalLM, sequences: list[np.ndarray]) -> float:
-    """Mean loss per token of sequences that were not learnt from."""
+    """Mean loss per token of sequences that were not used for training."""
     collate = PackCollator()
     losses = [
         (float(token_losses(logits_of(model, batch)[:-1], batch["labels"][0, 1:]).sum()), pack.step_weight)
@@ -85,12 +85,12 @@ class Outcome:
 
     @property
     def forgotten(self) -> float:
-        """By what share the loss of the old language has grown."""
+        """Growth of the loss of the old language, as a fraction."""
         return self.old_after / self.old_before - 1
 
 
 def run(steps: int, replay: float) -> Outcome:
-    """``steps`` optimiser steps in the old language, then as many in the new."""
+    """Takes ``steps`` optimiser steps in the old language, then as many in the new one."""
     shift = steps * SEQUENCES_PER_STEP
     sampler = DriftSampler({"feed": language(OLD, shift) + language(NEW, shift)}, replay=replay, reservoir=2000)
     stream = PackStream(sampler, capacity=1024, pool=64, step=f"sequences:{SEQUENCES_PER_STEP}")

@@ -1,9 +1,10 @@
 """GRPO with asynchronous rollouts, on a task that a program can check: answers whose words have no letter "e".
 
-The bundled model goes on with a few beginnings of texts; an answer's reward is the share of its words without an "e".
-Rollouts come from an ``LLM`` that gets new weights after every step (``AsyncLoop``), and may be one version older than
-the weights they train (``StalenessGate``); importance ratios correct for that. The reward is measured before and after,
-on answers that are not trained on. With ``--shuffle`` rewards go to wrong answers, and nothing may be learnt.
+The bundled model continues a few beginnings of texts. The reward of an answer is the fraction of its words without an
+"e". An ``LLM`` generates the rollouts and gets new weights after every step (``AsyncLoop``). The weights of a rollout
+may be one version older than the weights that it trains (``StalenessGate``); importance ratios correct for that. The
+script measures the reward before and after training, on answers that are not used for training. ``--shuffle`` assigns
+rewards to random answers, so that the model must not learn anything.
 
     python examples/grpo.py --steps 12 --seed 0
 """
@@ -38,15 +39,15 @@ from chairlift.train.varlen import VarlenContext
 
 PROMPTS = ("A cat and a dog", "Name a colour.", "Give me three numbers.", "Sing a song.")
 GROUP = 8
-"""Answers per prompt, whose mean reward is the baseline."""
+"""Answers per prompt. Their mean reward is the baseline."""
 TOKENS = 12
 """Tokens per answer."""
 CLIP = 0.2
-"""A ratio farther from 1 than this, in the direction that pays, has no gradient (PPO)."""
+"""Clip range of the ratio around 1. A ratio beyond the range, in the direction of more gain, has no gradient (PPO)."""
 
 
 def reward(text: str) -> float:
-    """Share of the words without an "e"; 0 without words."""
+    """Fraction of the words without an "e"; 0 if there are no words."""
     words = re.findall("[a-z]+", text.lower())
     return statistics.fmean("e" not in word for word in words) if words else 0.0
 
@@ -62,11 +63,11 @@ class GRPO:
         self.collate = PackCollator()
 
     def weights(self) -> dict[str, Tensor]:
-        """What the generator gets after each step."""
+        """Weights for the generator, by their names in a checkpoint."""
         return hf_state_dict(self.policy)
 
     def advantages(self, rollouts: Sequence[Rollout]) -> tuple[list[float], list[float]]:
-        """Rewards, and by how many standard deviations each is above the mean of its prompt's answers."""
+        """(rewards, advantages). Advantage: reward minus the mean of its prompt's answers, in standard deviations."""
         texts = [self.llm.tokenizer.decode(list(rollout.tokens)) for rollout in rollouts]
         rewards = [reward(text) for text in texts]
         credited = self.random.sample(rewards, len(rewards)) if self.shuffle else rewards
@@ -80,7 +81,7 @@ class GRPO:
         return rewards, found
 
     def step(self, selection: Selection) -> dict[str, Any]:
-        """One optimiser step on packed rollouts; returns its figures."""
+        """Takes one optimiser step on packed rollouts, and returns its measurements."""
         rollouts: list[Rollout] = selection.samples
         rewards, advantages = self.advantages(rollouts)
         rows = [rollout.sequence(1.0) for rollout in rollouts]
@@ -101,9 +102,9 @@ class GRPO:
         }
 
     def _learn(self, pack: Pack, targets: float) -> tuple[float, float]:
-        """Add the gradient of a pack. Returns sums over its targets: drift, and clipped ones.
+        """Adds the gradient of a pack. Returns (drift, number of clipped targets), summed over its targets.
 
-        Drift is an estimate of KL(generator's weights || these), ratio - 1 - log(ratio) per token.
+        Drift estimates KL(generator's weights || policy's weights) as ratio - 1 - log(ratio) per token.
         """
         batch = self.collate(pack)
         ids = batch["input_ids"][0]
@@ -124,7 +125,7 @@ class GRPO:
 
 
 def measured(llm: LLM, count: int) -> list[float]:
-    """Rewards of ``count`` fresh answers per prompt. The seeds are the same each time, and not those of training."""
+    """Rewards of ``count`` new answers per prompt. All calls use the same seeds; training uses other seeds."""
     params = [SamplingParams(temperature=1.0, max_tokens=TOKENS, seed=10_000_000 + i) for i in range(count)]
     outputs = llm.generate([prompt for prompt in PROMPTS for _ in params], params * len(PROMPTS))
     return [reward(output.outputs[0].text) for output in outputs]
@@ -133,7 +134,7 @@ def measured(llm: LLM, count: int) -> list[float]:
 def train(
     model_dir: Path, *, steps: int, seed: int, shuffle: bool, rate: float = 2e-4, bound: int = 1
 ) -> dict[str, Any]:
-    """Train, and return the rewards before and after with the rise in standard errors, and the figures of each step."""
+    """Trains. Returns the rewards before and after, the rise in standard errors, and the measurements of each step."""
     torch.manual_seed(seed)
     llm = LLM(model_dir, dtype="float32", num_kv_blocks=256, max_num_seqs=len(PROMPTS) * GROUP)
     before = measured(llm, 32)
@@ -163,9 +164,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("chairlift/assets"), help="model directory")
     parser.add_argument("--steps", type=int, default=12, help="optimiser steps")
     parser.add_argument("--seed", type=int, default=0, help="seed of the rollouts")
-    parser.add_argument("--bound", type=int, default=1, help="versions that a rollout may be old")
-    parser.add_argument("--shuffle", action="store_true", help="give rewards to wrong answers")
-    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    parser.add_argument(
+        "--bound",
+        type=int,
+        default=1,
+        help="maximum number of versions between the weights of a rollout and those that it trains",
+    )
+    parser.add_argument("--shuffle", action="store_true", help="assign rewards to random answers")
+    parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
     args = parser.parse_args()
     result = train(args.model, steps=args.steps, seed=args.seed, shuffle=args.shuffle, bound=args.bound)
     if args.json:

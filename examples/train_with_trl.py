@@ -1,8 +1,8 @@
-"""TRL's SFTTrainer on packed rows that hold whole sequences, which do not see each other.
+"""Trains with TRL's SFTTrainer on packed rows of whole sequences. A token attends only to its own sequence.
 
     pip install trl && python examples/train_with_trl.py
 
-Three steps of the bundled model, on a CPU. docs/training.md explains the pieces.
+The script takes three steps with the bundled model on a CPU. docs/training.md explains the parts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chairlift.train.layout import Pack
 from chairlift.train.stream import PackStream
 from chairlift.train.varlen import patch_hf
 
-path = str(files("chairlift") / "assets")  # the bundled model; any causal language model of transformers will do
+path = str(files("chairlift") / "assets")  # the bundled model; any causal language model of transformers works
 model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32")
 tokenizer = transformers.AutoTokenizer.from_pretrained(path)
 chats = [f"What is {what}? " * times for what in ("a KV cache", "preemption") for times in range(1, 60)]
@@ -28,7 +28,7 @@ sequences = [tokenizer(chat)["input_ids"] for chat in chats]
 
 
 def packs() -> Iterator[dict[str, Pack]]:
-    """A new pass over the data whenever the trainer asks for one."""
+    """One pass over the data. The trainer calls this function for each pass."""
     yield from ({"pack": pack} for pack in PackStream(sequences, capacity=512, overflow="truncate"))
 
 

@@ -44,13 +44,9 @@ class PromptBudget:
             part = self.batch.prompt_share.split(budget, self.policy.reserved_tokens(self._needs(rows)))
             rest, budget = budget - part, part
             rows, younger = self._split_at_first_waiting(rows)
-        reserved = min(budget, self.policy.reserved_tokens(self._needs(younger))) if younger else 0
-        budget = self._run_chunks(step, budget - reserved, rows) + reserved
-        for row in younger:
-            budget = self._admit(step, budget, row)
-            budget = self._run_chunks(step, budget, [row])
+        budget = self._run_younger(step, budget, rows, younger) if younger else self._run_chunks(step, budget, rows)
         budget = self._admit(step, budget)
-        if rest:
+        if rest or (younger and budget):
             budget = self._run_smallest(step, budget + rest)
             if budget and self.waiting:
                 if out.held_up_by == "tokens":
@@ -58,6 +54,25 @@ class PromptBudget:
                 self._admit(step, budget)
         if not out.chunks:
             self.batch.prompt_share.carried = step.carried
+
+    def _run_younger(self, step: Step, budget: int, rows: list[Request], younger: list[Request]) -> int:
+        """Assign the budget to ``rows``, then to ``younger`` requests and to waiting requests between these, in policy
+        order. Tokens that the policy reserves for later rows stay for them. Returns the remaining budget."""
+        needs, reserved_tokens = self._needs([*rows, *younger]), self.policy.reserved_tokens
+        reserved = reserved_tokens(needs)
+
+        def kept(number: int) -> int:
+            """Number of tokens of the budget that stay for the rows after the first ``number``."""
+            return max(0, min(budget, reserved - reserved_tokens(needs[:number]))) if budget and reserved else 0
+
+        later = kept(len(rows))
+        budget = self._run_chunks(step, budget - later, rows) + later
+        for number, row in enumerate(younger, start=len(rows)):
+            later = kept(number)
+            budget = self._admit(step, budget - later, row) + later
+            later = kept(number + 1)
+            budget = self._run_chunks(step, budget - later, [row]) + later
+        return budget
 
     def _split_at_first_waiting(self, rows: list[Request]) -> tuple[list[Request], list[Request]]:
         """(running requests before the first waiting request in policy order, running requests after it). The latter

@@ -52,6 +52,7 @@ from chairlift.server.errors import ApiError, error_response, to_api_error
 from chairlift.server.limits import release_body
 from chairlift.server.logprob_room import release_logprobs
 from chairlift.server.logs import log_event
+from chairlift.server.routers import TrustedProxies
 from chairlift.server.state import ServerState
 from chairlift.version import __version__
 
@@ -83,6 +84,7 @@ class _App:
         self._holder = Starlette()  # becomes request.app
         self._holder.state.server = state
         self._auth = Auth(state.api_keys)
+        self._proxies = TrustedProxies(state.config.trusted_proxy)
         self._hosts = HostCheck(state.config.host, state.config.allowed_host, bool(state.api_keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -148,6 +150,8 @@ class _App:
         raw_path = scope.get("raw_path") or path.encode("utf-8", "replace")
         caller = self._auth.check(path, raw_path, authorization, keys)
         scope["state"]["caller"] = dataclasses.replace(caller, request_id=scope["state"]["request_id"])
+        if self._proxies:
+            scope["state"]["fairness_id"] = self._proxies.fairness_id(scope.get("client"), scope["headers"])
         if self._state.draining and scope["method"] == "POST":
             self._state.engine.stats.rejected["draining"] += 1
             retry = {"retry-after": str(_DRAIN_RETRY_SECONDS), "connection": "close"}

@@ -121,16 +121,18 @@ class Caller:
     """Owner of the request's prefix-cache entries: derived from the API key if there are several keys, otherwise
     empty."""
     tenant: str = ""
-    """Tenant that is charged for the request: the name of its API key. Without keys: the request's ``user`` field."""
+    """Tenant that is charged for the request: the name of its API key. Without keys: the request's ``user`` field. For
+    a trusted router, its id of the tenant counts (:mod:`chairlift.server.routers`)."""
     request_id: str = ""
     """The X-Request-Id of the request."""
     arrived: float | None = None
     """Time at which the last byte of the request arrived, on the monotonic clock."""
 
     def sees(self, tenant: str) -> bool:
-        """Whether this caller may see the tenant's requests. A caller sees its own requests. It sees all requests if
-        its key is named ``admin``, or if all callers have the same key or no key."""
-        return not self.holder or self.tenant in (tenant, ADMIN)
+        """Whether this caller may see the tenant's requests. A caller sees its own requests, and a router those of its
+        tenants (``KEY/ID``). It sees all requests if its key is named ``admin``, or if all callers have the same key
+        or no key."""
+        return not self.holder or self.tenant in (tenant, tenant.partition("/")[0], ADMIN)
 
 
 def caller_of(keys: Mapping[str, str], tenant: str) -> Caller | None:

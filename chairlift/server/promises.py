@@ -12,6 +12,7 @@ from chairlift.sampling_params import SamplingParams
 from chairlift.server.auth import Caller
 from chairlift.server.errors import ApiError
 from chairlift.server.protocol import GenerationRequest
+from chairlift.server.routers import charged_to
 from chairlift.server.state import ServerState
 from chairlift.service_class import DEFAULT_CLASS, parse_service_classes
 
@@ -50,6 +51,9 @@ def read_scheduling_fields(request: Request, payload: GenerationRequest, ignored
     if payload.ttft_ms is None and given:
         payload.ttft_ms = _milliseconds(given)
     caller: Caller = getattr(request.state, "caller", Caller())
+    fairness_id = getattr(request.state, "fairness_id", "")
+    if fairness_id and classes is not None:
+        caller = dataclasses.replace(caller, tenant=charged_to(caller, fairness_id))
     if payload.user and (caller.tenant or classes is None):
         ignored.append("user")
     elif payload.user and not payload.user.isprintable():

@@ -45,9 +45,11 @@ __all__ = [
     "CheckpointStore",
     "ModelFiles",
     "copy_files",
+    "from_tensors",
     "load_state",
     "random_state",
     "set_random_state",
+    "with_tensors",
     "write_model",
 ]
 
@@ -224,6 +226,17 @@ def _sums(folder: Path) -> str:
         with (folder / name).open("rb") as file:
             lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
     return "".join(lines)
+
+
+def with_tensors(state: Any) -> dict[str, Any]:
+    """A state as text and tensors, which ``torch.load(weights_only=True)`` reads; see :func:`from_tensors`."""
+    tensors: dict[str, Tensor] = {}
+    return {"text": json.dumps(_store(state, "state", tensors)), "tensors": tensors}
+
+
+def from_tensors(stored: Mapping[str, Any]) -> Any:
+    """The state of :func:`with_tensors`."""
+    return _restore(json.loads(stored["text"]), stored["tensors"])
 
 
 def _store(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -340,6 +340,9 @@ class TrainerConfig:
     rounds its operands (torch.autocast)."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """``adamw8bit`` keeps the moments in 8 bits, by bitsandbytes (``chairlift[adamw8bit]``)."""
+    sharding: Literal["none", "fsdp"] = "none"
+    """``fsdp`` shards weights, gradients and moments over the processes (FSDP2), and gathers the weights of each layer
+    while the layer is computed. With ``none`` every process holds all weights."""
     gradient_checkpointing: bool = False
     """Whether to store only the input of each layer for the backward pass, which computes the layer again. This needs
     less memory and about a third more time."""

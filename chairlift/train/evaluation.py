@@ -106,7 +106,8 @@ class Evaluation:
         losses, weights, targets = [], [], 0
         with _evaluating(trainer):
             for pack in stream:
-                if not pack.filler and (count := int((pack.weights != 0).sum())):
+                count = int((pack.weights != 0).sum())
+                if count or trainer.is_sharded:
                     losses.append(_loss_of(trainer, pack))
                     weights.append(float(pack.weights.sum(dtype="float64")))
                     targets += count

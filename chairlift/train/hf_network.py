@@ -11,7 +11,7 @@ import dataclasses
 import importlib.util
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from chairlift.errors import ConfigError, ModelLoadError
 from chairlift.train.checkpoint import ModelFiles, copy_files
 from chairlift.train.isolation import IsolationReport, check_isolation
 from chairlift.train.layout import Pack
+from chairlift.train.sharding import divide
 from chairlift.train.varlen import patch_hf
 
 __all__ = ["TransformersNetwork", "TransformersShape", "load_for_training", "read_shape"]
@@ -178,6 +179,17 @@ class TransformersNetwork:
             " (attention_dropout, resid_pdrop, ...): set it there, and training.dropout to 0"
         )
 
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder's layers: the first ``ModuleList`` whose length is the config's number of layers."""
+        count = self.model.config.get_text_config().num_hidden_layers
+        lists = [each for each in self.model.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
+        return list(lists[0]) if lists else []
+
+    def divided(self) -> None:
+        """Shard the parameters over the ranks."""
+        divide(self.module, self.layers())
+        self.trained = dict(self.module.named_parameters())
+
     @contextlib.contextmanager
     def recomputed(self) -> Iterator[None]:
         """Gradient checkpointing by transformers. Raises ConfigError for a model that does not have it."""
@@ -200,7 +212,7 @@ class TransformersNetwork:
         cast: dict[int, Tensor] = {}  # a tensor with two names stays one
         tensors = {
             name: cast.setdefault(value.data_ptr(), value.detach().to(files.dtype)) if value.numel() else value
-            for name, value in self.model.state_dict().items()
+            for name, value in self._stored()
         }
         directory.mkdir(parents=True, exist_ok=True)
         with quiet():
@@ -211,6 +223,14 @@ class TransformersNetwork:
         config["dtype"] = str(files.dtype).removeprefix("torch.")
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copy_files(files, directory)
+
+    def _stored(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) for each tensor of a checkpoint. ``state_dict()`` would shard gathered weights again."""
+        yield from self.module.named_parameters(remove_duplicate=False)
+        for prefix, module in self.module.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}".lstrip("."), buffer
 
     def __str__(self) -> str:
         how = "patch_hf" if self.is_patched else "its own attention, told by positions"

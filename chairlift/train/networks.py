@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from chairlift.errors import ConfigError
 from chairlift.lora.trainable import TrainableAdapter
 from chairlift.lora.trainable_set import TrainableAdapters
 from chairlift.models.causal_lm import CausalLM
@@ -22,6 +23,7 @@ from chairlift.models.layers.attention import Attention
 from chairlift.models.layers.mlp import MLP
 from chairlift.train.checkpoint import ModelFiles, write_model
 from chairlift.train.layout import Pack
+from chairlift.train.sharding import divide
 from chairlift.train.varlen import VarlenContext
 
 __all__ = ["NativeNetwork", "Network"]
@@ -48,6 +50,17 @@ class Network(Protocol):
 
     def branches(self) -> Iterable[nn.Module]:
         """Modules to whose outputs the trainer applies dropout."""
+        ...
+
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder's layers in their order."""
+        ...
+
+    def divided(self) -> None:
+        """Shard the parameters over the ranks (:mod:`~chairlift.train.sharding`). This replaces ``trained``.
+
+        Raises ConfigError if only a part of the network is trained.
+        """
         ...
 
     def recomputed(self) -> contextlib.AbstractContextManager[None]:
@@ -92,10 +105,24 @@ class NativeNetwork:
         """The attention module and the MLP of each layer."""
         return [module for module in self.model.modules() if isinstance(module, (Attention, MLP))]
 
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder's layers."""
+        return list(self.model.model.layers)
+
+    def divided(self) -> None:
+        """Shard the parameters. Raises ConfigError for an adapter or heads, because the frozen model is not sharded."""
+        if self.trained.keys() != dict(self.model.named_parameters()).keys():
+            raise ConfigError(
+                f"training.sharding is for models that are trained whole, and {self.section} trains a part; leave it"
+                " out"
+            )
+        divide(self.model, self.layers())
+        self.trained = dict(self.model.named_parameters())
+
     @contextlib.contextmanager
     def recomputed(self) -> Iterator[None]:
         """Gradient checkpointing (Chen et al., 2016). The same operations run on the same numbers, dropout included."""
-        layers = list(self.model.model.layers)
+        layers = self.layers()
         for layer in layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         try:

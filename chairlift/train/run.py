@@ -42,6 +42,7 @@ from chairlift.train.networks import NativeNetwork, Network
 from chairlift.train.parallel import Ranks, process_group, world_size
 from chairlift.train.record_files import expand, open_file
 from chairlift.train.several_adapters import adapter_field, naming
+from chairlift.train.sharding import together
 from chairlift.train.sources import FollowedLines, RecordSource
 from chairlift.train.stream import PackStream
 from chairlift.train.stream_stats import Cut
@@ -138,12 +139,29 @@ def prepare(
             "(vocab_size); use the tokenizer that belongs to the model, or a larger vocab_size"
         )
     device_of(config)
+    _check_sharding(config)
     _stream(config, network, [[0, 0]], Ranks(0, ranks))  # for its checks alone
     most = config.packing.capacity if config.packing.overflow == "error" else None
     encode = fitting(encoder.examples, network.vocab_size, most)
     openers = _source_openers(config, encode)
     _mixed(config, {name: [[0]] for name in openers})  # likewise
     return Prepared(config, store, network, files, resume_from, openers, _evaluation_openers(config, encode))
+
+
+def _check_sharding(config: TrainConfig) -> None:
+    """Raise ConfigError for settings that sharded weights do not allow."""
+    training = config.training
+    wrong = {
+        "lora": config.lora is not None,
+        "heads": config.heads is not None,
+        "training.balance_loss": training.balance_loss > 0,
+        "training.optimizer adamw8bit": training.optimizer == "adamw8bit",
+    }
+    if training.sharding != "none" and any(wrong.values()):
+        raise ConfigError(
+            f"training.sharding {training.sharding} does not go with {', '.join(key for key in wrong if wrong[key])};"
+            " leave one of them out"
+        )
 
 
 def _evaluation_openers(config: TrainConfig, encode: Encode) -> dict[str, Callable[[], Any]]:
@@ -546,16 +564,25 @@ class _Run:
         step, store = self.trainer.num_steps, self.prepared.store
         if evaluates and self.saved != step:
             self._evaluate()
-        if self.ranks.rank == 0 and self.saved != step:
-            state = {
-                "trainer": self.trainer.state_dict(),
-                "random": random_state(),
-                "config": dataclasses.asdict(self.prepared.config),
-                "best": self.best,
-            }
-            store.save(step, state, self.trainer.network, self.prepared.files)
+        if self.saved != step:
+            self._write(step)
         self.saved = step
         return store.root / f"step-{step:08d}"
+
+    def _write(self, step: int) -> None:
+        """Write a checkpoint. Sharded weights are gathered for it."""
+        trainer, is_writer = self.trainer, self.ranks.rank == 0
+        if not is_writer and not trainer.is_sharded:
+            return
+        state = {
+            "trainer": trainer.state_dict(),
+            "random": random_state(),
+            "config": dataclasses.asdict(self.prepared.config),
+            "best": self.best,
+        }
+        with together(trainer.model):
+            if is_writer:
+                self.prepared.store.save(step, state, trainer.network, self.prepared.files)
 
 
 class _Interrupts:

@@ -34,8 +34,9 @@ from chairlift.train.layout import Pack
 from chairlift.train.loss import StepLoss
 from chairlift.train.networks import NativeNetwork, Network
 from chairlift.train.optimizers import make_optimizer
-from chairlift.train.parallel import join_over_ranks, sum_gradients, sum_over_ranks
+from chairlift.train.parallel import join_over_ranks, num_ranks, sum_gradients, sum_over_ranks
 from chairlift.train.several_adapters import AdapterLosses, AdapterStep, mean_loss
+from chairlift.train.sharding import evened, like, whole
 
 if TYPE_CHECKING:
     from chairlift.train.drift import DriftSampler
@@ -121,6 +122,11 @@ class Trainer:
                 "balance_loss is a product over all tokens, so several adapters cannot share it; set it to 0"
             )
         self._balance = ExpertBalance(self.model) if config.balance_loss else None
+        self.is_sharded = config.sharding == "fsdp" and num_ranks() > 1
+        """Whether the weights are sharded over the ranks. Every rank then runs the same number of passes."""
+        if self.is_sharded:
+            self.model.requires_grad_(True)
+            self.network.divided()
         self._parameters = dict(self.network.trained)
         for parameter in self._parameters.values():
             parameter.requires_grad_(True)
@@ -160,6 +166,7 @@ class Trainer:
         or the gradient is not finite. The weights have not changed then.
         """
         real = [pack for pack in packs if not pack.filler]
+        run = evened(packs) if self.is_sharded else real
         self._check_tokens(real)
         rate = self.config.rate(self.num_steps)
         for group in self.optimizer.param_groups:
@@ -169,9 +176,10 @@ class Trainer:
         self._observed: list[float] = []
         counted = contextlib.nullcontext() if self._balance is None else self._counted(self._balance, real)
         with self._loss.step(packs), counted:
-            for pack in real:
+            for pack in run:
                 losses.append(self._learn(pack))
-        sum_gradients(list(self._parameters.values()))
+        if not self.is_sharded:
+            sum_gradients(list(self._parameters.values()))
         parts = [float(loss) for loss in losses]
         tokens = sum(pack.num_tokens for pack in real)
         targets = sum(int((pack.weights != 0).sum()) for pack in real)
@@ -181,7 +189,7 @@ class Trainer:
         norm, adapters = self._clip()
         loss = mean_loss(adapters) if adapters else loss
         if not math.isfinite(loss) or not math.isfinite(norm):
-            raise self._diverged(loss, norm, real, parts)
+            raise self._diverged(loss, norm, run, parts)
         self.optimizer.step()
         self.num_steps += 1
         if self.drift is not None:
@@ -196,7 +204,7 @@ class Trainer:
         """
         limit = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
         if self._several is None:
-            return float(nn.utils.clip_grad_norm_(self._parameters.values(), limit)), {}
+            return float(whole(nn.utils.clip_grad_norm_(self._parameters.values(), limit))), {}
         adapters = self._several.finish(limit)
         return math.hypot(*(each.grad_norm for each in adapters.values())), adapters
 
@@ -282,13 +290,17 @@ class Trainer:
         """State from which a run can be resumed: weights, moments, number of steps, and the state of the stream.
 
         It is a mapping of plain Python values, NumPy arrays and tensors. The tensors are not copied. The state is equal
-        on every rank.
+        on every rank. If weights are sharded, every rank must call this method.
         """
         states = {name: self.optimizer.state.get(parameter) for name, parameter in self._parameters.items()}
         return {
             "steps": self.num_steps,
-            "model": {name: parameter.detach() for name, parameter in self._parameters.items()},
-            "optimizer": {name: dict(moments) for name, moments in states.items() if moments},
+            "model": {name: whole(parameter.detach()) for name, parameter in self._parameters.items()},
+            "optimizer": {
+                name: {key: whole(value) for key, value in moments.items()}
+                for name, moments in states.items()
+                if moments
+            },
             "optimizer_kind": self.config.optimizer,
             "stream": None if self.stream is None else self.stream.state_dict(),
             "adapter": self.network.settings(),
@@ -320,11 +332,11 @@ class Trainer:
             self.stream.load_state_dict(state["stream"])
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(weights[name])
+                parameter.copy_(like(parameter, weights[name]))
         self.optimizer.state.clear()
         for name, moments in state["optimizer"].items():
             parameter = self._parameters[name]
-            self.optimizer.state[parameter] = {key: _copied(value, parameter.device) for key, value in moments.items()}
+            self.optimizer.state[parameter] = {key: like(parameter, value) for key, value in moments.items()}
         self.num_steps = int(state["steps"])
 
     def _check_adapter(self, saved: Mapping[str, Any] | None) -> None:
@@ -341,10 +353,6 @@ class Trainer:
             if there != value:
                 what = "another base model" if name == "base" else f"{section}.{name} {there}, and here it is {value}"
                 raise ConfigError(f"the checkpoint has {what}; give the same settings and model")
-
-
-def _copied(value: Any, device: torch.device) -> Any:
-    return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def predictions(batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

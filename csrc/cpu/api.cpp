@@ -1,4 +1,4 @@
-// The C ABI. It selects the instruction-set path, plans the step, and starts the threads.
+// The functions of the C ABI. They select the instruction-set path, plan the step, and start the threads.
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -47,7 +47,8 @@ void head_on_thread(void* argument, int thread) {
   head.part(head.pool, thread, head.call);
 }
 
-// Makes spans of at most SPAN_TOKENS queries, the most expensive first, so that threads end at about the same time.
+// Divides each row into spans of at most SPAN_TOKENS tokens, and sorts them by descending cost. So cheap spans are
+// computed last, and all threads end at about the same time. Returns the number of spans.
 int plan_spans(const cl_batch& batch, AttentionSpan* spans, StepPlan& plan) {
   int count = 0, longest = 0, most_splits = 1;
   for (int row = 0; row < batch.num_rows; row++) {
@@ -70,7 +71,8 @@ int plan_spans(const cl_batch& batch, AttentionSpan* spans, StepPlan& plan) {
   return count;
 }
 
-// Bytes for the results of splits, for the layer that needs most, if any layer divides its tasks.
+// Bytes for the results of splits in the layer that needs the most memory; 0 if no layer gives splits of one task to
+// different threads.
 size_t split_bytes(const Kernels& kernels, const cl_program& program, const StepPlan& plan) {
   size_t most = 0;
   for (int i = 0; i < program.num_ops; i++) {
@@ -133,7 +135,7 @@ int32_t cl_run(cl_pool* pool, const cl_program* program, const cl_batch* batch, 
   StepPlan plan{};
   plan.num_threads = pool->num_threads();
   plan_spans(*batch, spans, plan);
-  plan.shared = spans;  // not null, so that split_tasks answers as if there were memory
+  plan.shared = spans;  // not null, because split_tasks returns false for null, and split_bytes calls split_tasks
   const size_t bytes = split_bytes(*kernels, *program, plan);
   plan.shared = bytes ? pool->shared(bytes) : nullptr;
   Run run{*pool, *kernels, *program, *batch, plan, first_op, end_op};
@@ -191,7 +193,8 @@ struct Read {
   size_t bytes;
 };
 
-// Sums every word, 64 bytes at a time, with instructions of every x86-64 processor. This is enough to saturate memory.
+// Reads this thread's part of the memory and combines all words by xor, so that no read can be omitted. It uses only
+// instructions that every x86-64 processor has; they are fast enough to use the full memory bandwidth.
 void read_on_thread(void* argument, int thread) {
   typedef long long Words __attribute__((vector_size(16)));
   Read& read = *static_cast<Read*>(argument);
@@ -233,7 +236,7 @@ double cl_measure_peak(cl_pool* pool, int32_t isa, int32_t int8, double wanted_s
   const int64_t trial = 20000;
   const double rate = trial / kernels->peak(trial, int8 != 0);
   Peak peak{*kernels, int8 != 0, trial};
-  pool->run(peak_on_thread, &peak);  // threads may be asleep by now, and waking them must not be measured
+  pool->run(peak_on_thread, &peak);  // wakes the threads: the time of waking must not be measured
   peak.rounds = std::max<int64_t>(trial, int64_t(rate * wanted_seconds));
   const double start = seconds();
   pool->run(peak_on_thread, &peak);

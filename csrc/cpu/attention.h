@@ -1,9 +1,10 @@
-// Attention of ragged rows over the paged cache, causal unless CL_BOTH_WAYS says otherwise (PagedAttention: Kwon et al., 2023; online softmax: Milakov and
-// Gimelshein, 2018; fixed KV splits: Flash-Decoding, Dao et al., 2023).
+// Attention of ragged rows over the paged cache, causal unless CL_BOTH_WAYS says otherwise (PagedAttention: Kwon et
+// al., 2023; online softmax: Milakov and Gimelshein, 2018; fixed KV splits: Flash-Decoding, Dao et al., 2023).
 //
-// The arithmetic of a query depends on its own sequence alone. Tiles of 256 and splits of 1,024 tokens begin at fixed
-// positions. Keys after the query or before its window contribute exact zeros. Splits are merged in order, whichever
-// thread computed them. So it does not matter which queries share a task, and decode equals prefill bit for bit.
+// The arithmetic of a query depends only on its own sequence. Tiles of 256 tokens and splits of 1,024 tokens begin at
+// fixed positions. Keys after the query or before its window contribute exact zeros. Splits are merged in the order of
+// their positions, no matter which threads computed them. So the result does not depend on the other queries of a task,
+// and decode equals prefill bit for bit.
 #pragma once
 #include "elementwise.h"
 #include "kv8.h"
@@ -11,24 +12,28 @@
 
 namespace CL_NS {
 
-// A row of scores has one cache line more than a tile. At a distance of a power of two, rows would share one set of L1.
+// A row of scores is one cache line longer than a tile. If rows were a power of two apart, they would compete for the
+// same sets of L1.
 enum { KV_TILE = 256, SCORES_STRIDE = KV_TILE + LANES, MAX_ATTENTION_ROWS = 64, MAX_HEAD_DIM = 256 };
 static_assert(KV_SPLIT % KV_TILE == 0, "splits are whole tiles");
 
-// State of the softmax of one task: highest score (log2), sum, weighted values.
+// State of the online softmax of one task. For each row: the highest score so far (in units of log2), the sum of
+// 2^(score - highest), and the sum of the values with these weights.
 struct SoftmaxState {
   float highest[MAX_ATTENTION_ROWS], sum[MAX_ATTENTION_ROWS];
   float values[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];  // [rows, head_dim]
 };
 
-// Scratch for attention over a cache in 8 bits, by the type that the path multiplies (see kv8.h). For bf16: the widened
-// keys, or some columns of the values, of one tile. For integers: rows of 16 bits and their units, sums of queries, and
-// the contribution of the minima of values to a row.
+// Scratch for attention over a KV cache in 8 bits, for the type that the path multiplies (see kv8.h). Paths that
+// multiply bf16 need room for widened keys, or for some widened columns of the values, of one tile.
 template <typename Multiplied>
 struct CodeScratch {
   alignas(64) Multiplied widened[MAX_GROUPS * CL_KV_TOKENS * MAX_HEAD_DIM];
   static_assert(KV_TILE <= MAX_HEAD_DIM, "the values of a tile fit in, too");
 };
+// Paths that multiply float32 compute with 16-bit integers instead: rows of queries (q) and of softmax weights as
+// integers times a unit, the sums of the queries' integers, and the part of each row's result that comes from the
+// values' minima.
 template <>
 struct CodeScratch<float> {
   int16_t q[MAX_ATTENTION_ROWS * MAX_HEAD_DIM];
@@ -45,29 +50,33 @@ struct AttentionScratch {
   alignas(64) SoftmaxState all, split;
   CodeScratch<Left<T, T>> codes;
   float factor[MAX_ATTENTION_ROWS];
-  int low[MAX_ATTENTION_ROWS], high[MAX_ATTENTION_ROWS];  // each row sees the positions low <= position < high
+  int low[MAX_ATTENTION_ROWS], high[MAX_ATTENTION_ROWS];  // each row attends to the positions low <= position < high
 };
 
-// Lower than every real score, but finite: the difference of two scores is never NaN.
+// Initial highest score: lower than every real score, but finite, so that the difference of two scores is never NaN.
 static const float NO_SCORE = -1e30f;
 
+// Several rows that attend to one KV head of one sequence.
 struct AttentionTask {
   const cl_op& op;
   const cl_kv_layer& kv;
-  const int32_t* block_table;  // of the sequence of this task
+  const int32_t* block_table;  // block ids of the sequence
   int kv_head;
   int rows;
-  bool far;  // whether keys and values are prefetched into L2
+  bool far;  // true: keys and values are prefetched into L2; false: into L1
 
-  // Prefetch distance, in groups of sixteen tokens. With a longer one, lines are evicted from L1 before they are used.
+  // Prefetch distance in groups of sixteen tokens. With a longer distance, lines would be evicted from L1 before their
+  // use.
   int fetch_ahead() const { return far ? 8 : 4; }
 };
 
-// Up to Zen 4 (family 19h), these cores support too few outstanding lines of L1 to keep memory busy.
+// Whether this processor should prefetch keys and values into L2. AMD cores of family 19h (Zen 3 and Zen 4) can wait
+// for too few cache lines of L1 at once to use the full memory bandwidth.
 static bool fetches_far() { return __builtin_cpu_is("amdfam19h"); }
 
-// Addresses of the groups of sixteen tokens in one KV tile: `count` groups from number `first` on. K of sixteen tokens
-// of one KV head is contiguous, followed by V. `Stored`: an element of the cache.
+// Addresses of the K and V of at most one KV tile: `count` groups of sixteen tokens, from group number `first` of the
+// sequence on. The K of sixteen tokens of one KV head is contiguous, and their V follows it. `Stored` is the type of an
+// element of the cache.
 template <typename Stored>
 struct Sixteens {
   enum { MOST = KV_TILE / CL_KV_TOKENS };
@@ -91,15 +100,15 @@ struct Sixteens {
   }
 };
 
-// Groups of sixteen tokens in reading order: the current ones, the next ones, and those after them. The pieces of each
-// are read in order: all keys, then all values.
+// The KV tiles that attention reads in order: the current tile, the next one, and the one after it. Of each tile all
+// keys are read first, then all values. A piece is the K or V of sixteen tokens.
 template <typename Stored>
 struct Reading {
   const Sixteens<Stored>&at, &next, &after;
 
-  // The piece at this distance after the first current one, or null. Each piece is prefetched once, when the piece
-  // fetch_ahead() places before it is used. It is never prefetched if fewer pieces come before it, as at the end of a
-  // short sequence or split.
+  // The piece that is read `place` pieces after the first piece of the current tile; null after the last tile. Callers
+  // prefetch it when they read the piece that comes fetch_ahead() pieces earlier. So the first pieces of a sequence or
+  // split are not prefetched here.
   const Stored* piece(int place) const {
     for (const Sixteens<Stored>* here : {&at, &next, &after}) {
       if (place < here->count) return here->keys[place];
@@ -110,7 +119,8 @@ struct Reading {
   }
 };
 
-// Scores of all rows with the current tokens, stored from column `column0` of the scratch on.
+// Computes the scores of all rows for the keys of the current tile, and stores them from column `column0` of the
+// scratch on.
 template <typename T>
 static void score(const AttentionTask& task, AttentionScratch<T>& s, const Reading<T>& reading, int column0) {
   const Sixteens<T>& at = reading.at;
@@ -120,7 +130,7 @@ static void score(const AttentionTask& task, AttentionScratch<T>& s, const Readi
     const char* ahead[MAX_GROUPS];
     for (int g = 0; g < groups; g++) {
       const T* piece = reading.piece(i + task.fetch_ahead() + g);
-      // nothing left to prefetch; this address is in the cache
+      // if there is no piece to prefetch: an address that is in the cache, so that the prefetch costs little
       ahead[g] = piece ? (const char*)piece : (const char*)s.q;
     }
     Columns<T> keys{at.keys + i, 1, steps, steps, CL_KV_TOKENS * Packed<T>::P};
@@ -128,7 +138,7 @@ static void score(const AttentionTask& task, AttentionScratch<T>& s, const Readi
                        Prefetch{ahead, groups, 64, task.far});
   }
 }
-// Scores for keys in 8 bits, widened to bf16.
+// Scores for keys in 8 bits, which are widened to bf16 first.
 template <bool NEAR, typename T>
 static void score_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<bf16>& codes,
                         const Reading<code8>& reading, int column0) {
@@ -149,7 +159,8 @@ static void score_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeS
   }
 }
 
-// Scores for keys in 8 bits with integers: q * key = unit * (scale * sum of products with codes + minimum * sum of q).
+// Scores for keys in 8 bits, computed with integers. If a query is unit * q and a key is scale * codes + minimum, their
+// score is unit * (scale * (q @ codes) + minimum * sum of q).
 template <bool NEAR, typename T>
 static void score_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<float>& codes,
                         const Reading<code8>& reading, int column0) {
@@ -157,7 +168,7 @@ static void score_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeS
   const int dim = task.kv.head_dim;
   for (int i = 0; i < at.count; i++) {
     const code8* piece = reading.piece(i + task.fetch_ahead());
-    // nothing left to prefetch; this address is in the cache
+    // if there is no piece to prefetch: an address that is in the cache, so that the prefetch costs little
     const char* ahead = piece ? (const char*)piece : (const char*)s.q;
     fetch_line<NEAR>(ahead + dim * CL_KV_TOKENS);
     fetch_line<NEAR>(ahead + dim * CL_KV_TOKENS + 64);
@@ -178,8 +189,8 @@ static void score(const AttentionTask& task, AttentionScratch<T>& s, const Readi
     score_codes<true>(task, s, s.codes, reading, column0);
 }
 
-// Turns the scores of columns [from, to) (multiples of 16) into weights, and updates the state to the new maximum.
-// `scale` is positive and includes log2(e).
+// Turns the scores of a row in columns [from, to) (multiples of 16) into softmax weights, and updates the row's highest
+// score and sum. s.factor becomes the factor for the values summed so far. `scale` is positive and includes log2(e).
 template <typename T>
 static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int from, int to, int tile_start,
                       float scale) {
@@ -208,7 +219,7 @@ static void weigh_row(AttentionScratch<T>& s, SoftmaxState& state, int row, int 
   state.highest[row] = highest;
 }
 
-// Scores of columns [from, to) become tanh(score * factor).
+// Replaces each score in columns [from, to) by tanh(score * factor).
 template <typename T>
 static void cap_scores(AttentionScratch<T>& s, int rows, int from, int to, float factor) {
   for (int row = 0; row < rows; row++) {
@@ -227,7 +238,7 @@ static void apply_factors(const AttentionTask& task, const AttentionScratch<T>& 
   }
 }
 
-// state.values += weights @ current values, of tokens [from, to).
+// state.values += weights @ values of the current tile, up to token `to`.
 template <typename T>
 static void add_values(const AttentionTask& task, AttentionScratch<T>& s, SoftmaxState& state,
                        const Reading<T>& reading, int, int to, int column0) {
@@ -246,15 +257,16 @@ static void add_values(const AttentionTask& task, AttentionScratch<T>& s, Softma
       const char* tile = piece ? (const char*)(piece + d * P) : (const char*)s.q;
       for (int line = 0; line < lines; line++) ahead[i * lines + line] = tile + 64 * line;
     }
-    // Tokens after the end of the sequence are stale. Their weights are zero, but their values may be NaN.
+    // The last group ends at token `to`. After it the cache has values of other requests: their weights are zero, but
+    // the values may be NaN.
     Columns<T> values{column, at.count, CL_KV_TOKENS / P, (last_tokens + P - 1) / P, int64_t(dim) * P};
     product_rows<VALUES>(task.rows, groups, s.weights + column0, SCORES_STRIDE, values, state.values + d, dim, true,
                          Prefetch{ahead, lines, int64_t(dim * P * sizeof(T)), task.far});
   }
 }
 
-// Scales and minima of the values of tokens [first, first + 16). Those outside [low, high) become zero, because they
-// may be NaN.
+// Copies the scales and minima of the values of tokens [first, first + 16). For tokens outside [low, high) it writes
+// zeros, because their scales may be NaN.
 static void seen_scales(const float* scales, float* into, int first, int low, int high) {
   for (int t = 0; t < CL_KV_TOKENS; t++) {
     const bool seen = low <= first + t && first + t < high;
@@ -263,7 +275,8 @@ static void seen_scales(const float* scales, float* into, int first, int low, in
   }
 }
 
-// Adds values in 8 bits, widened to bf16. `scales`: those of each current group of sixteen tokens, see seen_scales.
+// state.values += weights @ values in 8 bits, which are widened to bf16 first. `scales`: the results of seen_scales for
+// each group of sixteen tokens of the current tile.
 template <bool NEAR, typename T>
 static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<bf16>& codes, SoftmaxState& state,
                       const Sixteens<code8>& at, const float* scales, const char* const* ahead, int column0) {
@@ -284,8 +297,8 @@ static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScr
   }
 }
 
-// Adds values in 8 bits with integers. A value's scale is part of its weight, and its minimum adds weight * minimum to
-// the whole row.
+// state.values += weights @ values in 8 bits, computed with integers. Each weight is multiplied by its value's scale
+// first. A value's minimum adds weight * minimum to all columns of a row.
 template <bool NEAR, typename T>
 static void add_codes(const AttentionTask& task, AttentionScratch<T>& s, CodeScratch<float>& codes, SoftmaxState& state,
                       const Sixteens<code8>& at, const float* scales, const char* const* ahead, int column0) {
@@ -343,8 +356,8 @@ static void clear(SoftmaxState& state, int rows, int dim) {
   memset(state.values, 0, sizeof(float) * rows * dim);
 }
 
-// Copies the values of tokens [first, first + 16) in their layout [16 / P, head_dim, P]. Those outside [low, high)
-// become zero.
+// Copies the values of tokens [first, first + 16) in their layout [16 / P, head_dim, P]. For tokens outside [low, high)
+// it writes zeros.
 template <typename T>
 static const T* seen_values(const T* values, T* into, int dim, int first, int low, int high) {
   enum { P = Packed<T>::P };
@@ -355,19 +368,20 @@ static const T* seen_values(const T* values, T* into, int dim, int first, int lo
   return into;
 }
 
-// Excludes the values of tokens outside [from, to), which are in the first and the last current group; `edges` has room
-// for both.
+// Replaces the values of tokens outside [from, to) by zeros. Such tokens are only in the first and the last group of
+// the tile: both are copied to `edges`, and `at` then refers to the copies.
 template <typename T>
 static void leave_out_unseen(Sixteens<T>& at, T* edges, int dim, int from, int to) {
   for (int i = 0; i < at.count; i += at.count > 1 ? at.count - 1 : 1)
     at.values[i] = seen_values(at.values[i], edges + (i > 0) * CL_KV_TOKENS * MAX_HEAD_DIM, dim,
                                (at.first + i) * CL_KV_TOKENS, from, to);
 }
-static void leave_out_unseen(Sixteens<code8>&, code8*, int, int, int) {}  // add_values always excludes them
+static void leave_out_unseen(Sixteens<code8>&, code8*, int, int, int) {}  // in 8 bits seen_scales already does it
 
-// State over tokens [from, to) of one split; rows see low <= position < high of them. `after`: what is read next. With
-// `edges`, room for two groups of values, tokens outside the range are excluded instead of multiplied by zero. There is
-// one copy of this function, so that the functions that only it calls are inlined.
+// Computes the softmax state of all rows over tokens [from, to) of one split. Each row attends to low <= position <
+// high of them. `after`: keys that are read next. `edges`: null, or room for two groups of values; then values of
+// tokens outside [from, to) are replaced by zeros. The compiler makes only one copy of this function, so that it can
+// inline the functions that only this one calls.
 template <typename T, typename Stored>
 __attribute__((noinline, noclone)) static void attend_tokens(const AttentionTask& task, AttentionScratch<T>& s,
                                                              SoftmaxState& state, int from, int to,
@@ -394,7 +408,7 @@ __attribute__((noinline, noclone)) static void attend_tokens(const AttentionTask
   }
 }
 
-// Adds a later split's state. The result depends only on the two maxima and the two states.
+// Adds the state of a later split to `into`.
 static void merge_states(SoftmaxState& into, const SoftmaxState& from, int rows, int dim) {
   for (int row = 0; row < rows; row++) {
     const float a = into.highest[row], b = from.highest[row], highest = a > b ? a : b;
@@ -406,7 +420,8 @@ static void merge_states(SoftmaxState& into, const SoftmaxState& from, int rows,
   }
 }
 
-// Rows of one piece of work: query r is token r / group and head r % group of the KV head's group.
+// The rows of an AttentionTask: row r is the query of token r / group() and of head r % group() among the heads that
+// use the KV head.
 struct AttentionPiece {
   const cl_op& op;
   const cl_batch& batch;
@@ -419,11 +434,12 @@ struct AttentionPiece {
   int position(int row) const {
     return batch.seq_lens[span.row] - (batch.cu_seqlens[span.row + 1] - token(row));
   }
-  // The row sees positions below this one.
+  // The row attends to positions below this one.
   int seen_end(int row) const { return op.flags & CL_BOTH_WAYS ? batch.seq_lens[span.row] : position(row) + 1; }
 };
 
-// Prefetches the first keys of the piece with tokens [begin, end): as many as one prefetch distance holds.
+// Addresses of the first keys that the piece will read of tokens [begin, end), so that they can be prefetched: at most
+// fetch_ahead() groups.
 template <typename Stored>
 static Sixteens<Stored> first_keys(const AttentionPiece& piece, const AttentionTask& task, int begin, int end) {
   const int high = piece.seen_end(0), window = piece.op.window;
@@ -458,7 +474,8 @@ static void load_queries(const AttentionPiece& piece, const T* q, int64_t stride
   round_queries(s, piece.rows, dim, Stored());
 }
 
-// Computes each row again over only the tokens that it sees. The queries in the scratch are lost.
+// Computes each row again, alone, and reads only the tokens that it attends to. It overwrites the queries in the
+// scratch.
 template <typename Stored, typename T>
 __attribute__((noinline, cold)) static void attend_alone(AttentionTask task, AttentionScratch<T>& s, SoftmaxState& state,
                                                          int from, int to) {
@@ -478,9 +495,10 @@ __attribute__((noinline, cold)) static void attend_alone(AttentionTask task, Att
   }
 }
 
-// State over tokens [from, to) of one split. A weight of zero times NaN or infinity is NaN. So if a result is not
-// finite, the bad value may be at a position that the row must not see, and the row is computed again without such
-// positions. The bits are the same otherwise, because only zeros are excluded.
+// Computes the softmax state of all rows over tokens [from, to) of one split. A weight of zero times NaN or infinity is
+// NaN. So if a result is not finite, the cause may be a value that the row must not read, and the rows are computed
+// again without such values. For all other rows both ways give the same bits, because the values left out have weight
+// zero.
 template <typename T, typename Stored>
 static void attend_split(const AttentionPiece& piece, const AttentionTask& task, AttentionScratch<T>& s,
                          SoftmaxState& state, int from, int to, const Sixteens<Stored>& after, const T* q,
@@ -493,7 +511,7 @@ static void attend_split(const AttentionPiece& piece, const AttentionTask& task,
   load_queries<Stored>(piece, q, stride, s);
 }
 
-// Output of one row whose softmax has one more logit without a value (a sink).
+// Writes the output of a row with an attention sink: its softmax has one more logit, which has no value.
 template <typename T>
 static void store_with_sink(const SoftmaxState& state, int row, float sink, T* to, int dim) {
   const float logit = sink * 1.44269504f, before = state.highest[row], highest = logit > before ? logit : before;
@@ -552,7 +570,7 @@ static void attention_over(cl_pool& pool, int thread, const cl_op& op, const cl_
       AttentionPiece piece{op, batch, span, kv_head, first, rows};
       AttentionTask task{op, kv, table, kv_head, rows, far};
       load_queries<Stored>(piece, q, q_stride, s);
-      const int from = s.low[0], to = s.high[rows - 1];  // rows are in the order of their positions
+      const int from = s.low[0], to = s.high[rows - 1];  // rows are sorted by position
       if (splits > 1) {
         const int begin = split * KV_SPLIT, end = begin + KV_SPLIT;
         if (begin < to && end > from)

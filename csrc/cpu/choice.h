@@ -1,13 +1,14 @@
-// Chooses a token while a product computes the logits, without storing them. It is the arg max, or the arg max of
-// logits over temperature plus Gumbel noise. chairlift/sampling/gumbel.py defines the noise; the chosen ids are the
-// same.
+// Chooses a row's token while its logits are computed, so that they need not be stored. The token is the argmax of the
+// logits, or of logits / temperature + Gumbel noise. chairlift/sampling/gumbel.py defines the noise, and chooses the
+// same ids.
 #pragma once
 #include "chairlift_cpu.h"
 #include "vec.h"
 
 namespace CL_NS {
 
-// 32-bit words, each in the low half of a 64-bit lane. The high halves are undefined; no product reads them.
+// Vectors of 32-bit words, each in the low half of a 64-bit lane. The high halves are undefined; wmul does not read
+// them.
 #if defined(__AVX512F__)
 typedef __m512i wide;
 enum { WIDE = 8 };
@@ -38,11 +39,11 @@ CL_INLINE void wstore(uint64_t* p, wide a) { _mm256_storeu_si256((__m256i*)p, a)
 
 enum {
   PHILOX_ROUNDS = 10,
-  GROUP = 64,  // number of ids that are processed together: 16 counters of 4 words
+  GROUP = 64,  // number of ids that are processed together: 16 Philox counters, which give 4 words each
 };
 static const uint32_t PHILOX_M0 = 0xD2511F53, PHILOX_M1 = 0xCD9E8D57;
 
-// The Philox generator of one row: random words of all its ids.
+// The Philox generator of one row. It gives one random 32-bit word for each id.
 struct Philox {
   uint64_t keys[2 * PHILOX_ROUNDS];
   uint64_t position;
@@ -67,7 +68,8 @@ struct Philox {
     return c[id & 3];
   }
 
-  // The words of GROUP ids from first_id, a multiple of 4. Returns false, without words, when none reaches `bar`.
+  // Writes the words of GROUP ids from first_id on, which is a multiple of 4. Returns false, and writes nothing, if no
+  // word is at least `bar`.
   bool group(int32_t first_id, uint32_t bar, uint32_t words[GROUP]) const {
     enum { PARTS = GROUP / 4 / WIDE };
     wide c0[PARTS], c1[PARTS], c2[PARTS], c3[PARTS];
@@ -106,13 +108,13 @@ CL_INLINE float gumbel(uint32_t word) { return float(-log(-log((word + 0.5) * 0x
 
 static const float GUMBEL_BOUND = 22.9f;  // upper bound of the noise
 
-// Least value of score plus noise, as computed here, that may win against `score`. The margin exceeds all rounding
-// errors.
+// A value slightly below `score`. Another id is better only if its score plus noise is at least this value. The margin
+// is larger than all rounding errors.
 CL_INLINE float bar_of(float score) { return score - (1e-3f + fabsf(score) * 0x1p-20f); }
 
-// A lower bound of the words that lift a score to a bar that is `gap` above it. With v = 1 - u, noise is at most
-// -log(v), so the word must have v <= exp(-gap). Between whole powers of two the exponential is replaced by its chord,
-// which is above it.
+// A lower bound for the random words whose noise is at least `gap`. Let u be the word as a fraction, and v = 1 - u. The
+// noise is at most -log(v), so v must be at most exp(-gap). Between two powers of two the exponential is replaced by
+// the straight line through them, which is above it.
 CL_INLINE uint32_t lowest_word(float gap) {
   if (!(gap > 0.0f)) return 0;
   if (gap > GUMBEL_BOUND + 1.0f) return UINT32_MAX;
@@ -122,7 +124,8 @@ CL_INLINE uint32_t lowest_word(float gap) {
   return uint64_t(words) >= UINT32_MAX ? 0 : UINT32_MAX - 1 - uint32_t(words);
 }
 
-// The best of the ids seen so far, in any order: the highest score, and of equal scores the lowest id.
+// The best id so far: the id with the highest score, and the lowest id if scores are equal. So the order in which ids
+// are offered does not matter. `flags`: a bit set of SAW_NAN, SAW_INF and SAW_LOGIT.
 struct Best {
   float score;
   int32_t id;
@@ -130,8 +133,8 @@ struct Best {
 };
 enum {
   SAW_NAN = 1,
-  SAW_INF = 2,    // +inf
-  SAW_LOGIT = 4,  // set with a temperature: any logit above -inf
+  SAW_INF = 2,    // a logit is +inf
+  SAW_LOGIT = 4,  // a logit is above -inf; used only with a temperature above 0
 };
 
 CL_INLINE void offer(Best& best, float score, int32_t id) {
@@ -146,7 +149,7 @@ static void merge(Best& into, const Best& from) {
   offer(into, from.score, from.id);
 }
 
-// The next sixteen of `left` logits; -inf beyond them.
+// Loads sixteen logits. If fewer than sixteen are `left`, the lanes after them are -inf.
 CL_INLINE vf load_logits(const float* p, int left) {
   return left >= LANES ? vload(p) : vkeep(vload(p), 0, left, -INFINITY);
 }
@@ -165,7 +168,8 @@ static int index_of(const float* values, int count, float value) {
   return count;
 }
 
-// Highest of `count` logits by lane. `flags` collects NaN, infinities and the like.
+// Lane i is the maximum of logits i, i + 16, i + 32, ... of `count` logits. If one is NaN or +inf, `flags` gets SAW_NAN
+// or SAW_INF.
 CL_INLINE vf lane_maxima(const float* logits, int count, uint32_t& flags) {
   vf top = vset(-INFINITY);
   uint32_t regular = 0xffff;
@@ -185,7 +189,7 @@ static void consider_highest(Best& best, const float* logits, int32_t first_id, 
   if (highest > -INFINITY) offer(best, highest, first_id + index_of(logits, count, highest));
 }
 
-// Processes at most GROUP ids whose highest score is `highest`.
+// Updates `best` with at most GROUP ids. `highest`: the highest of their logits / temperature.
 static void consider_group(Best& best, const float* logits, int32_t first_id, int size, float highest,
                            float temperature, const Philox& philox) {
   const uint32_t bar = lowest_word(bar_of(best.score) - highest);
@@ -198,7 +202,8 @@ static void consider_group(Best& best, const float* logits, int32_t first_id, in
   }
 }
 
-// Begins with the id of the highest score, because no bound is known yet that could exclude ids.
+// Computes the noise of the id with the highest logit first. Its score plus noise is a bound that excludes most other
+// ids.
 static void begin_with_highest(Best& best, const float* logits, int32_t first_id, int size, float temperature,
                                const Philox& philox) {
   int at = 0;
@@ -219,8 +224,8 @@ static void consider_noisy(Best& best, const float* logits, int32_t first_id, in
   }
 }
 
-// Processes `count` logits of the ids from first_id, a multiple of 16. The logits after them, up to a multiple of 16,
-// are undefined.
+// Updates `best` with `count` logits, of the ids from first_id on, which is a multiple of 16. The logits after them, up
+// to a multiple of 16, may have any value.
 static void consider(Best& best, const float* logits, int32_t first_id, int32_t count, const cl_sampling_row& row) {
   CL_ASSERT(first_id % LANES == 0 && count >= 0);
   if (row.temperature == 0.0f)

@@ -1,11 +1,11 @@
-// The rule of a gated delta net's scan (Yang et al., 2024). The convolution before it is that of recurrent.h, the gated
-// norm behind it that of mamba2.h.
+// The Rule of scan.h for gated delta nets (Yang et al., 2024). The convolution before the scan is in recurrent.h, the
+// gated norm after the scan is in mamba2.h.
 #pragma once
 #include "scan.h"
 
 namespace CL_NS {
 
-// x / sqrt(sum of squares + 1e-6) * factor.
+// to = factor * x / sqrt(sum of squares of x + 1e-6).
 template <typename T>
 static void unit(const T* x, int size, float factor, float* to) {
   vf sum = vset(0.0f);
@@ -14,15 +14,16 @@ static void unit(const T* x, int size, float factor, float* to) {
   for (int i = 0; i < size; i += LANES) vstore(to + i, vmul(vload(x + i), scale));
 }
 
-// The memory of a head fades, the share `rate` of its answer to k becomes v, and its answer to q is y.
+// For each token: state = decay * state, then state += k (rate * (v - k @ state)), and y = q @ state.
 struct DeltaRule {
-  // What a few tokens of a row give to one head: rates, decays, and q and k divided by their lengths.
+  // Inputs of a few tokens of a row for one head: update rates, decays of the state, and q and k divided by their
+  // lengths.
   struct Tokens {
     float rates[SCAN_TOKENS], decays[SCAN_TOKENS];
     float q[SCAN_TOKENS][MOST_STATE], k[SCAN_TOKENS][MOST_STATE];
   };
 
-  static int values(const cl_op& op) { return 2 * op.kv_heads * op.k; }  // first column of v
+  static int values(const cl_op& op) { return 2 * op.kv_heads * op.k; }  // index of the first column of v in the input
 
   template <typename T>
   static void read(const cl_op& op, int head, int count, const T* mixed, int64_t mixed_stride, const T* rates,
@@ -41,7 +42,7 @@ struct DeltaRule {
     vstore(tokens.decays, vexp(vmul(vsoftplus(vload(steps)), vset(-fade))));
   }
 
-  // Two sums per vector, of even and of odd rows, in that order.
+  // Each output is the sum over the even rows of the state plus the sum over its odd rows, in this order.
   template <int V>
   CL_INLINE void step(const cl_op& op, int, const Tokens& tokens, int t, const float* from, float* to, const vf* v,
                              vf* y) {

@@ -1,17 +1,18 @@
-// Operations that read each activation once. Rows are divided evenly among the threads.
+// Operations without a matrix multiplication: embedding, rotary table, norms, scaling and addition. Rows are divided
+// evenly among the threads.
 #pragma once
 #include "gemm.h"
 
 namespace CL_NS {
 
-// Writes zeros from column `width` to the next multiple of 32. Products read these columns, and the buffer may have
-// held a wider row.
+// Writes zeros from column `width` to the next multiple of 32. Matrix multiplications read these columns, and an
+// earlier, wider row of the same buffer may have written to them.
 template <typename T>
 CL_INLINE void clear_pad(T* row, int64_t width) {
   memset(row + width, 0, sizeof(T) * (padded(width) - width));
 }
 
-// Row `id` of a packed weight.
+// Copies row `id` of a packed weight [n, k] to `row`, in the program's dtype.
 template <typename T>
 static void unpack_column(const Panels<T>& weight, int32_t id, int k, T* row) {
   enum { P = Packed<T>::P };
@@ -36,7 +37,7 @@ static void unpack_column(const Panels<Code<B, M>>& weight, int32_t id, int k, T
   }
 }
 
-// A row times a number, with its padding.
+// Multiplies a row by a number, and clears its padding.
 template <typename T>
 CL_INLINE void scale_row(const T* from, T* to, int size, float factor) {
   for (int i = 0; i < size; i += LANES) vstore(to + i, vmul(vload(from + i), vset(factor)));
@@ -62,8 +63,8 @@ static void embed(const cl_op& op, const cl_program& program, const cl_batch& ba
   }
 }
 
-// Angles are positions in float32 times float32 frequencies, as in transformers. The C library computes cosines and
-// sines one at a time, so that no value depends on its neighbours.
+// Writes the cosines and sines of each token. An angle is the position times a frequency, both as float32, as in
+// transformers. The C library computes one cosine or sine at a time, so that no value depends on its neighbours.
 static void rotary_table(const cl_op& op, const cl_program& program, const cl_batch& batch, Share share) {
   const float* frequencies = static_cast<const float*>(op.weight);
   const float* axes = batch.axes ? op.bias : nullptr;
@@ -79,7 +80,7 @@ static void rotary_table(const cl_op& op, const cl_program& program, const cl_ba
   }
 }
 
-// Sum of squares of `size` (a multiple of 16) elements in four chains of fixed order.
+// Sum of squares of `size` (a multiple of 16) elements, summed in a fixed order in four chains.
 template <typename T>
 CL_INLINE float sum_of_squares(const T* x, int size) {
   vf sum[4] = {vset(0.0f), vset(0.0f), vset(0.0f), vset(0.0f)};
@@ -90,8 +91,8 @@ CL_INLINE float sum_of_squares(const T* x, int size) {
   return vsum(vadd(vadd(sum[0], sum[1]), vadd(sum[2], sum[3])));
 }
 
-// RMS norm: normalised, rounded to T, then scaled, the order of Hugging Face models. Padding columns are zero, so whole
-// vectors may be summed.
+// RMS norm. A number is normalised, rounded to T, then multiplied by the weight, in the order of Hugging Face models.
+// The padding columns are zero, so the sum of squares may include them.
 template <typename T>
 static void rms_norm(const cl_op& op, const cl_program& program, Share share) {
   const T* in = static_cast<const T*>(program.buffers[op.in]);
@@ -112,8 +113,8 @@ static void rms_norm(const cl_op& op, const cl_program& program, Share share) {
   }
 }
 
-// Sum of `size` elements minus `mean`, or of their squares, in four chains of fixed order. Elements after them, up to a
-// multiple of 16, are excluded.
+// Sum of x - mean, or of (x - mean)^2, over `size` elements, in a fixed order in four chains. Elements after `size`, up
+// to a multiple of 16, are excluded.
 template <bool SQUARED, typename T>
 CL_INLINE float sum_around(const T* x, int size, float mean) {
   vf sum[4] = {vset(0.0f), vset(0.0f), vset(0.0f), vset(0.0f)};
@@ -125,7 +126,7 @@ CL_INLINE float sum_around(const T* x, int size, float mean) {
   return vsum(vadd(vadd(sum[0], sum[1]), vadd(sum[2], sum[3])));
 }
 
-// Layer norm, rounded to T once, after weight and bias, as in PyTorch.
+// Layer norm. Results are rounded to T only once, after weight and bias, as in PyTorch.
 template <typename T>
 static void layer_norm(const cl_op& op, const cl_program& program, Share share) {
   const T* in = static_cast<const T*>(program.buffers[op.in]);

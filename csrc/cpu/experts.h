@@ -1,6 +1,7 @@
-// A layer of experts. Tokens are routed; their rows are gathered by expert and multiplied with the weights of the
-// chosen experts; then each token sums its experts in the order of its choice. So a token's result does not depend on
-// the other tokens of its experts. (Shazeer et al., 2017; grouped products as in MegaBlocks, Gale et al., 2022.)
+// A mixture-of-experts layer (Shazeer et al., 2017). A router chooses experts for each token. Rows are sorted by
+// expert, and each group of rows is multiplied by its expert's weights, as in MegaBlocks (Gale et al., 2022). Then each
+// token adds the results of its experts in the order of its choice. So a token's result does not depend on the other
+// tokens of its experts.
 #pragma once
 #include <type_traits>
 
@@ -8,25 +9,26 @@
 
 namespace CL_NS {
 
-// Scratch for the tokens that are routed together. A barrier separates every write from the reads.
+// Scratch memory for the tokens that are routed together, used by all threads. A barrier separates writes from reads. A
+// "row" is one (token, chosen expert) pair. A "part" is an expert that at least one token chose.
 struct ExpertScratch {
-  int64_t rows;           // number of rows of all chosen experts: tokens times top_k
-  float* logits;          // [tokens, E]
-  int32_t* chosen;        // [tokens, top_k], best first
-  float* weights;         // [tokens, top_k]
-  int32_t* place;         // [tokens, top_k]: index of each in the order of experts
+  int64_t rows;           // number of rows: tokens times top_k
+  float* logits;          // [tokens, E], then scores
+  int32_t* chosen;        // [tokens, top_k]: chosen experts, best first
+  float* weights;         // [tokens, top_k]: factors of the chosen experts' results
+  int32_t* place;         // [tokens, top_k]: index of the pair's row, when rows are sorted by expert
   int32_t* token;         // [rows]: token of each row
-  int32_t* expert;        // [parts]: experts with rows, ascending
-  int32_t* first_row;     // [parts + 1]
-  int32_t* counts;        // number of parts; most rows of one part
-  void* gathered;         // [rows, k], in the form that products read
-  void* inner;            // [rows, I]
-  void* inner_codes;      // the same numbers in codes
-  float* results;         // [rows, D]
+  int32_t* expert;        // [parts]: the expert of each part, ascending
+  int32_t* first_row;     // [parts + 1]: first row of each part, then the number of rows
+  int32_t* counts;        // [2]: number of parts; number of rows of the largest part
+  void* gathered;         // [rows, k]: inputs sorted by expert, in the form that the multiplication reads
+  void* inner;            // [rows, I]: activations between the two matmuls of an expert
+  void* inner_codes;      // inner rounded to 8 bits, if `down` is in codes
+  float* results;         // [rows, D]: results of the experts
   int64_t row_stride, inner_stride, result_stride;
 
-  // Assigns the parts of the memory at `at`, and returns their bytes. As in program buffers, the distance of rows is
-  // not a multiple of 1 KiB.
+  // Sets the pointers of `s` to parts of the memory at `at`, and returns the number of bytes that they need. `at` may
+  // be null. As in program buffers, the distance between rows is not a multiple of 1 KiB.
   static size_t lay_out(ExpertScratch& s, char* at, int item, const cl_op& op, int tokens) {
     const cl_experts& experts = *op.experts;
     size_t bytes = 0;
@@ -56,7 +58,7 @@ struct ExpertScratch {
   }
 };
 
-// Sum of products of `size` (a multiple of 16) elements in four chains of fixed order.
+// Dot product of `size` (a multiple of 16) elements, summed in a fixed order in four chains.
 template <typename T>
 CL_INLINE float dot(const T* a, const T* b, int64_t size) {
   vf sum[4] = {vset(0.0f), vset(0.0f), vset(0.0f), vset(0.0f)};
@@ -64,7 +66,8 @@ CL_INLINE float dot(const T* a, const T* b, int64_t size) {
   return vsum(vadd(vadd(sum[0], sum[1]), vadd(sum[2], sum[3])));
 }
 
-// Index of the highest of scores[0, count) that is not `taken`; the first of equal scores. NaN is higher than no score.
+// Index of the highest score of scores[0, count) among those that are not `taken`. Of equal scores it is the first. A
+// NaN is chosen only if it is the first score that is not taken.
 static int best_of(const float* scores, int count, const bool* taken) {
   int best = -1;
   for (int i = 0; i < count; i++)
@@ -130,7 +133,7 @@ static void choose_experts(const cl_experts& experts, float* scores, int32_t* ch
   }
 }
 
-// Sorts the rows by expert.
+// Sorts the rows by expert, and counts each expert's tokens.
 static void group_rows(const cl_experts& experts, const ExpertScratch& s, int tokens) {
   int32_t begin[MOST_EXPERTS + 1] = {};
   const int64_t rows = int64_t(tokens) * experts.top_k;
@@ -154,7 +157,7 @@ static void group_rows(const cl_experts& experts, const ExpertScratch& s, int to
   }
 }
 
-// Index of the last of first[0, count) that is at most `value`. They ascend, and the first one is at most `value`.
+// Index of the last element of first[0, count) that is at most `value`. The elements ascend, and first[0] <= value.
 static int last_up_to(const int32_t* first, int count, int32_t value) {
   int low = 0, high = count;
   while (high - low > 1) {
@@ -164,10 +167,10 @@ static int last_up_to(const int32_t* first, int count, int32_t value) {
   return low;
 }
 
-// The expert of row `row`, in the order of experts.
+// The expert of row number `row` of the sorted rows.
 static int expert_of(const ExpertScratch& s, int row) { return s.expert[last_up_to(s.first_row, s.counts[0], row)]; }
 
-// The products of the experts that have rows, one after another.
+// The items for gemm_items: the matrix multiplications of all parts, one part after another.
 template <typename Row, typename Weight>
 struct ExpertItems {
   enum { SUPER = Blocking<Row, Weight>::SUPER };
@@ -202,7 +205,7 @@ struct ExpertItems {
   }
 };
 
-// Applies the gate to the rows of one expert, with its biases: `columns` per expert, or none.
+// Epilogue: adds an expert's bias, if there is one, and applies the gate. `columns`: number of biases per expert.
 template <typename T, typename Gate>
 struct StoreGatedExpert {
   const ExpertScratch& s;
@@ -218,7 +221,7 @@ struct StoreGatedExpert {
   }
 };
 
-// Squares the positive numbers of the rows of one expert without a gate, with its bias.
+// Epilogue of experts without a gate: adds the expert's bias, if there is one, then max(0, x)^2.
 template <typename T>
 struct StoreSquaredExpert {
   const ExpertScratch& s;
@@ -241,7 +244,7 @@ struct StoreSquaredExpert {
   }
 };
 
-// Stores the sums of the rows of one expert, with its bias.
+// Epilogue: adds an expert's bias, if there is one, and stores the sums in `results`.
 struct StoreSums {
   const ExpertScratch& s;
   const float* bias;
@@ -273,7 +276,7 @@ static void expert_products(cl_pool& pool, int thread, const Panels<Weight>& wei
   gemm_items<Row>(pool, thread, rows, stride, items, weight, chunk, scratch, epilogue, NOTHING, static_cast<KVAhead<Row>*>(nullptr));
 }
 
-// out = weighted sum of each token's experts in its own order, plus the shared part.
+// out = weighted sum of the results of a token's experts, best expert first, plus aux times the shared gate.
 template <typename Row>
 static void sum_experts(const cl_op& op, const cl_program& program, const ExpertScratch& s, int first, Share share) {
   const cl_experts& experts = *op.experts;
@@ -314,7 +317,7 @@ static void experts(cl_pool& pool, int thread, const cl_op& op, const cl_program
     const Row* read = static_cast<const Row*>(program.buffers[routed]) + first * program.strides[routed];
     ExpertScratch s;
     ExpertScratch::lay_out(s, static_cast<char*>(experts.scratch), int(sizeof(Row)), op, tokens);
-    // Divided by pairs, so that all threads read the router of a single token.
+    // The threads divide (token, expert) pairs, so that all of them work even if there is a single token.
     const Share pairs = share_of(tokens * E, thread, threads);
     for (int i = pairs.begin; i < pairs.end; i++) {
       s.logits[i] = dot(read + i / E * program.strides[routed], router + i % E * router_stride, router_stride);

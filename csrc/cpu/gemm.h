@@ -1,4 +1,5 @@
-// Products of activations with a packed weight. An epilogue processes each result while it is in the cache.
+// Multiplies activations by a packed weight. A function called epilogue processes each block of results while it is in
+// the cache.
 #pragma once
 #include "grouped.h"
 #include "kv_ahead.h"
@@ -12,7 +13,7 @@ namespace CL_NS {
 
 enum { STREAM_AHEAD = 8192, TILE_COLUMNS = 512, TILE_PAD = 16, MAX_ROW_BLOCK = 32, ROW_UNIT = 16 };
 
-// A thread's share of rows that are divided evenly.
+// The rows [begin, end) that one thread computes, if rows are divided evenly among threads.
 struct Share {
   int begin, end;
 };
@@ -20,37 +21,40 @@ CL_INLINE Share share_of(int rows, int share, int shares) {
   return Share{int(int64_t(rows) * share / shares), int(int64_t(rows) * (share + 1) / shares)};
 }
 
-// Block sizes of rows and k for a pair of types. SUPER rows at a time share one pass over the weight.
+// Block sizes for a pair of types. A thread reads the weight once for each SUPER rows. Inside these rows it computes
+// ROW_BLOCK rows at a time, and K_BLOCK elements of k.
 template <typename Row, typename Weight>
 struct Blocking {
   static constexpr bool FLOAT32 = sizeof(Left<Row, Weight>) == sizeof(float), STREAMS = true;
   static constexpr bool WIDENED = sizeof(Row) < sizeof(Left<Row, Weight>);
-  // In float32 a product is slow, so one block of rows lasts longer than the prefetch of its next weights. Pieces of k
-  // and their rows stay in L2; widened rows serve several panels.
+  // Multiplying float32 is slow, so computing one block of rows takes longer than prefetching its next weights. Pieces
+  // of k and their rows stay in L2. Rows that were widened to float32 are used for several panels.
   static constexpr int ROW_BLOCK = FLOAT32 ? MAX_ROW_BLOCK / ROWS * ROWS : int(ROWS), K_BLOCK = FLOAT32 ? 1024 : 4096;
   static constexpr int SUPER = 384;
   static int most_panels(int, int64_t) { return WIDENED ? 4 : 1; }
-  // Number of blocks that share the prefetch of the next data; and the first row of a block.
+  // fetching: number of row blocks that prefetch a part of the next data. first_row: first row of block number `block`.
   static int fetching(int blocks) { return blocks < 2 ? 1 : blocks < 4 ? 2 : 4; }
   static int first_row(int rows, int block, int blocks) { return rows * block / blocks; }
 };
 #if defined(CL_USE_AMX)
-// 32 rows of 256 k are 16 KiB. They stay in L1 while an equal part of each panel, and the sums, pass through it. Tiles
-// are so fast that rows must serve several panels, especially if k is long and the rows come from L3. But panels at a
-// distance of a multiple of 128 KiB share the same sets of L2, which have room for only some of them.
+// With tiles, 32 rows of 256 k are 16 KiB. They stay in L1 while a part of each panel, also 16 KiB, and the sums are
+// read through it. Tiles compute so fast that rows must be used for several panels once they are in L1, especially if k
+// is long and the rows come from L3. But panels whose distance is a multiple of 128 KiB compete for the same sets of
+// L2, so fewer of them are computed at once.
 template <>
 struct Blocking<bf16, bf16> {
   static constexpr bool FLOAT32 = false, WIDENED = false, STREAMS = false;
   static constexpr int ROW_BLOCK = TILE_ROWS, K_BLOCK = 256, SUPER = 256;
-  // Tiles are faster than memory, so all blocks must prefetch. Half a tile of rows costs as much as a whole one.
+  // Tiles are faster than memory, so all row blocks prefetch. Blocks are whole tiles, because a tile that is half full
+  // takes as long as a full one.
   static int fetching(int blocks) { return blocks; }
   static int first_row(int rows, int block, int) { return block * ROW_BLOCK < rows ? block * ROW_BLOCK : rows; }
   static int most_panels(int m, int64_t k) { return m <= 64 ? 1 : k <= 2048 || k % 2048 == 0 ? 8 : 16; }
 };
 #endif
 
-// Codes: rows are not widened. Without AVX-512 only few rows fit into the registers, so the same piece of a panel is
-// read many times and must stay in L1.
+// Weights in codes: rows are not widened. Without AVX-512 the sums of only few rows fit into the registers, so the same
+// piece of a panel is read many times, and K_BLOCK is small enough that the piece stays in L1.
 template <typename Row, int BITS, Meaning M>
 struct Blocking<Row, Code<BITS, M>> {
   static constexpr bool FLOAT32 = false, WIDENED = false, STREAMS = true;
@@ -64,7 +68,7 @@ struct Blocking<Row, Code<BITS, M>> {
   static int first_row(int rows, int block, int blocks) { return rows * block / blocks; }
 };
 
-// Scratch of one thread for a product of such rows with any weight.
+// Scratch memory of one thread for multiplying rows of type Row by a weight of any format.
 template <typename Row>
 struct GemmScratch {
   typedef Blocking<Row, Row> B;
@@ -73,20 +77,20 @@ struct GemmScratch {
   alignas(64) float widened[B::WIDENED ? B::ROW_BLOCK * (B::K_BLOCK + LANES) : 1];
 };
 
-// A packed weight: `count` panels of [k / P][32][P], k already padded.
+// A packed weight: `count` panels of [k / P][32][P]. k includes the padding.
 template <typename Weight>
 struct Panels {
   const Weight* data;
   int count;
   int64_t k;
-  // Address of a panel at element `from` of k; and bytes of `k` elements of k in a panel.
+  // panel: address of element `from` of k in panel `index`. bytes: size of `k` elements of k in one panel.
   const Weight* panel(int64_t index, int64_t from = 0) const { return data + (index * k + from) * CL_PANEL; }
   static int64_t bytes(int64_t k) { return k * CL_PANEL * int64_t(sizeof(Weight)); }
-  // k may be divided at multiples of this.
+  // k may be divided into pieces at multiples of this number.
   static int64_t unit() { return CL_K_MULTIPLE; }
 };
 
-// A panel of codes is a sequence of groups; k is divided between groups.
+// A weight in codes: a panel is a sequence of groups, and k is divided into pieces only between groups.
 template <int B, Meaning M>
 struct Panels<Code<B, M>> {
   typedef Code<B, M> Weight;
@@ -112,7 +116,7 @@ static Panels<Code<B, M>> code_panels_of(const cl_op& op) {
   return {static_cast<const Code<B, M>*>(op.weight), int((op.n + CL_PANEL - 1) / CL_PANEL), padded(op.k), op.group};
 }
 
-// Calls `then` with the panels of a product's weight, for any format.
+// Calls `then` with the panels of the operation's weight, in the type that belongs to its format.
 template <typename Row, typename Then>
 static void with_weight(const cl_op& op, const Then& then) {
   switch (op.format) {
@@ -131,14 +135,14 @@ CL_INLINE const T* forward(const T* row, int64_t from) { return row + from; }
 template <typename Lane>
 CL_INLINE const RowBlock<Lane>* forward(const RowBlock<Lane>* row, int64_t from) { return row + from / CL_Q_BLOCK; }
 
-// Bytes that are needed next, prefetched evenly over the steps of a product.
+// Memory that is needed next. It is prefetched evenly over the steps of a multiplication.
 struct Ahead {
   const char* at;
   int64_t bytes;
 };
 static const Ahead NOTHING = {nullptr, 0};
 
-// By vectors, on every path.
+// out[rows, 32] = (accumulate ? out : 0) + a[rows, k] @ panel, with vector instructions. Every path has it.
 template <typename Row, typename Weight>
 static void vector_product(int rows, const Left<Row, Weight>* a, int64_t a_stride, const Weight* panel, int64_t k, float* out,
                            int64_t out_stride, bool accumulate, Ahead fetched, KVAhead<Row>* kv) {
@@ -178,7 +182,7 @@ void panel_product<bf16, bf16>(const Panels<bf16>&, int rows, const bf16* a, int
 #endif
 
 
-// A product with codes. `a_stride` counts blocks of 32 k.
+// The same multiplication for a panel of codes. `a_stride` counts blocks of 32 k.
 template <typename Row, int B, Meaning M>
 static void panel_product(const Panels<Code<B, M>>& weight, int rows, const Left<Row, Code<B, M>>* a, int64_t a_stride,
                           const Code<B, M>* panel, int64_t k, float* out, int64_t out_stride, bool accumulate, Ahead fetched,
@@ -203,7 +207,7 @@ static void panel_product(const Panels<Code<B, M>>& weight, int rows, const Left
   }
 }
 
-// Whether this many rows are computed with a line of the weight in one pass.
+// Whether all `rows` rows are computed while the weight is read once.
 template <typename Weight>
 CL_INLINE bool one_pass(const Panels<Weight>&, int rows) {
   const int groups = groups_at_once(rows, CL_PANEL / LANES);
@@ -212,8 +216,8 @@ CL_INLINE bool one_pass(const Panels<Weight>&, int rows) {
 template <int B, Meaning M>
 CL_INLINE bool one_pass(const Panels<Code<B, M>>&, int rows) { return rows <= most_code_rows(2); }
 
-// A product of all rows in one pass. Nothing is read twice, so the prefetch distance is short; near the end of this
-// thread's part, the beginning of `then` is prefetched.
+// Multiplies all rows by a panel while the weight is read once. The weight is prefetched STREAM_AHEAD bytes before its
+// use. If this panel is the thread's `last`, the beginning of `then` is prefetched near the panel's end.
 template <typename Row, typename Weight>
 static void stream_product(const Panels<Weight>& weight, int rows, const Left<Row, Weight>* a, int64_t a_stride,
                            const Weight* panel, int64_t k, float* out, int64_t out_stride, bool accumulate, bool last,
@@ -229,8 +233,8 @@ static void stream_product(const Panels<Weight>& weight, int rows, const Left<Ro
                      Ahead{then.at, then.bytes < bytes ? then.bytes : bytes}, kv);
 }
 
-// Rows in float32, with a distance of k elements plus one line. At a distance of a power of two they would share one
-// set of L1.
+// Copies rows to `to` as float32, k + LANES elements apart. If rows were a power of two apart, they would compete for
+// the same sets of L1.
 template <typename Row>
 static const float* widened(const Row* a, int64_t a_stride, int rows, int64_t k, float* to) {
   for (int r = 0; r < rows; r++)
@@ -238,8 +242,8 @@ static const float* widened(const Row* a, int64_t a_stride, int rows, int64_t k,
   return to;
 }
 
-// Number of units of `unit` panels in a chunk: large enough to be efficient, small enough that no thread waits long for
-// another.
+// Number of panels in a chunk, a multiple of `unit`: large enough to be efficient, and small enough that no thread
+// waits long for another.
 template <typename Row, typename Weight>
 static int chunk_panels(const Panels<Weight>& weight, int unit, int m, int threads) {
   const int units = weight.count / unit;
@@ -250,8 +254,8 @@ static int chunk_panels(const Panels<Weight>& weight, int unit, int m, int threa
   return unit;
 }
 
-// A product is divided into chunks of panels and, if there are many rows, blocks of rows: item i is chunk i % chunks of
-// block i / chunks.
+// Divides a multiplication into items, which threads take. An item is one chunk of panels times one block of at most
+// SUPER rows: item i has chunk i % chunks and block i / chunks.
 template <typename Row, typename Weight>
 struct GemmItems {
   enum { SUPER = Blocking<Row, Weight>::SUPER };
@@ -267,15 +271,15 @@ static GemmItems<Row, Weight> items_of(const Panels<Weight>& weight, int chunk_p
   return GemmItems<Row, Weight>(weight, chunk_panels, m);
 }
 
-// An item of a product: a chunk of a weight's panels, and one of `supers` blocks of the rows first_row to first_row +
-// m.
+// One item: the number of its chunk of panels, and the number of its block (`super` of `supers`) of the m rows from
+// first_row on.
 template <typename Weight>
 struct GemmItem {
   Panels<Weight> weight;
   int first_row, m, chunk, super, supers;
 };
 
-// The whole product of m rows with one weight.
+// The items of multiplying m rows by one weight.
 template <typename Row, typename Weight>
 struct OneWeight {
   const Panels<Weight>& weight;
@@ -289,8 +293,8 @@ struct OneWeight {
   }
 };
 
-// A row of a product in the form that it is read (plain or in codes), and the distance to the next row. `from` may be
-// null.
+// Writes row number `row` to `rows` in the form that the multiplication reads: unchanged, or rounded to 8 bits for a
+// weight in codes. Returns the distance between two rows. If `from` is null, only the distance is returned.
 template <typename Row, typename Weight>
 CL_INLINE int64_t put_row(const Panels<Weight>& weight, const Row* from, int64_t stride, int64_t row, Row* rows) {
   if (from) memcpy(rows + row * stride, from, weight.k * sizeof(Row));
@@ -303,20 +307,22 @@ CL_INLINE int64_t put_row(const Panels<Code<B, M>>& weight, const Row* from, int
   return code_stride(weight.k);
 }
 
-// Every thread of the pool calls this; a free thread takes the next item, a chunk of `chunk_panels` panels. All weights
-// of `all` have the shape of `weight`. `epilogue(first row, rows, first panel, panels, tile, tile_stride)` gets each
-// finished piece of a @ weight.T once, as float32. Before that, `epilogue.fetch(first row, rows, panel)` may prefetch
-// the memory that it will write. k is never divided among threads. `a` has readable memory for MAX_ROW_BLOCK rows after
-// the last. `then`: what this thread reads after the product. `kv`, or null: keys and values to prefetch while memory
-// has spare time; with AMX there is none.
+// Computes all items of `all`. Every thread of the pool calls this; a thread that is free takes the next item, which
+// has `chunk_panels` panels. All weights of `all` have the shape of `weight`. For each finished block of a @ weight.T,
+// epilogue(first row, rows, first panel, panels, tile, tile_stride) is called once, with the results as float32 in
+// `tile`. Before that, epilogue.fetch(first row, rows, panel) may prefetch the memory that the epilogue will write. k
+// is never divided among threads. Memory of MAX_ROW_BLOCK rows after the last row of `a` must be readable. `then`:
+// memory that this thread reads after the last item. `kv`: keys and values to prefetch while memory has spare time, or
+// null. AMX code ignores `kv`, because with tiles memory has no spare time.
 template <typename Row, typename Weight, typename Items, typename Epilogue>
 static void gemm_items(cl_pool& pool, int thread, const Source<Row, Weight>* a, int64_t a_stride, const Items& all,
                        const Panels<Weight>& weight, int chunk_panels, GemmScratch<Row>& scratch, const Epilogue& epilogue,
                        Ahead then, KVAhead<Row>* kv) {
   typedef Blocking<Row, Weight> B;
-  // Rows of the tile have one additional line. At a distance of 1 KiB they would share few sets of L1.
+  // A row of the tile has one cache line more than its results. If rows were 1 KiB apart, they would compete for few
+  // sets of L1.
   const int64_t items = all.count(), tile_stride = int64_t(chunk_panels) * CL_PANEL + TILE_PAD;
-  // Pieces of k have about equal length, because an equal amount of the next data is prefetched during each.
+  // The pieces of k have about equal length, because an equal amount of the next data is prefetched during each piece.
   const int64_t unit = weight.unit(), units = (weight.k + unit - 1) / unit, wanted = (weight.k + B::K_BLOCK - 1) / B::K_BLOCK;
   const int64_t pieces = wanted < units ? wanted : units;
   float* tile = scratch.tile;
@@ -328,7 +334,7 @@ static void gemm_items(cl_pool& pool, int thread, const Source<Row, Weight>* a, 
   for (int64_t item = turns.take(); item < items; item = turns.take()) {
     const int64_t following = turns.peek();  // next item, whose weights can be prefetched
     const GemmItem<Weight> now = all.at(item), after = following < items ? all.at(following) : now;
-    // Rows are divided in units of the rows that AMX computes at once.
+    // Rows are divided at multiples of ROW_UNIT, the number of rows in an AMX tile.
     const Share share = share_of((now.m + ROW_UNIT - 1) / ROW_UNIT, now.super, now.supers);
     const int first_panel = now.chunk * chunk_panels, super = now.first_row + share.begin * ROW_UNIT;
     const int rows_here = (share.end * ROW_UNIT < now.m ? share.end * ROW_UNIT : now.m) - share.begin * ROW_UNIT;
@@ -340,13 +346,14 @@ static void gemm_items(cl_pool& pool, int thread, const Source<Row, Weight>* a, 
     const int fetching = B::fetching(blocks);
     const bool streams = B::STREAMS && blocks == 1 && one_pass(weight, rows_here);
     KVAhead<Row>* also = kv && kv->due(turns.left(item) * chunk_panels * weight.bytes(weight.k)) ? kv : nullptr;
-    // One piece of k for all rows, then the next. The piece stays in L2 meanwhile, and so do the sums.
+    // All rows are multiplied by one piece of k before the next piece begins. So the piece and the sums stay in L2.
     for (int64_t piece = 0; piece < pieces; piece++) {
       const int64_t k = units * piece / pieces * unit, next_k = units * (piece + 1) / pieces * unit;
       const int64_t k_here = (next_k < weight.k ? next_k : weight.k) - k;
       const bool last_piece = piece + 1 == pieces, last = last_piece && following >= items;
-      // Data needed next: the following piece of these panels, the first piece of the next item's, or `then`. As much
-      // of it is prefetched as the time allows: by all panels equally, or by the last one in float32.
+      // Data to prefetch: the next piece of k of these panels; in the last piece, the first piece of the next item's
+      // panels; in the last item, `then`. As much is prefetched as there is time for. All panels of this item prefetch
+      // an equal part; in float32 the last panel prefetches all.
       const int64_t bytes_here = weight.bytes(k_here), bytes_then = then.bytes / (B::FLOAT32 ? 1 : panels) / 64 * 64;
       const int64_t next_bytes = last && bytes_then < bytes_here ? bytes_then : bytes_here;
       const int64_t next_stride = last ? next_bytes : weight.bytes(weight.k);
@@ -367,12 +374,12 @@ static void gemm_items(cl_pool& pool, int thread, const Source<Row, Weight>* a, 
           const Weight* here = now.weight.panel(first_panel + p, k);
           Ahead ahead = NOTHING;
           if (!B::FLOAT32 && p < next_panels && block < fetching) {
-            // This block's share of the lines of the next data.
+            // This row block prefetches its part of the lines.
             const int64_t lines = next_bytes / 64, line = lines * block / fetching, end = lines * (block + 1) / fetching;
             ahead = Ahead{next + p * next_stride + line * 64, (end - line) * 64};
           } else if (B::FLOAT32 && (p + 1 < panels ? block == 0 : block + 1 == blocks && next_panels > 0)) {
-            // While panels remain, the next panel's part of this piece is prefetched, and the second block finds it in
-            // L2. After the last panel, it is the next data.
+            // The first row block prefetches this piece of the next panel; later blocks find it in L2. During the last
+            // panel, the last row block prefetches the next data.
             const bool same = p + 1 < panels;
             ahead = Ahead{same ? (const char*)now.weight.panel(first_panel + p + 1, k) : next, same ? bytes_here : next_bytes};
           }
@@ -390,7 +397,7 @@ static void gemm_items(cl_pool& pool, int thread, const Source<Row, Weight>* a, 
   }
 }
 
-// The product of m rows with one weight.
+// Multiplies m rows by one weight. The arguments are those of gemm_items.
 template <typename Row, typename Weight, typename Epilogue>
 static void gemm(cl_pool& pool, int thread, const Source<Row, Weight>* a, int64_t a_stride, int m, const Panels<Weight>& weight,
                  int chunk_panels, GemmScratch<Row>& scratch, const Epilogue& epilogue, Ahead then, KVAhead<Row>* kv) {

@@ -1,6 +1,6 @@
-// Products of weights of small integers in groups with rows that were rounded to 8 bits in blocks of 32. Products of a
-// block are integers; one float32 sum per row and column adds the blocks in order. A row's sums never depend on the
-// number of rows.
+// Multiplies rows, rounded to 8 bits in blocks of 32, by weights in codes of 8 or 4 bits. The sum of each block is an
+// integer. One float32 sum per row and column adds the blocks in order, so a row's sums never depend on the number of
+// rows.
 #pragma once
 #include "chairlift_cpu.h"
 #include "ints.h"
@@ -8,12 +8,14 @@
 
 namespace CL_NS {
 
-// Meaning of codes. FIXED_ZERO: code minus half the range. MINIMUM: code plus a minimum of the group. E2M1: floats of 4
-// bits (MXFP4); a table gives twice their value, which is an integer, plus 12, so that none is negative.
+// Meaning of a code. FIXED_ZERO: the number is scale * (code - half the range of codes). MINIMUM: scale * code +
+// minimum of the group. E2M1: 4-bit floats (MXFP4). A table maps these codes to twice the float's value, which is an
+// integer, plus 12, so that no entry is negative.
 enum Meaning { FIXED_ZERO, MINIMUM, E2M1 };
 
-// One code of a weight [n, k]: unsigned, of B bits. The type marks addresses in a panel, which consists of bytes for
-// any B.
+// Type of the elements of a packed weight whose codes have B bits. It is one byte for every B, because panels of codes
+// are addressed in bytes. ZERO: code of the number zero. HEADER: bytes of a group's scales and minimums. BLOCK: bytes
+// of the codes of 32 k of a panel.
 template <int B, Meaning M>
 struct Code {
   uint8_t byte;
@@ -24,19 +26,20 @@ struct Code {
 
 alignas(16) static const uint8_t E2M1_VALUES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-// 32 elements of a row: code * scale. With scales of a weight stored times CL_SCALE_UNIT, the product is CL_SCALE_UNIT
-// times as large.
+// 32 elements of a row, each rounded to code * scale * CL_SCALE_UNIT. `scale` lacks the factor CL_SCALE_UNIT because
+// the stored scales of weights have it.
 template <typename Lane>
 struct RowBlock {
   Lane code[CL_Q_BLOCK];
   float scale;
   int32_t sum;       // sum of the codes
   float scaled_sum;  // scale * sum
-  int32_t zeros;     // start value of sums of 16 bits if the code of zero is 12: see Dot
+  int32_t zeros;     // start value of 16-bit sums for E2M1: see Dot and zeros_of
 };
 
-// Processors without VNNI multiply codes of 8 bits as 16 bits, because sums in 16 bits might overflow. Products of 4
-// bits with 8 bits never overflow.
+// LaneOf<B>: integer type of a row's codes, for weights of B bits. Without VNNI, two products of 8-bit codes can
+// overflow 16 bits when they are added, so rows are stored as 16-bit integers. Products of 4-bit and 8-bit codes never
+// overflow.
 #if defined(__AVX512VNNI__)
 template <int B>
 struct LaneOf {
@@ -61,8 +64,9 @@ struct Pair<Row, Code<B, M>> {
 
 CL_INLINE float to_float32(uint16_t half) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half))); }
 
-// Products of one block of 32 k for one row and sixteen columns, in integers, which are exact in any order. A step has
-// four k of 8 bits, or eight of 4 bits. `offset` is minus the code of zero times the row's sum.
+// Dot products of one block of 32 k of one row with sixteen columns. They are integers, so they are exact in any order.
+// A step has four k of 8 bits, or eight k of 4 bits. `offset` is -ZERO * (sum of the row's codes), because the weight's
+// codes are ZERO larger than the integers that they mean.
 template <int B, bool TABLE = false>
 struct Dot {
   enum { STEPS = CL_Q_BLOCK * B / 32, PARTS = 2 };
@@ -72,9 +76,9 @@ struct Dot {
   CL_INLINE vi finish(vi sum, int32_t) { return sum; }
   CL_INLINE vi add(vi sum, vi codes, const Four& row) { return _mm512_dpbusd_epi32(sum, codes, ispread(row)); }
 #else
-  // Products of 4 bits with 8 bits add up in 16 bits over a whole block: at most 8 * 2 * 15 * 127 = 30480. Products of
-  // table values (up to 24) exceed 16 bits. But the sums wrap around: with the contribution of the zeros as start
-  // value, the final sums are within 16 * 12 * 127.
+  // 4-bit codes are summed in 16 bits over a whole block: a sum is at most 8 * 2 * 15 * 127 = 30480. With the table's
+  // values, which are up to 24, a sum can exceed 16 bits and wrap around. But sums begin at `zeros`, so the final sums
+  // are within 16 * 12 * 127, which fits, and wrapping around in between does not change them.
   CL_INLINE vi start(int32_t offset, int32_t zeros) { return iset(B == 8 ? offset : TABLE ? zeros : 0); }
   CL_INLINE vi finish(vi sum, int32_t offset) {
     if (B == 8) return sum;
@@ -85,8 +89,8 @@ struct Dot {
     return B == 8 ? add_pairs(sum, row, codes) : add_bytes(sum, row, codes);
   }
 #endif
-  // Codes of 4 bits: the low halves, then the high halves. Codes of 8 bits: all at once, or as 16 bits the even ones,
-  // then the odd ones.
+  // Part 0 or 1 of a step's codes. Codes of 4 bits: part 0 has the low halves of the bytes, part 1 the high halves.
+  // Codes of 8 bits, as 16-bit integers: part 0 has the even ones, part 1 the odd ones.
   CL_INLINE vi part(const uint8_t* codes, int part) {
     const vi all = iload(codes);
     if (B == 4) {
@@ -95,7 +99,7 @@ struct Dot {
     }
     return part == 0 ? iand(all, iset(0x00ff00ff)) : ishift16<8>(all);
   }
-  // The row's factor: four bytes for all columns.
+  // The four bytes of the row by which this part of all columns is multiplied.
   CL_INLINE const Four& row(const Lane* code, int step, int part) {
     return four_at(code + (step * PARTS + part) * int(4 / sizeof(Lane)));
   }
@@ -113,18 +117,19 @@ struct Dot<8, false> {
 };
 #endif
 
-enum { FEW_CODE_ROWS = 3 };  // with so few rows the product waits for memory
+enum { FEW_CODE_ROWS = 3 };  // with at most this many rows, the multiplication waits for memory
 
-// Most rows whose sums fit into the registers with V times sixteen columns.
+// Maximum number of rows whose sums fit into the registers with `groups` groups of sixteen columns.
 #if defined(__AVX512F__)
 CL_INLINE constexpr int most_code_rows(int) { return ROWS; }
 #else
 CL_INLINE constexpr int most_code_rows(int groups) { return groups == 2 ? 2 : 5; }
 #endif
 
-// out[R, 16 V] += a[R, k] @ codes, over `blocks` blocks of 32 k, with `per_group` blocks per group. `panel` begins with
-// a group; columns from 16 `first` on are computed. Each step prefetches a line, or two for few rows, even if there is
-// nothing to prefetch: branches would make products of many rows a tenth slower.
+// out[R, 16 V] += a[R, k] @ codes, over `blocks` blocks of 32 k, with `per_group` blocks per group. `panel` is the
+// address of the first group. The columns are 16 * first to 16 * (first + V) of the panel. Each step prefetches one
+// cache line, or two for few rows, even if there is nothing to prefetch: a branch would make multiplications of many
+// rows a tenth slower.
 template <typename Weight, int R, int V>
 CL_NOINLINE void code_product_of(const typename Pair<float, Weight>::Left* a, int64_t a_stride, const Weight* panel, int first,
                                  int per_group, int blocks, float* out, int64_t out_stride, Prefetch prefetch) {
@@ -203,10 +208,11 @@ static void code_product(int rows, const typename Pair<float, Weight>::Left* a, 
 #undef CL_CASE
 }
 
-// Rounds a row's numbers to 8 bits. If one is not finite, the scale is NaN, and so are the results of this row only.
+// Stores sixteen numbers, already rounded to the range of 8 bits, as codes of a row.
 CL_INLINE void store_codes(int16_t* to, vf x) {
   const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(lower_half(x)), _mm256_cvtps_epi32(upper_half(x)));
-  // Order for the two products: of every four codes the first and third, then the second and fourth.
+  // Reorders every four codes to first, third, second, fourth: Dot multiplies the even codes in part 0, and the odd
+  // codes in part 1.
   const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
   _mm256_storeu_si256((__m256i*)to, _mm256_shuffle_epi8(_mm256_permute4x64_epi64(words, 0xd8), order));
 }
@@ -217,9 +223,9 @@ CL_INLINE void store_codes(int8_t* to, vf x) {
   _mm_storeu_si128((__m128i*)to, bytes);
 }
 
-// Start values of two 16-bit sums, in one number: -12 times the sum of the row's codes that each of them multiplies. The
-// table's weights have 12 added, and this cancels it. One sum has the first two codes of every four, the other the last
-// two. Only rows of 8-bit codes need it.
+// Start values of two 16-bit sums, in one 32-bit number: -12 times the sum of the row's codes that each sum uses. It
+// cancels the 12 that the E2M1 table adds to each value. The first sum uses the first two of every four codes, the
+// second sum the last two. Rows of 16-bit codes do not need it.
 CL_INLINE int32_t zeros_of(const int16_t*) { return 0; }
 CL_INLINE int32_t zeros_of(const int8_t* code) {
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256((const __m256i*)code));
@@ -229,6 +235,7 @@ CL_INLINE int32_t zeros_of(const int8_t* code) {
   return _mm_cvtsi128_si32(_mm_mullo_epi16(sum, _mm_set1_epi16(-12)));
 }
 
+// Rounds 32 numbers to 8 bits. If one is not finite, the scale is NaN, and so are the results of this row only.
 template <typename T, typename Lane>
 CL_INLINE void quantize_block(const T* x, RowBlock<Lane>& to) {
   const vf a = vload(x), b = vload(x + LANES), zero = vset(0.0f);
@@ -250,7 +257,7 @@ CL_INLINE void quantize_block(const T* x, RowBlock<Lane>& to) {
   }
 }
 
-// Stride of rows of k numbers in blocks, with k padded.
+// Distance between rows of k numbers, counted in RowBlocks. k includes the padding.
 CL_INLINE int64_t code_stride(int64_t k) { return k / CL_Q_BLOCK; }
 template <typename T, typename Lane>
 CL_INLINE void quantize(const T* x, int64_t k, RowBlock<Lane>* to) {

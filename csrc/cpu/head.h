@@ -1,4 +1,5 @@
-// The output head: hidden rows times the vocabulary. The choice of the token is fused with the product.
+// The output head: multiplies hidden rows by the vocabulary's weight, and chooses each row's token while it computes
+// the logits.
 #pragma once
 #include "gemm.h"
 #include "kernels.h"
@@ -6,16 +7,16 @@
 
 namespace CL_NS {
 
-// Data shared by the threads of one call: the gathered rows, and per thread the best id of every row so far.
+// Memory that the threads of one call share.
 struct HeadShared {
-  void* rows;
-  Best* best;       // [threads, R]
-  int32_t* stored;  // [R]: row in the stored logits, or -1 if the choice is fused
+  void* rows;       // the R hidden rows that sample, one after another
+  Best* best;       // [threads, R]: best id of each row among the ids that the thread computed
+  int32_t* stored;  // [R]: index of the row in HeadCall::logits, or -1 if its logits are not stored
 };
 
 CL_INLINE size_t aligned64(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Bytes of the rows in the program's dtype or in codes, whichever is larger.
+// Bytes of HeadShared::rows: the rows are in the program's dtype or rounded to 8 bits, whichever is larger.
 static size_t rows_bytes(int num_rows, int64_t stride, int dtype, int32_t k) {
   const size_t dense = stride * (dtype == CL_BF16 ? sizeof(bf16) : sizeof(float)), codes = cl_code_bytes(k);
   return aligned64(size_t(num_rows + MAX_ROW_BLOCK) * (dense > codes ? dense : codes));
@@ -40,6 +41,7 @@ static void cap_logits(float* logits, int count, float cap) {
   for (int c = 0; c < count; c += LANES) vstore(logits + c, vmul(vset(cap), vtanh(vdiv(vload(logits + c), vset(cap)))));
 }
 
+// Epilogue of the output head: for each row it updates the best id, or stores the logits.
 struct ChooseOrStore {
   const HeadCall& call;
   const HeadShared& shared;
@@ -113,7 +115,8 @@ static void head(cl_pool& pool, int thread, const HeadCall& call) {
     with_weight<float>(*call.product, [&](const auto& weight) { head_of<float>(pool, thread, call, weight); });
 }
 
-// Samples from rows of given logits. It processes the same pieces as the fused `head`.
+// Samples from rows of given logits. It reads them in the same pieces as `head` computes them, so the results are
+// equal.
 static void sample(cl_pool& pool, int thread, const HeadCall& call) {
   void* scratch = pool.scratch(thread, sample_scratch_bytes(call.vocab));
   Turns turns(pool, thread, call.num_rows, Turns::SPREAD);

@@ -1,10 +1,11 @@
-// Sixteen integer sums, and the products that are added to them.
+// Vectors of integers: sixteen sums of 32 bits, and the instructions that multiply 8-bit or 16-bit integers and add the
+// products to them.
 #pragma once
 #include "vec.h"
 
 namespace CL_NS {
 
-// Sixteen 32-bit integers, or thirty-two of 16 bits.
+// Sixteen integers of 32 bits, or thirty-two of 16 bits.
 #if defined(__AVX512F__)
 typedef __m512i vi;
 CL_INLINE vi iload(const void* p) { return _mm512_loadu_si512(p); }
@@ -40,7 +41,7 @@ CL_INLINE vf load_halves(const uint16_t* p) {
 }
 #endif
 
-// Four bytes at any address.
+// Four bytes of memory, which may have any alignment and type.
 struct __attribute__((may_alias)) Four {
   char bytes[4];
 };
@@ -51,9 +52,9 @@ CL_INLINE vi ispread(const Four& four) {
   return iset(bits);
 }
 
-// Four bytes of a row times those of all columns: as two numbers of 16 bits, or as four of 8 bits, whose products are
-// added in 16 bits. Inline assembly keeps the sums in registers; compilers would reorder integer sums and keep them in
-// memory.
+// Adds the products of four bytes of a row with the same four bytes of every column. add_pairs reads them as two 16-bit
+// numbers and sums in 32 bits. add_bytes reads them as four 8-bit numbers and sums in 16 bits. Inline assembly keeps
+// the sums in registers: compilers would reorder integer additions and move the sums to memory.
 #if defined(__AVX512F__)
 CL_INLINE vi add_pairs(vi sum, const Four& row, vi columns) {
   vi x;

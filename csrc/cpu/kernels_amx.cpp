@@ -8,10 +8,11 @@
 
 namespace {
 
-// Whether the processor has the tiles. The operating system must also grant this process their large state, once.
+// Whether this process may use AMX tiles: the processor must have them, and the operating system must permit this
+// process to use their large state. The process asks for the permission once.
 bool tiles_granted() {
 #if defined(CL_AMX_ANYWHERE)
-  return true;  // in tests, which emulate the instructions
+  return true;  // a build for tests, which emulate the instructions
 #else
   unsigned eax, ebx, ecx, edx;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;

@@ -1,5 +1,6 @@
-// One complete instruction-set path. A kernels_*.cpp file names the path and includes this file. Only the function that
-// returns the table has external linkage, because the linker must never mix code of two paths.
+// All code of one instruction-set path. Each kernels_*.cpp file defines the path's namespace and includes this file.
+// Only the function that returns the path's table has external linkage, because the linker must never mix code of two
+// paths.
 #include <time.h>
 
 #include "attention.h"
@@ -12,14 +13,15 @@
 
 namespace CL_NS {
 
-// Makes subnormals zero on every path, because the bf16 product instructions always flush them.
+// Makes the processor treat subnormals as zero during a run. Instructions that multiply bf16 always do, so all paths
+// must.
 struct FlushSubnormals {
   const unsigned before = _mm_getcsr();
   FlushSubnormals() { _mm_setcsr(before | 0x8040); }
   ~FlushSubnormals() { _mm_setcsr(before); }
 };
 
-// Releases the tile registers after a run. Code that uses them sets their shapes.
+// Releases the AMX tile registers after a run. Code that uses tiles sets their shapes first.
 struct Tiles {
 #if defined(CL_USE_AMX)
   ~Tiles() { tiles_end(); }
@@ -97,7 +99,8 @@ static double seconds() {
   return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
 }
 
-enum { PEAK_CHAINS = GROUPS == 2 ? 24 : 6 };  // enough sums to hide the latency, few enough for the registers
+// Number of independent sums: enough to hide the latency of the instruction, few enough to fit into the registers.
+enum { PEAK_CHAINS = GROUPS == 2 ? 24 : 6 };
 
 #if !defined(CL_USE_AMX)
 static void code_peak(int64_t rounds) {

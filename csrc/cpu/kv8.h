@@ -1,9 +1,10 @@
 // K and V in 8 bits: codes with a scale and a minimum per token and head (see cl_kv_layer). They are rounded once, when
 // they are written.
 //
-// Paths that multiply bf16 widen the codes of a few groups of sixteen tokens at a time into L1, and use their normal
-// products. The other paths multiply float32, for which widening alone would take a fourth of the time. So they
-// multiply integers: rows are rounded to 16 bits, a hundred times finer than the codes, and sums in 32 bits are exact.
+// Paths that multiply bf16 widen the codes of a few groups of sixteen tokens at a time into L1, then multiply as for a
+// bf16 cache. On the other paths, widening to float32 would take a fourth of the time of attention. So these paths
+// multiply the codes as integers: queries and softmax weights are rounded to 16 bits, a hundred times finer than the
+// codes, and their sums in 32 bits are exact.
 #pragma once
 #include <float.h>
 
@@ -12,12 +13,12 @@
 
 namespace CL_NS {
 
-// An element of a cache in 8 bits.
+// An element of a KV cache in 8 bits.
 struct code8 {
   uint8_t bits;
 };
 
-// Bytes of K or V of sixteen tokens of one head, stored as `Stored`.
+// Bytes of the K or V of sixteen tokens and one head, if elements are of type `Stored`.
 template <typename Stored>
 CL_INLINE int64_t piece_bytes(int head_dim, Stored) {
   return int64_t(CL_KV_TOKENS) * head_dim * int64_t(sizeof(Stored));
@@ -43,7 +44,7 @@ CL_INLINE vf numbers_of(__m128i codes) {
   return vf{_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(codes)),
             _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(codes, codes)))};
 }
-// Rounds to nearest even, and limits the result to the range.
+// Rounds to nearest even, and limits the results to the range of int16.
 CL_INLINE __m256i words_of(vf x) {
   return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)), 0xd8);
 }
@@ -55,8 +56,9 @@ CL_INLINE void store_int16(int16_t* p, vf x) { _mm256_storeu_si256((__m256i*)p, 
 #endif
 CL_INLINE __m128i load_codes(const code8* p) { return _mm_loadu_si128((const __m128i*)p); }
 
-// Codes of the numbers x[dim] of one head. If one is not finite, or their range exceeds float32, the scale is NaN, and
-// rows that read them fail as with NaN in any other cache.
+// Rounds the numbers x[dim] of one head to codes with a scale and a minimum. The scale is NaN if a number is not finite
+// or if highest - lowest exceeds float32. Then rows that read this head get NaN, as from a cache that stores NaN
+// itself.
 static void round_head(const float* x, int dim, code8* codes, float& scale, float& minimum) {
   vf low = vload(x), high = low, nothing = vset(0.0f);
   for (int d = 0; d < dim; d += LANES) {
@@ -73,7 +75,7 @@ static void round_head(const float* x, int dim, code8* codes, float& scale, floa
     _mm_storeu_si128((__m128i*)(codes + d), codes_of(vdiv(vsub(vload(x + d), vset(minimum)), unit)));
 }
 
-// Widens keys [dim / 2][16][2] to bf16, for paths that multiply bf16. The piece at `ahead` is prefetched meanwhile.
+// Widens keys [dim / 2][16][2] to bf16, and prefetches the piece at `ahead`.
 template <bool NEAR>
 static void widen_keys(const code8* from, int dim, bf16* to, const char* ahead) {
   const float* scales = scales_of(from, dim);
@@ -91,8 +93,8 @@ static void widen_keys(const code8* from, int dim, bf16* to, const char* ahead) 
   fetch_line<NEAR>(ahead + dim * CL_KV_TOKENS + 64);
 }
 
-// Widens values: `groups` times [16 / 2][16][2] become [16 / 2][groups * 16][2]. `scales`: scales of the tokens, then
-// their minima. Where both are zero the values become zero, whatever the codes are.
+// Widens values to bf16: `groups` times [16 / 2][16][2] become [16 / 2][groups * 16][2]. `scales`: the scales of the
+// tokens, then their minima. If both are zero for a token, its values become zero, whatever its codes are.
 template <bool NEAR>
 static void widen_values(const code8* from, int groups, const float* scales, bf16* to, const char* ahead) {
   float twice[CL_KV_TOKENS][2 * LANES];  // for each pair of tokens: alternating scales, then minima
@@ -111,13 +113,13 @@ static void widen_values(const code8* from, int groups, const float* scales, bf1
     }
 }
 
-// Instruction-set paths without a product of 8-bit numbers quantise queries to int16, with one scale per row. This is
-// the largest value: a sum of 256 products with 8-bit codes then fits into 32 bits.
+// Largest absolute value of a query or softmax weight that is rounded to 16 bits. So a sum of 256 products with 8-bit
+// codes fits into 32 bits.
 enum { INT16_MOST = 32767 };
 
-// Sums over `count` pieces of `steps` steps: of R rows a[R, 2 * steps * count] with columns [steps][16][2] of each
-// piece. Then it calls finish(row, sixteen sums). For each piece, as many bytes are prefetched from its address in
-// `ahead`.
+// Multiplies R rows a[R, 2 * steps * count] by `count` pieces, each with columns [steps][16][2], and sums over all
+// pieces. Then it calls finish(row, sixteen sums) for each row. For each piece, as many bytes as it has are prefetched
+// from its address in `ahead`.
 template <int R, bool NEAR, typename Finish>
 CL_NOINLINE void product_of_codes(const int16_t* a, int64_t a_stride, const code8* const* pieces, const char* const* ahead,
                                   int count, int steps, const Finish& finish) {
@@ -141,7 +143,7 @@ CL_NOINLINE void product_of_codes(const int16_t* a, int64_t a_stride, const code
   for (int r = 0; r < R; r++) finish(r, ifloat(sum[r]));
 }
 
-// Processes all rows in blocks of nearly equal size.
+// Multiplies all rows, in blocks of nearly equal size whose sums fit into the registers.
 template <bool NEAR, typename Finish>
 static void product_of_codes(int rows, const int16_t* a, int64_t a_stride, const code8* const* pieces,
                              const char* const* ahead, int count, int steps, const Finish& finish) {
@@ -163,8 +165,9 @@ static void product_of_codes(int rows, const int16_t* a, int64_t a_stride, const
   }
 }
 
-// Rounds x[size] to numbers of 16 bits and returns their unit. The unit is NaN if x is not finite, so that products are
-// NaN. If no number exceeds 1e-33 all become zero, because the factor would overflow.
+// Rounds x[size] to 16-bit integers and returns their unit: x is about unit * integer. The unit is NaN if a number of x
+// is not finite, so that results become NaN. If no absolute value exceeds 1e-33 all integers are zero, because the
+// factor would overflow.
 static float round_row(const float* x, int size, int16_t* to) {
   vf most = vset(0.0f), nothing = vset(0.0f);
   for (int i = 0; i < size; i += LANES) {
@@ -179,7 +182,7 @@ static float round_row(const float* x, int size, int16_t* to) {
 CL_INLINE float sum_of(const int16_t* x, int size) {
   int32_t sum = 0;
   for (int i = 0; i < size; i++) sum += x[i];
-  return float(sum);  // exact: below 2^24
+  return float(sum);  // exact, because the sum is below 2^24
 }
 
 }  // namespace CL_NS

@@ -1,27 +1,28 @@
-// Prefetches keys and values of the next attention while products compute. With twenty rows or more, products are
-// limited by arithmetic and attention by memory, so they can overlap. (PRESERVE, Yüzügüler et al., 2025, hides the same
-// reads behind a network.)
+// Prefetches keys and values of the next attention operation during matrix multiplications. From about twenty rows on,
+// multiplications are limited by arithmetic and attention by memory bandwidth, so the prefetch costs no time.
+// (PRESERVE, Yüzügüler et al., 2025, prefetches the same data during communication over a network.)
 #pragma once
 #include "kv8.h"
 #include "plan.h"
 
 namespace CL_NS {
 
-// Most bytes that a core prefetches per product of a row with two groups of columns, for weights and KV together. With
-// more, products wait for free line buffers.
+// Maximum number of bytes that a core prefetches, of weights and KV together, per multiply-add of one row with two
+// groups of columns. With more bytes, multiplications wait for free line buffers.
 enum { KV_AHEAD_RATE = 6 };
-// Cache bytes available to a thread; and most bytes that may be read between the prefetch and the use, because weights
-// evict KV.
+// KV_AHEAD_MOST: maximum number of KV bytes that a thread prefetches; they must stay in the cache. KV_AHEAD_NEAR:
+// maximum number of weight bytes that are read between the prefetch and the use, because weights evict KV from the
+// cache.
 static const int64_t KV_AHEAD_MOST = 4 << 20, KV_AHEAD_NEAR = 8 << 20;
 
-// The prefetch of one thread. Every thread calls every function, in the order of operations.
+// State of one thread's prefetch of KV. Every thread makes the same calls, in the order of the operations.
 template <typename T>
 class KVAhead {
  public:
   KVAhead(const cl_program& program, const cl_batch& batch, const StepPlan& plan, int thread)
       : program_(program), batch_(batch), plan_(plan), thread_(thread) {}
 
-  // Finds the next attention among operations `at` to `end`. No part of its KV is prefetched yet.
+  // Finds the next attention operation in [at, end), and begins with the first piece of its KV.
   void look(int at, int end) {
     weights_ = left_ = 0;
     for (; at < end && program_.ops[at].kind != CL_OP_ATTENTION; at++) weights_ += weight_bytes(program_.ops[at]);
@@ -33,23 +34,24 @@ class KVAhead {
     span_ = -1, block_ = end_ = 0, piece_ = pieces_per_block(), credit_ = 0.0;
   }
 
-  // Notes that product `op` begins. weights_ are the bytes of the products after it.
+  // Call this when matmul `op` begins: afterwards weights_ counts the bytes of the matmuls between `op` and attention.
   void begin(const cl_op& op) { weights_ -= weight_bytes(op); }
 
-  // Whether data prefetched now will still be in the cache. `bytes` of the product's weight are not used yet.
+  // Whether KV that is prefetched now will still be in the cache when attention reads it. `bytes`: number of bytes of
+  // the current weight that are still to be read.
   bool due(int64_t bytes) {
     if (left_ == 0 || weights_ + bytes > KV_AHEAD_NEAR) return false;
     pace_ = double(left_) * plan_.num_threads / (double(weights_ + bytes) * batch_.num_tokens);
     return true;
   }
 
-  // Adds KV to the prefetches of a product with `rows` rows and `groups` groups of columns, which itself fetches
-  // `bytes` at each of `steps` steps of `parts` products. KV is spread evenly over the remaining products, at most one
-  // line per step.
+  // Adds KV to the prefetches of a multiplication of `rows` rows by `groups` groups of columns. It has `steps` steps
+  // with `parts` multiply-adds each, and prefetches `bytes` bytes of its own in each step. The KV is spread evenly over
+  // all matmuls before attention, at most one cache line per step.
   void join(Prefetch& prefetch, int rows, int groups, int steps, int parts, int64_t bytes) {
     enum { MOST = sizeof pieces_ / sizeof *pieces_, SAVED = 8 };
     prefetch.pieces = 0;
-    // Only a part of missed prefetches is caught up, because a burst would stall the product.
+    // At most SAVED missed pieces are prefetched later, because a burst would stall the multiplication.
     credit_ = (credit_ < SAVED ? credit_ : double(SAVED)) + pace_ * rows * steps * groups * STEP_BYTES;
     const int64_t rate = int64_t(KV_AHEAD_RATE) * parts * rows - bytes;
     if (rate <= 0 || rows < MANY_ROWS) return;
@@ -71,7 +73,7 @@ class KVAhead {
   }
 
  private:
-  // Bytes of K or V of sixteen tokens and one head.
+  // Bytes of a piece: K or V of sixteen tokens and one KV head.
   int64_t piece_bytes() const {
     return kv_->kind == CL_KV_INT8 ? CL_NS::piece_bytes(kv_->head_dim, code8()) : CL_NS::piece_bytes(kv_->head_dim, T());
   }
@@ -84,9 +86,9 @@ class KVAhead {
     return product ? int64_t(op.n) * op.k * bits / 8 : 0;
   }
 
-  // Blocks from block_ to end_ that the first new token of this span's sequence sees, and where it is written. One in
-  // num_threads belongs to this thread. There are none if an earlier span has the same sequence. Returns the number of
-  // blocks.
+  // Sets block_ and end_ to the range of table entries whose blocks this thread prefetches for span span_: every
+  // num_threads-th block that the first new token of the span's sequence reads, or is written to. The range is empty
+  // for spans that are not the first of their sequence. Returns the number of this thread's blocks.
   int find_blocks() {
     const AttentionSpan& span = plan_.spans[span_];
     const int first = batch_.cu_seqlens[span.row], size = kv_->block_size, threads = plan_.num_threads;
@@ -98,7 +100,7 @@ class KVAhead {
     return block_ < end_ ? (end_ - block_ + threads - 1) / threads : 0;
   }
 
-  // Moves to the next block. left_ > 0 guarantees that there is one.
+  // Moves to the next block, which exists because left_ > 0.
   void next_block() {
     piece_ = 0;
     block_ += plan_.num_threads;
@@ -117,8 +119,8 @@ class KVAhead {
   const cl_kv_layer* kv_ = nullptr;
   const int32_t* table_ = nullptr;
   int span_ = 0, block_ = 0, end_ = 0, piece_ = 0;
-  int64_t weights_ = 0, left_ = 0;     // bytes of weights before attention; pieces left to prefetch
-  double pace_ = 0.0, credit_ = 0.0;   // pieces per row and byte of weight; and pieces due
+  int64_t weights_ = 0, left_ = 0;     // weights_: bytes of weights before attention; left_: pieces still to prefetch
+  double pace_ = 0.0, credit_ = 0.0;   // pace_: pieces per row and byte of weight; credit_: pieces that are due now
   const char* pieces_[32];
 };
 

@@ -1,4 +1,5 @@
-// Epilogues of the step program's products: bias, residual, SwiGLU, or heads for attention.
+// The matmul operations of a step program, and their epilogues, which add bias and residual, apply gates, or store the
+// heads of attention.
 #pragma once
 #include <type_traits>
 
@@ -9,14 +10,14 @@
 
 namespace CL_NS {
 
-// Prefetches the line of each row to which a panel's results are written.
+// Prefetches, for each row, the cache line to which a panel's results will be written.
 template <typename T>
 CL_INLINE void fetch_to_write(T* at, int64_t stride, int rows) {
   for (int r = 0; r < rows; r++) _mm_prefetch((const char*)(at + r * stride), _MM_HINT_T0);
 }
 
-// Calls `act` with the activation function that is applied to a matmul's result. The choice is made once per tile, not
-// for each element.
+// Calls `act` with the function of the given cl_activation. So the function is selected once per tile, not once per
+// element.
 template <typename Do>
 static void with_activation(int activation, const Do& act) {
   switch (activation) {
@@ -32,8 +33,8 @@ static void with_activation(int activation, const Do& act) {
   }
 }
 
-// out = scale * activation(tile + bias) (+ residual). Columns beyond n are cleared, because zero weights alone leave
-// NaN in the columns of a row with NaN.
+// Epilogue: out = scale * activation(tile + bias) (+ residual). Columns from n on are set to zero. Their weights are
+// zero, but zero times NaN is NaN, so without this a row with NaN would leave NaN in them.
 template <typename T>
 struct StoreResult {
   T* out;
@@ -43,7 +44,7 @@ struct StoreResult {
   const float* bias;
   int n;
   int activation;
-  float scale;  // 1: no scale
+  float scale;  // 1: results are not scaled
 
   void fetch(int row0, int rows, int panel) const {
     fetch_to_write(out + row0 * stride + int64_t(panel) * CL_PANEL, stride, rows);
@@ -85,18 +86,18 @@ struct SiluGate {
 struct GeluGate {
   vf operator()(vf gate, vf up) const { return vmul(vgelu_tanh(gate), up); }
 };
-// gpt-oss: gates up to a limit, and up values within it, plus 1.
+// The gate of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), with gate <= limit and -limit <= up <= limit.
 struct ClampedGate {
   float alpha, limit;
   vf operator()(vf gate, vf up) const {
-    gate = vmin(vset(limit), gate);  // for NaN these return the second argument
+    gate = vmin(vset(limit), gate);  // vmin and vmax return the second argument if it is NaN, so NaN is kept
     up = vmin(vset(limit), vmax(vset(-limit), up));
     const vf closed = vexp(vsub(vset(0.0f), vmul(vset(alpha), gate)));
     return vmul(vadd(up, vset(1.0f)), vdiv(gate, vadd(vset(1.0f), closed)));
   }
 };
 
-// out = gate(gate, up); gate and up panels alternate.
+// Epilogue: out = opened(gate, up). Even panels of the tile are gate, odd panels are up.
 template <typename T, typename Gate>
 struct StoreGated {
   T* out;
@@ -123,12 +124,13 @@ struct StoreGated {
   }
 };
 
-// Normalises (Qwen3) and rotates each head of q and k; q goes to its buffer, k and v to their slots in the cache.
+// Epilogue of QKV: normalises (Qwen3) and rotates each head of q and k, then writes q to its buffer, and k and v to
+// their slots of the KV cache.
 template <typename T>
 struct StoreHeads {
   const cl_op& op;
   const cl_kv_layer& kv;
-  const int64_t* slots;  // [T] place of each token's K and V
+  const int64_t* slots;  // [T] slot of each token's K and V, see cl_batch::slot_mapping
   int num_tokens;
   const float* rotary;  // [T, head_dim] or null
   T* q;
@@ -145,7 +147,7 @@ struct StoreHeads {
       store_heads<T>(row0, rows, panel0, panels, tile, tile_stride);
   }
 
-  // Processes rows in a buffer: `share` of them, each [(heads + 2 kv_heads) * head_dim].
+  // The same for the rows `share` of a buffer `in` whose rows are [(heads + 2 kv_heads) * head_dim].
   void store(const T* in, int64_t stride, Share share) const {
     if (kv.kind == CL_KV_INT8)
       store_rows<code8>(in, stride, share);
@@ -183,7 +185,7 @@ struct StoreHeads {
     }
   }
 
-  // Factor of the norm over all heads of q, or of k.
+  // Factor of an RMS norm over `width` numbers: all heads of q, or all heads of k.
   float all_heads_factor(const T* row, int width) const {
     return 1.0f / sqrtf(sum_of_squares(row, width) / float(width) + op.eps);
   }
@@ -200,7 +202,7 @@ struct StoreHeads {
         float x[512];
         for (int d = 0; d < dim; d += LANES) vstore(x + d, vload(row + h * dim + d));
         const float* norm = h < op.heads ? op.q_norm : h < op.heads + op.kv_heads ? op.k_norm : nullptr;
-        if (all && norm) {  // rounded twice, as in rms_norm
+        if (all && norm) {  // rounded twice: before the weight as in rms_norm, and when the norm's result is stored
           const float factor = h < op.heads ? q_factor : k_factor;
           const float* weight = norm + (h < op.heads ? h : h - op.heads) * dim;
           for (int d = 0; d < dim; d += LANES) {
@@ -236,7 +238,7 @@ struct StoreHeads {
     }
   }
 
-  // K of the 16 tokens around this one, for one KV head. V of these tokens comes after it.
+  // Address of the K of one KV head, for the 16 tokens whose slots include `slot`. The V of these tokens follows it.
   template <typename Stored>
   Stored* keys_of(int64_t slot, int head) const {
     const int64_t block = slot / kv.block_size;
@@ -253,8 +255,8 @@ struct StoreHeads {
     for (int d = 0; d < op.head_dim; d += P) memcpy(to + d * CL_KV_TOKENS, rounded + d, sizeof(T) * P);
   }
 
-  // Clears the place after an even token unless this step fills it. A product reads both, and the place may hold NaN of
-  // another request.
+  // In bf16 attention reads the values of an even token and the next one as a pair. If this step does not write the
+  // next token, its value is set to zero, because NaN of another request may still be there.
   void store_value(const float* x, T* keys, int t) const {
     const int64_t slot = slots[t];
     const int token = int(slot % CL_KV_TOKENS);
@@ -269,7 +271,7 @@ struct StoreHeads {
     }
   }
 
-  // In 8 bits nothing is cleared, because attention excludes tokens after a sequence's end.
+  // In 8 bits nothing is set to zero, because attention excludes the tokens after a sequence's end.
   void store_key(const float* x, code8* keys, int t) const {
     code8 codes[512];
     const int token = store_scales(x, keys, t, codes);
@@ -285,8 +287,8 @@ struct StoreHeads {
       for (int i = 0; i < LANES; i++) to[2 * i] = codes[d + i];
   }
 
-  // Rounds one head to codes, and writes their scale and minimum to the piece. Returns the token's index among its
-  // sixteen.
+  // Rounds one head to codes, and writes their scale and minimum to the piece. Returns the token's index in the piece
+  // of sixteen tokens.
   int store_scales(const float* x, code8* piece, int t, code8* codes) const {
     const int token = int(slots[t] % CL_KV_TOKENS);
     float scale, minimum;
@@ -297,7 +299,7 @@ struct StoreHeads {
   }
 };
 
-// Number of panels that hold whole heads.
+// Smallest number of panels whose columns are whole heads.
 CL_INLINE int panels_per_heads(int head_dim) {
   int columns = head_dim;
   while (columns % CL_PANEL) columns += head_dim;
@@ -306,14 +308,15 @@ CL_INLINE int panels_per_heads(int head_dim) {
 
 CL_INLINE bool gated(const cl_op& op) { return op.kind == CL_OP_LINEAR_SILU || op.kind == CL_OP_LINEAR_GELU; }
 
-// Number of panels of a product's weight in a chunk.
+// Number of panels in a chunk of the operation's weight. Panels whose results belong together are in one chunk.
 template <typename Row, typename Weight>
 static int chunk_of(const cl_op& op, const Panels<Weight>& weight, int m, int threads) {
   const int unit = op.kind == CL_OP_QKV ? panels_per_heads(op.head_dim) : gated(op) ? 2 : 1;
   return chunk_panels<Row>(weight, unit, m, threads);
 }
 
-// First data that a thread reads in the product after operation `at`, if no operation between them fills the cache.
+// The memory that a thread reads first in the next matmul after operation `at`, so that it can be prefetched. It is
+// NOTHING if another operation in between would replace it in the cache.
 template <typename Row>
 static Ahead first_weights(const cl_program& program, int at, int end, int m, int thread, int threads) {
   do at++;
@@ -332,7 +335,8 @@ static Ahead first_weights(const cl_program& program, int at, int end, int m, in
   return found;
 }
 
-// Rows of a product in the form that it reads: plain, or in codes (made by all threads) if the weight is codes.
+// The rows `in` in the form that the multiplication reads: unchanged, or rounded to 8 bits if the weight is in codes.
+// All threads round rows, then wait for each other. `stride` becomes the distance between the returned rows.
 template <typename Row, typename Weight>
 static const Row* product_rows_of(cl_pool&, int, const Panels<Weight>&, const cl_program&, int, const Row* in, int64_t&) {
   return in;
@@ -380,7 +384,7 @@ static void linear(cl_pool& pool, int thread, const cl_op& op, const Panels<Weig
   }
 }
 
-// Processes heads of rows in a buffer that another operation wrote.
+// The operation HEADS: StoreHeads for rows that another operation wrote.
 template <typename T>
 static void heads(const cl_op& op, const cl_program& program, const cl_batch& batch, Share share) {
   const cl_kv_layer& layer = program.kv_layers[op.layer];

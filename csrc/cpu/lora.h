@@ -1,15 +1,15 @@
-// Low-rank products that adapters add before an epilogue (LoRA; Hu et al., 2021): r more steps in each row's chain of
-// sums.
+// LoRA adapters (Hu et al., 2021): (x @ a.T) @ b.T is added to a matmul's sums before its epilogue.
 //
-// Rows are processed in runs with one adapter, as in Punica (Chen et al., 2023). A row without an adapter keeps its
-// sums. With one, its sums do not depend on its neighbours: each number is one chain over k, then one over r. Tiles are
-// not used, because runs are short.
+// Neighbouring rows with the same adapter are computed together, as in Punica (Chen et al., 2023). The sums of rows
+// without an adapter do not change. A row's sums do not depend on other rows: each is one chain of additions over k,
+// then one over the rank. AMX tiles are not used, because there are few rows with the same adapter.
 #pragma once
 #include "gemm.h"
 
 namespace CL_NS {
 
-// Calls `then(first token, token after the last, adapter)` for each run of tokens whose adapter changes this product.
+// Calls then(first token, token after the last, adapter) for each run of neighbouring tokens that have the same
+// adapter, if this adapter changes the matmul `op`.
 template <typename Then>
 CL_INLINE void adapter_runs(const cl_op& op, const cl_program& program, const cl_batch& batch, int begin, int end,
                             const Then& then) {
@@ -22,7 +22,7 @@ CL_INLINE void adapter_runs(const cl_op& op, const cl_program& program, const cl
   }
 }
 
-// The product of a group of rows with one panel of a.
+// Multiplies some rows by one panel of `a`. The results are rounded to Row and stored in `to`.
 template <typename Row>
 static void low_rank_rows(const Row* in, int64_t in_stride, int rows, const Panels<Row>& a, int panel, Left<Row, Row>* to,
                           int64_t to_stride, GemmScratch<Row>& scratch) {
@@ -44,7 +44,8 @@ static void low_rank_rows(const Row* in, int64_t in_stride, int rows, const Pane
       vstore(to + r * to_stride + panel * CL_PANEL + c, vrounded(vload(tile + r * tile_stride + c), Row()));
 }
 
-// The products of all rows with a, computed by all threads. False if no adapter of this step changes the product.
+// Computes x @ a.T for all rows that have an adapter; the threads divide the work. Returns false if no adapter of this
+// step changes the matmul `op`.
 template <typename Row>
 static bool low_rank(cl_pool& pool, int thread, const cl_op& op, const cl_program& program, const cl_batch& batch,
                      GemmScratch<Row>& scratch) {
@@ -67,7 +68,7 @@ static bool low_rank(cl_pool& pool, int thread, const cl_op& op, const cl_progra
   return item > 0;
 }
 
-// An epilogue that first adds the adapters' products.
+// An epilogue that first adds the adapters' (x @ a.T) @ b.T, then calls another epilogue.
 template <typename Row, typename Epilogue>
 struct WithAdapters {
   const Epilogue& epilogue;

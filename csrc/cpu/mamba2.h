@@ -1,4 +1,4 @@
-// The rule of a Mamba-2 layer's scan, and its gated norm. Its convolution is that of recurrent.h.
+// The Rule of scan.h for Mamba-2 layers, and their gated norm. Their convolution is in recurrent.h.
 #pragma once
 #include "scan.h"
 
@@ -6,15 +6,15 @@ namespace CL_NS {
 
 CL_INLINE vf vsilu(vf x) { return vdiv(x, vadd(vset(1.0f), vexp(vsub(vset(0.0f), x)))); }
 
-// A token fades the state, adds B times its x and time step, and reads it with C.
+// For each token: state = decay * state + B (time step * x), and y = C @ state + D * x.
 struct MambaRule {
-  // What a few tokens of a row give to one head.
+  // Inputs of a few tokens of a row for one head: time steps, decays of the state, and the vectors B and C.
   struct Tokens {
     float steps[SCAN_TOKENS], decays[SCAN_TOKENS];
     float b[SCAN_TOKENS][MOST_STATE], c[SCAN_TOKENS][MOST_STATE];
   };
 
-  static int values(const cl_op&) { return 0; }  // first column of x
+  static int values(const cl_op&) { return 0; }  // index of the first column of x in the operation's input
 
   template <typename T>
   static void read(const cl_op& op, int head, int count, const T* mixed, int64_t mixed_stride, const T* steps,
@@ -35,7 +35,7 @@ struct MambaRule {
     vstore(tokens.decays, vexp(vmul(step, vset(-rate))));
   }
 
-  // Two sums per vector, of even and of odd rows, in that order.
+  // Each output is the sum over the even rows of the state plus the sum over its odd rows, in this order.
   template <int V>
   CL_INLINE void step(const cl_op& op, int head, const Tokens& tokens, int t, const float* from, float* to,
                              const vf* x, vf* y) {
@@ -65,7 +65,8 @@ struct MambaRule {
   }
 };
 
-// A gate, and maybe a norm of each group of columns, in float32.
+// The operation GATED_NORM: gates the input, and normalises each group of columns if there is a weight. It computes in
+// float32.
 template <typename T>
 static void gated_norm(const cl_op& op, const cl_program& program, const cl_batch& batch, int thread, int num_threads) {
   const T* in = static_cast<const T*>(program.buffers[op.in]);

@@ -1,4 +1,5 @@
-// Memory for the kernels: zeroed, on huge pages where the system has them, allocated at first use.
+// Memory for the kernels. It is zeroed, and on huge pages if the system has them. Pages are allocated at their first
+// use.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -15,7 +16,7 @@ size_t mapped_bytes(size_t bytes) { return (bytes + kHugePage - 1) / kHugePage *
 void* cl_alloc(size_t bytes) {
   if (bytes == 0) return nullptr;
   size_t size = mapped_bytes(bytes);
-  // One page more than needed, so that an aligned range fits in it.
+  // Maps one page more than needed, so that an aligned range fits in the mapping.
   char* whole = static_cast<char*>(
       mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   if (whole == MAP_FAILED) return nullptr;
@@ -23,7 +24,7 @@ void* cl_alloc(size_t bytes) {
   if (start > whole) munmap(whole, start - whole);
   size_t tail = whole + size + kHugePage - (start + size);
   if (tail > 0) munmap(start + size, tail);
-  madvise(start, size, MADV_HUGEPAGE);  // without huge pages in the kernel this fails, and small pages are used
+  madvise(start, size, MADV_HUGEPAGE);  // fails if the system has no huge pages; then small pages are used
   return start;
 }
 

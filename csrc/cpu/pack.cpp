@@ -1,4 +1,4 @@
-// Writes weights in the order in which products read them.
+// Writes weights in the order in which matrix multiplications read them.
 #include <string.h>
 
 #include "chairlift_cpu.h"
@@ -7,12 +7,13 @@ namespace {
 
 int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// P consecutive k stay together, and the 32 rows of a panel follow each other: [k / P][32][P].
+// Packs dense rows into panels [k / P][32][P]: P consecutive k of one row are adjacent, and the same k of the panel's
+// 32 rows follow each other.
 template <typename Element, int P>
 void pack(Element* packed, int64_t k, int64_t first_row, int64_t rows, int64_t first_panel, int64_t panel_step,
           const Element* src, int64_t src_stride) {
   int64_t panel_size = rounded_up(k, CL_K_MULTIPLE) * CL_PANEL;
-  // One block of k at a time, so that the lines of a panel that its 32 rows share stay in the cache.
+  // All 32 rows write to the same cache lines of a panel. One block of k at a time keeps these lines in the cache.
   constexpr int64_t kBlock = 256;
   for (int64_t begin = 0; begin < rows;) {
     int64_t row = first_row + begin, column = row % CL_PANEL;
@@ -37,7 +38,7 @@ int64_t panel_bytes(int32_t format, int64_t group, int64_t k) {
   return groups * header_of(format) + padded * CL_PANEL * bits_of(format) / 8;
 }
 
-// Writes `count` codes of a row's group; `at` is the begin of the panel's codes of that group.
+// Writes `count` codes of one row's group. `at` is the first byte of the codes of that group in the panel.
 void put_codes(uint8_t* at, int64_t column, int64_t bits, const uint8_t* from, int64_t count) {
   if (bits == 8) {
     for (int64_t i = 0; i < count; i++) at[i / 4 * 4 * CL_PANEL + column * 4 + i % 4] = from[i];

@@ -11,9 +11,9 @@
 
 namespace {
 
-// Time that a thread spins before it sleeps. It is longer than any imbalance inside a step, and far shorter than the
-// pause between two requests of an idle server. It is measured by the clock, because a pause instruction takes 40
-// cycles on one processor and 140 on another.
+// Time that a thread spins before it sleeps. It is longer than threads wait for each other inside a step, and far
+// shorter than the pause between two requests of an idle server. The clock measures it, because a pause instruction
+// takes 40 cycles on one processor and 140 on another.
 constexpr std::chrono::microseconds kSpinning{50};
 constexpr int kPausesPerLook = 32;
 
@@ -25,8 +25,8 @@ void wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
 }
 
-// Waits until word differs from value. The sleeper registers before it checks again, and the waker changes the word
-// before it checks for sleepers, so that no wake-up is lost.
+// Waits until `word` differs from `value`. The waiting thread first increments `sleepers`, then checks the word again.
+// The waking thread first changes the word, then checks `sleepers`. So no wake-up is lost.
 void wait_for_change(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, uint32_t value) {
   const auto start = std::chrono::steady_clock::now();
   for (int spin = 1; spin % kPausesPerLook || std::chrono::steady_clock::now() - start < kSpinning; spin++) {
@@ -38,7 +38,8 @@ void wait_for_change(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleeper
   sleepers.fetch_sub(1);
 }
 
-// The maximum of Linux on x86-64. A mask with room for fewer processors than the machine has cannot be read.
+// Maximum number of processors that Linux supports on x86-64. Linux refuses to fill a mask that is too small for the
+// machine.
 constexpr int kMaxProcessors = 8192;
 
 struct Processors {
@@ -65,7 +66,7 @@ cl_pool::cl_pool(int num_threads, bool pin) : num_threads_(num_threads), pin_(pi
   for (int i = found; i < num_threads_; i++) processors_[i] = processors_[found ? i % found : 0];
   try {
     for (int thread = 1; thread < num_threads_; thread++) threads_[thread] = std::thread(&cl_pool::work, this, thread);
-  } catch (...) {  // a thread could not be started; no destructor will run for the started ones
+  } catch (...) {  // a thread could not be started: ends the started threads, because no destructor runs
     end_threads();
     throw;
   }

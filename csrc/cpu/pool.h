@@ -1,4 +1,5 @@
-// A team of threads that run one program together. Operations are separated by barriers, not by fork and join.
+// Threads that run one program together. Each thread runs every operation on its part of the data, and waits at a
+// barrier between two operations. So threads are not started and joined for each operation.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -19,19 +20,20 @@ struct cl_pool {
 
   int num_threads() const { return num_threads_; }
 
-  // Runs task(argument, thread) on every thread and waits for all; the caller is thread 0. One run at a time.
+  // Runs task(argument, thread) on every thread and waits until all are done. The caller is thread 0. Concurrent calls
+  // run one after another.
   void run(void (*task)(void*, int), void* argument);
 
-  // Inside a run: waits until every thread has arrived. Between two barriers, Turns gives out each number once.
+  // Waits until every thread of the run has called it. The item counters of Turns begin at 0 again.
   void barrier(int thread);
 
-  // Number of a thread's items taken since the last barrier.
+  // Number of items taken from this thread's share since the last barrier, by any thread.
   std::atomic<int64_t>& taken(int thread) { return shares_[thread].taken[generation_.load(std::memory_order_relaxed) & 1]; }
 
-  // Memory of one thread that stays allocated between runs; its contents do not. Null when the system has none.
+  // Memory of one thread, or null if the system has none. It stays allocated between runs, but its contents may change.
   void* scratch(int thread, size_t bytes);
 
-  // Memory shared by all threads; call it before the run.
+  // Memory that all threads of a run use. Call this before the run.
   void* shared(size_t bytes) { return grown(shared_, bytes); }
   void* plan_memory(size_t bytes) { return grown(plan_, bytes); }
 
@@ -39,8 +41,8 @@ struct cl_pool {
   void work(int thread);
   void end_threads();
 
-  // Two counters, used alternately. While one is in use, each thread clears its other one, which no thread reads until
-  // the next barrier.
+  // Two counters, used alternately: each barrier switches to the other one. A thread clears its unused counter when it
+  // arrives at a barrier, before any thread can read that counter.
   struct alignas(64) Share {
     std::atomic<int64_t> taken[2] = {};
   };
@@ -69,14 +71,15 @@ struct cl_pool {
   Share shares_[kMaxThreads];
 };
 
-// Gives the numbers 0 to items - 1 to threads, each number once. A thread has its own share; a thread that is done
-// takes from the shares of slower ones (work stealing: Blumofe and Leiserson, 1999). Every thread makes its own Turns,
-// once between two barriers.
+// Distributes the items 0 to items - 1 among threads: each item goes to one thread. Each thread has a share of the
+// items. A thread whose share is empty takes items from the shares of other threads (work stealing: Blumofe and
+// Leiserson, 1999). Each thread makes its own Turns object, at most one between two barriers.
 class Turns {
  public:
-  // CONTIGUOUS shares read consecutive memory. Their first half is reserved for the owner: it needs no atomic
-  // operation, and with two threads no one waits until the other is three times as slow. SPREAD shares suit work that
-  // is sorted by cost.
+  // CONTIGUOUS: a share is a range of items, so that a thread reads consecutive memory. The first half of a share is
+  // reserved for its own thread, which takes those items without an atomic operation. With two threads, neither waits
+  // unless the other is more than three times as slow. SPREAD: a share is every threads-th item, and nothing is
+  // reserved. This suits items that are sorted by cost.
   enum Shares { CONTIGUOUS, SPREAD };
 
   Turns(cl_pool& pool, int thread, int64_t items, Shares shares)
@@ -85,10 +88,10 @@ class Turns {
     mine_ = kept_;
   }
 
-  // The first number of a contiguous share.
+  // The first item of a contiguous share.
   static int64_t begin(int64_t items, int64_t share, int64_t threads) { return items * share / threads; }
 
-  // The next number, or `items` when none is left.
+  // Takes the next item and returns it, or `items` if there is none left.
   int64_t take() {
     for (;;) {
       const int64_t number = peek();
@@ -102,7 +105,7 @@ class Turns {
     }
   }
 
-  // The result of take() if it were called now; another thread may take it first.
+  // Returns the item that take() would return now. Another thread may take that item before this thread does.
   int64_t peek() {
     if (mine_ > 0) return first_ + (kept_ - mine_) * step_;
     for (; left_ > 0; left_--, share_ = share_ + 1 < threads_ ? share_ + 1 : 0, look()) {
@@ -112,8 +115,8 @@ class Turns {
     return items_;
   }
 
-  // Number of items of contiguous shares left for all threads when one has reached `item`, if all threads are equally
-  // fast.
+  // Estimated number of items that all threads have not taken yet, when one thread has reached `item` of a contiguous
+  // share. The estimate assumes that all threads are equally fast.
   int64_t left(int64_t item) const {
     const int64_t share = ((item + 1) * threads_ - 1) / items_;
     return (begin(items_, share + 1, threads_) - item) * threads_;
@@ -130,7 +133,8 @@ class Turns {
   cl_pool& pool_;
   const int64_t items_, threads_;
   const Shares shares_;
-  int64_t share_, left_;                // the share to take from; and the number of shares not yet found empty
-  int64_t first_, step_, size_, kept_;  // numbers of that share, and how many of them are reserved for its owner
-  int64_t mine_;                        // reserved numbers of this thread's share that are not taken
+  int64_t share_, left_;  // index of the share to take from; number of shares that this thread has not found empty
+  // That share's first item, distance between its items, number of items, and number of items reserved for its thread.
+  int64_t first_, step_, size_, kept_;
+  int64_t mine_;  // number of reserved items of this thread's own share that it has not taken yet
 };

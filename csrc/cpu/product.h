@@ -1,22 +1,23 @@
-// The inner product of all kernels: rows times packed columns, summed over k in a fixed order.
+// The innermost loop of all matrix multiplications: rows times packed columns, summed over k in a fixed order.
 //
-// A row's sums never depend on the number of rows: each accumulator adds k from first to last, alone.
+// A row's sums never depend on the number of rows: each result has one accumulator, which adds k from first to last.
 #pragma once
 #include "chairlift_cpu.h"
 #include "vec.h"
 
 namespace CL_NS {
 
-// Packed columns of type T: P consecutive elements of k are adjacent, 32 bits in total. They are one step of k.
+// Packed columns of type T: P consecutive elements of k are adjacent, 32 bits in total. A step of k is these P
+// elements.
 template <typename T>
 struct Packed {
   enum { P = 4 / sizeof(T) };
 };
 enum { STEP_BYTES = 4 * LANES };  // bytes of one step of sixteen columns
 
-// Multiplication of rows of one type with columns of another. A step of k takes PARTS products. Rows are stored as
-// `Source` and read as `Left`: the same type, or widened to float32 on paths that multiply only float32. Each supported
-// pair of types has a specialisation.
+// Types for multiplying rows of one type by columns of another. Each step of k takes PARTS multiply-add instructions.
+// Rows are stored as `Source` and multiplied as `Left`, which is the same type, or float32 on paths that multiply only
+// float32. Each supported pair of types has a specialisation.
 template <typename Row, typename Weight>
 struct Pair;
 template <>
@@ -44,9 +45,9 @@ using Left = typename Pair<Row, Weight>::Left;
 template <typename Row, typename Weight>
 using Source = typename Pair<Row, Weight>::Source;
 
-// Packed columns: `segments` pieces of `steps` steps each (the last may be shorter), with `stride` elements between
-// steps. column[v * segments + s] is the begin of piece s of the v-th group of 16 columns. Pieces of attention are KV
-// tiles.
+// Addresses of packed columns, in groups of 16 columns. Each group consists of `segments` pieces in memory. A piece has
+// `steps` steps of k (the last piece has last_steps), which are `stride` elements apart. column[v * segments + s] is
+// the first element of piece s of group v. In attention a piece is the K or V of sixteen tokens.
 template <typename Weight>
 struct Columns {
   const Weight* const* column;
@@ -54,21 +55,21 @@ struct Columns {
   int64_t stride;
 };
 
-// Layout of groups of columns. PANEL: adjacent groups of a weight's panel. KEYS: sixteen columns after another, at any
-// address. VALUES: adjacent groups, in pieces.
+// Layout of groups of columns. PANEL: neighbouring groups of a weight's panel, in one piece. KEYS: groups at any
+// addresses, each in one piece. VALUES: neighbouring groups, in several pieces.
 enum Layout { PANEL, KEYS, VALUES };
 
-// Lines to prefetch while computing. At every step of piece s, for each of `lines` (0, 1, 2 or 4), it is the cache line
-// at at[s * lines + line] + step * stride. Lines are spread over the steps, because a burst stalls the product. All
-// lines except those of keys are contiguous. Keys and values have no line, or one per group, with the stride of
-// columns.
+// Cache lines to prefetch during a multiplication. In each step of piece s, `lines` lines (0, 1, 2 or 4) are
+// prefetched: line number i is at at[s * lines + i] + step * stride. The prefetches are spread over the steps, because
+// a burst of prefetches would stall the multiplication. All lines are contiguous, except those of keys. For keys and
+// values `lines` is 0 or the number of groups, and `stride` is that of the columns.
 struct Prefetch {
   const char* const* at;
   int lines;
   int64_t stride;
-  bool far = true;  // prefetch into L2, not L1
-  // If the columns are a panel's and there are at least MANY_ROWS rows: a line at every `gap` steps, of `pieces` pieces
-  // of as many lines.
+  bool far = true;  // true: prefetch into L2; false: into L1
+  // Further lines, which are prefetched only if the layout is PANEL and there are at least MANY_ROWS rows: one line
+  // every `gap` steps. They are in `pieces` pieces of memory, each with piece_lines lines.
   const char* const* piece = nullptr;
   int pieces = 0, piece_lines = 0, gap = 0;
 };
@@ -94,10 +95,11 @@ enum { ROWS = 12, GROUPS = 2, MAX_GROUPS = 4, GROUPS_AT_ONCE = 4 };  // at most 
 enum { ROWS = 6, GROUPS = 1, MAX_GROUPS = 2, GROUPS_AT_ONCE = 1 };  // at most 6 pairs of accumulators of 16 registers
 #endif
 
-// with fewer rows there is no time to prefetch more than the next data, and their loops do without
+// With fewer rows there is only time to prefetch the next data, so loops for fewer rows have no code for
+// Prefetch::piece.
 enum { MANY_ROWS = ROWS / 2 + 1 };
 
-// One part of a step for sixteen columns: it multiplies with a row's element.
+// Loads one part of a step of sixteen columns, in the form that multiply_add multiplies by an element of a row.
 template <int V>
 CL_INLINE vf load_part(const float* p, int) {
   return vload(p);
@@ -106,8 +108,8 @@ CL_INLINE vf multiply_add(vf sum, vf a, vf b) { return vfma(a, b, sum); }
 #if defined(__AVX512F__)
 CL_INLINE vf broadcast_part(const float* p, int part) { return vset(p[part]); }
 #else
-// If registers are scarce, an element of a row is loaded where it is used. Otherwise compilers begin several rows at
-// once, and keep sums in memory.
+// With only 16 registers, an element of a row is loaded in the instruction sequence that uses it. Otherwise compilers
+// load elements of several rows at once, and move sums to memory.
 struct Element {
   const float* at;
 };
@@ -145,32 +147,31 @@ CL_INLINE __m256 load_eight(const bf16* p, int part) {
   if (part == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
   if (MASK) return _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
   __m256i odd = _mm256_srli_epi32(both, 16);
-  __asm__("" : "+x"(odd));  // or the compiler turns the two shifts into a mask
+  __asm__("" : "+x"(odd));  // prevents the compiler from replacing the two shifts by a mask in a register
   return _mm256_castsi256_ps(_mm256_slli_epi32(odd, 16));
 }
-// With two groups of three rows no register is left for a mask.
+// With two groups of columns and three rows there is no free register for a mask, so load_eight shifts instead.
 template <int V>
 CL_INLINE vf load_part(const bf16* p, int part) {
   return vf{load_eight<V == 1>(p, part), load_eight<V == 1>(p + LANES, part)};
 }
 #endif
 
-// Vectors of the AMX path when they cannot multiply bf16. Every processor with AMX can; only tests combine the two
-// like this.
+// The AMX path compiled without AVX512-BF16. Only tests build it: every processor with AMX also has AVX512-BF16.
 #if defined(CL_USE_AMX) && !defined(__AVX512BF16__)
 CL_INLINE vf broadcast_part(const bf16* p, int part) { return vset(to_float(p[part])); }
 #endif
 
-// Data that can be loaded again is not kept in registers either.
+// Makes compilers load data from memory again instead of keeping it in a register, where registers are scarce.
 #if defined(__AVX512F__)
 CL_INLINE void load_anew() {}
 #else
 CL_INLINE void load_anew() { __asm__ volatile("" ::: "memory"); }
 #endif
 
-// One step: prefetches the lines at distance `behind`, and adds the products of one element or pair of k to R x V sums.
-// FOUR: there may be four lines per step, as in attention; without it, their addresses would take registers from many
-// rows.
+// One step of k: prefetches the lines at offset `behind` from `ahead`, and adds the products of P elements of k to R x
+// V sums. FOUR: up to four lines per step may be prefetched, as attention needs. Without FOUR there are at most two,
+// because addresses of more lines would take registers from the sums.
 template <typename Row, typename Weight, int R, int V, bool NEAR, bool FOUR>
 CL_INLINE void product_step(const Left<Row, Weight>* const (&a)[(R + 2) / 3], int64_t a_stride,
                             const Weight* const (&column)[V], const char* const (&ahead)[4], int lines, int64_t behind,
@@ -203,7 +204,7 @@ CL_INLINE void product_step(const Left<Row, Weight>* const (&a)[(R + 2) / 3], in
 }
 
 // out[R, 16 V] = (accumulate ? out : 0) + a[R, k] @ columns. Rows of a are a_stride elements apart, rows of out
-// out_stride floats. It is a separate function, because compilers would keep sums in memory among a caller's variables.
+// out_stride floats. The function is not inlined: with the caller's variables, compilers would move the sums to memory.
 template <typename Row, typename Weight, int R, int V, Layout LAYOUT, bool FAR>
 CL_NOINLINE void product_of(const Left<Row, Weight>* a, int64_t a_stride, const Columns<Weight>& b, float* out,
                             int64_t out_stride, bool accumulate, Prefetch prefetch) {
@@ -217,7 +218,7 @@ CL_NOINLINE void product_of(const Left<Row, Weight>* a, int64_t a_stride, const 
   const Weight* column[V];
 #pragma GCC unroll 4
   for (int v = 0; v < V; v++) column[v] = b.column[v * b.segments];
-  // One address serves three rows, with the stride, or twice the stride, added.
+  // One register has the address of three rows: the second and third are at the stride and at twice the stride.
   const Left<Row, Weight>* rows[(R + 2) / 3];
 #pragma GCC unroll 4
   for (int i = 0; i < (R + 2) / 3; i++) {
@@ -253,15 +254,15 @@ CL_NOINLINE void product_of(const Left<Row, Weight>* a, int64_t a_stride, const 
           until = 0;
       }
     }
-    // One address for adjacent data. Otherwise addresses occupy vector registers, and many rows take 1.04 times as
-    // long.
+    // Derives the addresses of neighbouring data from one address. Otherwise compilers keep addresses in vector
+    // registers, and a multiplication of many rows takes 1.04 times as long.
     if (LAYOUT == VALUES || MORE) {
 #pragma GCC unroll 4
       for (int v = 1; v < V; v++) column[v] = column[0] + v * LANES * P;
 #pragma GCC unroll 4
       for (int line = 1; line < 4; line++) ahead[line] = ahead[0] + 64 * line;
     }
-    // Only attention has four lines. But GCC's code for few rows is up to 1.05 times faster with that case.
+    // Only attention prefetches four lines. But for few rows, GCC's code is up to 1.05 times faster with FOUR.
     product_step<Row, Weight, R, V, !FAR, !MORE>(rows, a_stride, column, ahead, prefetch.lines, behind, sum);
     behind += LAYOUT == KEYS ? 64 : prefetch.stride;
 #pragma GCC unroll 4
@@ -275,7 +276,7 @@ CL_NOINLINE void product_of(const Left<Row, Weight>* a, int64_t a_stride, const 
     for (int v = 0; v < V; v++) vstore(out + r * out_stride + LANES * v, sum[r][v]);
 }
 
-// Most rows whose sums fit into the registers with `groups` groups of columns.
+// Maximum number of rows whose sums fit into the registers with `groups` groups of columns.
 CL_INLINE constexpr int most_rows(int groups) { return groups <= GROUPS ? int(ROWS) : ROWS * GROUPS / groups; }
 
 template <typename Row, typename Weight, int V, Layout LAYOUT, bool FAR>
@@ -295,14 +296,14 @@ static void product(int rows, const Left<Row, Weight>* a, int64_t a_stride, cons
 #undef CL_CASE
 }
 
-// Number of groups to process at once with this many rows, when `left` groups are left.
+// Number of groups of columns to compute at once for `rows` rows, if `left` groups remain.
 CL_INLINE int groups_at_once(int rows, int left) {
   for (int groups = MAX_GROUPS; groups > GROUPS; groups /= 2)
     if (left >= groups && rows <= most_rows(groups)) return groups;
   return left >= GROUPS ? int(GROUPS) : 1;
 }
 
-// Processes as many groups of columns at a time as fit into the registers: 1, 2 or 4.
+// Multiplies rows by 1, 2 or 4 groups of columns at once; the sums must fit into the registers.
 template <typename Row, typename Weight, Layout LAYOUT, bool FAR>
 static void product_of_groups(int groups, int rows, const Left<Row, Weight>* a, int64_t a_stride, const Columns<Weight>& b,
                               float* out, int64_t out_stride, bool accumulate, Prefetch prefetch) {
@@ -314,7 +315,7 @@ static void product_of_groups(int groups, int rows, const Left<Row, Weight>* a, 
     product<Row, Weight, MAX_GROUPS, LAYOUT, FAR>(rows, a, a_stride, b, out, out_stride, accumulate, prefetch);
 }
 
-// Processes attention's rows in blocks of nearly equal size.
+// Multiplies all rows of an attention task, in blocks of nearly equal size whose sums fit into the registers.
 template <Layout LAYOUT, typename T>
 static void product_rows(int rows, int groups, const Left<T, T>* a, int64_t a_stride, const Columns<T>& b, float* out,
                          int64_t out_stride, bool accumulate, Prefetch prefetch) {

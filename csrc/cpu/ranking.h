@@ -1,5 +1,6 @@
-// Finds the best of many values without sorting them all: a heap for few, and narrowing cuts for many. Arrays of values
-// are padded with -inf to whole groups. The order of all sums depends on the values alone.
+// Finds the highest of many values without sorting all of them. Few values are put into a heap. Of many values, more
+// and more are excluded by comparing them with quantiles. Arrays of values are padded with -inf to a multiple of GROUP.
+// The order in which numbers are summed depends on the values alone.
 #pragma once
 #include <float.h>
 
@@ -8,17 +9,17 @@
 namespace CL_NS {
 
 enum {
-  LONGEST_LIST = 1024,  // most ids that are ranked one by one
-  SPAN = 64,            // number of vectors whose float32 sum is then added in float64
+  LONGEST_LIST = 1024,  // maximum number of ids that are put into a heap
+  SPAN = 64,            // number of vectors that are summed in float32 before the sum is added to a float64
 };
 
 CL_INLINE int whole_groups(int n) { return (n + GROUP - 1) / GROUP * GROUP; }
 
 #if defined(__AVX512F__)
 CL_INLINE vf vselect(uint32_t mask, vf x, vf otherwise) { return _mm512_mask_blend_ps(__mmask16(mask), otherwise, x); }
-// Stores the lanes of the mask side by side; all sixteen places are written.
+// Stores the lanes whose bit is set next to each other from p on. It may write all sixteen floats from p on.
 CL_INLINE void vcompress(float* p, uint32_t mask, vf x) { vstore(p, _mm512_maskz_compress_ps(__mmask16(mask), x)); }
-// The numbers first, first + 1, ... as integers in the bits of the lanes.
+// Lane i has the integer first + i in its bits.
 CL_INLINE vf lane_ids(int32_t first) {
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_set1_epi32(first), lane));
@@ -44,7 +45,8 @@ CL_INLINE vf lane_ids(int32_t first) {
 }
 #endif
 
-// A value and its id as one number, which orders by value first, and puts the lower of equal values' ids higher.
+// A value and its id as one integer. Higher values have higher keys. Of two equal values, the one with the lower id has
+// the higher key.
 CL_INLINE uint64_t key_of(float value, int32_t id) {
   value += 0.0f;  // makes -0 equal to 0
   uint32_t bits;
@@ -60,7 +62,8 @@ CL_INLINE float value_of(uint64_t key) {
   return value;
 }
 
-// Keys in descending order, sorted only as far as they are read: a heap, and after it the keys taken off.
+// Keys in descending order, sorted only as far as they were read. The first `left` keys are a heap; after them are the
+// keys that were read.
 struct Ranking {
   uint64_t* keys;
   int size, left;
@@ -90,17 +93,17 @@ struct Ranking {
   }
 };
 
-// A cut excludes all values below `value`, and of the values equal to it the ids after last_id.
+// Excludes all ids whose value is below `value`, and ids above last_id whose value is equal to `value`.
 struct Cut {
   float value;
   int32_t last_id;
 };
 
-// (id, value) pairs in the order of their ids, with room for sixteen more. No value is -inf.
+// Pairs (id, value) in ascending order of ids. No value is -inf. The arrays have room for sixteen pairs more.
 struct Members {
   float* value;
   float* id;      // int32 ids in the bits of floats
-  float* weight;  // exp(value - highest); or null, then members are counted
+  float* weight;  // exp(value - highest); or null, which means that each member has weight 1
   int size;
 
   int32_t id_at(int i) const {
@@ -108,7 +111,7 @@ struct Members {
     memcpy(&out, id + i, 4);
     return out;
   }
-  // Appends the lanes of the mask. They may have been loaded from these arrays, at or after `size`.
+  // Appends the lanes whose bit is set. The lanes may have been loaded from these arrays at index `size` or later.
   inline __attribute__((always_inline)) void append(uint32_t mask, vf values, vf ids, vf weights) {
     vcompress(value + size, mask, values);
     vcompress(id + size, mask, ids);
@@ -117,13 +120,14 @@ struct Members {
   }
 };
 
+// A set of ids: the sum of their weights, and their number.
 struct Amount {
   double mass;
   int64_t count;
 };
 
-// Adds the amounts of `vectors` vectors whose values are above the bar (or equal to it), in an order that depends on
-// their places alone.
+// Adds the weights and the number of all values above `bar` (or equal to it, if or_equal) in `vectors` vectors. The
+// order of additions depends only on the indices of the values. Without weights, the mass is the number of values.
 CL_INLINE void add_above(Amount& sum, const float* value, const float* weight, int vectors, float bar, bool or_equal) {
   vf mass = vset(0.0f);
   int count = 0;
@@ -139,7 +143,8 @@ CL_INLINE void add_above(Amount& sum, const float* value, const float* weight, i
 
 enum { QUANTILES = 4, SAMPLES = 31 };
 
-// Distinct values of the members, ascending, that divide them into parts of about equal size.
+// Writes some distinct values of the members in ascending order, which divide the members into parts of about equal
+// size. Returns how many.
 static int quantiles(const Members& members, float out[QUANTILES]) {
   float sample[SAMPLES];
   for (int i = 0; i < SAMPLES; i++) {
@@ -156,14 +161,15 @@ static int quantiles(const Members& members, float out[QUANTILES]) {
   return count;
 }
 
-// Narrows the members to a few that contain the place where the amount, summed from the highest down, reaches `target`.
-// `above` grows by the members that leave at the upper end. It ends with at most `enough` members, or returns true with
-// equal members. Each turn except the last excludes the quantiles, so it terminates.
+// Excludes members until at most `enough` remain. If the mass of the members is summed from the highest value down, it
+// reaches `target` at one of the members that remain. `above` is the mass of all higher members: the mass of each
+// member excluded at the upper end is added to it. If all members that remain have equal values, the function returns
+// true early. Each iteration except the last excludes the quantiles themselves, so the loop terminates.
 static bool narrow(Members& members, double target, double& above, int enough) {
   while (members.size > enough) {
     float value[QUANTILES];
     const int count = quantiles(members, value);
-    Amount from[QUANTILES] = {}, beyond[QUANTILES] = {};  // amount at or above each quantile; amount above each
+    Amount from[QUANTILES] = {}, beyond[QUANTILES] = {};  // members at or above each quantile; members above it
     for (int i = 0; i < LANES; i++) members.value[members.size + i] = -INFINITY;
     const int vectors = (members.size + LANES - 1) / LANES;
     for (int i = 0; i < vectors; i += SPAN)
@@ -174,9 +180,9 @@ static bool narrow(Members& members, double target, double& above, int enough) {
         add_above(beyond[q], at, weight, n, value[q], false);
       }
     int q = count - 1;
-    const int lowest = from[0].count == members.size ? 0 : -1;  // -1: below value[0]
+    const int lowest = from[0].count == members.size ? 0 : -1;  // -1: the part below value[0], if it has members
     while (q > lowest && above + from[q].mass < target) q--;
-    const bool equal = q >= 0 && above + beyond[q].mass < target;  // target is reached among members equal to value[q]
+    const bool equal = q >= 0 && above + beyond[q].mass < target;  // a member equal to value[q] reaches the target
     const float low = q >= 0 ? value[q] : -INFINITY, high = q + 1 < count ? value[q + 1] : INFINITY;
     above += equal ? beyond[q].mass : q + 1 < count ? from[q + 1].mass : 0.0;
     const float* weights = members.weight ? members.weight : members.value;
@@ -193,7 +199,7 @@ static bool narrow(Members& members, double target, double& above, int enough) {
   return false;
 }
 
-// Keys of all values from `low` up; `low` is above -inf.
+// Builds a ranking of all values that are at least `low`, which must be above -inf.
 static Ranking ranking_from(float low, const float* values, int size, uint64_t* keys) {
   int count = 0;
   for (int i = 0; i < size; i += LANES)
@@ -206,8 +212,8 @@ static Ranking ranking_from(float low, const float* values, int size, uint64_t* 
   return ranking;
 }
 
-// A value that at least `k` values reach (if so many are above -inf), and not many more. It is about the k-th highest
-// of the maxima of parts of the row (by lane).
+// Returns a lower bound for the k highest values: at least k values are not below it (if so many are above -inf), and
+// not many more. The row is divided into parts; the bound is about the k-th highest of the parts' maxima.
 static float bound_of_best(int k, const float* values, int size, Members members) {
   if (size <= LONGEST_LIST) return -FLT_MAX;
   const int most = size / (4 * int64_t(k) + 1), stretch = LANES * (most < 1 ? 1 : most > SPAN ? SPAN : most);
@@ -226,7 +232,8 @@ static float bound_of_best(int k, const float* values, int size, Members members
   return low;
 }
 
-// Cut after the id where the amount, summed from the best id down, reaches `target`.
+// Returns the cut after the id at which the mass, summed from the best id down, reaches `target`. `above`: mass of the
+// ids that are better than all members.
 static Cut cut_at(double target, double above, Members& members, float highest, uint64_t* keys) {
   const bool in_order = narrow(members, target, above, LONGEST_LIST / 4);
   if (members.size == 0) return Cut{-FLT_MAX, INT32_MAX};

@@ -1,15 +1,16 @@
-// Recurrent layers: the tokens of a row are computed one after the other, starting from the row's state. Threads
-// divide channels, not tokens,
-// so nobody waits for anybody, and a token's bits depend neither on the chunk it is in nor on other rows.
+// Recurrent layers. The tokens of a row are computed one after the other, starting from the row's state. Threads divide
+// channels, not tokens, so no thread waits for another, and a token's bits depend neither on other rows nor on the
+// number of tokens that a step computes.
 //
-// A row's block table has an entry for every `block_size` positions of the layer, with the block that holds the state behind
-// the newest token among them. A row whose first token is at position 0 begins with zeros, whatever its block held.
+// A row's block table has an entry for every `block_size` positions of the layer. The entry's block has the state after
+// the newest token at these positions. A row whose first token is at position 0 begins with zeros, so the old contents
+// of its block are not read.
 #pragma once
 #include "gemm.h"
 
 namespace CL_NS {
 
-// The state of one row in one layer, where it is read and where it goes.
+// Finds where the states of one row in one layer are read and written.
 struct RowState {
   const int32_t* table;
   char* states;
@@ -23,12 +24,13 @@ struct RowState {
         span(layer.block_size),
         position(batch.positions[batch.cu_seqlens[row]]) {}
 
-  // Null: the row begins here.
+  // The state before the first token of this step; null if that token is the first of its sequence.
   template <typename T>
   const T* before() const {
     return position == 0 ? nullptr : at<T>((position - 1) / span);
   }
-  // The block for the state behind token `i` of the row's `count`, if it is kept; or null.
+  // Where the state after token `i` of the row's `count` tokens is written; null if that state is not stored. States
+  // are stored after the last token, and after each token that completes a table entry.
   template <typename T>
   T* behind(int i, int count) const {
     const int place = position + i;
@@ -42,9 +44,9 @@ struct RowState {
   }
 };
 
-enum { MOST_TAPS = 8 };
+enum { MOST_TAPS = 8 };  // maximum number of tokens k of a convolution
 
-// LANES channels of one row. `in` are the inputs of the first token, `out` its results.
+// Convolves LANES channels of one row. `in` has the inputs of its first token, `out` gets that token's results.
 template <typename T, bool GATED>
 static void convolve(const cl_op& op, const RowState& state, int channel, int count, const T* in, int64_t in_stride, T* out,
                      int64_t out_stride) {

@@ -1,7 +1,8 @@
-// From stored logits to tokens. chairlift/sampling is the specification: tokens, errors and log-probabilities are the
-// same. A row's result depends on that row alone, and is the same on every path. Subnormals count as zero by the
-// caller's control register, as in products. As in choice.h and ranking.h no code is shared with another path, not even
-// an instance of a library template.
+// Samples tokens from stored logits. chairlift/sampling is the specification: tokens, errors and log-probabilities are
+// the same. A row's result depends on that row alone, and is the same on every instruction-set path. Subnormals are
+// zero, as in matrix multiplications, because the caller sets the processor's control register. Code here, in choice.h
+// and in ranking.h uses no templates of the standard library, because the linker would keep one copy of them for all
+// paths.
 #pragma once
 #include "choice.h"
 #include "ranking.h"
@@ -16,9 +17,9 @@ static bool needs_logits(const cl_sampling_row& row) {
 
 struct SampleScratch {
   uint64_t* keys;
-  float* work;    // the modified row
-  float* weight;  // exp(work - highest)
-  uint32_t* seen;
+  float* work;     // copy of the row's logits, which settings change in place
+  float* weight;   // exp(work - highest)
+  uint32_t* seen;  // per id: 1 if its repetition penalty was applied, plus twice its number in the output
   Members members;
 };
 
@@ -35,7 +36,8 @@ static SampleScratch sample_scratch(void* memory, int32_t vocab) {
                        Members{at + 2 * room, at + 3 * room, at + 4 * room, 0}};
 }
 
-// Prevents fusing of a product with a sum, so that both are rounded as elsewhere.
+// Prevents the compiler from fusing a multiplication with an addition, so that both are rounded as in
+// chairlift/sampling.
 CL_INLINE float rounded(float x) {
   __asm__("" : "+x"(x));
   return x;
@@ -63,7 +65,8 @@ static void apply_penalties(const cl_sampling_row& row, int32_t vocab, float* wo
   }
 }
 
-// Applies, in place, the settings that can change which logit is the highest. Returns false when there are none.
+// Applies masks, bias and penalties to s.work in place. Returns whether the row has any of them; if so, the highest
+// logit may have changed.
 static bool reshape(const float* logits, const cl_sampling_row& row, int32_t vocab, const SampleScratch& s) {
   const int size = whole_groups(vocab);
   float* work = s.work;
@@ -86,7 +89,7 @@ static bool reshape(const float* logits, const cl_sampling_row& row, int32_t voc
   return row.num_allowed > 0 || row.mask_bits || row.num_bias > 0 || row.num_masked > 0 || penalties;
 }
 
-// Draws from the ranked ids: at most `most`, and no further ids once their mass reaches `target`.
+// Samples from the best ids of the ranking: at most `most` ids, and only as many as are needed for a mass of `target`.
 static int32_t draw_ranked(Ranking ranking, int most, double target, float highest, const Philox& philox) {
   Best best{-INFINITY, INT32_MAX, 0};
   double mass = 0.0;
@@ -103,15 +106,16 @@ static int32_t draw_ranked(Ranking ranking, int most, double target, float highe
   return best.id;
 }
 
+// Distances from the highest score, in ascending order. draw_nucleus sums the mass within each distance first.
 enum { NUM_FALLS = 8 };
 static const float FALLS[NUM_FALLS] = {0.5f, 1.0f, 2.0f, 3.0f, 4.5f, 6.5f, 9.0f, 12.0f};
 
-// Draws from the smallest set of best ids whose mass reaches top_p.
+// Samples from the smallest set of best ids whose probability is at least top_p.
 static int32_t draw_nucleus(double top_p, float highest, const SampleScratch& s, int32_t vocab, const Philox& philox) {
   const int size = whole_groups(vocab);
   float* work = s.work;
   double total = 0.0;
-  Amount from[NUM_FALLS] = {};  // amount within each distance from the highest
+  Amount from[NUM_FALLS] = {};  // mass and number of the ids within each distance
   for (int i = 0; i < size; i += SPAN * LANES) {
     const int end = i + SPAN * LANES < size ? i + SPAN * LANES : size;
     vf sum = vset(0.0f), top = vset(-INFINITY);
@@ -145,7 +149,8 @@ static int32_t draw_nucleus(double top_p, float highest, const SampleScratch& s,
   return best.id;
 }
 
-// Draws the token of a row whose highest score, after division by the temperature, is `highest`.
+// Samples the token of a row after top_k, top_p and min_p. `highest`: the row's highest score, divided by the
+// temperature.
 static int32_t draw(const cl_sampling_row& row, int32_t vocab, const SampleScratch& s, float highest) {
   const Philox philox(row);
   const bool cut_k = row.top_k > 0 && row.top_k < vocab, cut_p = row.top_p < 1.0;
@@ -181,7 +186,8 @@ static int32_t draw(const cl_sampling_row& row, int32_t vocab, const SampleScrat
   return best.id;
 }
 
-// Writes the `num_logprobs` best ids after the place of the token.
+// Writes the `num_logprobs` best ids and their log-probabilities to the row's results from index 1 on; index 0 is for
+// the token.
 static void report_best(const cl_sampling_row& row, int32_t vocab, double log_total, const SampleScratch& s) {
   const int size = whole_groups(vocab), most = row.num_logprobs < vocab ? row.num_logprobs : vocab;
   if (most <= 0) return;
@@ -209,7 +215,7 @@ static void report_token(const float* logits, int32_t vocab, double log_total, c
   row.top_logprobs[0] = float(value - log_total);
 }
 
-// Writes the log-probability results of a row without valid ones.
+// Writes results that mean "no log-probability" for a row whose logits are not valid.
 static void report_nothing(cl_sampling_row& row) {
   if (row.target < 0) return;
   row.rank = 1;
@@ -219,8 +225,9 @@ static void report_nothing(cl_sampling_row& row) {
   }
 }
 
-// Samples one row of raw logits, readable up to a multiple of 16, with all its settings. `scratch` has
-// sample_scratch_bytes, aligned to 8; its contents are undefined. Reported values are valid only if the token is.
+// Samples one row of logits with all its settings. Memory after the logits must be readable up to a multiple of 16.
+// `scratch` has sample_scratch_bytes(vocab) bytes, aligned to 8, with any contents. Log-probabilities are valid only if
+// row.status is CL_SAMPLED.
 static void sample_row(const float* logits, int32_t vocab, cl_sampling_row& row, void* scratch) {
   const SampleScratch s = sample_scratch(scratch, vocab);
   const int size = whole_groups(vocab);

@@ -1,18 +1,21 @@
-// The scan of a recurrent layer whose state is a matrix for each head: Mamba-2 and gated delta nets.
+// The scan of recurrent layers whose state is a matrix for each head: Mamba-2 and gated delta nets.
 //
-// Tokens of a row are computed one after the other, in one order of operations, starting from the row's state. So a
-// token's bits depend neither on the chunk it is in nor on other rows. Threads divide heads.
+// The tokens of a row are computed one after the other, always with the same order of operations, starting from the
+// row's state. So a token's bits depend neither on other rows nor on the number of tokens that a step computes. Threads
+// divide heads.
 //
-// A head's state [k, head_dim] is stored in panels of 2 * LANES columns, or of LANES where head_dim is no multiple of
-// 2 * LANES: [head_dim / columns][k][columns]. So a panel is read and written in one piece.
+// A head's state [k, head_dim] is stored as [head_dim / columns][k][columns]: in panels of 2 * LANES columns, or of
+// LANES columns if head_dim is not a multiple of 2 * LANES. So each panel is contiguous in memory.
 #pragma once
 #include "recurrent.h"
 
 namespace CL_NS {
 
-enum { MOST_STATE = 256, SCAN_TOKENS = LANES };  // rows of a head's state; tokens whose inputs are read together
+// MOST_STATE: maximum number of rows k of a head's state. SCAN_TOKENS: number of tokens whose inputs are read together.
+enum { MOST_STATE = 256, SCAN_TOKENS = LANES };
 
-// ln(1 + e^x) = max(x, 0) + ln(1 + u), u = e^-|x|; ln(1 + u) = 2 artanh(u / (2 + u)): relative error below 5e-7.
+// ln(1 + e^x) = max(x, 0) + ln(1 + u) with u = e^-|x|, and ln(1 + u) = 2 artanh(u / (2 + u)). The relative error is
+// below 5e-7.
 CL_INLINE vf vsoftplus(vf x) {
   const vf u = vexp(vsub(vset(0.0f), vabs(x))), s = vdiv(u, vadd(vset(2.0f), u)), q = vmul(s, s);
   vf p = vset(1.0f / 15.0f);
@@ -26,8 +29,9 @@ CL_INLINE vf vsoftplus(vf x) {
   return vadd(vmax(vset(0.0f), x), vmul(vmul(vset(2.0f), s), p));
 }
 
-// `count` tokens from token `first` of the row's `all` on, for one panel of a head's state. A Rule has `Tokens`, what a
-// few tokens of a row give to one head, `read` for them, and `step` for one token.
+// Computes the tokens first to first + count - 1 of the row's `all` tokens, for one panel of a head's state. The Rule
+// says what a token does with the state: Rule::Tokens has the inputs of a few tokens for one head, Rule::read fills it,
+// and Rule::step updates the state by one token and computes its output.
 template <typename Rule, int V, typename T>
 static void scan_panel(const cl_op& op, const RowState& state, int head, int panel, int first, int count, int all,
                        const typename Rule::Tokens& tokens, const T* in, int64_t in_stride, T* out, int64_t out_stride) {
@@ -45,7 +49,7 @@ static void scan_panel(const cl_op& op, const RowState& state, int head, int pan
     Rule::template step<V>(op, head, tokens, t, from, to, v, y);
     for (int c = 0; c < V; c++) vstore(out + t * out_stride + column + c * LANES, y[c]);
     float* kept = state.behind<float>(first + t, all);
-    if (kept && first + t + 1 != all) memcpy(kept + at, to, sizeof(float) * each);  // a snapshot
+    if (kept && first + t + 1 != all) memcpy(kept + at, to, sizeof(float) * each);  // the token completes a table entry
     from = to;
   }
 }

@@ -1,13 +1,16 @@
-// The AMX products: 32 x 32 outputs in four tiles, from the same packed panels as the vector product.
+// Matrix multiplication with AMX tiles: 32 x 32 results in four tiles, from the same packed panels that the vector code
+// reads.
 //
-// The tile instruction has its own rounding, so this path uses it for every number of rows, also in attention.
+// The tile instruction rounds differently from vector instructions. So this path uses tiles for every number of rows,
+// also in attention: otherwise a row's result would depend on the number of rows.
 #pragma once
 #include "product.h"
 
 namespace CL_NS {
 
-// Tiles 0 to 3 are sums, 4 and 5 rows (16, or fewer if there are fewer), 6 and 7 columns. TILE_K elements of k fill a
-// tile. Of keys and values sixteen are contiguous, so attention's tiles have half the depth.
+// Use of the eight tiles: 0 to 3 have sums, 4 and 5 have rows (16 each, or fewer if there are fewer rows), 6 and 7 have
+// columns. A full tile has TILE_K elements of k. Only sixteen elements of a key or value are contiguous, so the tiles
+// of attention have half that depth.
 enum { TILE_ROWS = 32, TILE_K = 32, ATTENTION_K = CL_KV_TOKENS };
 
 struct alignas(64) TileShapes {
@@ -22,7 +25,8 @@ struct alignas(64) TileShapes {
   }
 };
 
-// Makes sure that everything written before is in memory. Not every compiler knows that tile loads read it.
+// Makes the compiler write all values to memory before it goes on. Not every compiler knows that tile loads read
+// memory.
 CL_INLINE void written(const void* at) { __asm__ volatile("" : : "r"(at) : "memory"); }
 
 CL_INLINE void tiles_begin(int depth, int rows) {
@@ -32,7 +36,7 @@ CL_INLINE void tiles_begin(int depth, int rows) {
 }
 CL_INLINE void tiles_end() { _tile_release(); }
 
-// Loads the sums of 16 or 32 rows and 16 or 32 columns, or sets them to zero; and stores them.
+// Loads the sums of 16 or 32 rows and 16 or 32 columns into tiles 0 to 3. Without `accumulate` the tiles become zero.
 CL_INLINE void load_sums(const float* out, int64_t stride, bool two_rows, bool two_columns, bool accumulate) {
   _tile_zero(0);
   _tile_zero(1);
@@ -53,7 +57,8 @@ CL_INLINE void store_sums(float* out, int64_t stride, bool two_rows, bool two_co
   if (two_rows && two_columns) _tile_stored(3, out + 16 * stride + 16, bytes);
 }
 
-// Adds one tile of k to the sums. `second` are the 16 columns after the first 16, or null.
+// Multiplies one tile's depth of k and adds the products to the sums. `first` has 16 columns. `second` has the next 16
+// columns, or is null.
 CL_INLINE void add_products(const bf16* a, int64_t a_stride, bool two_rows, const bf16* first, const bf16* second,
                             int64_t column_stride) {
   const int64_t a_bytes = a_stride * sizeof(bf16), column_bytes = column_stride * sizeof(bf16);
@@ -70,8 +75,9 @@ CL_INLINE void add_products(const bf16* a, int64_t a_stride, bool two_rows, cons
   if (second) _tile_dpbf16ps(3, 5, 7);
 }
 
-// out[32, 32] = (accumulate ? out : 0) + a[rows, k] @ panel. It reads 16 or 32 rows of a and writes as many, even if
-// `rows` is smaller; the caller ignores the others. `bytes` from `ahead` on are prefetched, evenly over the steps.
+// out[32, 32] = (accumulate ? out : 0) + a[rows, k] @ panel. It reads and writes 16 or 32 rows, even if `rows` is
+// smaller; the caller ignores the rows after `rows`. Meanwhile it prefetches `bytes` bytes from `ahead` on, evenly over
+// the steps.
 static void tile_product(int rows, const bf16* a, int64_t a_stride, const bf16* panel, int64_t k, float* out,
                          int64_t out_stride, bool accumulate, const char* ahead, int64_t bytes) {
   const bool two_rows = rows > 16;
@@ -87,14 +93,14 @@ static void tile_product(int rows, const bf16* a, int64_t a_stride, const bf16* 
   store_sums(out, out_stride, two_rows, true);
 }
 
-// Attention's product, whose columns come in pieces. It reads and writes 16 rows if `rows` is smaller. The next data is
-// prefetched into L2, because tiles need more lines than L1 can have outstanding.
+// Multiplies rows by keys or values, which lie in memory in pieces of sixteen tokens. It reads and writes a multiple of
+// 16 rows. The next data is prefetched into L2, because tiles need more cache lines at once than L1 can wait for.
 template <Layout LAYOUT>
 static void product_rows(int rows, int groups, const bf16* a, int64_t a_stride, const Columns<bf16>& b, float* out,
                          int64_t out_stride, bool accumulate, Prefetch prefetch) {
   enum { STEPS = ATTENTION_K / 2, STEP = 2 * LANES };  // elements of a step: a pair of k for 16 columns
   const int whole = b.last_steps / STEPS * STEPS, rest = b.last_steps - whole;
-  // the rest of the last piece, padded with zeros, because memory after it may be NaN
+  // the end of the last piece, padded with zeros, because the memory after it may contain NaN
   alignas(64) bf16 filled[2][STEPS * STEP];
   for (int v = 0; v < groups; v += 2) {
     const bool two_columns = v + 1 < groups;

@@ -1,5 +1,6 @@
-// Sixteen float32 lanes, as one __m512 or two __m256. Each instruction-set path includes this file once, inside
-// namespace CL_NS. Everything has internal linkage, so that no path's code is linked into another.
+// Vectors of sixteen float32 lanes, as one __m512 or two __m256. Each instruction-set path includes this file once,
+// inside its own namespace CL_NS. Everything has internal linkage, so that the linker cannot use one path's code in
+// another path.
 #pragma once
 #include <immintrin.h>
 #include <math.h>
@@ -54,23 +55,23 @@ CL_INLINE vf vsub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 CL_INLINE vf vmul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 CL_INLINE vf vdiv(vf a, vf b) { return _mm512_div_ps(a, b); }
 CL_INLINE vf vfma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-// If either is NaN, the second argument. Callers put the value whose NaN must survive there.
+// If one argument is NaN, vmax and vmin return the second argument. So a NaN is kept only if it is the second argument.
 CL_INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
 CL_INLINE vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 CL_INLINE vf vabs(vf a) { return _mm512_abs_ps(a); }
-// Lane i of x where a[i] > b[i], otherwise of y.
+// Lane i is x[i] if a[i] > b[i], otherwise y[i].
 CL_INLINE vf vselect_gt(vf a, vf b, vf x, vf y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x); }
 CL_INLINE vf vround(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// x * 2^n for whole n from -127 to 127, x below 2; 0 where the result would be subnormal.
+// x * 2^n for integers n from -127 to 127 and x below 2. Results that would be subnormal are 0.
 CL_INLINE vf vscale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
-// Lane i keeps x where low <= i < high, and gets `fill` elsewhere.
+// Lane i is x[i] if low <= i < high, otherwise `fill`.
 CL_INLINE vf vkeep(vf x, int low, int high, float fill) {
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __mmask16 keep = _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(low)) &
                    _mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(high));
   return _mm512_mask_blend_ps(keep, _mm512_set1_ps(fill), x);
 }
-// Bit i set where a[i] > b[i] / a[i] == b[i] / a[i] is NaN.
+// Bit i of the result is set if a[i] > b[i] (gt), a[i] >= b[i] (ge), a[i] == b[i] (eq), or a[i] is NaN (nan).
 CL_INLINE uint32_t vmask_gt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 CL_INLINE uint32_t vmask_ge(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 CL_INLINE uint32_t vmask_eq(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
@@ -153,7 +154,8 @@ CL_INLINE __m256 upper_half(vf x) { return x.hi; }
 CL_INLINE vf join(__m256 lo, __m256 hi) { return vf{lo, hi}; }
 #endif
 
-// Round to nearest even; NaN stays NaN. Subnormals become zero on every path, as the processor's own conversion does.
+// Conversions to bf16: round to nearest even; NaN stays NaN. Subnormals become zero on every path, because the
+// instruction that converts to bf16 makes them zero.
 #if defined(__AVX512BF16__)
 CL_INLINE void vstore(bf16* p, vf x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
 CL_INLINE bf16 to_bf16(float x) {
@@ -188,7 +190,7 @@ CL_INLINE void vstore(bf16* p, vf x) {
 CL_INLINE float from_float(float x, float) { return x; }
 CL_INLINE bf16 from_float(float x, bf16) { return to_bf16(x); }
 
-// The value after rounding to T.
+// x rounded to T, as float32.
 CL_INLINE vf vrounded(vf x, float) { return x; }
 #if defined(__AVX512BF16__)
 CL_INLINE vf vrounded(vf x, bf16) {
@@ -199,11 +201,12 @@ CL_INLINE vf vrounded(vf x, bf16) {
 #else
 CL_INLINE vf vrounded(vf x, bf16) { return join(round_half(lower_half(x)), round_half(upper_half(x))); }
 #endif
-// The value that is stored as T, as a float32.
+// Rounds x to the type of the third argument (float or bf16) and stores it as T.
 template <typename T>
 CL_INLINE void store_rounded(T* p, vf x, T) { vstore(p, x); }
 CL_INLINE void store_rounded(float* p, vf x, bf16) { vstore(p, vrounded(x, bf16())); }
-// Power of two: never subnormal. A NaN comes from bf16, so rounding does not carry into its sign.
+// store_rounded for results of vexp2, which need no checks: they are never subnormal. A NaN among them comes from bf16,
+// so its low bits are zero, and rounding it does not carry into its sign.
 template <typename To, typename T>
 CL_INLINE void store_power(To* p, vf x, T) { store_rounded(p, x, T()); }
 #if !defined(__AVX512BF16__)
@@ -215,7 +218,8 @@ CL_INLINE __m256 round_power(__m256 x) {
 CL_INLINE void store_power(float* p, vf x, bf16) { vstore(p, join(round_power(lower_half(x)), round_power(upper_half(x)))); }
 #endif
 
-// Sum and maximum of the lanes by halves, in the same order on every path.
+// Lane 0; the sum of all lanes; the maximum of all lanes. Sum and maximum halve the number of lanes in each step, in
+// the same order on every path.
 CL_INLINE float vfirst(vf x) { return _mm256_cvtss_f32(lower_half(x)); }
 CL_INLINE float vsum(vf x) {
   __m256 eight = _mm256_add_ps(lower_half(x), upper_half(x));
@@ -230,7 +234,7 @@ CL_INLINE float vhighest(vf x) {
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
-// 2^x: relative error below 2e-7; 0 below -126, exactly, -inf included; NaN stays.
+// 2^x with a relative error below 2e-7. It is exactly 0 for x below -126, also for -inf. NaN stays NaN.
 CL_INLINE vf vexp2(vf x) {
   x = vmin(vset(127.0f), vmax(vset(-127.0f), x));
   vf n = vround(x), f = vsub(x, n);
@@ -245,7 +249,8 @@ CL_INLINE vf vexp2(vf x) {
 }
 CL_INLINE vf vexp(vf x) { return vexp2(vmul(x, vset(1.44269504f))); }
 
-// tanh(x) as a quotient of polynomials (from Eigen): relative error below 4e-7, also near zero; NaN stays.
+// tanh(x) as a quotient of two polynomials (from Eigen). The relative error is below 4e-7, also near zero. NaN stays
+// NaN.
 CL_INLINE vf vtanh(vf x) {
   x = vmin(vset(7.90531111f), vmax(vset(-7.90531111f), x));
   const vf s = vmul(x, x);
@@ -262,7 +267,8 @@ CL_INLINE vf vtanh(vf x) {
   return vdiv(vmul(x, p), q);
 }
 
-// Share of the standard normal distribution below x, by the two parts of N. Juffa's erf: absolute error below 1.2e-7.
+// Cumulative distribution function of the standard normal distribution, computed by the two cases of N. Juffa's erf:
+// absolute error below 1.2e-7.
 CL_INLINE vf vnormal_share(vf x) {
   const vf a = vmul(x, vset(0.707106781f)), t = vabs(a), s = vmul(a, a);
   vf r = vfma(vset(-1.72853470e-5f), t, vset(3.83197126e-4f));
@@ -283,7 +289,7 @@ CL_INLINE vf vnormal_share(vf x) {
 }
 
 CL_INLINE vf vgelu(vf x) { return vmul(x, vnormal_share(x)); }
-// x (1 + tanh(u)) / 2 = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3).
+// The tanh form of GELU: x (1 + tanh(u)) / 2 = x / (1 + exp(-2 u)), with u = sqrt(2 / pi) (x + 0.044715 x^3).
 CL_INLINE vf vgelu_tanh(vf x) {
   const vf u = vmul(x, vfma(vmul(x, x), vset(-0.0713548163f), vset(-1.59576912f)));  // -2 u
   return vmul(x, vdiv(vset(1.0f), vadd(vset(1.0f), vexp(u))));

@@ -86,7 +86,7 @@ def test_panels_lie_side_by_side() -> None:
 
 
 def test_rows() -> None:
-    first = ["Now", "Traffic", "Latency", "Batch", "KV cache and prefix cache", "Preemption", "Errors and promises"]
+    first = ["Now", "Traffic", "Latency", "Batch", "KV cache and prefix cache", "Preemption", "Errors and deadlines"]
     assert [*first, "Process"] == ROWS
 
 

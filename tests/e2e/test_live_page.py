@@ -278,7 +278,7 @@ def test_keys_zoom_scrub_and_pause(chromium: Chromium) -> None:
         key(chromium, "-")
         key(chromium, " ")
         settled(chromium)
-        assert text(chromium, "#pause") == "Go on" and text(chromium, "#corner") == "paused"
+        assert text(chromium, "#pause") == "Resume" and text(chromium, "#corner") == "paused"
         before = chromium.value("chairlift.view().right")
         for _ in range(3):
             key(chromium, "ArrowLeft")

@@ -11,6 +11,7 @@ from chairlift.scheduler.output import SchedulerOutput
 from chairlift.scheduler.precedence import Precedence
 from chairlift.scheduler.prefill_mode import prefill_mode_from_name
 from chairlift.scheduler.prompt_share import PromptShare
+from chairlift.service_class import ServiceClass
 from tests.scheduler.driver import BLOCK, Driver, request
 
 MODES = ("mixed", "prefill_first", "decode_first", "separate", "auto")
@@ -136,3 +137,15 @@ def test_blocks_are_reserved_for_short_requests() -> None:
     driver.add(request("c", 8, max_tokens=2))
     assert [row.request_id for row in driver.step().joined] == ["c"]
     assert driver.scheduler.waiting.oldest_arrival == 0.0 and next(iter(driver.scheduler.waiting)).times_passed == 0
+
+
+def test_tokens_reserved_for_a_class_are_not_taken_by_requests_before_it() -> None:
+    """ "first" is before the waiting request, "middle" and "reserving" are after it."""
+    policy = Precedence({"batch": ServiceClass(min_step_tokens=8)}, max_running=3)
+    driver = Driver(policy=policy, num_blocks=600, max_model_len=512, max_num_seqs=3, max_preemptions=0)
+    for name, priority, service in (("reserving", 0, "batch"), ("middle", -3, "default"), ("first", -5, "default")):
+        driver.add(request(name, 400, priority=priority, service=Service(service)))
+        driver.step()
+    driver.add(request("waiting", 100, priority=-4))
+    for _ in range(3):
+        assert given(driver.step()) == {"first": 56, "reserving": 8}

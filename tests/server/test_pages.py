@@ -354,7 +354,7 @@ def test_a_refused_message_comes_back(page: Page, fake: FakeServer, message: str
 
 @needs_chromium
 @pytest.mark.parametrize(
-    ("message", "told"), [("break", "the engine died"), ("cut", "The connection ended before the answer did.")]
+    ("message", "told"), [("break", "the engine died"), ("cut", "The connection was lost before the answer ended.")]
 )
 def test_an_answer_that_breaks_off_is_kept_and_told(page: Page, message: str, told: str) -> None:
     page.say(message, wait=False)
@@ -607,7 +607,7 @@ def test_calls_are_shown_and_their_results_sent(page: Page, fake: FakeServer) ->
     page.browser.click("#settings details summary")
     page.fill("#functions", "[{")
     page.say("Hello")
-    assert page.text("#problem")[0].startswith("The tools in the settings cannot be read as JSON: ")
+    assert page.text("#problem")[0].startswith("The tools in the settings is not valid JSON: ")
     assert page.browser.value("document.querySelector('#text').value") == "Hello"
     page.fill("#functions", json.dumps([{"name": "weather", "parameters": {"type": "object"}}]))
     page.browser.value("Object.assign(document.querySelector('#effort'), { value: 'low' }); 0")
@@ -620,7 +620,7 @@ def test_calls_are_shown_and_their_results_sent(page: Page, fake: FakeServer) ->
     assert page.text(".call > summary") == ["calls weather", "calls odd"]
     assert page.text(".call .leaf") == ['place: "Ulm"', "id: 12345678901234567890"]
     assert page.text(".call > .plain") == ["no JSON"]
-    assert "Not a call: the third was broken" in page.text("article .hint")
+    assert "Not a valid call: the third was broken" in page.text("article .hint")
     page.fill(".results textarea", '{"sky": ["rain"]}')
     page.browser.click(".results button")
     page.browser.wait_for("document.querySelectorAll('article').length === 2 && document.querySelector('#stop').hidden")
@@ -664,7 +664,7 @@ def test_why_it_was_slow(page: Page) -> None:
         "all rows of the batch were taken",
         "2.10 s",
         "",
-        "writing its answer",
+        "generating its tokens",
         "300.0 ms",
         "",
     ]
@@ -693,7 +693,7 @@ def test_a_reload_keeps_conversation_and_settings(page: Page, fake: FakeServer) 
     page.browser.wait_for("[...document.querySelectorAll('.answer')].at(-1).textContent.length > 20")
     page.browser.value(reload)
     page.browser.wait_for("!window.old && document.querySelectorAll('article').length === 3")
-    assert page.text(".figures")[-1] == "the page was left before the answer ended"
+    assert page.text(".figures")[-1] == "the page was closed before the answer ended"
     assert page.text(".answer")[-1].startswith("on on")
     fake.started.clear()
     page.say("silent", wait=False)

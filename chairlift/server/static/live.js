@@ -1,16 +1,16 @@
 "use strict";
-// The page: gets the stream, keeps the view, and shows what is pointed at.
+// The live page: receives the stream of steps, updates the view, and shows details under the pointer.
 
 const $ = (id) => document.getElementById(id);
 const asked = new URLSearchParams(location.search);
-const CAUSES = {  // docs/why-slow.md says more
-  front_door: "checks, tokenizing, the way to the engine", waiting_step: "the step under way when it came", waiting_slots: "all rows were taken",
-  waiting_blocks: "the KV cache was full", waiting_tokens: "the step's token budget went to others", waiting_reservation: "rows kept for another class",
-  waiting_batch: "its batch had not begun, or not ended", waiting_grammar: "its grammar was compiled",
-  waiting_image: "its images were encoded",
-  waiting_adapter: "its adapter was not among those of the steps",
-  preempted: "it was preempted", prefill: "its own prompt", decode: "its own answer",
-  stretched: "others' work in its steps", host: "between two steps", delivery: "on the way back",
+const CAUSES = {  // docs/why-slow.md explains them
+  front_door: "request checks, tokenizing, transfer to the engine", waiting_step: "a step was running when it arrived", waiting_slots: "all rows were taken",
+  waiting_blocks: "the KV cache was full", waiting_tokens: "other requests used the token budget", waiting_reservation: "free rows were reserved for another class",
+  waiting_batch: "its static batch had not begun, or had not ended", waiting_grammar: "its grammar was being compiled",
+  waiting_image: "its images were being encoded",
+  waiting_adapter: "its adapter did not fit into the steps, or was being read",
+  preempted: "it was preempted", prefill: "computing its prompt", decode: "generating its tokens",
+  stretched: "work for other requests in its steps", host: "between two steps", delivery: "from its last token to the client",
   waiting: "before its first step", "first token": "from its first step to its first token", writing: "from its first token on, pauses included",
 };
 const WAITS_FOR = { slots: "a row", blocks: "KV memory", tokens: "the token budget", reservation: "a reserved row", batch: "their batch",
@@ -18,8 +18,8 @@ const WAITS_FOR = { slots: "a row", blocks: "KV memory", tokens: "the token budg
 const model = new Model(), line = new Timeline($("timeline"), model);
 const view = { mode: "steps", left: 0, right: 400, chosen: undefined };
 let span = Math.max(120, Math.min(400, innerWidth / 3));
-let held = null;  // the right edge while somebody looks at the past
-let moment = null;  // the step that gauges and blocks show, where it is not the one at the right edge
+let held = null;  // right edge of the view while it shows the past, otherwise null
+let moment = null;  // step that gauges and blocks show, if it is not the step at the right edge
 let live = true, source = "", heard = 0, followText = "";
 let dirty = true, colours = null, shownMap = null, shownExperts = null, beat = 0;
 let second = null, playing = null;  // the other timeline of a comparison
@@ -73,8 +73,8 @@ async function listen() {
         if (text.startsWith("event: ")) kind = text.slice(7);
         else if (text === "") kind = "";
         else if (text.startsWith("data: ") && kind === "") { take(JSON.parse(text.slice(6))); pause = 500; }
-        else if (kind === "skipped") say("This page could not keep up and has skipped ahead.");
-        else if (kind === "end") { say("The server has ended the view."); if (response.headers.get("x-recording")) { say(""); still("a recording"); return; } }
+        else if (kind === "skipped") say("This page was too slow and has skipped some steps.");
+        else if (kind === "end") { say("The server has closed the view."); if (response.headers.get("x-recording")) { say(""); still("a recording"); return; } }
       }
     } catch (error) {
       if (error.status === 401 || error.status === 403) return;
@@ -122,12 +122,12 @@ function place() {
   if (document.activeElement !== $("scrub") || held === null) $("scrub").value = held === null ? 1 : (right - first) / range;
 }
 
-function hold(right) {  // look at the past; null goes back to now
+function hold(right) {  // shows the past; null returns to the present
   const low = tail() + span * 0.2, high = second ? view.whole * 1.02 : head();
   moment = null;
   held = right === null || (right >= high && !second) ? null : Math.max(Math.min(low, high), Math.min(high, right));
   $("pause").setAttribute("aria-pressed", held !== null);
-  $("pause").textContent = held !== null ? "Go on" : "Pause";
+  $("pause").textContent = held !== null ? "Resume" : "Pause";
   dirty = true;
 }
 
@@ -138,7 +138,7 @@ function zoom(factor, at = view.right) {
   dirty = true;
 }
 
-function still(what) {  // nothing more will come: show all of it
+function still(what) {  // there are no more steps: show all of them
   live = false;
   $("corner").textContent = what;
   span = Math.max(least(), (head() - tail()) * 1.02);
@@ -171,11 +171,11 @@ function follow(text) {
   const r = model.find(text);
   view.chosen = r?.n;
   if (r && r.ended !== null && r.until < line.low) hold(line.close(r.until) + span / 3);
-  say(text && !r ? `No request ${text} so far. It is shown when it comes.` : "");
+  say(text && !r ? `No request ${text} so far. The page will show it when it arrives.` : "");
   dirty = true;
 }
 
-// What is shown
+// Texts and gauges
 
 function seconds(value) {
   if (value < 0.9995) return `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms`;
@@ -223,7 +223,7 @@ function detail() {
     item.append(dot, make("span", seconds(spent)), make("span", `${name.replace("_", " ")}: ${CAUSES[name] ?? ""}`));
     list.append(item);
   });
-  right.append(make("h3", found.length ? title : "Its times are not known: it came before anybody watched"), bar, list);
+  right.append(make("h3", found.length ? title : "No times are known: the request arrived before the first viewer"), bar, list);
   const names = r.by.map((by) => label(model.requests.get(by)) || by).join(", ");
   if (names) right.append(make("p", `Preempted by ${names}.`, "hint"));
   const left = make("div");
@@ -252,7 +252,7 @@ function gauges(i) {
   if (live && model.about) set("corner", held === null ? `live · ${running} running` : "paused");
 }
 
-// How near steps come to what the machine allows: the server's gauge, which no recording has.
+// Minimum time of the steps divided by their measured time. Only a server has this value; recordings do not.
 async function watchFloor() {
   for (;; await new Promise((done) => setTimeout(done, 2000))) {
     let share = null;
@@ -261,7 +261,7 @@ async function watchFloor() {
       const reply = live ? await fetch("/metrics", { headers: key ? { Authorization: `Bearer ${key}` } : {} }) : null;
       const found = reply?.ok ? /:floor_share\{[^}]*\} (\S+)/.exec(await reply.text()) : null;
       share = found ? Number(found[1]) : null;
-    } catch { /* the server is away, or tells others only */ }
+    } catch { /* no connection, or the key may not read metrics */ }
     $("floorbox").hidden = share === null;
     if (share !== null) { $("floor").textContent = `${Math.round(100 * share)} %`; $("floorbar").value = share; }
   }
@@ -278,12 +278,12 @@ function blockMap() {
   const known = memory && model.about && !model.past;
   $("blocks").hidden = !known;
   $("blocktitle").textContent = `KV memory ${now ? "now" : `at step ${model.numbers[i - model.first] ?? ""}`}`;
-  if (!known) { $("blocknote").textContent = model.count ? "Who had which block is not known before somebody watched." : ""; return; }
+  if (!known) { $("blocknote").textContent = model.count ? "The owners of the blocks are unknown before the first viewer." : ""; return; }
   shownMap = drawBlocks($("blocks"), model.about.pools, memory, view.chosen, colours);
   const shared = shownMap.owners.reduce((sum, owners) => sum + [...owners.values()].filter((own) => own.length > 1).length, 0);
-  const few = shownMap.each > 1 ? ` One square stands for ${shownMap.each} blocks.` : "";
-  $("blocknote").textContent = `A block holds ${model.about.block_size} tokens; a colour is a request. Hatched: shared (${shared}).`
-    + ` With a dot: kept for the next prompt that begins alike.${few}`;
+  const few = shownMap.each > 1 ? ` One square is ${shownMap.each} blocks.` : "";
+  $("blocknote").textContent = `A block holds ${model.about.block_size} tokens. Each colour is a request. Hatched: shared (${shared}).`
+    + ` Dot: unused, in the prefix cache.${few}`;
   $("blocks").setAttribute("aria-label", `KV blocks: ${shownMap.owners.reduce((sum, owners) => sum + owners.size, 0)} in use, ${shared} shared`);
 }
 
@@ -293,7 +293,7 @@ function expertMap() {
   if (!loads) { shownExperts = null; return; }
   shownExperts = drawExperts($("experts"), loads, colours);
   const most = loads.map((row) => Math.max(...row)), worst = most.indexOf(Math.max(...most)), idle = loads.flat().filter((load) => load === 0).length;
-  const text = `A row is a layer, a square an expert; the stronger, the more tokens in the last 10 s or so. Busiest: ${most[worst].toFixed(1)} × the mean of its layer`
+  const text = `A line is a layer, a square is an expert. A stronger colour means more tokens in about the last 10 s. Busiest: ${most[worst].toFixed(1)} × the mean of its layer`
     + ` (layer ${worst}, expert ${loads[worst].indexOf(most[worst])}). Idle: ${idle} of ${loads.flat().length}. Red: more than twice the mean.`;
   $("expertnote").textContent = text;
   $("experts").setAttribute("aria-label", `Load of experts: the busiest has ${most[worst].toFixed(1)} times the mean of its layer, ${idle} are idle`);
@@ -322,7 +322,7 @@ function draw(time) {
   } else dirty = true;
 }
 
-// Pointing
+// Pointer and keyboard
 
 function tip(event, title, body) {
   const box = $("tip");

@@ -1,12 +1,12 @@
 "use strict";
-// Side by side: the same requests in static batches, as the simulator of the server has it.
+// Comparison: the same requests in static batches, simulated by the server.
 
 const COMPARED = ["title", "title2", "timeline2", "verdict", "words"];
 
 async function compare() {
   if (second) return uncompare();
   $("compare").disabled = true;
-  say("The simulator replays the same requests …");
+  say("The server is simulating the same requests …");
   try {
     const other = new Model();
     const found = await load(`/live/static${which(source)}`, other);
@@ -53,12 +53,12 @@ function verdict({ measured, static: other, words, validity, requests }) {
   };
   versus.append(make("h3", source ? "Continuous (the example) against static (~ simulated)" : "Continuous (measured) against static (~ simulated)"));
   figure("tokens per second", Math.round(measured.tokens_per_second).toLocaleString("en"), Math.round(other.tokens_per_second).toLocaleString("en"));
-  figure("until the first word (median)", seconds(measured.first_p50), seconds(other.first_p50));
-  figure("whole answer (median)", seconds(measured.whole_p50), seconds(other.whole_p50));
-  figure("all done after", seconds(measured.seconds), seconds(other.seconds));
+  figure("time to the first token (median)", seconds(measured.first_p50), seconds(other.first_p50));
+  figure("time of a whole answer (median)", seconds(measured.whole_p50), seconds(other.whole_p50));
+  figure("total time", seconds(measured.seconds), seconds(other.seconds));
   button.addEventListener("click", () => { playing = { since: null, pace: view.whole / Math.min(20, Math.max(6, view.whole)) }; dirty = true; });
-  const upper = source ? "The example is simulated too." : "The upper timeline, and the first figure of each pair, are as it really ran.";
-  const note = `${requests} requests. ${upper} ~ is simulated with a cost model ${validity}.`;
+  const upper = source ? "The example is simulated too." : "The upper timeline and the first number of each pair are measured.";
+  const note = `${requests} requests. ${upper} ~ means simulated with a cost model ${validity}.`;
   box.replaceChildren(versus, button);
   const told = source ? words.map((text) => text.replace(/^Measured:/, "The example:")) : words;
   $("words").replaceChildren(...told.map((text) => make("p", text)), make("p", note, "hint"));

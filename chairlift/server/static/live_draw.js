@@ -1,11 +1,11 @@
 "use strict";
-// Drawing: a Timeline of one model on one canvas, and the map of KV blocks. Colours come from the style sheet.
+// Draws the timeline of one model on a canvas, and the map of KV blocks. Colours come from the style sheet.
 
 const PHASES = {
-  prefill: "prefill", decode: "decode", recompute: "recompute", stalled: "catches up after waiting for a block", verify: "decode with drafts",
-  held: "ended, its static batch has not", seat: "has a row, not in this step", away: "preempted: recompute", swap: "preempted: swapped out",
+  prefill: "prefill", decode: "decode", recompute: "recompute", stalled: "decode after waiting for a block", verify: "decode with drafts",
+  held: "ended, but its static batch still runs", seat: "has a row, but is not in this step", away: "preempted: recompute", swap: "preempted: swapped out",
 };
-const MARKS = { add: "arrives", join: "joins", back: "resumes", preempt: "is preempted", end: "ends", abort: "is aborted", hold: "ends, and is held" };
+const MARKS = { add: "arrives", join: "joins", back: "resumes", preempt: "is preempted", end: "ends", abort: "is aborted", hold: "ends, but its static batch still runs" };
 const STRIP = 46, AXIS = 18, AWAY_LANE = 5, MOST_AWAY = 6, LEFT = 44;
 
 function palette() {
@@ -282,7 +282,7 @@ function triangle(ctx, x, y, size, colour) {
   ctx.fill();
 }
 
-// Blocks in the order of their ids, coloured by owner; hatched where several requests share one
+// Blocks in the order of their ids, coloured by owner. Shared blocks are hatched.
 function drawBlocks(canvas, pools, memory, chosen, colours) {
   const total = pools.reduce((sum, blocks) => sum + blocks - 1, 0), inside = Math.max(100, canvas.clientWidth - 12);
   const size = Math.max(3, Math.min(20, Math.floor(Math.sqrt(inside * 130 / Math.max(1, total)))));
@@ -318,7 +318,7 @@ function drawBlocks(canvas, pools, memory, chosen, colours) {
   } };
 }
 
-// A square per layer (down) and expert (across): the stronger, the more tokens; the mean of a layer has half the strength.
+// One square per layer (down) and expert (across). More tokens give a stronger colour; the mean of a layer has half the strength.
 function drawExperts(canvas, loads, colours) {
   const columns = Math.max(...loads.map((row) => row.length)), inside = Math.max(100, canvas.clientWidth - 12);
   const size = Math.max(2, Math.min(20, Math.floor(inside / columns)));

@@ -1,20 +1,20 @@
 "use strict";
-// Several replicas: a card for each, and the queue in front of them. The rest of the page shows one of them.
+// Several replicas: a card for each, and the length of the shared queue. The rest of the page shows one replica.
 
 const FLEET_SECONDS = 1;
 const replica = Number(new URLSearchParams(globalThis.location?.search ?? "").get("replica")) || 0;
 
-// What a request for steps adds to its path. `source` is "?source=demo" for the example.
+// Query string of a request for steps. `source` is "?source=demo" for the example.
 function which(source) { return source || (replica ? `?replica=${replica}` : ""); }
 
-// One card's texts: {title, state, work, kv}
+// Contents of one card: {title, state, work, kv}
 function card(each) {
   const { index, state, started, unstarted, unstarted_tokens: tokens, kv_cache_usage: kv, restarts } = each;
   const next = unstarted ? `${unstarted} next (${tokens.toLocaleString("en")} tokens)` : "none next";
   return { title: `replica ${index}`, state: state + (restarts ? `, restarts: ${restarts}` : ""), work: `${started} running, ${next}`, kv };
 }
 
-// Text about the queue in front of the replicas
+// Text for the length of the shared queue
 function queue(waiting) { return waiting ? `${waiting} ${waiting === 1 ? "request waits" : "requests wait"} for a replica` : "no request waits for a replica"; }
 
 function showFleet({ waiting_at_door: waiting, replicas }) {
@@ -40,7 +40,7 @@ function showFleet({ waiting_at_door: waiting, replicas }) {
   });
 }
 
-function turnTo(index) {  // the server keeps the steps of all, so the page may begin anew
+function turnTo(index) {  // the server stores the steps of all replicas, so the page can reload
   if (index === replica) return;
   asked.set("replica", index);
   location.search = asked;
@@ -56,7 +56,7 @@ async function watchFleet() {
       if (!reply.ok) continue;
       const found = await reply.json();
       showFleet(found);
-      if (!found.replicas.length && model.count) return;  // one engine, and it has loaded
-    } catch { /* the server is away; the stream of steps says so */ }
+      if (!found.replicas.length && model.count) return;  // a server with one engine, which has loaded
+    } catch { /* no connection; the stream of steps shows the error */ }
   }
 }

@@ -1,5 +1,5 @@
 "use strict";
-// What the lines of a step stream say, kept for the last `most` steps. Knows nothing of the page.
+// State built from the lines of a step stream, for the last `most` steps. It does not use the page.
 
 const MOST_STEPS = 24000, CHECKPOINT_STEPS = 256, RATE_SECONDS = 60, MOST_LOADS = 120;
 
@@ -11,13 +11,13 @@ class Model {
 
   reset(about) {
     this.about = about;
-    this.past = !!about?.past;  // rows only, until the snapshot comes
-    this.first = 0;  // index of the oldest step that is kept; steps are counted from 0 as they come
+    this.past = !!about?.past;  // only rows are known until the snapshot arrives
+    this.first = 0;  // index of the oldest stored step; steps are counted from 0 in the order of arrival
     this.numbers = []; this.starts = []; this.ends = []; this.rows = []; this.tokens = []; this.states = [];
     this.requests = new Map();
-    this.on = new Map();  // slot -> who decodes there
+    this.on = new Map();  // slot -> the request that decodes there
     this.runs = [];  // per slot: {n, phase, a, b}, steps a to b
-    this.seats = [];  // per slot: {n, a, b}: who has the row, computing or not; b is null for now
+    this.seats = [];  // per slot: {n, a, b}: request n has the row in steps a to b; b is null for the present
     this.away = [];  // {n, how, a, b}: preempted, and not yet back
     this.marks = [];  // {i, t, kind, n, slot}: before step i
     this.changes = [];  // {i, n, group, from, blocks, known} of block tables, before step i
@@ -225,7 +225,7 @@ class Model {
 
   memoryNow() { return { tables: new Map([...this.requests].filter(([, r]) => r.ended === null).map(([n, r]) => [n, r.tables])), cached: this.cached }; }
 
-  // Who had which blocks in step i: {tables: Map(n -> tables), cached: [Set]}; undefined before anybody watched
+  // Block tables in step i: {tables: Map(n -> tables), cached: [Set]}; undefined before the first viewer
   memoryAt(i) {
     const base = this.checkpoints.findLast((each) => each.i <= i);
     if (!base || i < this.watchedFrom) return undefined;
@@ -247,7 +247,7 @@ class Model {
 
   stepAt(t) { return this.first + Math.min(this.numbers.length - 1, lowest(this.ends, (end) => end >= t)); }
 
-  // What the gauges show for step i; without one, for now
+  // Values of the gauges for step i, or for the present if i is undefined
   gauges(step) {
     const i = step ?? this.count, at = Math.min(i, this.count - 1) - this.first, end = this.ends[at] ?? this.lastEnd;
     const [waiting, why, free, used, cached] = step === undefined ? this.state : this.states[at] ?? this.state;

@@ -1,6 +1,6 @@
 "use strict";
 let entries = [], from = 0, model = "", room = Infinity, stopping = null, polling = 0, saved = 0, results = null, left = false;
-// entries: the messages as they are shown, with what is known of each answer; those from `from` on are sent
+// entries: the shown messages, with details of each answer. The messages from index `from` on are sent.
 
 // Requests
 
@@ -23,7 +23,7 @@ async function ask(path, options = {}) {
   const wait = Number(response.headers.get("Retry-After"));
   const hint = wait > 0 ? `; try again in ${wait} s` : "";
   if (response.status === 401) lock(key ? "This key is not accepted." : "");
-  throw new Refusal((error.message || `The server answered ${response.status}.`) + hint, response.status, error.code);
+  throw new Refusal((error.message || `The server responded with status ${response.status}.`) + hint, response.status, error.code);
 }
 
 function lock(reason) {
@@ -43,13 +43,13 @@ $("door").addEventListener("submit", (event) => {
   begin();
 });
 
-// The corner: model and load, asked for only while somebody looks
+// The corner: model and load, fetched only while the page is visible
 
 async function look() {
   clearTimeout(polling);
   if (document.hidden || !$("door").hidden) return;
   try {
-    if (room === Infinity) {  // it is not known before the model is loaded
+    if (room === Infinity) {  // unknown until the model is loaded
       const { data } = await (await ask("/v1/models")).json();
       model = data[0].id;
       room = data[0].max_model_len ?? Infinity;
@@ -67,7 +67,7 @@ async function look() {
   polling = setTimeout(look, 2000);
 }
 
-// What is kept: the conversation and the settings, in this tab only, as the key is
+// Storage: conversation and settings, in this tab only, like the key
 
 const SETTINGS = ["system", "temperature", "tokens", "effort", "functions", "form"];
 
@@ -99,7 +99,7 @@ function restore() {
   const last = entries.at(-1);
   if (last?.role === "assistant" && !last.note) {
     if (isEmpty(last)) entries.pop();
-    else last.note = "the page was left before the answer ended";
+    else last.note = "the page was closed before the answer ended";
   }
   if (entries.at(-1)?.role === "user") {
     const { content: given } = entries.pop();
@@ -117,18 +117,18 @@ function isEmpty(entry) { return !entry.content && !entry.reasoning_content && !
 
 function longest() { return Math.min(512, Math.floor(room / 4)); }
 
-function json(id, name) {  // a field of the settings that holds JSON
+function json(id, name) {  // value of a settings field that contains JSON
   const text = $(id).value.trim();
   if (!text) return undefined;
   try {
     return JSON.parse(text);
   } catch (error) {
-    throw new Refusal(`${name} in the settings cannot be read as JSON: ${error.message}`);
+    throw new Refusal(`${name} in the settings is not valid JSON: ${error.message}`);
   }
 }
 
-function asked() {  // what the settings add to a request
-  const heat = $("temperature").valueAsNumber, schema = json("form", "The form of answers");
+function asked() {  // fields that the settings add to a request
+  const heat = $("temperature").valueAsNumber, schema = json("form", "The JSON schema");
   const given = json("functions", "The tools");
   const tools = given && [].concat(given).map((tool) => tool.function ? tool : { type: "function", function: tool });
   return {
@@ -184,7 +184,7 @@ async function* events(response) {
       if (error.name === "AbortError") throw error;
       next = { done: true };
     }
-    if (next.done) throw new Refusal("The connection ended before the answer did.");
+    if (next.done) throw new Refusal("The connection was lost before the answer ended.");
     const lines = (rest + next.value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
@@ -204,7 +204,7 @@ function figures(sent, first, last, { completion_tokens: tokens, completion_toke
   return `first token ${((first - sent) / 1000).toFixed(2)} s${speed} · ${count}${thought}`;
 }
 
-// An answer on the page: reasoning, text, calls, figures, and what can be done with it
+// An answer on the page: reasoning, text, calls, measured times and buttons
 
 class Answer {
   constructor(entry) {
@@ -222,7 +222,7 @@ class Answer {
     this.follows = false;
   }
 
-  take({ choices: [choice = {}], usage, timing }) {  // a piece of the stream; whether it had something of the answer
+  take({ choices: [choice = {}], usage, timing }) {  // adds an event of the stream; returns whether it contained a part of the answer
     const { entry } = this, { delta = {} } = choice;
     const thought = delta.reasoning_content ?? delta.reasoning;
     if (thought) this.think(entry.reasoning_content = (entry.reasoning_content ?? "") + thought, thought);
@@ -237,7 +237,7 @@ class Answer {
       entry.tool_calls[index].function.arguments += text;
     }
     if (choice.tool_call_errors) entry.errors = choice.tool_call_errors;
-    if (choice.finish_reason === "length") entry.ending = " · cut at the limit";
+    if (choice.finish_reason === "length") entry.ending = " · cut at the token limit";
     if (timing) entry.timing = timing;
     if (usage) entry.usage = usage;
     return !!(thought || delta.content || delta.tool_calls);
@@ -254,7 +254,7 @@ class Answer {
     this.thoughts.prose.add(piece);
   }
 
-  end() {  // all of it, as it will stay
+  end() {  // draws the complete answer
     const { entry } = this;
     if (entry.reasoning_content && !this.thoughts) this.think(entry.reasoning_content, entry.reasoning_content);
     this.thoughts?.prose.end();
@@ -263,7 +263,7 @@ class Answer {
     this.prose.end();
     this.text.hidden = !entry.content;
     this.calls.replaceChildren(...(entry.tool_calls ?? []).map(showCall));
-    for (const error of entry.errors ?? []) this.calls.append(make("p", `Not a call: ${error}`, "hint"));
+    for (const error of entry.errors ?? []) this.calls.append(make("p", `Not a valid call: ${error}`, "hint"));
     this.note.textContent = entry.note;
     const bar = make("div", "", "bar"), code = button("Code", () => {
       if (this.programs) { this.programs.remove(); this.programs = null; }
@@ -272,7 +272,7 @@ class Answer {
     });
     bar.append(copier(() => entry.content || JSON.stringify(entry.tool_calls ?? "", null, 1)));
     if (entry.asked) bar.append(code);
-    bar.append(button("Again", () => again(entry), "small again"));
+    bar.append(button("Regenerate", () => again(entry), "small again"));
     this.more.replaceChildren(...[entry.timing && why(entry.timing), bar].filter(Boolean));
   }
 }
@@ -310,7 +310,7 @@ function drawAll() {
   scroll.scrollTop = scroll.scrollHeight;
 }
 
-function offerResults() {  // fields for what the called functions give back, under the newest answer
+function offerResults() {  // shows fields for the results of the called functions, under the newest answer
   results?.remove();
   const last = entries.at(-1);
   if (last?.role !== "assistant" || !last.tool_calls || stopping) return;
@@ -386,7 +386,7 @@ async function respond(how) {
     shown.node.remove();
   } else {
     const told = first ? figures(sent, first, last, entry.usage ?? { completion_tokens: pieces }) : "an empty answer";
-    entry.note = told + (stopped ? " · stopped" : failure ? " · broken off" : entry.ending ?? "");
+    entry.note = told + (stopped ? " · stopped" : failure ? " · interrupted" : entry.ending ?? "");
     shown.node.ariaBusy = false;
     shown.end();
   }
@@ -466,7 +466,7 @@ $("reset").addEventListener("click", () => {
   $("text").focus();
 });
 
-// Which of the two is shown
+// Switching between chat and API
 
 function begin() {
   const api = location.hash === "#api" || (location.pathname === "/docs" && location.hash !== "#chat");

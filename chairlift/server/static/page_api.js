@@ -1,5 +1,5 @@
 "use strict";
-// The API: what /openapi.json says, as a page
+// The API page, made from /openapi.json
 
 function resolve(spec, schema = {}) {
   const name = schema.$ref?.split("/").pop();
@@ -29,7 +29,7 @@ function fields(spec, schema) {
     const value = (field.default ?? null) === null ? "" : JSON.stringify(field.default);
     row.insertCell().textContent = required.includes(name) ? "required" : value;
   }
-  for (const at of [2, 1]) {  // a column that says nothing
+  for (const at of [2, 1]) {  // remove empty columns
     if (![...rows.rows].some((row) => row.cells[at].textContent)) for (const row of table.rows) row.deleteCell(at);
   }
   const box = make("div", "", "scroll");
@@ -44,7 +44,7 @@ function endpoint(spec, path, verb, about) {
   const schema = about.requestBody?.content?.["application/json"]?.schema;
   if (schema) box.append(fields(spec, resolve(spec, schema)));
   const codes = Object.entries(about.responses ?? {}).map(([code, { description = "" }]) => `${code} ${description}`);
-  box.append(make("p", `Answers: ${codes.join(", ")}`, "hint"));
+  box.append(make("p", `Responses: ${codes.join(", ")}`, "hint"));
   return box;
 }
 

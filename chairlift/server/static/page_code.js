@@ -1,5 +1,5 @@
 "use strict";
-// A request as a program, and why an answer was slow.
+// Shows a request as a program, and the causes of the time of an answer.
 
 function inPython(value, indent = "") {
   const deeper = indent + "    ";
@@ -51,20 +51,20 @@ function programs(body) {
 }
 
 const CAUSES = {
-  front_door: "checks and tokenizing, before it came to the engine",
-  waiting_step: "the step that was under way when it came",
+  front_door: "request checks, tokenizing, transfer to the engine",
+  waiting_step: "a step was running when it arrived",
   waiting_slots: "all rows of the batch were taken",
-  waiting_blocks: "the memory for keys and values was full",
-  waiting_tokens: "other prompts and answers took the steps' tokens",
-  waiting_reservation: "rows are kept for another class of requests",
-  waiting_batch: "its batch waited to begin, or to end",
-  waiting_grammar: "the form of its answer was compiled",
-  waiting_image: "its images were encoded",
-  waiting_adapter: "its adapter was read, or the steps had others",
-  preempted: "it gave its memory to another request, and got it back",
-  prefill: "reading its prompt",
-  decode: "writing its answer",
-  stretched: "work for others in the same steps",
+  waiting_blocks: "the KV cache was full",
+  waiting_tokens: "other requests used the token budget",
+  waiting_reservation: "free rows were reserved for another class",
+  waiting_batch: "its static batch had not begun, or had not ended",
+  waiting_grammar: "its grammar was being compiled",
+  waiting_image: "its images were being encoded",
+  waiting_adapter: "its adapter was being read, or did not fit into the steps",
+  preempted: "preempted, until it was back at its position",
+  prefill: "computing its prompt",
+  decode: "generating its tokens",
+  stretched: "work for other requests in its steps",
   host: "between two steps",
   delivery: "from its last token to this page",
 };
@@ -79,7 +79,7 @@ function why(timing) {
   for (const [cause, spent] of causes) {
     const row = table.insertRow(), bar = make("meter");
     bar.value = spent / whole;
-    bar.setAttribute("aria-label", "Share");
+    bar.setAttribute("aria-label", "Fraction of the time");
     row.insertCell().textContent = CAUSES[cause] ?? cause;
     row.insertCell().textContent = spent >= 1000 ? `${(spent / 1000).toFixed(2)} s` : `${spent.toFixed(1)} ms`;
     row.insertCell().append(bar);

@@ -1,16 +1,16 @@
 "use strict";
-// Images of the next message: pasted or dropped, shown above the text until they are sent
+// Images for the next message, pasted or dropped. The page shows them above the text until they are sent.
 
-const MOST_BYTES = 32 * 2 ** 20;  // of an image file, as the server takes them
+const MOST_BYTES = 32 * 2 ** 20;  // maximum size of an image file, as in the server
 let pictures = [];  // data URLs
 
-function content(text) {  // of a message with the images that wait
+function content(text) {  // content of a message, with the images to send
   if (!pictures.length) return text;
   const parts = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
   return text ? [...parts, { type: "text", text }] : parts;
 }
 
-function textOf(given) {  // the text in a content, which may be a list of parts
+function textOf(given) {  // text of a content, which may be a list of parts
   return Array.isArray(given) ? given.filter(({ type }) => type === "text").map(({ text }) => text).join("\n") : given;
 }
 
@@ -47,7 +47,7 @@ function readFile(file) {
   });
 }
 
-async function takeImages(files) {  // what cannot be sent, in words; empty if all can
+async function takeImages(files) {  // returns an error text, or an empty text if all files can be sent
   const problems = [];
   for (const file of files) {
     if (!file.type.startsWith("image/")) problems.push(`${file.name} is no image.`);

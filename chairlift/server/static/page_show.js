@@ -1,6 +1,6 @@
 "use strict";
-// How things are shown: Markdown, trees of JSON, buttons that copy. What a model or a client wrote becomes markup in one
-// place only, `rendered`: markdown-it takes HTML for text, and DOMPurify makes the nodes and leaves out what is not listed.
+// Display of Markdown, JSON trees and copy buttons. Only `rendered` turns a model's or client's text into markup:
+// markdown-it treats HTML as text, and DOMPurify creates the nodes and removes everything that is not listed.
 
 const $ = (id) => document.getElementById(id);
 
@@ -99,8 +99,8 @@ function rendered(text) {
 const LOOKS_LIKE_JSON = /^\s*(\{\s*"|\{\s*\}|\[\s*[[{"\d\]-])/;
 const MOST_MARKDOWN = 400000;  // characters; what is longer is shown as it is
 
-// A text that grows. Blocks that a later one has followed stay as they are, and a drawing waits four times as long as the
-// one before it took, so that the length of an answer never keeps the browser busy.
+// A growing text. Blocks before the last one are not drawn again. After each drawing the page waits four times as long as
+// the drawing took, so that a long answer never keeps the browser busy.
 class Prose {
   constructor(box, drawn = () => {}) {
     Object.assign(this, { box, drawn, text: "", rest: "", tail: [], cost: 0, timer: 0, plain: null });

@@ -155,9 +155,10 @@ class ShareWatch:
             request = prompt.request
             if self._scheduler.requests.get(name) is not request or name in out.preempted or name in refused:
                 return True
-            if prompt.resumed_at_step < 0 and request.slot < 0:
-                return stuck
-            return request.slot < 0 or (name not in joined and request.resumed_at_step != prompt.resumed_at_step)
+            if prompt.resumed_at_step < 0:  # it has not joined before this step
+                return stuck if request.slot < 0 else name not in joined
+            # Preempted between two steps, it may have a row again: a join like any other, with the size of its rest.
+            return request.slot < 0 or request.resumed_at_step != prompt.resumed_at_step
 
         for name in [name for name, prompt in self._prompts.items() if is_out(name, prompt)]:
             del self._prompts[name]
