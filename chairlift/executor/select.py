@@ -25,6 +25,7 @@ from chairlift.kernels.cpu.packing import NATIVE_DTYPES
 from chairlift.kernels.triton.launch import MOST_GROUP
 from chairlift.kernels.weights import NATIVE, ONEDNN, PLAIN, QUANTIZED, WeightFormat
 from chairlift.models.causal_lm import CausalLM
+from chairlift.models.eagle3 import Eagle3
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.config import TransformersConfig
 from chairlift.models.fallback.model import TransformersLM
@@ -296,11 +297,12 @@ def make_runner(
     device: torch.device,
     kernels: str,
     max_model_len: int,
-    draft: CausalLM | None = None,
+    draft: CausalLM | Eagle3 | None = None,
     images: ImageBank | None = None,
 ) -> ModelRunner:
     """Runner for the kernels that :func:`choose_kernels` returned. ``model`` has its weights in the right format.
-    ``draft`` is a small model for drafts, and ``images`` holds encoded images; both need the native kernels."""
+    ``draft`` is a small model or a layer for drafts, and ``images`` holds encoded images; both need the native
+    kernels."""
     threads, max_tokens = config.model.threads, config.scheduler.max_num_batched_tokens
     if kernels in ("torch", "triton") and threads is not None:
         torch.set_num_threads(threads)

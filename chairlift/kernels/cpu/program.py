@@ -42,7 +42,8 @@ class StepProgram:
     memory that ``kv_layers`` points to belongs to the caller and must outlive the program. ``states`` are the state
     tensors of recurrent layers, by layer, for cells without a kernel; ``parts`` maps (layer, part) to the part's index
     in ``kv_layers``. ``adapters`` is the table of the adapters that steps may use, with scratch for ``max_tokens`` plus
-    :data:`SPARE_ROWS` tokens.
+    :data:`SPARE_ROWS` tokens. ``taps`` are activations of equal width, computed before the last
+    operation that writes KV; each run stores them in :attr:`tapped`.
     """
 
     def __init__(
@@ -57,16 +58,15 @@ class StepProgram:
         states: Mapping[int, tuple[Tensor, ...]] | None = None,
         parts: Mapping[tuple[int, int], int] | None = None,
         adapters: LowRankTable | None = None,
+        taps: Sequence[Value] = (),
     ) -> None:
-        self._library = lib.require()
-        self._adapters = adapters
+        self._library, self._adapters = lib.require(), adapters
         self._adapter_rows: npt.NDArray[np.int32] | None = None
         self._pool, self._max_tokens = pool, max_tokens
         self._step: StepBatch | None = None
         """Step to whose arrays ``_batch`` points."""
         self._batch = lib.Batch()
-        self._recorder = recorder
-        self._states, self._parts = states or {}, parts or {}
+        self._recorder, self._states, self._parts = recorder, states or {}, parts or {}
         self._state_layers = {layer: (kv_layers[layer].group, kv_layers[layer].block_size) for layer in self._states}
         self.plan = lower(recorder.nodes, output)
         self._kept: list[Any] = []
@@ -105,6 +105,7 @@ class StepProgram:
         self._narrow_at, narrowed = narrow_at(self.plan.ops, output)
         # Buffers as numpy bytes. Indexing in torch would start threads that spin on the pool's processors.
         self._narrowed = [self._buffers[self.plan.buffer_of[value]].view(torch.uint8).numpy() for value in narrowed]
+        self._taps = self._make_taps(taps, capacity)
 
     def run(
         self,
@@ -155,6 +156,24 @@ class StepProgram:
                 _add_rows(buffer[at : at + count, :width], rows, self._recorder.dtype)
         return begin
 
+    def _make_taps(
+        self, taps: Sequence[Value], capacity: int
+    ) -> list[tuple[int, npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+        """(index of an operation, source, destination): before this operation runs, the rows of the source are copied
+        to the destination. Both are bytes [capacity, ...]. Sorted by index."""
+        behind = {op.out: at + 1 for at, op in enumerate(self.plan.ops)}
+        width = taps[0].width if taps else 0
+        size = width * self._recorder.dtype.itemsize
+        self.tapped = _buffer(capacity if taps else 1, max(1, len(taps) * width), self._recorder.dtype)
+        """[T, taps * width] the activations ``taps`` of the newest step, side by side. The next step overwrites
+        them."""
+        into = self.tapped.view(torch.uint8).numpy()
+        copies = []
+        for i, tap in enumerate(taps):
+            buffer = self._buffers[self.plan.buffer_of[tap]].view(torch.uint8).numpy()
+            copies.append((behind[tap], buffer[:, :size], into[:, i * size : (i + 1) * size]))
+        return sorted(copies, key=lambda each: each[0])
+
     def _behind_layer(self, layer: int) -> tuple[int, npt.NDArray[np.uint8]]:
         """(index of the operation after decoder layer ``layer``, bytes of the layer's result [T, ...]). ``layer`` must
         not be the last layer."""
@@ -172,6 +191,11 @@ class StepProgram:
         buffer = self._buffers[self.plan.buffer_of[self.plan.ops[at].out]]
         return at + 1, buffer.view(torch.uint8).numpy()
 
+    def rows_of(self, value: Value, count: int) -> Tensor:
+        """First ``count`` rows of an activation after a run. They are valid if no operation after the one that computes
+        ``value`` reuses its buffer; the next run overwrites them."""
+        return self._buffers[self.plan.buffer_of[value]][:count, : value.width]
+
     def _rows_of_output(self, count: int) -> Tensor:
         """View of the first ``count`` rows of the output. Views are cached, because creating one in torch touches much
         memory."""
@@ -186,8 +210,17 @@ class StepProgram:
             if self._adapters is not None and step.adapters is not None:
                 self._adapter_rows = self._adapters.rows_of(step.adapters)
             self._step, self._batch = step, lib.Batch.of(step, self._adapter_rows)
+        for tap, source, into in self._taps:
+            if at <= tap < end:
+                self._advance(step, at, tap)
+                into[: len(step.token_ids)] = source[: len(step.token_ids)]
+                at = tap
+        self._advance(step, at, end)
+
+    def _advance(self, step: StepBatch, at: int, end: int) -> None:
+        """Run operations ``at`` to ``end`` (excluded) of the step to which ``_batch`` points."""
         self._program.num_ops = end
-        while (at := self._library.cl_run(self._pool.handle, self._program, self._batch, at)) != end:
+        while at != end and (at := self._library.cl_run(self._pool.handle, self._program, self._batch, at)) != end:
             if not 0 <= at < end:
                 raise InvariantError(f"the native kernels refused a step of {len(step.token_ids)} tokens ({at})")
             self._call_out(self.plan.ops[at], step)
@@ -224,6 +257,15 @@ class StepProgram:
         )
         if code < 0:
             raise InvariantError(f"the native output head refused {len(token_rows)} rows ({code})")
+
+    def sample(self, logits: npt.NDArray[np.float32], vocab_size: int, rows: npt.NDArray[np.void]) -> None:
+        """Sample ``rows`` [R], as in :meth:`head`, from given logits [R, ``vocab_size`` rounded up to 32]."""
+        isa = self._program.isa
+        code = self._library.cl_sample(
+            self._pool.handle, logits.ctypes.data, logits.shape[1], len(logits), vocab_size, rows.ctypes.data, isa
+        )
+        if code < 0:
+            raise InvariantError(f"the native sampler refused {len(logits)} rows ({code})")
 
     def refresh(self) -> None:
         """Update converted copies after the recorded model's weights were replaced in place.
