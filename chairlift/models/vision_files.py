@@ -58,17 +58,19 @@ def load_tower(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> Towe
     from chairlift.models.patch_tower import PatchTower
     from chairlift.models.vision_tower import VisionTower
 
-    if config.vision is None:
+    vision = config.vision
+    if vision is None:
         raise ModelLoadError(f"{model_dir}: model_type {config.model_type!r} has no image encoder")
-    normalise = normalisation(_preprocessor(model_dir), model_dir / _FILE, config.vision)
+    normalise = normalisation(_preprocessor(model_dir), model_dir / _FILE, vision)
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(model_dir, config, stack)
-        if isinstance(config.vision, PatchConfig):
-            return PatchTower(config.vision, tensors, model_dir, dtype, normalise)
-        if isinstance(config.vision, LlavaConfig):
-            return ClipTower(config.vision, tensors, model_dir, dtype, normalise)
-        assert isinstance(config.vision, VisionConfig)
-        return VisionTower(config.vision, tensors, model_dir, dtype, normalise)
+        if isinstance(vision, PatchConfig):
+            return PatchTower(vision, tensors, model_dir, dtype, normalise)
+        if isinstance(vision, VisionConfig):
+            return VisionTower(vision, tensors, model_dir, dtype, normalise)
+        if isinstance(vision, LlavaConfig):
+            return ClipTower(vision, tensors, model_dir, dtype, normalise)
+    raise TypeError(f"{type(vision).__name__} describes no known encoder")
 
 
 def _preprocessor(model_dir: Path) -> dict[str, Any]:
