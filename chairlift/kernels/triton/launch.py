@@ -123,9 +123,9 @@ def attention_launch(
     stages = 5 if decode_only or head_dim <= 128 else 3
     if not decode_only:
         return AttentionLaunch(max(block_m, power_of_2(group)), block_n, num_splits=1, num_warps=4, num_stages=stages)
-    wanted = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, max_rows * num_kv_heads)
+    splits = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, max_rows * num_kv_heads)
     few = max_rows * num_kv_heads <= FEW_PROGRAMS * num_multiprocessors
-    num_splits = min(MOST_ATTENTION_SPLITS, power_of_2(wanted + 1) // 2) if wanted > 1 else 1 + few
+    num_splits = min(MOST_ATTENTION_SPLITS, power_of_2(splits + 1) // 2) if splits > 1 else 1 + few
     return AttentionLaunch(max(16, power_of_2(group)), block_n, num_splits, num_warps=4, num_stages=stages)
 
 
@@ -168,6 +168,6 @@ def elementwise_warps(width: int) -> int:
     return 4 if width <= 2048 else 8 if width <= 8192 else 16
 
 
-def power_of_2(least: int) -> int:
-    """The smallest power of 2 that is at least ``least``."""
-    return 1 << max(0, least - 1).bit_length()
+def power_of_2(minimum: int) -> int:
+    """The smallest power of 2 that is at least ``minimum``."""
+    return 1 << max(0, minimum - 1).bit_length()
