@@ -22,7 +22,7 @@ from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.pooled_runner import NativePooledRunner, PooledExecutor, TorchPooledRunner
 from chairlift.kernels.cpu.library import Pool, best_isa, load, supported_isas, why_unavailable
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES
-from chairlift.kernels.triton.launch import MOST_GROUP
+from chairlift.kernels.triton.launch import MAX_GROUP
 from chairlift.kernels.weights import NATIVE, ONEDNN, PLAIN, QUANTIZED, WeightFormat
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.eagle3 import Eagle3
@@ -117,8 +117,8 @@ def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torc
         return f"they do not {lacks}, as this model needs; use kernels='torch', or device='cpu'"
     if network is not None and network.recurrent:
         return "they have no recurrent layers, as this model needs; use kernels='torch', or device='cpu'"
-    if network is not None and (group := network.num_attention_heads // network.num_key_value_heads) > MOST_GROUP:
-        return f"they need at most {MOST_GROUP} query heads for each KV head, and this model has {group}"
+    if network is not None and (group := network.num_attention_heads // network.num_key_value_heads) > MAX_GROUP:
+        return f"they need at most {MAX_GROUP} query heads for each KV head, and this model has {group}"
     return ""
 
 

@@ -316,7 +316,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     ),
 }
 DEEP: dict[str, tuple[Any, str, Any]] = {
-    "rows added behind the wrong layer": (
+    "rows added after the wrong layer": (
         StepProgram,
         "_after_layer",
         lambda self, layer: _levels(self, 1 - layer),

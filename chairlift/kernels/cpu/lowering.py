@@ -347,7 +347,7 @@ def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
     group = shape.inner // shape.norm_groups
     if not conv or shape.head_dim % LANES or shape.state_size % 2 or shape.state_size > MOST_STATE or group % LANES:
         return []
-    least, most = shape.time_limit
+    min_step, max_step = shape.time_limit
     scan = FusedOp(
         OpKind.MAMBA_SCAN,
         scanned,
@@ -355,7 +355,7 @@ def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
         {
             **{"n": shape.inner, "k": shape.state_size, "heads": shape.heads, "kv_heads": shape.groups},
             **{"head_dim": shape.head_dim, "window": shape.inner + shape.channels, "layer": node.attributes["layer"]},
-            **{"scale": least, "cap": most, "eps": shape.step_factor},
+            **{"scale": min_step, "cap": max_step, "eps": shape.step_factor},
         },
         cell.a_log,
         bias=cell.dt_bias,
