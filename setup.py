@@ -1,8 +1,8 @@
-"""Builds the CPU kernels (``csrc/cpu``) into the package; everything else about it is in pyproject.toml.
+"""Builds the CPU kernels (``csrc/cpu``) into the package. All other settings of the build are in pyproject.toml.
 
-The kernels are a plain shared object that ctypes loads: no Python header is used, and one wheel serves every Python 3.
-``python setup.py build_ext --inplace`` builds into the source tree; ``--debug`` asserts all bounds, ``--sanitize`` adds
-the address and undefined-behaviour sanitizers (the process that loads it needs LD_PRELOAD of libasan).
+The kernels are a shared object that ctypes loads. It uses no Python header, so one wheel works with every Python 3.
+``python setup.py build_ext --inplace`` builds into the source tree. ``--debug`` checks all array bounds. ``--sanitize``
+adds the address and undefined-behaviour sanitizers; then Python must be started with libasan in LD_PRELOAD.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ WITHOUT_KERNELS = "CHAIRLIFT_WITHOUT_KERNELS"
 SOURCES = Path("csrc/cpu")
 LIBRARY = "chairlift.kernels.cpu.libchairlift_cpu"
 
-# Without -ffp-contract=off, a compiler may fuse a product and a sum in one inlined copy of a function, not in another.
+# Without -ffp-contract=off, a compiler may fuse a multiplication and an addition in one inlined copy of a function, but
+# not in another copy, and the two would round differently.
 COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off", "-pthread"]
-# GCC 12 takes a deliberate "undefined" in its own AVX-512 headers for an uninitialized variable, hundreds of times.
+# -Wno-maybe-uninitialized: GCC 12's own AVX-512 headers use undefined values on purpose, which GCC reports many times.
 COMMON += ["-Wall", "-Wextra", "-Wno-maybe-uninitialized"]
-# Where an inner loop happens to lie decides up to a tenth of its speed: without alignment, a change elsewhere moves it.
+# The address of an inner loop changes its speed by up to a tenth. Without alignment, a change in other code moves it.
 MODES = {
     "release": ["-O3", "-falign-functions=64", "-falign-loops=64"],
     "debug": ["-O1", "-g", "-DCL_CHECK_BOUNDS"],
     "sanitize": [
         *("-O1", "-g", "-DCL_CHECK_BOUNDS", "-fsanitize=address,undefined", "-fno-sanitize-recover"),
-        "-Wno-uninitialized",  # those headers again
+        "-Wno-uninitialized",  # for GCC's AVX-512 headers, too
     ],
 }
 
@@ -50,7 +51,8 @@ ISA_FLAGS = {
     "kernels_avx512_bf16": AVX512_BF16,
     "kernels_amx": AMX,
 }
-"""Sources that are compiled for one instruction set, weakest first; all others run on any x86-64 processor."""
+"""Name of a source file -> compiler flags of its instruction set, the oldest set first. Code of all other source files
+runs on every x86-64 processor."""
 
 NO_COMPILER = f"""\
 Chairlift's CPU kernels need a C++17 compiler, and none was found ($CXX, g++, c++, clang++).
@@ -64,7 +66,7 @@ Or install without kernels, several times slower: `{WITHOUT_KERNELS}=1 pip insta
 
 
 def find_compiler() -> list[str]:
-    """The command of the C++ compiler. Raises SystemExit with what to install when there is none."""
+    """Command of the C++ compiler. Raises SystemExit if there is none; the message says what to install."""
     for candidate in (os.environ.get("CXX"), "g++", "c++", "clang++"):
         command = shlex.split(candidate or "")
         if command and shutil.which(command[0]):
@@ -74,14 +76,15 @@ def find_compiler() -> list[str]:
 
 def run_compiler(command: list[str]) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    # One write each: several compilers run at once.
+    # A single write, because several compilers run at the same time and their lines must not mix.
     print(f"{shlex.join(command)}\n{done.stdout}", end="", flush=True)
     if done.returncode:
         raise SystemExit(COMPILER_FAILED)
 
 
 def compile_object(command: list[str], source: Path, folder: Path) -> Path:
-    """Compile one source, unless its object is newer than all it was made from and was made by the same command."""
+    """Compile one source file and return the object file. Nothing is compiled if the object is newer than all files
+    that it depends on, and was made by the same command."""
     target, dependencies, record = (folder / f"{source.stem}{suffix}" for suffix in (".o", ".d", ".command"))
     command = [*command, *ISA_FLAGS.get(source.stem, []), "-MMD", "-c", str(source), "-o", str(target)]
     text = shlex.join(command)
@@ -93,7 +96,7 @@ def compile_object(command: list[str], source: Path, folder: Path) -> Path:
 
 
 def listed_in(dependencies: Path) -> list[Path]:
-    """The files in a compiler's ``target: file file ...`` list."""
+    """Files that a compiler's dependency file ``target: file file ...`` lists."""
     return [Path(name) for name in dependencies.read_text().partition(":")[2].replace("\\\n", " ").split()]
 
 
@@ -102,16 +105,16 @@ def is_newer(target: Path, sources: Iterable[Path]) -> bool:
     return all(source.exists() and source.stat().st_mtime_ns < made for source in sources)
 
 
-def weakest_first(source: Path) -> tuple[int, str]:
+def oldest_set_first(source: Path) -> tuple[int, str]:
     return list(ISA_FLAGS).index(source.stem) + 1 if source.stem in ISA_FLAGS else 0, source.stem
 
 
 class BuildKernels(build_ext):
-    """Compiles and links the kernels; the extension is a shared object of its own, not a Python module."""
+    """Compiles and links the kernels. The result is a plain shared object, not a Python module."""
 
     user_options: ClassVar[list[tuple[str, str | None, str]]] = [
         *build_ext.user_options,
-        ("sanitize", None, "with the address and undefined-behaviour sanitizers, and all bounds asserted"),
+        ("sanitize", None, "build with the address and undefined-behaviour sanitizers, and check all array bounds"),
     ]
     boolean_options: ClassVar[list[str]] = [*build_ext.boolean_options, "sanitize"]
 
@@ -127,20 +130,21 @@ class BuildKernels(build_ext):
         folder = Path(self.build_temp) / "kernels" / mode
         folder.mkdir(parents=True, exist_ok=True)
         command = [*find_compiler(), *COMMON, *MODES[mode]]
-        # Inline functions that several objects hold are taken from the first: it must be one that every processor runs.
-        sources = sorted(map(Path, ext.sources), key=weakest_first)
+        # If several objects contain the same inline function, the linker uses the one of the first object. So the first
+        # objects must be those that run on every processor.
+        sources = sorted(map(Path, ext.sources), key=oldest_set_first)
         with ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 1))) as pool:
             objects = list(pool.map(lambda source: str(compile_object(command, source, folder)), sources))
         library = self.get_ext_fullpath(ext.name)
         Path(library).parent.mkdir(parents=True, exist_ok=True)
         run_compiler([*command, "-shared", *objects, "-o", library])
         if mode == "release" and not self.editable_mode:
-            # Tests run in the source tree, also after a plain `pip install .`, and find the kernels there.
+            # Tests run in the source tree, also after `pip install .`, so the library is copied into that tree, too.
             self.copy_file(library, self.get_ext_filename(ext.name))
 
 
 class KernelWheel(bdist_wheel):
-    """A wheel of one platform but of every Python 3."""
+    """A wheel for one platform and for every Python 3."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]

@@ -215,14 +215,14 @@ class SpeculativeConfig:
     """Settings of speculative decoding. Names are vLLM's."""
 
     method: str
-    """Method that makes the drafts: ngram, draft_model or medusa."""
+    """Method that makes the drafts: ngram, draft_model, medusa or eagle3."""
     num_speculative_tokens: int = 8
     """Maximum number of drafts for one row in one step."""
     prompt_lookup_min: int = 3
     """Number of tokens that must match before method ngram makes a draft."""
     model: str = ""
-    """Small model for method draft_model, or heads for method medusa: a directory, or a name on the Hugging Face
-    Hub. The bundled model has heads of its own."""
+    """Small model for method draft_model, heads for medusa, or layer for eagle3: a directory, or a name on the Hugging
+    Face Hub. The bundled model has heads of its own."""
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> SpeculativeConfig:
@@ -240,12 +240,15 @@ class SpeculativeConfig:
         if unknown:
             raise ConfigError(f"speculative_config has unknown keys {unknown}; known: {sorted(known)}")
         method, model = settings.get("method"), settings.get("model", "")
-        if method not in ("ngram", "draft_model", "medusa"):
-            raise ConfigError(f"speculative_config: method must be ngram, draft_model or medusa, got {method!r:.80}")
-        if not isinstance(model, str) or (method != "medusa" and bool(model) != (method == "draft_model")):
+        if method not in ("ngram", "draft_model", "medusa", "eagle3"):
             raise ConfigError(
-                "speculative_config: draft_model needs model, the directory or name of the small model, medusa that of"
-                f" the heads; ngram takes no model; got method {method!r} and model {model!r:.200}"
+                f"speculative_config: method must be ngram, draft_model, medusa or eagle3, got {method!r:.80}"
+            )
+        if not isinstance(model, str) or (method != "medusa" and bool(model) != (method != "ngram")):
+            raise ConfigError(
+                "speculative_config: draft_model needs model, the directory or name of the small model, eagle3 that of"
+                " the layer, medusa that of the heads; ngram takes no model; got"
+                f" method {method!r} and model {model!r:.200}"
             )
         for name, maximum in (("num_speculative_tokens", 64), ("prompt_lookup_min", 16)):
             number = settings.get(name, 1)
@@ -299,10 +302,10 @@ class SchedulerConfig:
     speculative_config: str = ""
     """JSON object that turns speculative decoding on, such as {"method": "ngram"}. ngram drafts the tokens that
     followed an earlier occurrence of the last few tokens; prompt_lookup_min (3) is the length of the match. draft_model
-    drafts with a small model that has the same tokenizer; medusa drafts with heads on the model's hidden state. The key
-    model names the small model or the heads. num_speculative_tokens (8) is the maximum number of drafts for a row. How
-    many of them are checked depends on the cost of a step. Answers stay the same, bit for bit. Steps are then not
-    scheduled ahead."""
+    drafts with a small model that has the same tokenizer; medusa drafts with heads on the model's hidden state, and
+    eagle3 with a layer on its hidden states. The key model names the small model, the heads or the layer.
+    num_speculative_tokens (8) is the maximum number of drafts for a row. How many of them are checked depends on the
+    cost of a step. Answers stay the same, bit for bit. Steps are then not scheduled ahead."""
     admission_watermark: float = 0.01
     """Fraction of the blocks that stays free when a request joins a running batch."""
     governor: str = "off"

@@ -1,4 +1,4 @@
-"""Loads the small model, or the heads, that make drafts, and checks that they fit the served model."""
+"""Loads the small model, the layer or the heads that make drafts, and checks that they fit the served model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from tokenizers import Tokenizer
 from chairlift.config import BUNDLED_MODEL, EngineConfig
 from chairlift.errors import ConfigError, InvariantError
 from chairlift.executor.draft_model import DraftModel
+from chairlift.executor.eagle3 import Eagle3Drafter
 from chairlift.executor.local import Drafter, ModelRunner
 from chairlift.executor.medusa import MedusaHead, MedusaHeads, load_medusa
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.select import choose_format, why_not_native
 from chairlift.models.causal_lm import CausalLM
 from chairlift.models.context import LayerCache, LayerState
+from chairlift.models.eagle3 import Eagle3, load_eagle3
 from chairlift.models.fallback.config import TransformersConfig
 from chairlift.models.hf_config import ModelConfig
 from chairlift.models.loader import Progress, load_model, resolve_model_dir
@@ -31,17 +33,19 @@ _SETTING = "speculative_config: the draft model"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedDraftModel:
-    """A small model in memory, or heads that draft."""
+    """A small model in memory, or a layer or heads that draft."""
 
-    model: CausalLM | None
-    """The small model; None if heads draft."""
+    model: CausalLM | Eagle3 | None
+    """The small model or the layer; None if heads draft."""
+    most: int
+    """Maximum number of drafts for a row in one step."""
     max_positions: int = 0
     """Maximum sequence length of the small model, in tokens."""
     heads: Sequence[MedusaHead] = ()
 
     @property
     def kv_cache_spec(self) -> list[LayerCache | LayerState]:
-        """Cache layers of the small model; they are added to the cache of the served model."""
+        """Cache layers of the small model or the layer; they are added to the cache of the served model."""
         return [] if self.model is None else self.model.kv_cache_spec()
 
     def drafter(self, runner: ModelRunner, **sizes: Any) -> Drafter:
@@ -49,6 +53,8 @@ class LoadedDraftModel:
         :class:`DraftModel`."""
         if not isinstance(runner, NativeModelRunner):
             raise InvariantError(f"{type(runner).__name__} runs no draft model")
+        if isinstance(self.model, Eagle3):
+            return Eagle3Drafter(self.model, runner, most=self.most, **sizes)
         if runner.draft is None:
             return MedusaHeads(self.heads, runner, sizes["num_slots"])
         return DraftModel(runner.draft, max_positions=self.max_positions, **sizes)
@@ -62,8 +68,8 @@ def load_draft_model(
     kernels: str,
     progress: Progress | None = None,
 ) -> LoadedDraftModel | None:
-    """Load the small model or the heads named by ``speculative_config``. None if it names none, or if steps take no
-    drafts.
+    """Load what ``speculative_config`` names: a small model, a layer or heads. None if it names none, or if steps take
+    no drafts.
 
     ``model_dir``, ``network``, ``dtype`` and ``kernels`` are those of the served model. Raises ConfigError for a model
     that cannot draft for the served model, and ModelLoadError for files that cannot be read.
@@ -78,10 +84,19 @@ def load_draft_model(
         )
     name = speculation.model
     small_dir = resolve_model_dir(name) if name else _heads_of(config.model.model, model_dir)
-    if speculation.method == "medusa":
+    most = speculation.num_speculative_tokens
+    if speculation.method in ("medusa", "eagle3"):
         if not isinstance(network, ModelConfig):
-            raise ConfigError("speculative_config: medusa needs a model with a native family; use method ngram")
-        return LoadedDraftModel(None, heads=load_medusa(small_dir, network.vocab_size, network.hidden_size, dtype))
+            raise ConfigError(
+                f"speculative_config: {speculation.method} needs a model with a native family; use method ngram"
+            )
+        if speculation.method == "medusa":
+            heads = load_medusa(small_dir, network.vocab_size, network.hidden_size, dtype)
+            return LoadedDraftModel(None, most, heads=heads)
+        layer = load_eagle3(small_dir, network, dtype)
+        if reason := why_not_native(layer.config.layer, dtype, torch.device("cpu"), config.cache.block_size):
+            raise ConfigError(f"{_SETTING} {name!r:.200} cannot be run by the native kernels: {reason}")
+        return LoadedDraftModel(layer, most)
     small = read_network(small_dir, "native")
     if not isinstance(small, ModelConfig):
         raise ConfigError(f"{_SETTING} {speculation.model!r:.200} has no native family; use another")
@@ -100,7 +115,7 @@ def load_draft_model(
         raise ConfigError(
             f"{_SETTING} {speculation.model!r:.200} has recurrent states, which cannot go back; use another"
         )
-    return LoadedDraftModel(model, length)
+    return LoadedDraftModel(model, most, length)
 
 
 def _heads_of(model: str, model_dir: Path) -> Path:

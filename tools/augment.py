@@ -230,7 +230,7 @@ def vary(questions: Sequence[str], rng: random.Random, other_words: Sequence[str
 
 
 def outside(rng: random.Random) -> str:
-    """A question on a topic outside the guide, often about a word that does not exist."""
+    """A question that the guide does not answer. It is about another topic, and often has an invented word."""
     fields = {"v": rng.choice(_OUTSIDE_VERBS)}
     for name in ("x", "y"):
         made_up = "".join(rng.choice(_SYLLABLES) for _ in range(rng.choice((2, 2, 3))))

@@ -32,10 +32,10 @@ def requirements() -> list[Requirement]:
     return [Requirement(line) for line in project["dependencies"]]
 
 
-def closure(wanted: list[Requirement]) -> Iterator[tuple[str, str]]:
-    """(name, version) of every package that ``wanted`` needs on this platform, directly or indirectly."""
+def closure(required: list[Requirement]) -> Iterator[tuple[str, str]]:
+    """(name, version) of every package that ``required`` needs on this platform, directly or indirectly."""
     seen: set[str] = set()
-    todo = list(wanted)
+    todo = list(required)
     while todo:
         each = todo.pop()
         name = canonicalize_name(each.name)

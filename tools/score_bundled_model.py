@@ -55,10 +55,10 @@ def ask(llm: LLM, questions: Sequence[tuple[str, str]]) -> list[Answer]:
 
 def nearest_variation(entries: Sequence[Entry], count: int) -> float:
     """Largest Jaccard index between a held-back wording and ``count`` variations that are drawn as in training."""
-    held = HeldBack(question for question, _ in held_back_questions(entries))
+    held_back = HeldBack(question for question, _ in held_back_questions(entries))
     rng = random.Random(12345)
     curriculum = Curriculum(entries, train_tokenizer(entries), rng)
-    return max(held.nearest(curriculum.wording(rng.choice(entries))) for _ in range(count))
+    return max(held_back.nearest(curriculum.wording(rng.choice(entries))) for _ in range(count))
 
 
 def main() -> int:
@@ -75,7 +75,7 @@ def main() -> int:
     right = sum(answer.right for answer in answers)
     for answer in answers:
         if args.show and not answer.right:
-            print(f"? {answer.question}\n  wanted: {answer.expected}\n  got:    {answer.text}")
+            print(f"? {answer.question}\n  expected: {answer.expected}\n  got:      {answer.text}")
     close, nearest = violations(entries), nearest_variation(entries, args.variations)
     print(f"{right} of {len(answers)} held-back wordings right: {right / len(answers):.1%} ({seconds:.1f} s)")
     print(f"nearest of {args.variations} training variations: Jaccard {nearest:.3f} (must be below {MAX_JACCARD})")

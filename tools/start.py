@@ -115,7 +115,7 @@ def pip_of_debian(folder: Path) -> Path | None:
 
 
 def install(python: Path, venv: Path, testing: bool) -> None:
-    """Install Chairlift, unless exactly these sources are already installed. Raises CalledProcessError."""
+    """Install Chairlift, unless exactly these sources are already installed. Raises CalledProcessError if pip fails."""
     kernels = bool(os.environ.get("CXX")) or any(map(shutil.which, COMPILERS))
     stamp, state = venv / "chairlift-installed", fingerprint(kernels)
     recorded = stamp.read_text().split() if stamp.exists() else []
@@ -123,12 +123,12 @@ def install(python: Path, venv: Path, testing: bool) -> None:
         return
     environment = os.environ.copy()
     if not kernels:
-        say("no C++ compiler is there, so the CPU kernels are left out: several times slower (apt install g++)")
+        say("found no C++ compiler; Chairlift runs several times slower without the CPU kernels (apt install g++)")
         environment[WITHOUT_KERNELS] = "1"
     else:
-        say("installing Chairlift; the CPU kernels are compiled for a minute or more")
+        say("installing Chairlift; compiling the CPU kernels takes a minute or more")
     if not list(venv.glob("lib/python3*/site-packages/torch")) and not Path("/dev/nvidiactl").exists():
-        say("without a GPU, PyTorch's wheels for CPUs are smaller: PIP_EXTRA_INDEX_URL names their index")
+        say("for a smaller PyTorch without GPU code, set PIP_EXTRA_INDEX_URL to its index of CPU wheels")
     stamp.unlink(missing_ok=True)
     testing = testing or "test" in recorded
     what = f"{ROOT}[test]" if testing else str(ROOT)

@@ -43,11 +43,11 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE")
-    asked = parser.parse_args().model_types or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    model_types = parser.parse_args().model_types or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     fallback_config.ALLOWED = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)  # type: ignore[misc]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for model_type in asked:
+    for model_type in model_types:
         with tempfile.TemporaryDirectory() as directory:
             print(f"{model_type}: {survey(model_type, Path(directory))}", flush=True)
 

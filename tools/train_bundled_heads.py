@@ -1,12 +1,13 @@
-"""Makes chairlift/assets/medusa: Medusa heads for the bundled model, from what it answers itself.
+"""Trains Medusa heads for the bundled model on the model's own answers, and writes them to chairlift/assets/medusa.
 
 ::
 
     python -m tools.train_bundled_heads                     # about five minutes on one CPU core
 
-The questions are variations of the guide's wordings, as the model was trained with, but others; held-back wordings are
-left out. The model answers them greedily (``chairlift generate``), and tools/bundled_heads.yaml is the configuration of
-the run for ``chairlift train``. An interrupted run continues when it is started again.
+The questions are variations of the guide's wordings, made like the model's training questions, but from another seed.
+Held-back wordings are not used. The model answers the questions by greedy decoding (``chairlift generate``). Then
+``chairlift train`` trains the heads with the configuration tools/bundled_heads.yaml. An interrupted run continues when
+the script is started again.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ HEADS_DIR = ASSETS_DIR / "medusa"
 FILES = ("config.json", "medusa_lm_head.safetensors")
 NUM_QUESTIONS = 6000
 SEED = 1
-"""Another one than the model's, so that questions are worded in other ways."""
+"""Seed of the questions. It differs from the seed of the model's training, so that the wordings differ."""
 
 
 def write_answers(path: Path, count: int) -> None:
-    """Let the model answer ``count`` questions, each entry of the guide about equally often."""
+    """Write ``count`` questions and the model's answers to ``path``. The guide's entries occur about equally often."""
     entries, rng = read_guide(), random.Random(SEED)
     backend = tokenizers.Tokenizer.from_file(str(ASSETS_DIR / "tokenizer.json"))
     questions = Curriculum(entries, backend, rng)
-    asked = path.with_name("questions.jsonl")
-    with asked.open("w", encoding="utf-8") as file:
+    questions_file = path.with_name("questions.jsonl")
+    with questions_file.open("w", encoding="utf-8") as file:
         for number in range(count):
             text = questions.wording(entries[number % len(entries)])
             file.write(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n")
     partial = path.with_suffix(".partial")
-    command = ["generate", "--prompts-file", str(asked), "--max-tokens", "400", "--quiet", "--force"]
+    command = ["generate", "--prompts-file", str(questions_file), "--max-tokens", "400", "--quiet", "--force"]
     if chairlift([*command, "-o", str(partial)]):
         raise SystemExit("some questions were not answered")
     partial.rename(path)

@@ -178,8 +178,8 @@ class Curriculum:
 
 
 class GuideCurriculum(Curriculum):
-    """Curriculum of tools/textbook, encoded with the tokenizer that a given directory has. Use it as ``data.source`` of
-    ``chairlift train``."""
+    """The curriculum of the pages in tools/textbook. ``tokenizer`` is the directory of the tokenizer that encodes them.
+    Use this class as ``data.source`` of ``chairlift train``."""
 
     def __init__(self, tokenizer: str, seed: int = 0) -> None:
         backend = tokenizers.Tokenizer.from_file(str(Path(tokenizer) / "tokenizer.json"))

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from chairlift.executor.drafting import DraftTimes, block_tables
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.request import Request
 from chairlift.scheduler.output import SchedulerOutput
@@ -25,8 +26,6 @@ __all__ = ["DraftModel"]
 
 _MAX_CATCH_UP: Final = 256
 """Maximum number of tokens per call that rows with outdated KV may compute, so that they do not delay a step."""
-_MEMORY: Final = 0.1
-"""Weight of the newest measurement in the mean duration of a forward pass."""
 
 
 class _Part(NamedTuple):
@@ -73,8 +72,7 @@ class DraftModel:
         self._preempted: dict[str, int] = {}
         """Id of a request without a row -> number of leading positions whose KV the small model had when it left its
         row."""
-        self._seconds: dict[int, float] = {}
-        """Bit length of a number of rows -> mean seconds of a forward pass with so many rows."""
+        self._times = DraftTimes()
 
     # -- beside the model ----------------------------------------------------------------------------------------
 
@@ -108,9 +106,7 @@ class DraftModel:
 
     def seconds(self, num_rows: int) -> float:
         """Seconds that one draft for each of ``num_rows`` rows takes; 0 before the first drafts."""
-        size = num_rows.bit_length()
-        known = min(self._seconds, key=lambda each: abs(each - size), default=None)
-        return 0.0 if known is None else self._seconds[known]
+        return self._times.seconds(num_rows)
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
         """Drafts for each row: at most the given number, and only as many as fit into the request's blocks."""
@@ -131,7 +127,8 @@ class DraftModel:
                 break
             drawn = self._pass(parts)
             parts = self._extend(parts, drawn, drafts, limits)
-            self._note(len(rows), time.perf_counter() - begin if number else 0.0)
+            if number:  # the first pass also computes outdated KV
+                self._times.note(len(rows), time.perf_counter() - begin)
             begin = time.perf_counter()
         return drafts
 
@@ -170,7 +167,7 @@ class DraftModel:
         cu_seqlens = np.concatenate(([0], np.cumsum(lengths)), dtype=np.int32)
         positions = np.concatenate([np.arange(part.start, part.end, dtype=np.int32) for part in parts])
         rows = np.repeat(np.arange(len(parts)), lengths)
-        tables = self._tables(parts, ends)
+        tables = block_tables([part.request.block_ids for part in parts], -(-int(ends.max()) // self._block_size))
         blocks = tables[:, rows, positions // self._block_size].astype(np.int64)
         complete = [i for i, part in enumerate(parts) if part.end >= len(part.request.token_ids)]
         batch = StepBatch(
@@ -192,16 +189,6 @@ class DraftModel:
         tokens = self._runner.sample(hidden, batch, None).token_ids
         return {parts[i].row: token for i, token in zip(complete, tokens, strict=True)}
 
-    def _tables(self, parts: Sequence[_Part], ends: np.ndarray) -> np.ndarray:
-        """Block tables of the rows, int32 [G, N, M]."""
-        width = -(-int(ends.max()) // self._block_size)
-        tables = np.zeros((len(parts[0].request.block_ids), len(parts), width), dtype=np.int32)
-        for row, part in enumerate(parts):
-            for group, table in enumerate(part.request.block_ids):
-                used = table[:width]
-                tables[group, row, : len(used)] = used
-        return tables
-
     def _extend(
         self, parts: Sequence[_Part], drawn: dict[int, int], drafts: list[list[int]], limits: Sequence[int]
     ) -> list[_Part]:
@@ -217,9 +204,3 @@ class DraftModel:
                 self._tokens[request.slot, end] = token
                 next_parts.append(_Part(index, request, end, end + 1))
         return next_parts
-
-    def _note(self, num_rows: int, seconds: float) -> None:
-        """Learn how long a pass takes. The first pass of a call is left out, because it also computes outdated KV."""
-        if seconds:
-            size = num_rows.bit_length()
-            self._seconds[size] = seconds + (self._seconds.get(size, seconds) - seconds) * (1 - _MEMORY)

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from chairlift.errors import ModelLoadError
+from chairlift.executor.drafting import DraftTimes, drawing_batch
 from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.sampling_rows import RowTemplates
 from chairlift.kernels.cpu.packing import PackedMatrix
@@ -37,8 +38,6 @@ __all__ = ["MedusaHead", "MedusaHeads", "load_medusa"]
 
 _FILES: Final = ("medusa_lm_head.safetensors", "model.safetensors")
 _MAX_HEADS: Final = 64
-_MEMORY: Final = 0.1
-"""Weight of the newest measurement in the mean duration of a head."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,8 +72,7 @@ class MedusaHeads:
         """Per slot: hidden state from which the row's newest token was drawn."""
         self._tokens: np.ndarray = np.zeros((num_slots, 0), dtype=np.int32)
         """Tokens of every slot: the engine's own array. The part after the known tokens is free for drafts."""
-        self._seconds: dict[int, float] = {}
-        """Bit length of a number of rows -> mean seconds of one head with so many rows."""
+        self._times = DraftTimes()
 
     def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
         """Do nothing: the heads need only the hidden states that :meth:`saw` gets."""
@@ -96,9 +94,7 @@ class MedusaHeads:
 
     def seconds(self, num_rows: int) -> float:
         """Seconds that one draft for each of ``num_rows`` rows takes; 0 before the first drafts."""
-        size = num_rows.bit_length()
-        known = min(self._seconds, key=lambda each: abs(each - size), default=None)
-        return 0.0 if known is None else self._seconds[known]
+        return self._times.seconds(num_rows)
 
     def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
         """Drafts for each row, one per head, at most the given number."""
@@ -119,9 +115,7 @@ class MedusaHeads:
                 if len(drafts[row]) == number < rows[row][1] and token >= 0:
                     drafts[row].append(token)
                     self._tokens[slots[row], known[row] + number] = token
-            size = len(rows).bit_length()
-            seconds = (time.perf_counter() - begin) / len(part)
-            self._seconds[size] = seconds + (self._seconds.get(size, seconds) - seconds) * (1 - _MEMORY)
+            self._times.note(len(rows), (time.perf_counter() - begin) / len(part))
         return drafts
 
     def forget(self, request: Request) -> None:
@@ -140,21 +134,7 @@ class MedusaHeads:
             slots, sampling = np.tile(slots, len(numbers)), sampling * len(numbers)
         lengths = np.concatenate([known + number for number in numbers])
         lengths = np.minimum(lengths, self._tokens.shape[1] - 1)
-        every = np.arange(len(slots), dtype=np.int32)
-        none = np.zeros((0, 0, 0), dtype=np.int32)
-        batch = StepBatch(
-            token_ids=self._tokens[slots, lengths - 1],
-            positions=lengths - 1,
-            cu_seqlens=np.arange(len(slots) + 1, dtype=np.int32),
-            seq_lens=lengths,
-            block_tables=none,
-            slot_mapping=none.astype(np.int64),
-            slots=slots,
-            tokens=self._tokens,
-            sampling=sampling,
-            sample_rows=every,
-            sample_tokens=every,
-        )
+        batch = drawing_batch(self._tokens, slots, lengths, sampling)
         rows = self._templates.fill(batch, None)
         self._runner.project(made.flatten(0, 1), rows, self._heads[numbers[0]].head)
         return rows.sampled().token_ids

@@ -3,6 +3,7 @@ sampling."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from chairlift.kernels import ops
 from chairlift.kernels.cpu.library import Memory, Pool
 from chairlift.kernels.cpu.packing import PANEL, PackedMatrix
 from chairlift.kernels.cpu.program import SPARE_ROWS, StepProgram
-from chairlift.kernels.recording import Recorder
+from chairlift.kernels.recording import Recorder, Value
 from chairlift.lora.bank import NativeAdapters
 from chairlift.models.causal_lm import CausalLM
+from chairlift.models.eagle3 import Eagle3
 from chairlift.models.loader import replace_weights
 from chairlift.sampling.failures import output_reason
 from chairlift.step_batch import Masks, PromptLogprobs, SampledTokens, StepBatch
@@ -39,9 +41,9 @@ class NativeModelRunner:
 
     The model's Python code runs once, in the constructor, and is recorded as the program. ``isa`` is the instruction
     set of the kernels. A step has at most ``max_tokens`` tokens. With ``lora``, rows may have adapters. A row's result
-    does not depend on other rows of the batch. ``draft`` is a small model for drafts; the last layers of ``plan``
-    belong to it. ``kv`` is the cache of another runner; its layers from ``first_layer`` on belong to this runner.
-    ``images`` holds the encoded images that steps may use.
+    does not depend on other rows of the batch. ``draft`` is a small model or a layer that drafts; the last layers of
+    ``plan`` belong to it. ``kv`` is the cache of another runner; its layers from ``first_layer`` on belong to this
+    runner. ``images`` holds the encoded images that steps may use.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class NativeModelRunner:
         *,
         isa: str,
         max_tokens: int,
-        draft: CausalLM | None = None,
+        draft: CausalLM | Eagle3 | None = None,
         kv: NativeKV | None = None,
         first_layer: int = 0,
         lora: LoRAConfig | None = None,
@@ -69,19 +71,15 @@ class NativeModelRunner:
         self.adapters: NativeAdapters | None = None
         """Computes the adapters' low-rank matrices; None if no adapters are served."""
         if lora is not None:
-            sizes = {
-                "max_rank": lora.max_lora_rank,
-                "capacity": lora.num_cpu_loras,
-                "max_tokens": max_tokens + SPARE_ROWS,
-            }
-            self.adapters = NativeAdapters(model, dtype, **sizes)
+            sizes = {"max_rank": lora.max_lora_rank, "capacity": lora.num_cpu_loras}
+            self.adapters = NativeAdapters(model, dtype, max_tokens=max_tokens + SPARE_ROWS, **sizes)
         table = None if self.adapters is None else self.adapters.table
         recorder = Recorder(dtype)
-        hidden: Any = model(recorder.token_ids, recorder.positions, recorder)
+        taps = draft.config.taps if isinstance(draft, Eagle3) else ()
+        hidden, tapped = _record(model, recorder, taps)
         layers, states = self._kv.layers[first_layer:], {} if first_layer else self._kv.states
         how: dict[str, Any] = {"isa": isa, "max_tokens": max_tokens, "states": states, "adapters": table}
-        how["parts"] = self._kv.parts
-        self.program = StepProgram(recorder, hidden, layers, pool, **how)
+        self.program = StepProgram(recorder, hidden, layers, pool, parts=self._kv.parts, taps=tapped, **how)
         self.calls = self.program.plan.calls
         """Names of the operations that PyTorch computes."""
         body = len(recorder.nodes)
@@ -96,11 +94,12 @@ class NativeModelRunner:
         self._cap: float | None = head[1].attributes["cap"] if capped else None
         self._head_weight: PackedMatrix = head[0].attributes["weight"]
         self._templates = RowTemplates(self._head_weight.n)
-        self._max_tokens, self._dtype = max_tokens, dtype
+        self._max_tokens, self._dtype, self._isa, self._pool = max_tokens, dtype, isa, pool
+        self._draft_layers = self._kv.layers[first_layer + len(spec) :][: len(draft_spec)]
         self._logits: Tensor | None = None
         self.draft: NativeModelRunner | None = None
         """Runs the small model for drafts; None without one."""
-        if draft is not None:
+        if isinstance(draft, CausalLM):
             more = {"isa": isa, "max_tokens": max_tokens, "kv": self._kv, "first_layer": len(spec)}
             self.draft = NativeModelRunner(draft, plan, dtype, pool, **more)  # type: ignore[arg-type]
 
@@ -150,6 +149,25 @@ class NativeModelRunner:
         return batch.sample_tokens if needed is None else np.searchsorted(needed, batch.sample_tokens).astype(np.int32)
 
     @property
+    def tapped(self) -> Tensor:
+        """See :attr:`~chairlift.kernels.cpu.program.StepProgram.tapped`."""
+        return self.program.tapped
+
+    def embed(self, token_ids: Value) -> Tensor:
+        """Record the look-up of the served model's embeddings [T, D]."""
+        embedded: Tensor = self._model.model.embed_tokens(token_ids)
+        return embedded
+
+    def recorder(self) -> Recorder:
+        """A recorder for another network with the served model's dtype; see :meth:`program_of`."""
+        return Recorder(self._dtype)
+
+    def program_of(self, recorder: Recorder, output: Value, max_tokens: int) -> StepProgram:
+        """Step program of the layer that drafts. It uses the served model's threads and the last layers of its
+        cache."""
+        return StepProgram(recorder, output, self._draft_layers, self._pool, isa=self._isa, max_tokens=max_tokens)
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens in the vocabulary."""
         return self._head_weight.n
@@ -157,10 +175,26 @@ class NativeModelRunner:
     def project(self, states: Tensor, rows: NativeRows, head: PackedMatrix | None) -> None:
         """Compute the logits of hidden states [R, D] of any dtype with an output head (None: the model's), and sample
         ``rows``."""
-        width, dtype = states.shape[1], self._dtype
-        padded = torch.zeros((len(states), -(-width // PANEL) * PANEL + PANEL), dtype=dtype)
+        self._head(self._padded(states), np.arange(len(states), dtype=np.int32), rows, head)
+
+    def logits(self, states: Tensor, head: PackedMatrix) -> npt.NDArray[np.float32]:
+        """Logits [R, n] of hidden states [R, D] of any dtype with an output head [n, D]."""
+        count, width = len(states), -(-head.n // PANEL) * PANEL
+        rows = NativeRows.for_targets(np.zeros(count, dtype=np.int32), -1, head.n)  # such rows store their logits
+        stored = Memory(4 * count * width).tensor(torch.float32, (count, width))
+        self.program.head(head, self._padded(states), np.arange(count, dtype=np.int32), rows.records, stored)
+        return stored.numpy()[:, : head.n]
+
+    def sample_logits(self, logits: npt.NDArray[np.float32], rows: NativeRows) -> None:
+        """Sample ``rows`` from given logits [R, V rounded up to 32]."""
+        self.program.sample(logits, self.vocab_size, rows.records)
+
+    def _padded(self, states: Tensor) -> Tensor:
+        """``states`` [R, D] in the model's dtype, in rows that are padded with zeros."""
+        width = states.shape[1]
+        padded = torch.zeros((len(states), -(-width // PANEL) * PANEL + PANEL), dtype=self._dtype)
         padded[:, :width] = states
-        self._head(padded[:, :width], np.arange(len(states), dtype=np.int32), rows, head)
+        return padded[:, :width]
 
     def update_weights(self, source: WeightSource, progress: OnProgress | None = None) -> None:
         """See :func:`~chairlift.models.loader.replace_weights`. The weights keep their addresses, so the step program
@@ -204,6 +238,22 @@ class NativeModelRunner:
             count = max(1, min(self._max_tokens, _SCRATCH_BYTES // (4 * width)))
             self._logits = Memory(4 * width * count).tensor(torch.float32, (count, width))
         return self._logits
+
+
+def _record(model: CausalLM, recorder: Recorder, taps: Sequence[int]) -> tuple[Any, list[Value]]:
+    """Record the model. Returns (its result, the hidden states before the decoder layers ``taps``)."""
+    found: dict[int, Value] = {}
+    hooks = []
+    for tap in set(taps):
+
+        def note(_: Any, given: tuple[Any, ...], tap: int = tap) -> None:
+            found[tap] = given[0]
+
+        hooks.append(model.model.layers[tap].register_forward_pre_hook(note))
+    hidden = model(recorder.token_ids, recorder.positions, recorder)
+    for hook in hooks:
+        hook.remove()
+    return hidden, [found[tap] for tap in taps]
 
 
 def _needed(batch: StepBatch) -> npt.NDArray[np.intp] | None:

@@ -22,9 +22,10 @@ from chairlift.executor.native_runner import NativeModelRunner
 from chairlift.executor.pooled_runner import NativePooledRunner, PooledExecutor, TorchPooledRunner
 from chairlift.kernels.cpu.library import Pool, best_isa, load, supported_isas, why_unavailable
 from chairlift.kernels.cpu.packing import NATIVE_DTYPES
-from chairlift.kernels.triton.launch import MOST_GROUP
+from chairlift.kernels.triton.launch import MAX_GROUP
 from chairlift.kernels.weights import NATIVE, ONEDNN, PLAIN, QUANTIZED, WeightFormat
 from chairlift.models.causal_lm import CausalLM
+from chairlift.models.eagle3 import Eagle3
 from chairlift.models.encoder_config import EncoderConfig
 from chairlift.models.fallback.config import TransformersConfig
 from chairlift.models.fallback.model import TransformersLM
@@ -116,8 +117,8 @@ def why_not_triton(network: ModelConfig | None, dtype: torch.dtype, device: torc
         return f"they do not {lacks}, as this model needs; use kernels='torch', or device='cpu'"
     if network is not None and network.recurrent:
         return "they have no recurrent layers, as this model needs; use kernels='torch', or device='cpu'"
-    if network is not None and (group := network.num_attention_heads // network.num_key_value_heads) > MOST_GROUP:
-        return f"they need at most {MOST_GROUP} query heads for each KV head, and this model has {group}"
+    if network is not None and (group := network.num_attention_heads // network.num_key_value_heads) > MAX_GROUP:
+        return f"they need at most {MAX_GROUP} query heads for each KV head, and this model has {group}"
     return ""
 
 
@@ -296,11 +297,12 @@ def make_runner(
     device: torch.device,
     kernels: str,
     max_model_len: int,
-    draft: CausalLM | None = None,
+    draft: CausalLM | Eagle3 | None = None,
     images: ImageBank | None = None,
 ) -> ModelRunner:
     """Runner for the kernels that :func:`choose_kernels` returned. ``model`` has its weights in the right format.
-    ``draft`` is a small model for drafts, and ``images`` holds encoded images; both need the native kernels."""
+    ``draft`` is a small model or a layer for drafts, and ``images`` holds encoded images; both need the native
+    kernels."""
     threads, max_tokens = config.model.threads, config.scheduler.max_num_batched_tokens
     if kernels in ("torch", "triton") and threads is not None:
         torch.set_num_threads(threads)

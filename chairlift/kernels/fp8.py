@@ -9,11 +9,11 @@ from torch import Tensor
 
 from chairlift.kernels.cpu.packing import by_slices
 
-__all__ = ["FP8_LARGEST", "FP8_LEAST_SCALE", "Fp8Weight", "fp8_linear", "quantize"]
+__all__ = ["FP8_LARGEST", "FP8_MIN_SCALE", "Fp8Weight", "fp8_linear", "quantize"]
 
 FP8_LARGEST: Final = 448.0
 """Largest value that float8_e4m3fn can represent."""
-FP8_LEAST_SCALE: Final = torch.finfo(torch.float32).tiny
+FP8_MIN_SCALE: Final = torch.finfo(torch.float32).tiny
 """Smallest scale. It avoids a division by 0 for rows of zeros."""
 
 
@@ -28,7 +28,7 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     largest = wide.abs().amax(1)
     # On a GPU, torch computes division by a constant as multiplication by its reciprocal, and the last bit differs from
     # the CPU's. Dividing by a tensor avoids this.
-    scales = (largest / torch.full_like(largest, FP8_LARGEST)).clamp(min=FP8_LEAST_SCALE)
+    scales = (largest / torch.full_like(largest, FP8_LARGEST)).clamp(min=FP8_MIN_SCALE)
     return (wide / scales[:, None]).to(torch.float8_e4m3fn), scales
 
 

@@ -36,12 +36,13 @@ class GroupKind(NamedTuple):
 
     @property
     def zero(self) -> int:
-        """Code of the value zero, for kinds without a minimum. For float codes: the lowest value, a negative number."""
+        """Number that is subtracted from a code to get an integer value; 0 for kinds with a minimum. For float codes it
+        is the largest of :data:`E2M1_VALUES`, so that value + zero is never negative."""
         return E2M1_VALUES[7] if self.e2m1 else 0 if self.minimum else 1 << (self.bits - 1)
 
     @property
     def span(self) -> int:
-        """Difference between the highest and the lowest value of a group, in scales."""
+        """Largest possible difference between two values of a group, divided by the group's scale."""
         return 2 * E2M1_VALUES[7] if self.e2m1 else (1 << self.bits) - 1
 
     @property

@@ -127,14 +127,14 @@ class Node:
 
     op: Op[Any, Any]
     inputs: tuple[Value, ...]
-    """First arguments of the call: the values."""
+    """Arguments of the call that are placeholders. They come before all other arguments."""
     attributes: dict[str, Any]
     """Other arguments of the call, by name: weights and numbers."""
     outs: tuple[Value, ...]
 
     @property
     def out(self) -> Value:
-        """The first result. Most operations have only one."""
+        """Placeholder of the first result. Most operations have only one result."""
         return self.outs[0]
 
     @property

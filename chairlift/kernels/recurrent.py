@@ -108,8 +108,8 @@ def recur_paged(cell: Cell, inputs: tuple[Tensor, ...], states: tuple[Tensor, ..
 
 
 def _kept(part: Tensor, fresh: Tensor) -> Tensor:
-    """States [B, ...] in which the states of new sequences are replaced by zeros, because their memory may hold
-    anything."""
+    """States ``part`` [B, ...], with zeros for new sequences (``fresh`` [B]): their memory may still
+    have states of other requests."""
     return part.masked_fill(fresh.view(-1, *[1] * (part.dim() - 1)), 0)
 
 

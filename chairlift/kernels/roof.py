@@ -18,11 +18,11 @@ from chairlift.kernels.cpu.library import ISA_NAMES, Memory, Pool, require
 __all__ = ["ASSUMED_L3", "GPU", "Roof", "l3_bytes", "product_isa", "quick_roof"]
 
 GPU: Final = "gpu"
-"""Name for the GPU where an instruction-set path is expected. A GPU has one "thread"."""
+"""Stands for the GPU where a function expects the name of an instruction-set path; its number of threads is then 1."""
 
 ASSUMED_L3: Final = 64 << 20
 """Size of the L3 cache in bytes that is assumed if the system does not report it."""
-_CACHES, _MOST_BUFFER, _LEAST_BUFFER = 3, 512 << 20, 64 << 20
+_CACHES, _MAX_BUFFER, _MIN_BUFFER = 3, 512 << 20, 64 << 20
 _TRIALS, _MOMENT = 3, 0.002
 
 
@@ -72,7 +72,7 @@ def quick_roof(pool: Pool, isa: str, dtype: torch.dtype) -> Roof:
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cache = l3_bytes(Path("/sys/devices/system/cpu"), allowed) or ASSUMED_L3
-    memory = Memory(min(max(_CACHES * cache, _LEAST_BUFFER), _MOST_BUFFER))
+    memory = Memory(min(max(_CACHES * cache, _MIN_BUFFER), _MAX_BUFFER))
     memory.tensor(torch.uint8, (memory.nbytes,)).fill_(1)  # unwritten pages are all the same physical page
     library, path, int8 = require(), ISA_NAMES.index(product_isa(isa, dtype)), int(dtype == torch.int8)
     read = max(library.cl_measure_read(pool.handle, memory.address, memory.nbytes) for _ in range(_TRIALS))

@@ -203,12 +203,15 @@ class _Plan:
     """None if the rows of the calls, one call after another, are the rows of the batch. Otherwise three int64 tensors.
     - [P]: index of the batch's row for each row of the calls.
     - [T]: index among the rows of the calls for each row of the batch.
-    - Indices of the padding rows in the calls. It is on the right of a segment, where causal attention never looks.
+    - Indices of the padding rows in the calls. Padding follows the tokens of a segment,
+      so causal attention does not read it.
     """
 
 
 @functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)  # a plan made during evaluation is reused by training, which saves it for gradients
+@torch.inference_mode(
+    False
+)  # training may reuse the tensors of a plan that evaluation made, and saves them for gradients
 def _plan(cu_seqlens: tuple[int, ...], window: int | None, device: torch.device) -> _Plan:
     """Plan with few calls and few copied rows. It is computed once and used by all layers."""
     spans = [(start, end) for start, end in itertools.pairwise(cu_seqlens) if end > start]

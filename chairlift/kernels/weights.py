@@ -118,7 +118,7 @@ class Plain(WeightFormat):
 
 
 class _OneDnnWeight:
-    """A weight [out, in]: ``rows`` while rows are written, then ``packed`` in oneDNN's layout."""
+    """A weight [out, in]. It is in ``rows`` while rows are written, then in ``packed`` in oneDNN's layout."""
 
     packed: Tensor
 

@@ -53,6 +53,7 @@ __all__ = [
     "load_model",
     "load_pooled",
     "open_checkpoint",
+    "open_safetensors",
     "open_tensors",
     "replace_weights",
     "resolve_dtype",
@@ -167,7 +168,7 @@ def check_pooled_weights(model_dir: Path, config: PooledConfig, dtype: torch.dty
 def _pooled_parts(
     model: PooledNetwork, model_dir: Path, stack: contextlib.ExitStack, surplus: Surplus = "warn"
 ) -> tuple[Mapping[str, Any], list[CheckpointPart]]:
-    tensors = with_whole_weights(_open_files(model_dir, stack), model_dir)
+    tensors = with_whole_weights(open_safetensors(model_dir, stack), model_dir)
     if model.config.answers:
         tensors = {**tensors, SCORES: _InMemory(_rows_of_head(tensors, model, model_dir))}
     layout = pooled_layout(model, tensors)
@@ -474,7 +475,7 @@ def open_tensors(model_dir: Path, config: ModelConfig | None, stack: contextlib.
     several stored tensors. ``config`` is needed only for a GGUF file."""
     if config is not None and is_gguf(model_dir):
         return dict(gguf_tensors(GGUFModel(model_dir), config))
-    tensors = with_whole_weights(_open_files(model_dir, stack), model_dir)
+    tensors = with_whole_weights(open_safetensors(model_dir, stack), model_dir)
     if config is None:
         return tensors
     family = FAMILIES[config.model_type]
@@ -482,7 +483,9 @@ def open_tensors(model_dir: Path, config: ModelConfig | None, stack: contextlib.
     return with_usual_names(tensors, family.other_names, experts=by_expert)
 
 
-def _open_files(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+def open_safetensors(model_dir: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """Tensor name -> open safetensors file that holds it, for all weights in a directory. ``stack`` closes the files.
+    Raises :class:`~chairlift.errors.ModelLoadError`."""
     index_path = model_dir / INDEX_NAME
     if index_path.is_file() and (index := _read_index(index_path)):
         opened = {file: _open_file(model_dir / file, stack) for file in sorted(set(index.values()))}

@@ -100,7 +100,7 @@ struct Sixteens {
   }
 };
 
-// The KV tiles that attention reads in order: the current tile, the next one, and the one after it. Of each tile all
+// The KV tiles that attention reads in order: the current tile, the next tile, and the tile after it. In each tile, all
 // keys are read first, then all values. A piece is the K or V of sixteen tokens.
 template <typename Stored>
 struct Reading {
@@ -368,8 +368,8 @@ static const T* seen_values(const T* values, T* into, int dim, int first, int lo
   return into;
 }
 
-// Replaces the values of tokens outside [from, to) by zeros. Such tokens are only in the first and the last group of
-// the tile: both are copied to `edges`, and `at` then refers to the copies.
+// Replaces the values of tokens outside [from, to) by zeros. Only the first and the last group of the tile can have
+// such tokens. Both groups are copied to `edges` with zeros, and `at` gets the addresses of the copies.
 template <typename T>
 static void leave_out_unseen(Sixteens<T>& at, T* edges, int dim, int from, int to) {
   for (int i = 0; i < at.count; i += at.count > 1 ? at.count - 1 : 1)

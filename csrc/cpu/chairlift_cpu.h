@@ -154,8 +154,8 @@ typedef struct {
   const float* q_norm;    // float32 [head_dim], with CL_ALL_HEADS [heads * head_dim]; or null
   const float* k_norm;    // float32 [head_dim], with CL_ALL_HEADS [kv_heads * head_dim]; or null
   const cl_experts* experts;  // for EXPERTS
-  // ATTENTION: float32 [heads], attention sinks: one more logit in the softmax of each head, which has no value; or
-  // null
+  // ATTENTION: float32 [heads], the attention sinks, or null. A sink is one more logit in a head's softmax, without a
+  // value
   const float* sinks;
 } cl_op;
 

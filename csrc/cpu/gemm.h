@@ -216,8 +216,9 @@ CL_INLINE bool one_pass(const Panels<Weight>&, int rows) {
 template <int B, Meaning M>
 CL_INLINE bool one_pass(const Panels<Code<B, M>>&, int rows) { return rows <= most_code_rows(2); }
 
-// Multiplies all rows by a panel while the weight is read once. The weight is prefetched STREAM_AHEAD bytes before its
-// use. If this panel is the thread's `last`, the beginning of `then` is prefetched near the panel's end.
+// Multiplies all rows by a panel in one pass, so that the panel is read only once. Its memory is prefetched
+// STREAM_AHEAD bytes ahead. If this panel is the `last` of the thread, the first bytes of `then` are prefetched near
+// the panel's end.
 template <typename Row, typename Weight>
 static void stream_product(const Panels<Weight>& weight, int rows, const Left<Row, Weight>* a, int64_t a_stride,
                            const Weight* panel, int64_t k, float* out, int64_t out_stride, bool accumulate, bool last,
@@ -279,7 +280,7 @@ struct GemmItem {
   int first_row, m, chunk, super, supers;
 };
 
-// The items of multiplying m rows by one weight.
+// All items of one matrix multiplication: m rows by one weight.
 template <typename Row, typename Weight>
 struct OneWeight {
   const Panels<Weight>& weight;

@@ -384,7 +384,8 @@ static void linear(cl_pool& pool, int thread, const cl_op& op, const Panels<Weig
   }
 }
 
-// The operation HEADS: StoreHeads for rows that another operation wrote.
+// The operation HEADS: normalises, rotates and stores heads as QKV does. Another operation has written q, k and v to
+// `in`.
 template <typename T>
 static void heads(const cl_op& op, const cl_program& program, const cl_batch& batch, Share share) {
   const cl_kv_layer& layer = program.kv_layers[op.layer];

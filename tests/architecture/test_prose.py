@@ -19,8 +19,6 @@ _FRAGMENT = re.compile(r"^Of (?!course\b)")
 """A docstring or comment that leaves its subject out, such as "Of the answer, in seconds"."""
 
 NOT_REFLOWED = {
-    "docs/cpu-kernels.md",
-    "docs/quantization.md",
     "docs/speculation.md",
 }
 """Documents whose lines are still longer. ``python tools/reflow.py FILE`` fills them; add none."""

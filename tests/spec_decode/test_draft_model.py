@@ -20,6 +20,7 @@ import pytest
 
 from chairlift import LLM, SamplingParams
 from chairlift.errors import ConfigError
+from chairlift.executor import draft_model
 from chairlift.executor.draft_model import DraftModel
 from chairlift.executor.native_kv import NativeKV
 from chairlift.kernels.cpu.library import supported_isas
@@ -51,7 +52,7 @@ def drafts_are_free(llm: LLM) -> DraftModel:
     drafter = drafts.speculator._proposer
     assert isinstance(drafter, DraftModel)
     drafts.speculator._seconds = lambda step: 1.0
-    drafter._note = lambda *given: None  # type: ignore[method-assign]
+    drafter._times.note = lambda *given: None  # type: ignore[method-assign]
     return drafter
 
 
@@ -136,10 +137,10 @@ def test_how_many_drafts_follows_from_what_they_cost(models: Models) -> None:
     asked = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True)
     drafts = llm.engine.scheduler.drafts
     assert drafts is not None
-    drafter._seconds = {1: 0.01}
+    drafter._times.known = {1: 0.01}
     llm.generate([[5] * 9], asked)
     cheap, drafts.num_drafts = drafts.num_drafts, 0
-    drafter._seconds = {1: 3.0}
+    drafter._times.known = {1: 3.0}
     llm.generate([[5] * 9], asked)
     assert cheap > 40 and drafts.num_drafts <= 4  # a probe now and then
 
@@ -151,12 +152,12 @@ def test_a_drafter_that_was_idle_catches_up(models: Models) -> None:
     drafts = llm.engine.scheduler.drafts
     assert drafts is not None and isinstance(drafts.speculator, AdaptiveSpeculator)
     llm.engine.add_request([5] * 9, SamplingParams(temperature=1.0, max_tokens=200, ignore_eos=True), request_id="a")
-    drafter._seconds = {1: 1e9}
+    drafter._times.known = {1: 1e9}
     drafts.speculator._idle_steps = -1000
     for _ in range(60):
         llm.engine.step()
     assert not drafts.num_drafts
-    drafter._seconds = {}
+    drafter._times.known = {}
     while llm.engine.has_unfinished:
         llm.engine.step()
     assert drafts.num_drafts == drafts.num_accepted > 100
@@ -271,14 +272,14 @@ def drafts_are_drawn_without_the_noise_of_their_place(patch: pytest.MonkeyPatch)
 
 @mutant
 def tables_are_those_of_the_first_row(patch: pytest.MonkeyPatch) -> None:
-    tables = DraftModel._tables
+    tables = draft_model.block_tables
 
-    def wrong(self: DraftModel, parts: Any, ends: Any) -> Any:
-        found = tables(self, parts, ends)
+    def wrong(given: Any, width: int) -> Any:
+        found = tables(given, width)
         found[:, :] = found[:, :1]
         return found
 
-    patch.setattr(DraftModel, "_tables", wrong)
+    patch.setattr(draft_model, "block_tables", wrong)
 
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))

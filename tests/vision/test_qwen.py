@@ -280,7 +280,7 @@ def test_other_names_and_forms_of_the_same_model(tmp_path: Path) -> None:
     check(QwenReference(same), LLM(folder, num_kv_blocks=40, dtype="float32"), (picture(1, 40, 24), "What?"))
 
 
-_image_rows, _axes, _levels = InputBatch._image_rows, axes_of, StepProgram._behind_layer
+_image_rows, _axes, _levels = InputBatch._image_rows, axes_of, StepProgram._after_layer
 _merge, _windows, _rotation = PatchTower._merge, PatchTower._windows, PatchTower._rotation
 
 
@@ -316,9 +316,9 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     ),
 }
 DEEP: dict[str, tuple[Any, str, Any]] = {
-    "rows added behind the wrong layer": (
+    "rows added after the wrong layer": (
         StepProgram,
-        "_behind_layer",
+        "_after_layer",
         lambda self, layer: _levels(self, 1 - layer),
     ),
     "rows not added": (program, "_add_rows", lambda into, rows, dtype: None),

@@ -376,8 +376,8 @@ class Memory:
         # Tensors and arrays hold a reference to the buffer, not to this object. The memory is therefore freed when the
         # buffer is deleted.
         self._buffer = (ctypes.c_char * nbytes).from_address(address)
-        # At exit nothing is freed here. The operating system frees the memory after the last thread that might read it
-        # has ended.
+        # The finalizer does not run at interpreter exit, because other threads may still read the memory. The operating
+        # system frees it after all threads have ended.
         weakref.finalize(self._buffer, library.cl_free, address, nbytes).atexit = False
 
     def part(self, offset: int, nbytes: int) -> Memory:

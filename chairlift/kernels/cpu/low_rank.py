@@ -102,7 +102,7 @@ class LowRankTable:
         self.num_sites = num_sites
         self._entries = (LowRank * (num_sites * num_adapters))()
         self._free = list(range(num_adapters - 1, -1, -1))
-        self._kept: dict[int, tuple[int, PackedAdapter]] = {}
+        self._loaded: dict[int, tuple[int, PackedAdapter]] = {}
         self._stride = -(-max_rank // PANEL) * PANEL + _SPARE
         self._rows = Memory(4 * self._stride * max_tokens)
 
@@ -114,18 +114,18 @@ class LowRankTable:
 
     def put(self, adapter_id: int, adapter: PackedAdapter) -> None:
         """Add an adapter to the table. Raises InvariantError if its number is in use, or if the table is full."""
-        if adapter_id in self._kept or not self._free:
+        if adapter_id in self._loaded or not self._free:
             raise InvariantError(f"adapter {adapter_id} is in the table already, or the table is full")
         row = self._free.pop()
         for site, (a, b, slices) in adapter.products.items():
             rank = -(-a.out_features // PANEL) * PANEL
             entry = LowRank(a.memory.address, b.memory.address, slices.ctypes.data, rank)
             self._entries[row * self.num_sites + site - 1] = entry
-        self._kept[adapter_id] = row, adapter
+        self._loaded[adapter_id] = row, adapter
 
     def drop(self, adapter_id: int) -> None:
         """Remove an adapter from the table. No later step may use it."""
-        row, _ = self._kept.pop(adapter_id)
+        row, _ = self._loaded.pop(adapter_id)
         for site in range(self.num_sites):
             self._entries[row * self.num_sites + site] = LowRank()
         self._free.append(row)
@@ -136,7 +136,7 @@ class LowRankTable:
         rows = np.full(len(adapter_ids), -1, dtype=np.int32)
         for adapter_id in np.unique(adapter_ids).tolist():
             if adapter_id:
-                if adapter_id not in self._kept:
+                if adapter_id not in self._loaded:
                     raise InvariantError(f"a step has adapter {adapter_id}, which is not in memory")
-                rows[adapter_ids == adapter_id] = self._kept[adapter_id][0]
+                rows[adapter_ids == adapter_id] = self._loaded[adapter_id][0]
         return rows

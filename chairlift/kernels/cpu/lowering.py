@@ -95,7 +95,7 @@ class FusedOp:
     """Number that is added to a norm's weights."""
     rotary: Value | None = None
     part: int = 0
-    """Which part of the layer's recurrent states the operation reads and writes."""
+    """Index of the part of the layer's recurrent states that the operation reads and writes."""
     experts: dict[str, Any] | None = None
     """Attributes of an ``ops.experts`` node; None for other operations."""
     call: Node | None = None
@@ -124,8 +124,8 @@ def lower(nodes: Sequence[Node], output: Value) -> Plan:
 
 
 def narrow_at(ops: Sequence[FusedOp], output: Value) -> tuple[int, set[Value]]:
-    """Position from which the step can be narrowed to some tokens: (index of the first operation after all operations
-    that need every token, activations that are computed before it and read from it on)."""
+    """Where the program can stop computing tokens that are no longer needed: (index of the first operation after all
+    operations that need every token; activations that earlier operations compute and later operations read)."""
     rows = (OpKind.EMBED, OpKind.ROTARY, OpKind.QKV, OpKind.HEADS)
     shared = (*rows, OpKind.SHORT_CONV, OpKind.MAMBA_SCAN, OpKind.DELTA_SCAN)
     recurrent = [op.call is not None and op.call.op is recurrence for op in ops]
@@ -285,7 +285,8 @@ def _experts(fuser: _Fuser, node: Node) -> Iterator[FusedOp]:
 
 
 def _experts_of(node: Node) -> dict[str, Any]:
-    """Attributes of the node, with the width of the rows that the router reads if they are others than its input."""
+    """Attributes of the node. ``routed_width`` is the width of the router's input if it is not the experts' input,
+    otherwise 0."""
     routed = node.inputs[1].width if node.op is ops.latent_experts else 0
     return {**node.attributes, "routed_width": routed}
 
@@ -346,7 +347,7 @@ def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
     group = shape.inner // shape.norm_groups
     if not conv or shape.head_dim % LANES or shape.state_size % 2 or shape.state_size > MOST_STATE or group % LANES:
         return []
-    least, most = shape.time_limit
+    min_step, max_step = shape.time_limit
     scan = FusedOp(
         OpKind.MAMBA_SCAN,
         scanned,
@@ -354,7 +355,7 @@ def _mamba2(node: Node, cell: Mamba2, out: Value) -> list[FusedOp]:
         {
             **{"n": shape.inner, "k": shape.state_size, "heads": shape.heads, "kv_heads": shape.groups},
             **{"head_dim": shape.head_dim, "window": shape.inner + shape.channels, "layer": node.attributes["layer"]},
-            **{"scale": least, "cap": most, "eps": shape.step_factor},
+            **{"scale": min_step, "cap": max_step, "eps": shape.step_factor},
         },
         cell.a_log,
         bias=cell.dt_bias,

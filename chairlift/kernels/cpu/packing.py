@@ -39,7 +39,7 @@ PANEL: Final = 32
 _SLICE_BYTES: Final = 4 << 20
 """Maximum number of source bytes that one thread converts at a time. Only this part is in memory in both layouts."""
 
-_MOST_THREADS: Final = 8
+_MAX_THREADS: Final = 8
 
 
 def packed_bytes(
@@ -216,7 +216,7 @@ def by_slices(source: Tensor, work: Callable[[int, Tensor], object], *, mapped: 
         one(*edges)
         return
     # Most of the time is spent on page faults of the memory and the file. Several threads handle page faults faster.
-    with ThreadPoolExecutor(min(default_threads(), _MOST_THREADS)) as pool:
+    with ThreadPoolExecutor(min(default_threads(), _MAX_THREADS)) as pool:
         list(pool.map(one, edges, edges[1:]))
     release(source)  # reading a slice may have mapped the end of its neighbour again, up to a huge page
 

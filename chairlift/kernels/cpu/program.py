@@ -42,7 +42,8 @@ class StepProgram:
     memory that ``kv_layers`` points to belongs to the caller and must outlive the program. ``states`` are the state
     tensors of recurrent layers, by layer, for cells without a kernel; ``parts`` maps (layer, part) to the part's index
     in ``kv_layers``. ``adapters`` is the table of the adapters that steps may use, with scratch for ``max_tokens`` plus
-    :data:`SPARE_ROWS` tokens.
+    :data:`SPARE_ROWS` tokens. ``taps`` are activations of equal width, computed before the last
+    operation that writes KV; each run stores them in :attr:`tapped`.
     """
 
     def __init__(
@@ -57,19 +58,18 @@ class StepProgram:
         states: Mapping[int, tuple[Tensor, ...]] | None = None,
         parts: Mapping[tuple[int, int], int] | None = None,
         adapters: LowRankTable | None = None,
+        taps: Sequence[Value] = (),
     ) -> None:
-        self._library = lib.require()
-        self._adapters = adapters
+        self._library, self._adapters = lib.require(), adapters
         self._adapter_rows: npt.NDArray[np.int32] | None = None
         self._pool, self._max_tokens = pool, max_tokens
         self._step: StepBatch | None = None
         """Step to whose arrays ``_batch`` points."""
         self._batch = lib.Batch()
-        self._recorder = recorder
-        self._states, self._parts = states or {}, parts or {}
+        self._recorder, self._states, self._parts = recorder, states or {}, parts or {}
         self._state_layers = {layer: (kv_layers[layer].group, kv_layers[layer].block_size) for layer in self._states}
         self.plan = lower(recorder.nodes, output)
-        self._kept: list[Any] = []
+        self._referenced: list[Any] = []
         """Objects to which a struct points; the list keeps them alive."""
         self._converted: list[tuple[Tensor, Tensor, float]] = []
         """(copy of a weight in another dtype, source weight, number added to it), for each copy."""
@@ -82,7 +82,7 @@ class StepProgram:
         self._ops = (lib.Op * len(self.plan.ops))(*map(self._op, self.plan.ops))
         addresses = [(ctypes.c_void_p * len(each))(*(x.data_ptr() for x in each)) for each in (self._buffers, rotary)]
         arrays = (ctypes.c_int64 * len(strides))(*strides), (lib.KVLayer * len(kv_layers))(*kv_layers)
-        self._kept += [rotary, addresses, arrays]
+        self._referenced += [rotary, addresses, arrays]
         self._program = lib.Program(
             ops=self._ops,
             buffers=addresses[0],
@@ -105,35 +105,36 @@ class StepProgram:
         self._narrow_at, narrowed = narrow_at(self.plan.ops, output)
         # Buffers as numpy bytes. Indexing in torch would start threads that spin on the pool's processors.
         self._narrowed = [self._buffers[self.plan.buffer_of[value]].view(torch.uint8).numpy() for value in narrowed]
+        self._taps = self._make_taps(taps, capacity)
 
     def run(
         self,
         step: StepBatch,
-        kept: npt.NDArray[np.intp] | None = None,
+        tokens: npt.NDArray[np.intp] | None = None,
         images: Mapping[bytes, npt.NDArray[np.uint8]] | None = None,
     ) -> Tensor:
         """Compute one step. Returns ``output`` [T, width], a view of a buffer that the next run overwrites.
 
-        With ``kept`` [K] (see :meth:`StepBatch.only`), the result has only the rows of these tokens, [K, width]. Other
-        tokens are not computed after the last operation that writes KV. The rows are equal to the last bit. ``images``
-        maps tile key -> bytes of its rows in the program's dtype. Each row has an embedding, followed by the terms to
-        add after each of the first layers.
+        With ``tokens`` [K], indices as in :meth:`StepBatch.only`, the result has only the rows of these tokens,
+        [K, width], with the same bits as without this argument. After the last operation that writes KV, other tokens
+        are not computed. ``images`` maps tile key -> bytes of its rows in the program's dtype. Each row has an
+        embedding, followed by the terms to add after each of the first layers.
         """
         num_tokens, end = len(step.token_ids), len(self._ops)
         if not 0 < num_tokens <= self._max_tokens or step.cu_seqlens[-1] != num_tokens:
-            raise InvariantError(f"a step of {num_tokens} tokens where 1 to {self._max_tokens} were agreed on")
+            raise InvariantError(f"a step has {num_tokens} tokens, but this program allows 1 to {self._max_tokens}")
         begin = 0
         if step.image_rows and images is not None:
             begin = self._place_images(step, images)
-        if kept is None or len(kept) == num_tokens:
+        if tokens is None or len(tokens) == num_tokens:
             self._run(step, begin, end)
             return self._rows_of_output(num_tokens)
         self._run(step, begin, self._narrow_at)
         for buffer in self._narrowed:
-            buffer[: len(kept)] = buffer[kept]
-        if len(kept):
-            self._run(step.only(kept), self._narrow_at, end)
-        return self._rows_of_output(len(kept))
+            buffer[: len(tokens)] = buffer[tokens]
+        if len(tokens):
+            self._run(step.only(tokens), self._narrow_at, end)
+        return self._rows_of_output(len(tokens))
 
     def _place_images(self, step: StepBatch, images: Mapping[bytes, npt.NDArray[np.uint8]]) -> int:
         """Run the operations up to the last one that image rows replace or change, and write the image rows. Returns
@@ -147,7 +148,7 @@ class StepProgram:
             inputs[at : at + count, :width] = rows[first : first + count, :width]
             levels = max(levels, rows.shape[1] // width - 1)
         for level in range(levels):
-            end, buffer = self._behind_layer(level)
+            end, buffer = self._after_layer(level)
             self._run(step, begin, end)
             begin = end
             for at, count, key, first in step.image_rows:
@@ -155,13 +156,33 @@ class StepProgram:
                 _add_rows(buffer[at : at + count, :width], rows, self._recorder.dtype)
         return begin
 
-    def _behind_layer(self, layer: int) -> tuple[int, npt.NDArray[np.uint8]]:
+    def _make_taps(
+        self, taps: Sequence[Value], capacity: int
+    ) -> list[tuple[int, npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+        """(index of an operation, source, destination) for each tap, sorted by index. Before that operation runs, the
+        rows of the source are copied to the destination. Both are bytes [capacity, ...]."""
+        index_after = {op.out: at + 1 for at, op in enumerate(self.plan.ops)}
+        width = taps[0].width if taps else 0
+        size = width * self._recorder.dtype.itemsize
+        self.tapped = _buffer(capacity if taps else 1, max(1, len(taps) * width), self._recorder.dtype)
+        """[T, number of taps * width]: the activations ``taps`` of the newest step, next to each other in each row. The
+        next step overwrites them."""
+        into = self.tapped.view(torch.uint8).numpy()
+        copies = []
+        for i, tap in enumerate(taps):
+            buffer = self._buffers[self.plan.buffer_of[tap]].view(torch.uint8).numpy()
+            copies.append((index_after[tap], buffer[:, :size], into[:, i * size : (i + 1) * size]))
+        return sorted(copies, key=lambda each: each[0])
+
+    def _after_layer(self, layer: int) -> tuple[int, npt.NDArray[np.uint8]]:
         """(index of the operation after decoder layer ``layer``, bytes of the layer's result [T, ...]). ``layer`` must
         not be the last layer."""
         operations = enumerate(self.plan.ops)
         at = next((i for i, op in operations if op.kind == OpKind.QKV and op.fields["layer"] == layer + 1), 0) - 1
         if at < 0 or self.plan.ops[at].kind != OpKind.RMS_NORM:
-            raise InvariantError(f"no norm and product begin layer {layer + 1}, so rows cannot be added before it")
+            raise InvariantError(
+                f"layer {layer + 1} does not begin with a norm and a matmul, so image rows cannot be added before it"
+            )
         buffer = self._buffers[self.plan.buffer_of[self.plan.ops[at].inputs[0]]]
         return at, buffer.view(torch.uint8).numpy()
 
@@ -171,6 +192,11 @@ class StepProgram:
         at = next(i for i, op in enumerate(self.plan.ops) if op.kind == OpKind.EMBED)
         buffer = self._buffers[self.plan.buffer_of[self.plan.ops[at].out]]
         return at + 1, buffer.view(torch.uint8).numpy()
+
+    def rows_of(self, value: Value, count: int) -> Tensor:
+        """First ``count`` rows of an activation after a run. They are valid if no operation after the one that computes
+        ``value`` reuses its buffer; the next run overwrites them."""
+        return self._buffers[self.plan.buffer_of[value]][:count, : value.width]
 
     def _rows_of_output(self, count: int) -> Tensor:
         """View of the first ``count`` rows of the output. Views are cached, because creating one in torch touches much
@@ -186,8 +212,17 @@ class StepProgram:
             if self._adapters is not None and step.adapters is not None:
                 self._adapter_rows = self._adapters.rows_of(step.adapters)
             self._step, self._batch = step, lib.Batch.of(step, self._adapter_rows)
+        for tap, source, into in self._taps:
+            if at <= tap < end:
+                self._advance(step, at, tap)
+                into[: len(step.token_ids)] = source[: len(step.token_ids)]
+                at = tap
+        self._advance(step, at, end)
+
+    def _advance(self, step: StepBatch, at: int, end: int) -> None:
+        """Run operations ``at`` to ``end`` (excluded) of the step to which ``_batch`` points."""
         self._program.num_ops = end
-        while (at := self._library.cl_run(self._pool.handle, self._program, self._batch, at)) != end:
+        while at != end and (at := self._library.cl_run(self._pool.handle, self._program, self._batch, at)) != end:
             if not 0 <= at < end:
                 raise InvariantError(f"the native kernels refused a step of {len(step.token_ids)} tokens ({at})")
             self._call_out(self.plan.ops[at], step)
@@ -225,14 +260,23 @@ class StepProgram:
         if code < 0:
             raise InvariantError(f"the native output head refused {len(token_rows)} rows ({code})")
 
+    def sample(self, logits: npt.NDArray[np.float32], vocab_size: int, rows: npt.NDArray[np.void]) -> None:
+        """Sample ``rows`` [R], as in :meth:`head`, from given logits [R, ``vocab_size`` rounded up to 32]."""
+        isa = self._program.isa
+        code = self._library.cl_sample(
+            self._pool.handle, logits.ctypes.data, logits.shape[1], len(logits), vocab_size, rows.ctypes.data, isa
+        )
+        if code < 0:
+            raise InvariantError(f"the native sampler refused {len(logits)} rows ({code})")
+
     def refresh(self) -> None:
         """Update converted copies after the recorded model's weights were replaced in place.
 
         Packed weights, their biases, and plain tensors in the program's dtype need no update: the program reads them
         directly.
         """
-        for kept, weight, offset in self._converted:
-            kept.copy_(weight).add_(offset)
+        for copy, weight, offset in self._converted:
+            copy.copy_(weight).add_(offset)
 
     def _op(self, op: FusedOp) -> lib.Op:
         """Struct of an operation. The objects to which it points are kept alive."""
@@ -251,7 +295,7 @@ class StepProgram:
         if op.kind == OpKind.ROTARY:
             struct.layer = self._rotary[op.out]
         if isinstance(op.weight, PackedMatrix):
-            self._kept.append(op.weight)
+            self._referenced.append(op.weight)
             op.weight.point(struct)
         elif op.weight is not None:
             # An embedding table keeps its dtype. The kernels read norms and frequencies as float32.
@@ -287,7 +331,7 @@ class StepProgram:
         Biases of the experts belong to the packed weights.
         """
         alpha, limit = clamp or (0.0, 0.0)
-        self._kept.append(down)
+        self._referenced.append(down)
         return lib.Experts(
             num_experts=routing.num_experts,
             top_k=routing.top_k,
@@ -326,7 +370,7 @@ class StepProgram:
         sizes = [self._library.cl_expert_bytes(op, self._program.dtype, self._max_tokens) for op in ops]
         if sizes:
             memory = lib.Memory(max(sizes))
-            self._kept.append(memory)
+            self._referenced.append(memory)
             for op in ops:
                 op.experts.contents.scratch = memory.address
         layers = [op.experts.contents for op in self._ops if op.kind == OpKind.EXPERTS]
@@ -342,10 +386,10 @@ class StepProgram:
         activations are."""
         n, k = weight.shape
         whole = torch.zeros(n, -(-k // PANEL) * PANEL, dtype=self._recorder.dtype)
-        kept = whole[:, :k]
-        kept.copy_(weight.detach())
-        self._kept.append(whole)
-        self._converted.append((kept, weight.detach(), 0.0))
+        rows = whole[:, :k]
+        rows.copy_(weight.detach())
+        self._referenced.append(whole)
+        self._converted.append((rows, weight.detach(), 0.0))
         return whole.data_ptr()
 
     def _codes(self, capacity: int) -> int | None:
@@ -356,32 +400,31 @@ class StepProgram:
         if not widths:
             return None
         memory = lib.Memory(capacity * self._library.cl_code_bytes(max(widths)))
-        self._kept.append(memory)
+        self._referenced.append(memory)
         return memory.address
 
     def _keep(self, tensor: Tensor, dtype: torch.dtype, offset: float = 0.0) -> int:
-        """Address of a contiguous copy of ``tensor`` in ``dtype`` plus ``offset``. The copy lives as long as the
-        program."""
-        kept = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-        kept = kept + offset if offset else kept
-        self._kept.append(kept)
-        if kept.data_ptr() != tensor.data_ptr():
-            self._converted.append((kept, tensor.detach(), offset))
-        return kept.data_ptr()
+        """Address of a contiguous copy of ``tensor + offset`` in ``dtype``. The copy exists as long as the program."""
+        copy = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+        copy = copy + offset if offset else copy
+        self._referenced.append(copy)
+        if copy.data_ptr() != tensor.data_ptr():
+            self._converted.append((copy, tensor.detach(), offset))
+        return copy.data_ptr()
 
     def _call_out(self, op: FusedOp, step: StepBatch) -> None:
         if op.call is None:
-            raise InvariantError(f"the native kernels stopped at {op.kind.name}, which is theirs")
+            raise InvariantError(f"the native kernels stopped at {op.kind.name}, although they have a kernel for it")
         num_tokens = len(step.token_ids)
         given = [self._argument(value, step) for value in op.inputs]
         with torch.inference_mode():
             result = self._recur(op.call, step, given) if op.call.op is recurrence else op.call.compute(*given)
         if not isinstance(result, Tensor) or result.shape != (num_tokens, op.out.width):
             shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise InvariantError(f"{op.call.op.name} returned {shape}, and said it would be [T, {op.out.width}]")
+            raise InvariantError(f"{op.call.op.name} returned {shape}, but its definition says [T, {op.out.width}]")
         rows = self._buffers[self.plan.buffer_of[op.out]][:num_tokens]
         rows[:, : op.out.width] = result
-        rows[:, op.out.width :] = 0  # products read the padding, where an earlier row may have left NaN
+        rows[:, op.out.width :] = 0  # matmuls read the padding, which may contain NaN of an earlier row
 
     def _recur(self, node: Node, step: StepBatch, given: Sequence[Tensor]) -> Tensor:
         """Compute a recurrent layer in plain torch, on the same states that native kernels use."""

@@ -41,7 +41,7 @@ length."""
 def _write(
     memory_ptr: tl.tensor, places_ptr: tl.tensor, words_ptr: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Kernel that writes words to places. One program per block of words. No place occurs twice."""
+    """Kernel that writes words[i] to memory[places[i]]. One program per block of words. All places are different."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places_ptr + i, mask=i < count, other=0)
     tl.store(memory_ptr + place, tl.load(words_ptr + i, mask=i < count, other=0), mask=i < count)
@@ -140,10 +140,10 @@ class DecodeState:
         self.sampling = SamplingSettings(*(fields[field.name] for field in dataclasses.fields(SamplingSettings)))
         table_starts = [starts[f"table{group}"] for group in range(num_groups)]
         self._table_starts = torch.tensor(table_starts, dtype=torch.int64, device=device)
-        self._held = np.zeros(length, dtype=np.int32)
+        self._mirror = np.zeros(length, dtype=np.int32)
         """Contents of the device memory after all noted differences have been sent; :data:`_UNKNOWN` where only the
         device knows the value."""
-        self._held[starts["slots"] : starts["slots"] + num_slots] = -1
+        self._mirror[starts["slots"] : starts["slots"] + num_slots] = -1
         self._noted: list[npt.NDArray[np.int64]] = []
         self._most = most_differences
         self._sent = torch.empty(2 * most_differences + 3, dtype=torch.int32, device=device)
@@ -171,7 +171,7 @@ class DecodeState:
     def note_tables(self, group: int, slots: npt.NDArray[np.int32], tables: npt.NDArray[np.int32]) -> None:
         """Set the first M entries of the block tables of ``slots`` [N], in one cache group, to ``tables`` [N, M]."""
         start, (num_slots, width) = self._starts[f"table{group}"], self.block_tables[group].shape
-        held = self._held[start : start + num_slots * width].reshape(num_slots, width)[slots, : tables.shape[1]]
+        held = self._mirror[start : start + num_slots * width].reshape(num_slots, width)[slots, : tables.shape[1]]
         row, column = np.nonzero(held != tables)
         if len(row):
             self._note(start, num_slots * width, slots[row].astype(np.int64) * width + column, tables[row, column])
@@ -180,12 +180,12 @@ class DecodeState:
         """Mark the tokens and lengths of ``slots`` as unknown to the host, because from now on the device updates
         them."""
         for name in ("tokens", "num_computed"):
-            self._held[self._starts[name] + slots] = _UNKNOWN
+            self._mirror[self._starts[name] + slots] = _UNKNOWN
 
     def advanced(self, slots: npt.NDArray[np.int32], num_computed: npt.NDArray[np.int32]) -> None:
         """Note that the device has computed ``num_computed`` tokens of ``slots``, or will have done so after the
         launched steps."""
-        self._held[self._starts["num_computed"] + slots] = num_computed
+        self._mirror[self._starts["num_computed"] + slots] = num_computed
 
     def flush(self) -> None:
         """Send the noted differences in as few launches as possible. Without differences, nothing is launched."""
@@ -194,7 +194,7 @@ class DecodeState:
         places = np.unique(np.concatenate(self._noted)).astype(np.int32)
         for start in range(0, len(places), self._most):
             part = places[start : start + self._most]
-            self._send(part, self._held[part])
+            self._send(part, self._mirror[part])
         self._noted.clear()
 
     def begin_step(self, inputs: DecodeInputs) -> None:
@@ -229,9 +229,9 @@ class DecodeState:
         words = values.view(np.int32).reshape(len(places), -1)
         width = words.shape[1]
         at = start + width * places.astype(np.int64)[:, None] + np.arange(width)
-        new = self._held[at] != words
+        new = self._mirror[at] != words
         if new.any():
-            self._held[at[new]] = words[new]
+            self._mirror[at[new]] = words[new]
             self._noted.append(at[new])
 
     def _view(self, name: str) -> Tensor:

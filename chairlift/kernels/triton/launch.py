@@ -17,7 +17,7 @@ __all__ = [
     "DRAW_CHUNK",
     "GEMM_ADD_BLOCK",
     "GEMM_BLOCK_M",
-    "MOST_GROUP",
+    "MAX_GROUP",
     "ROPE_HEADS",
     "ROPE_WARPS",
     "SAMPLING_WARPS",
@@ -38,11 +38,11 @@ loads in flight."""
 INTERPRETED_MULTIPROCESSORS = 2
 """Number of multiprocessors that the interpreter simulates. It is low to save time, but high enough that small batches
 still split their keys."""
-MOST_GROUP = 32
+MAX_GROUP = 32
 """Maximum number of query heads that may share a KV head. A larger tile would not fit into the shared memory of every
 GPU."""
-MOST_ATTENTION_SPLITS = 16
-MOST_GEMM_SPLITS = 8
+MAX_ATTENTION_SPLITS = 16
+MAX_GEMM_SPLITS = 8
 FEW_PROGRAMS = 8
 """Maximum number of programs per multiprocessor at which two programs share the keys of a tile. With so few programs,
 the longest sequences would otherwise run at the end while the other multiprocessors are idle."""
@@ -123,9 +123,9 @@ def attention_launch(
     stages = 5 if decode_only or head_dim <= 128 else 3
     if not decode_only:
         return AttentionLaunch(max(block_m, power_of_2(group)), block_n, num_splits=1, num_warps=4, num_stages=stages)
-    wanted = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, max_rows * num_kv_heads)
+    splits = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, max_rows * num_kv_heads)
     few = max_rows * num_kv_heads <= FEW_PROGRAMS * num_multiprocessors
-    num_splits = min(MOST_ATTENTION_SPLITS, power_of_2(wanted + 1) // 2) if wanted > 1 else 1 + few
+    num_splits = min(MAX_ATTENTION_SPLITS, power_of_2(splits + 1) // 2) if splits > 1 else 1 + few
     return AttentionLaunch(max(16, power_of_2(group)), block_n, num_splits, num_warps=4, num_stages=stages)
 
 
@@ -148,10 +148,10 @@ def gemm_launch(
     block_m = GEMM_BLOCK_M if few else ANY_ROWS_BLOCK
     is_wide = not few and (any_rows or out_features >= _WIDE * num_multiprocessors)
     block_n = ANY_ROWS_BLOCK if is_wide else _BLOCK_N
-    most_k = 64 if any_rows or (not few and itemsize == 4) else 128
-    block_k = min(most_k, max(16, power_of_2(in_features)))
+    max_k = 64 if any_rows or (not few and itemsize == 4) else 128
+    block_k = min(max_k, max(16, power_of_2(in_features)))
     columns, steps = -(-out_features // block_n), -(-in_features // block_k)
-    num_splits = max(1, min(MOST_GEMM_SPLITS, num_multiprocessors // columns, steps // 2))
+    num_splits = max(1, min(MAX_GEMM_SPLITS, num_multiprocessors // columns, steps // 2))
     stages = 3 if block_n == ANY_ROWS_BLOCK and block_k == 128 else 4
     return GemmLaunch(block_m, block_n, block_k, num_splits, num_warps=4, num_stages=stages)
 
@@ -168,6 +168,6 @@ def elementwise_warps(width: int) -> int:
     return 4 if width <= 2048 else 8 if width <= 8192 else 16
 
 
-def power_of_2(least: int) -> int:
-    """The smallest power of 2 that is at least ``least``."""
-    return 1 << max(0, least - 1).bit_length()
+def power_of_2(minimum: int) -> int:
+    """The smallest power of 2 that is at least ``minimum``."""
+    return 1 << max(0, minimum - 1).bit_length()

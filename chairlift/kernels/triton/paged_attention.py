@@ -106,7 +106,7 @@ def _attend(
         first_query = (block - start // BLOCK_Q - row) * BLOCK_Q
         num_queries = tl.load(cu_seqlens_ptr + row + 1) - start
     seq_len = tl.load(seq_lens_ptr + row)
-    # Rows and tiles that are only padding, because the grid has a fixed size.
+    # Padding rows and padding tiles have nothing to compute. They exist because the grid has a fixed size.
     if (first_query >= num_queries) | (seq_len <= 0):
         return
     table_row = row

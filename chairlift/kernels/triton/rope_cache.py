@@ -28,11 +28,11 @@ def _times(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _normalise(
-    first: tl.tensor, second: tl.tensor, asking: tl.tensor, weight_ptr: tl.tensor, eps: tl.tensor, i: tl.tensor,
+    first: tl.tensor, second: tl.tensor, selected: tl.tensor, weight_ptr: tl.tensor, eps: tl.tensor, i: tl.tensor,
     HALF: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """RMSNorm of the heads for which ``asking`` [H] is true; the heads are given as two halves [H, Dh / 2]. Other heads
-    are returned unchanged."""
+    """RMSNorm of the heads for which ``selected`` [H] is true. Other heads are returned unchanged. The heads are given
+    as two halves [H, Dh / 2]."""
     a, b = first.to(tl.float32), second.to(tl.float32)
     mean = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF)
     factor = tl.rsqrt(mean + eps)[:, None]
@@ -40,7 +40,7 @@ def _normalise(
     weight_2 = tl.load(weight_ptr + HALF + i, mask=i < HALF, other=0.0)
     normed_1 = _times((a * factor).to(first.dtype), weight_1[None, :])
     normed_2 = _times((b * factor).to(first.dtype), weight_2[None, :])
-    return tl.where(asking[:, None], normed_1, first), tl.where(asking[:, None], normed_2, second)
+    return tl.where(selected[:, None], normed_1, first), tl.where(selected[:, None], normed_2, second)
 
 
 @triton.jit

@@ -352,7 +352,7 @@ def kept_ids(logits: Tensor, settings: SamplingSettings, slots: Tensor, *, block
         logits: [R, V], rows contiguous, any float dtype; grammar, bias and penalties have been applied.
         settings: sampling parameters of each slot.
         slots: int32 [R], the slot of each row; -1: a padding row.
-        block: token ids read at a time, a power of 2.
+        block: number of token ids that are read at a time, a power of 2.
     """
     num_rows, vocab = logits.shape
     bar = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -376,20 +376,21 @@ def sample(
     *,
     chunk: int = DRAW_CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """One token per row: the arg max where the temperature is 0, otherwise the Gumbel-max draw of softmax(logits / T).
+    """Sample one token per row: the argmax if the temperature is 0, otherwise a Gumbel-max draw from
+    softmax(logits / temperature).
 
     Args:
         logits: [R, V], rows contiguous, any float dtype.
         settings: sampling parameters of each slot.
         slots: int32 [R], the slot of each row; -1: a padding row, which gets token -1.
         positions: int32 [R], the index that each row's new token will have.
-        kept: from :func:`kept_ids`; None where no row has min-p, top-k or top-p.
-        chunk: token ids from which one program chooses, a power of 2 and at least 4.
+        kept: result of :func:`kept_ids`; None if no row has min-p, top-k or top-p.
+        chunk: number of token ids from which one program chooses, a power of 2 and at least 4.
 
     Returns:
-        int32 [R], the tokens, lowest id among equals; -1 where no token could be chosen. And float32 [R, 2], the row's
-        highest logit and the highest after temperature: NaN if there was one, 0 in padding rows. In a row without a
-        token one of them is not finite, and :mod:`chairlift.sampling.failures` gives the reason.
+        (int32 [R], the tokens; float32 [R, 2], highest logit and highest score). Of ids with equal scores the lowest is
+        chosen. The token is -1 if no token could be chosen. Then one of the row's two float32 values is not finite,
+        and :mod:`chairlift.sampling.failures` gives the reason. They are NaN if a logit is NaN, and 0 in padding rows.
     """
     num_rows, vocab = logits.shape
     num_chunks = -(-vocab // chunk)

@@ -19,13 +19,13 @@ __all__ = ["quantize_rows", "scaled_linear"]
 @triton.jit
 def _quantize_rows(
     values_ptr: tl.tensor, scales_ptr: tl.tensor, x_ptr: tl.tensor, x_stride: tl.tensor, WIDTH: tl.constexpr,
-    PAD: tl.constexpr, LARGEST: tl.constexpr, LEAST_SCALE: tl.constexpr,
+    PAD: tl.constexpr, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Kernel of :func:`quantize_rows`. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
     x = tl.load(x_ptr + row * x_stride + i, mask=i < WIDTH, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=0), LARGEST), LEAST_SCALE)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=0), LARGEST), MIN_SCALE)
     tl.store(scales_ptr + row, scale)
     tl.store(values_ptr + row * WIDTH + i, tl.div_rn(x, scale).to(tl.float8e4nv), mask=i < WIDTH)
 
@@ -38,7 +38,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     if num_rows:
         _quantize_rows[(num_rows,)](
             values, scales, x, x.stride(0), WIDTH=width, PAD=power_of_2(width), LARGEST=fp8.FP8_LARGEST,
-            LEAST_SCALE=fp8.FP8_LEAST_SCALE, num_warps=elementwise_warps(width),
+            MIN_SCALE=fp8.FP8_MIN_SCALE, num_warps=elementwise_warps(width),
         )  # fmt: skip
     return values, scales
 

@@ -380,12 +380,12 @@ def test_torch_computes_nothing_in_a_step_without_functions(recorder: Recorder) 
 def test_a_function_that_breaks_its_word(recorder: Recorder) -> None:
     x = embedded(recorder, 8)
     program = compiled(recorder, ops.call_out(lambda rows: rows[:, :4], x, width=8))  # type: ignore[arg-type]
-    with pytest.raises(InvariantError, match=r"returned \[2, 4\], and said it would be \[T, 8\]"):
+    with pytest.raises(InvariantError, match=r"returned \[2, 4\], but its definition says \[T, 8\]"):
         program.run(arrays([1, 2]))
 
 
 @pytest.mark.parametrize("count", [0, 65])
 def test_a_step_larger_than_agreed_is_refused(recorder: Recorder, count: int) -> None:
     program = compiled(recorder, embedded(recorder, 8))
-    with pytest.raises(InvariantError, match=f"a step of {count} tokens where 1 to 64"):
+    with pytest.raises(InvariantError, match=f"a step has {count} tokens, but this program allows 1 to 64"):
         program.run(arrays([1] * count))

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from chairlift.kernels.triton import dependent
 from chairlift.kernels.triton.decode_state import DecodeState
-from chairlift.kernels.triton.launch import MOST_GROUP, attention_launch, gemm_launch
+from chairlift.kernels.triton.launch import MAX_GROUP, attention_launch, gemm_launch
 from chairlift.kernels.triton.linear_small import linear_small
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
 from chairlift.kernels.triton.paged_attention import paged_attention
@@ -145,7 +145,7 @@ def everything() -> None:
     # The combination that needs the most shared memory.
     for dtype, head_dim in itertools.product((torch.bfloat16, torch.float32), (128, 256)):
         for decode in (True, False):
-            attention(dtype, (MOST_GROUP, 1), head_dim, None, decode, False)
+            attention(dtype, (MAX_GROUP, 1), head_dim, None, decode, False)
     cache = torch.empty((64, 16, 2, 64), dtype=torch.bfloat16)
     slots, norm = torch.empty(1, dtype=torch.int64), torch.empty(64, dtype=torch.bfloat16)
     qkv, half = torch.empty((1, 18 * 64), dtype=torch.bfloat16), torch.empty((1, 1, 32), dtype=torch.bfloat16)

@@ -1,0 +1,330 @@
+"""Drafts with EAGLE-3: one decoder layer on hidden states of the served model. See :mod:`chairlift.models.eagle3`.
+
+The layer's KV is stored after the served model's layers, in the same blocks and with the same block tables. So shared,
+copied and swapped blocks contain it too. The entry at position p depends on token p + 1, so the last entry of a shared
+block may belong to another continuation. That can only make a draft worse: every draft is checked.
+
+The served model's hidden states are stored per row until the layer computes them: at the next drafts of the row, or
+when several are waiting, so that rows without drafts do not need a call in each step. KV that drafts wrote is replaced
+when the served model's own hidden states are known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chairlift.executor.drafting import DraftTimes, block_tables, drawing_batch
+from chairlift.executor.native_runner import NativeModelRunner
+from chairlift.executor.sampling_rows import RowTemplates
+from chairlift.kernels import ops
+from chairlift.kernels.cpu.library import Memory
+from chairlift.kernels.cpu.program import StepProgram
+from chairlift.models.eagle3 import Eagle3
+from chairlift.request import Request
+from chairlift.scheduler.output import SchedulerOutput
+from chairlift.step_batch import StepBatch
+
+__all__ = ["Eagle3Drafter"]
+
+_Int32 = npt.NDArray[np.int32]
+
+_MAX_WAITING: Final = 8
+"""Number of waiting positions of a row at which the layer computes them, although nobody asked for drafts."""
+_MIN_TOKENS: Final = 256
+"""Minimum capacity of a call of the layer, in tokens."""
+
+
+class _Part(NamedTuple):
+    """Positions ``start`` to ``end`` of one row, for the layer."""
+
+    slot: int
+    start: int
+    end: int
+    table: Sequence[Sequence[int]] | npt.NDArray[np.int32]
+    """Block ids per cache group."""
+    tapped: int = -1
+    """Index of the hidden state of position ``first`` among those of the newest step; below 0: all are stored."""
+    first: int = 0
+
+
+class _Layer:
+    """The drafting layer as a step program.
+
+    Args:
+        network: The layer.
+        runner: Runner of the served model.
+        max_tokens: Maximum number of tokens in a call.
+        projects: Whether the input is the served model's hidden states, which the layer projects to features.
+    """
+
+    def __init__(self, network: Eagle3, runner: NativeModelRunner, max_tokens: int, *, projects: bool) -> None:
+        config = network.config
+        self.max_tokens = max_tokens
+        self._given = torch.zeros(0, 0)
+        recorder: Any = runner.recorder()
+        width = len(config.taps) * config.target_hidden_size if projects else config.layer.hidden_size
+        given = ops.call_out(lambda positions: self._given, recorder.positions, width=width)
+        features = network.project(given) if projects else given
+        own = network.embed_tokens
+        embedded = runner.embed(recorder.token_ids) if own is None else own(recorder.token_ids)
+        self._next, out = network(embedded, features, recorder.positions, recorder)
+        self._program: StepProgram = runner.program_of(recorder, out, max_tokens)
+
+    def run(self, batch: StepBatch, given: Tensor, kept: npt.NDArray[np.intp]) -> tuple[Tensor, Tensor]:
+        """Compute a batch of tokens with the inputs ``given`` [T, width].
+
+        Returns, for the tokens ``kept`` [K], (features of the next positions, hidden states for the output head), each
+        [K, D]. The next run overwrites both.
+        """
+        self._given = given
+        out = self._program.run(batch, kept)
+        return self._program.rows_of(self._next, len(out)), out
+
+
+class Eagle3Drafter:
+    """Makes drafts for decoding requests. See :class:`~chairlift.spec_decode.adaptive.Proposer`.
+
+    Args:
+        network: The drafting layer, whose cache is part of the served model's.
+        runner: Runner of the served model.
+        most: Maximum number of drafts for a row in one step.
+        num_slots: Number of rows of the engine.
+        max_model_len: Maximum sequence length of the engine, in tokens.
+        block_size: Tokens per block.
+        max_tokens: Maximum number of tokens in a step of the engine.
+    """
+
+    def __init__(
+        self,
+        network: Eagle3,
+        runner: NativeModelRunner,
+        *,
+        most: int,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        max_tokens: int,
+    ) -> None:
+        self._network, self._runner, self._block_size, self._most = network, runner, block_size, most
+        self._most_positions = min(max_model_len, network.config.layer.max_position_embeddings)
+        self._first = _Layer(network, runner, max(max_tokens, _MIN_TOKENS), projects=True)
+        self._further = _Layer(network, runner, num_slots, projects=False)
+        self._templates = RowTemplates(runner.vocab_size)
+        self._depth = _MAX_WAITING + most + 2
+        """Number of positions per slot whose hidden states are stored. Position p is at index p % depth."""
+        width, dtype = runner.tapped.shape[1], runner.tapped.dtype
+        memory = Memory(num_slots * self._depth * width * dtype.itemsize)  # a page is allocated when it is first used
+        self._states = memory.tensor(dtype, (num_slots, self._depth, width))
+        """Hidden states of the served model at the newest positions of each slot."""
+        self._ends = np.zeros(num_slots, dtype=np.int32)
+        """Per slot: number of leading positions that the served model has computed for known tokens."""
+        self._counts = np.zeros(num_slots, dtype=np.int32)
+        """Per slot: number of leading positions that the layer has computed from the served model's hidden states."""
+        self._owners: list[str | None] = [None] * num_slots
+        """Per slot: id of the request to which the other arrays belong."""
+        self._tokens: _Int32 = np.zeros((num_slots, 0), dtype=np.int32)
+        """Tokens of every slot: the engine's own array. The part after the known tokens is free for drafts."""
+        self._times = DraftTimes()
+
+    # -- beside the model ----------------------------------------------------------------------------------------
+
+    def follow(self, out: SchedulerOutput, batch: StepBatch) -> None:
+        """Note which rows have new requests."""
+        for row in out.joined:
+            self._owners[row.slot] = row.request_id
+            self._ends[row.slot] = self._counts[row.slot] = row.num_computed_tokens
+
+    def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
+        """Store the hidden states of a step's tokens, except those of rejected drafts, and compute those of prompts."""
+        self._tokens = batch.tokens
+        starts = batch.positions[batch.cu_seqlens[:-1]]
+        lengths = np.diff(batch.cu_seqlens)
+        for first, _, chunk in batch.verifies:
+            lengths[batch.sample_rows[first]] = 1 + chunk.num_accepted(token_ids[first : first + chunk.samples])
+        slots = batch.slots
+        gaps = self._ends[slots] != starts  # a row that went back, or came back without its newest positions
+        self._counts[slots[gaps]] = np.where(
+            self._ends[slots[gaps]] < starts[gaps],
+            starts[gaps],
+            np.minimum(self._counts[slots[gaps]], starts[gaps]),
+        )
+        ends = starts + lengths
+        self._ends[slots] = ends
+        waiting = ends - self._counts[slots]
+        long = waiting > self._depth
+        if long.any():
+            self._compute([self._prompt_part(batch, int(row), int(ends[row])) for row in np.flatnonzero(long)])
+        kept = np.minimum(lengths, self._depth)
+        rows = np.repeat(np.arange(len(slots)), kept)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(kept) - kept, kept)
+        offsets = within + np.repeat(lengths - kept, kept)
+        places = (starts[rows] + offsets) % self._depth
+        sources = batch.cu_seqlens[rows] + offsets
+        tapped = self._runner.tapped[torch.from_numpy(sources.astype(np.int64))]
+        self._states[torch.from_numpy(slots[rows].astype(np.int64)), torch.from_numpy(places.astype(np.int64))] = tapped
+        full = np.flatnonzero(~long & (waiting > _MAX_WAITING))
+        if len(full):
+            begins, behind = self._counts[slots].tolist(), (ends - 1).tolist()
+            self._compute(
+                [_Part(int(slots[row]), begins[row], behind[row], batch.block_tables[:, row]) for row in full.tolist()]
+            )
+
+    def _prompt_part(self, batch: StepBatch, row: int, end: int) -> _Part:
+        """The positions of a row that are not computed yet, up to the last one whose next token is known."""
+        slot, at = int(batch.slots[row]), int(batch.cu_seqlens[row])
+        start = int(self._counts[slot])
+        return _Part(slot, start, end - 1, batch.block_tables[:, row], at, int(batch.positions[at]))
+
+    # -- drafts --------------------------------------------------------------------------------------------------
+
+    def seconds(self, num_rows: int) -> float:
+        """Seconds that one draft for each of ``num_rows`` rows takes; 0 before the first drafts."""
+        return self._times.seconds(num_rows)
+
+    def propose(self, rows: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
+        """Drafts for each row: at most the given number, and only as many as fit into the request's blocks."""
+        drafts: list[list[int]] = [[] for _ in rows]
+        limits, active, parts = [0] * len(rows), list[int](), list[_Part]()
+        for index, (request, requested) in enumerate(rows):
+            slot, known = request.slot, len(request.token_ids)
+            positions = min(len(table) for table in request.block_ids) * self._block_size
+            limits[index] = min(requested, min(positions, self._most_positions) - known + 2)
+            is_ready = self._owners[slot] == request.request_id and self._ends[slot] == known - 1 > 0
+            if limits[index] > 0 and is_ready:
+                start = min(int(self._counts[slot]), known - 2)
+                parts.append(_Part(slot, start, known - 1, request.block_ids))
+                active.append(index)
+        begin = time.perf_counter()
+        features, hidden = self._compute(parts, samples=True)
+        for number in range(max(limits, default=0)):
+            if not active:
+                break
+            if number:
+                features, hidden = self._pass([rows[index][0] for index in active], number, features)
+            drawn = self._draw([rows[index][0] for index in active], number, hidden)
+            going = []
+            for at, (index, token) in enumerate(zip(active, drawn, strict=True)):
+                request = rows[index][0]
+                if token >= 0:
+                    drafts[index].append(token)
+                    self._tokens[request.slot, len(request.token_ids) + number] = token
+                    if number + 1 < limits[index]:
+                        going.append(at)
+            active = [active[at] for at in going]
+            features = features[going]
+            if number or self._most == 1:  # otherwise the first call is left out: it also computes waiting positions
+                self._times.note(len(rows), time.perf_counter() - begin)
+            begin = time.perf_counter()
+        return drafts
+
+    def forget(self, request: Request) -> None:
+        """Do nothing: a new request in the slot begins with its own positions."""
+
+    def _compute(self, parts: Sequence[_Part], samples: bool = False) -> tuple[Tensor, Tensor]:
+        """Compute positions from the served model's hidden states, in several calls if they are too many.
+
+        With ``samples``, returns for the last position of each part (features of the next position, hidden states for
+        the output head), each [parts, D]; otherwise both are empty.
+        """
+        found: list[tuple[Tensor, Tensor]] = []
+        waiting = [part for part in parts if part.start < part.end]
+        while waiting:
+            room, pieces = self._first.max_tokens, list[_Part]()
+            while waiting and room:
+                part = waiting.pop(0)
+                end = min(part.end, part.start + room)
+                pieces.append(part._replace(end=end))
+                if end < part.end:
+                    waiting.insert(0, part._replace(start=end))
+                room -= end - part.start
+            found.append(self._call(pieces, samples and not (waiting and waiting[0].slot == pieces[-1].slot), samples))
+        if not found:
+            empty = torch.zeros(0, self._network.config.layer.hidden_size)
+            return empty, empty
+        return torch.cat([each for each, _ in found]), torch.cat([each for _, each in found])
+
+    def _call(self, parts: Sequence[_Part], is_last: bool, samples: bool) -> tuple[Tensor, Tensor]:
+        """One call of the layer. Results are those of the last position of each part, with ``samples``; without
+        ``is_last``, the last part has none, because it goes on in the next call."""
+        slots = np.array([part.slot for part in parts], dtype=np.int32)
+        starts, ends = (np.array([part[at] for part in parts], dtype=np.int32) for at in (1, 2))
+        lengths = ends - starts
+        cu_seqlens = np.concatenate(([0], np.cumsum(lengths)), dtype=np.int32)
+        rows = np.repeat(np.arange(len(parts)), lengths)
+        positions = np.arange(cu_seqlens[-1], dtype=np.int32) - cu_seqlens[rows] + starts[rows]
+        batch = self._batch(slots, [part.table for part in parts], cu_seqlens, positions, rows, ends)
+        index = (torch.from_numpy(each.astype(np.int64)) for each in (slots[rows], positions % self._depth))
+        given = self._states[tuple(index)]
+        for part, begin in zip(parts, cu_seqlens.tolist(), strict=False):
+            if part.tapped >= 0:
+                skipped = max(part.first - part.start, 0)
+                first = part.tapped + part.start + skipped - part.first
+                count = part.end - part.start - skipped
+                given[begin + skipped : begin + skipped + count] = self._runner.tapped[first : first + count]
+        kept = (
+            (cu_seqlens[1:] - 1).astype(np.intp)[: len(parts) if is_last else -1] if samples else np.zeros(0, np.intp)
+        )
+        features, hidden = self._first.run(batch, given, kept)
+        self._counts[slots] = ends
+        return features.clone(), hidden.clone()
+
+    def _pass(self, requests: Sequence[Request], number: int, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the position of draft ``number`` - 1 of each request from the layer's own ``features``. Returns the
+        same as :meth:`_compute`."""
+        slots = np.array([request.slot for request in requests], dtype=np.int32)
+        positions = np.array([len(request.token_ids) - 2 + number for request in requests], dtype=np.int32)
+        rows = np.arange(len(requests))
+        cu_seqlens = np.arange(len(requests) + 1, dtype=np.int32)
+        tables = [request.block_ids for request in requests]
+        batch = self._batch(slots, tables, cu_seqlens, positions, rows, positions + 1)
+        return self._further.run(batch, features, rows)
+
+    def _batch(
+        self,
+        slots: _Int32,
+        tables: Sequence[Any],
+        cu_seqlens: _Int32,
+        positions: _Int32,
+        rows: npt.NDArray[np.intp],
+        ends: _Int32,
+    ) -> StepBatch:
+        """Input of the layer: at each position, the token after it."""
+        size = self._block_size
+        blocks = block_tables(tables, -(-int(ends.max()) // size))
+        places = blocks[:, rows, positions // size].astype(np.int64) * size + positions % size
+        return StepBatch(
+            token_ids=self._tokens[slots[rows], positions + 1],
+            positions=positions,
+            cu_seqlens=cu_seqlens,
+            seq_lens=ends,
+            block_tables=blocks,
+            slot_mapping=np.ascontiguousarray(places),
+        )
+
+    def _draw(self, requests: Sequence[Request], number: int, hidden: Tensor) -> list[int]:
+        """Draft ``number`` of each request, drawn with the noise of its position; -1 if none could be drawn."""
+        slots = np.array([request.slot for request in requests], dtype=np.int32)
+        lengths = np.array([len(request.token_ids) + number for request in requests], dtype=np.int32)
+        sampling = [request.sampling for request in requests]
+        rows = self._templates.fill(drawing_batch(self._tokens, slots, lengths, sampling), None)
+        head, ids = self._network.lm_head, self._network.target_ids
+        weight = None if head is None else head.weight
+        if ids is None or weight is None:
+            self._runner.project(hidden, rows, weight)
+            return rows.sampled().token_ids
+        drawn = self._runner.logits(hidden, weight)
+        if not rows.needs_logits.any() and not rows.records["temperature"].any():
+            found: list[int] = ids[drawn.argmax(axis=1)].tolist()
+            return found
+        # The sampler knows the model's token ids only, so it gets rows of logits with all of them.
+        logits = np.full((len(requests), -(-self._runner.vocab_size // 32) * 32), -np.inf, dtype=np.float32)
+        logits[:, ids] = drawn
+        self._runner.sample_logits(logits, rows)
+        return rows.sampled().token_ids
