@@ -95,7 +95,9 @@ def simulate_fleets(
     if args.target is not None and not any(
         limit is not None for each in trace for limit in (each.ttft_ms, each.tpot_ms, each.deadline_ms)
     ):
-        raise ConfigError("--target needs promises, and this traffic has none; give some with --slo ttft:500,tpot:80")
+        raise ConfigError(
+            "--target needs latency targets, but this traffic has none; set them, as in --slo ttft:500,tpot:80"
+        )
     common: dict[str, Any] = {
         "door_delay": (args.door_delay_ms or 0.0) / 1000,
         "start_seconds": args.start_seconds or 0.0,
@@ -169,13 +171,13 @@ def fleet_lines(reports: Sequence[FleetReport], target: float | None, price: flo
         good = [each for each in reports if each.served.goodput is not None and each.served.goodput >= target]
         best = min(good, key=lambda each: (each.mean_replicas, -(each.served.goodput or 0.0)), default=None)
         if best is None:
-            lines += ["", f"none of these keeps the promises of {target:.1%} of the requests; try more replicas"]
+            lines += ["", f"none of these meets the targets of {target:.1%} of the requests; try more replicas"]
         else:
             plural = "replica" if _size(best) == "1" else "replicas"
             lines += [
                 "",
-                f"{_size(best)} {plural} with {best.routing} routing keep the promises of {best.served.goodput:.1%}"
-                f" of the requests (target {target:.1%})",
+                f"{_size(best)} {plural} with {best.routing} routing: {best.served.goodput:.1%} of the requests meet"
+                f" their targets (required {target:.1%})",
             ]
     return lines
 
