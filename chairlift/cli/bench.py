@@ -31,26 +31,26 @@ __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
 SUMMARY: Final = "measure kernels, the engine and servers"
 DESCRIPTION: Final = (
-    "Measure kernels and the engine against the limits of this machine, and servers against their traffic. See "
+    "Measure kernels and the engine against the limits of this machine, or servers with traffic. See "
     "chairlift bench NAME --help."
 )
 
-_KERNELS: Final = """Time the compiled CPU kernels, and say how near they come to the limits of this machine.
+_KERNELS: Final = """Measure the speed of the compiled CPU kernels, as a fraction of this machine's limits.
 
-The limits are measured first: how fast memory can be read, and how fast the product instructions run. The floor
-of a kernel is the longer of the two times it takes to read its weights (or K and V) and to compute with them, at the
-limits measured just before and after it: those of a virtual machine change from one second to the next.
-Everything it reads comes from memory that no cache holds. Of a layer of experts the weights of those count that its
-tokens choose. Attention is timed over blocks in shuffled order, as a
-paged cache has them, and in order. Run it on an otherwise idle machine.
+The command first measures the limits: memory bandwidth, and the speed of the multiply-add instructions. A kernel has
+two minimum times: for reading its weights (or K and V), and for its arithmetic. The longer one is its floor. The limits
+are measured just before and after each kernel, because those of a virtual machine change within seconds.
+All data comes from memory, not from a cache. For a layer of experts, only the chosen experts' weights count. Attention
+is measured over blocks in shuffled order, as in a paged cache, and over blocks in order. Run the command on an
+otherwise idle machine.
 
-With --device cuda the Triton kernels are timed instead, in CUDA graphs, against what a copy within the GPU's memory
-and a large product by cuBLAS reach; products of few rows by cuBLAS as well."""
-_STARTUP: Final = """Time how long a newcomer waits: fresh processes, from their start to their first token.
+With --device cuda it measures the Triton kernels in CUDA graphs. The limits are then the speed of a copy within the
+GPU's memory and of a large matmul by cuBLAS. Matmuls of few rows are also measured with cuBLAS."""
+_STARTUP: Final = """Measure the time from the start of a new process to its first token.
 
-Twice over: in Python (interpreter, import, loading the model, first token), and as a server (until /ready says that
-it takes requests, then the first token over HTTP). A first round, not counted, warms the file cache. Settings of the
-engine go to both."""
+The command measures two kinds of processes: a Python program (interpreter, import, loading the model, first token), and
+a server (until /ready is 200, then the first token over HTTP). A first round, which does not count, warms the file
+cache. The engine's settings apply to both."""
 
 _print: Final = functools.partial(print, sep="\n", flush=True)
 _CODES: Final = {"int8": (8, 32), "int4": (4, 32), "int4-g128": (4, 128)}
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("startup", "time processes from their start to their first token", _STARTUP, _add_startup_flags),
     ):
         benchmark = benchmarks.add_parser(name, help=summary, description=description)
-        verbose = "log what the engine does, with tracebacks"
+        verbose = "log more, and print tracebacks"
         benchmark.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=verbose)
         benchmark.add_argument("--json", metavar="FILE", type=Path, help="write settings and results to this file")
         benchmark.set_defaults(parser=benchmark)
@@ -123,23 +123,25 @@ def _add_kernel_flags(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("bfloat16", "float32", *_CODES, "fp8"),
         default="bfloat16",
-        help="int8, int4, int4-g128: products and heads with weights in codes, activations in bfloat16; fp8: products "
-        "with weights in fp8, on a GPU (default: bfloat16)",
+        help="int8, int4, int4-g128: linear layers and output heads with quantised weights and bfloat16 activations; "
+        "fp8: linear layers with fp8 weights, on a GPU (default: bfloat16)",
     )
     parser.add_argument(
         "--shapes",
         metavar="LIST",
         help="models (qwen2.5-0.5b, smollm-135m, qwen3-0.6b, llama-3.2-1b, granite-3-1b-a400m, olmoe-1b-7b, "
-        "qwen3-30b-a3b), products KxN, inputs x outputs, and on the CPU layers of experts CofE:KxI, C of E experts per "
-        f"token, inputs x inner columns (default: {_DEFAULT_SHAPES} and on the CPU {_DEFAULT_EXPERTS})",
+        "qwen3-30b-a3b), linear layers KxN (inputs x outputs), and on the CPU layers of experts CofE:KxI (C of E "
+        f"experts per token, inputs x inner columns) (default: {_DEFAULT_SHAPES} and on the CPU {_DEFAULT_EXPERTS})",
     )
     for name, maximum, text in (
-        ("rows", 65_536, "tokens of a product (default: 1,4,16,32,64,256,1024)"),
-        ("contexts", 131_072, "tokens that attention looks back on (default: 128,512,2048,8192)"),
+        ("rows", 65_536, "tokens per linear layer (default: 1,4,16,32,64,256,1024)"),
+        ("contexts", 131_072, "tokens that attention reads (default: 128,512,2048,8192)"),
         ("batches", 4096, "sequences that decode together (default: 1,8,32)"),
     ):
         parser.add_argument(f"--{name}", metavar="LIST", type=_numbers(1, maximum), help=text)
-    parser.add_argument("--quick", action="store_true", help="fewer shapes, shorter runs: a test, not a measurement")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer shapes and shorter runs, as a test; not a measurement"
+    )
 
 
 def _run_kernels(args: argparse.Namespace) -> tuple[Report, int]:

@@ -27,15 +27,18 @@ if TYPE_CHECKING:
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
-SUMMARY: Final = "answer a seeded workload, or traffic of your own, with the engine"
-DESCRIPTION: Final = """Answer requests with the engine in this process, greedily and to exactly the lengths wanted.
+SUMMARY: Final = "answer a seeded workload, or your own traffic, with the engine"
+DESCRIPTION: Final = """Answer requests with the engine in this process.
 
-Without traffic of your own: a seeded workload, all requests at once, and how near the engine comes to what this machine
-allows. Lengths are log-normal, as chat traffic has them: with 64 requests 8,700 prompt tokens and 6,415 output tokens.
-They are cut where the model has no room for them. Prompts are random token ids, so the tokenizer is not loaded.
+Answers are greedy, and have exactly the requested lengths.
 
-With a trace, a workload or a rate, requests come at their times, whatever the engine does (open loop), and the figures
-are those of chairlift bench serve. Every run has an engine of its own, so no cache knows its prompts. Examples:
+Without traffic flags, the command answers a seeded workload with all requests at once, and prints the fraction of the
+machine's limit that the engine reaches. Lengths are log-normal, as in chat traffic: 64 requests have 8,700 prompt
+tokens and 6,415 output tokens. Lengths are cut if they exceed the model's limit. Prompts are random token ids, so no
+tokenizer is loaded.
+
+With a trace, a workload or a rate, requests arrive at their times, independent of the engine (open loop), and the
+results are those of chairlift bench serve. Every run loads a new engine, so no cache has its prompts. Examples:
 
   chairlift bench offline --baseline
   chairlift bench offline --trace monday.jsonl --slo ttft:500,tpot:80 --html monday.html
@@ -43,7 +46,7 @@ are those of chairlift bench serve. Every run has an engine of its own, so no ca
   chairlift bench offline --max-num-seqs 16,32,64 --compare static
   chairlift bench offline --max-num-seqs 1,4,16,64 --compare speculation
 
-Exit code 1: some requests failed, and are counted by kind."""
+Exit code 1: some requests failed. The result counts them by kind."""
 
 _STATIC_ROWS: Final = 16
 _SPECULATION: Final = "speculation"
@@ -61,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags. Traffic flags have the same names as in ``bench serve``."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
     add_traffic_flags(parser)
-    measured = parser.add_argument_group("what is measured")
+    measured = parser.add_argument_group("measurement")
     measured.add_argument(
         "--slo", "--goodput", metavar="NAME:MS,...", help="latency limits, such as ttft:500,tpot:80,e2el:9000"
     )
@@ -72,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sides.add_argument(
         "--compare",
         metavar="SETTINGS",
-        help="the same traffic with these settings (A), and as the other flags say (B), in turns: static, or "
+        help="run the traffic with these settings (A) and with the other flags' settings (B), in turns: static, or "
         "NAME=VALUE,... such as max_num_seqs=8; speculation: continuous and static batches, each with and without "
         "drafts",
     )

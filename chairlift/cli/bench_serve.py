@@ -34,11 +34,11 @@ __all__ = [
     *("results", "run", "show", "watch"),
 ]
 
-SUMMARY: Final = "send traffic to a running server, and time its answers"
-DESCRIPTION: Final = """Send traffic to a running OpenAI-compatible server, and time its answers as a client sees them.
+SUMMARY: Final = "send traffic to a running server, and measure its latency"
+DESCRIPTION: Final = """Send traffic to a running OpenAI-compatible server, and measure its latency as a client.
 
-Requests leave at their times, whatever the server does (open loop). Every run has fresh prompts, so no cache of the
-server knows them; their lengths and times depend on --seed alone. Examples:
+Requests are sent at their times, independent of the server (open loop). Every run has new prompts, so no cache of the
+server has them. Lengths and times depend only on --seed. Examples:
 
   chairlift bench serve --workload chat --request-rate 4 --num-prompts 200 --goodput ttft:500 tpot:80
   chairlift bench serve --trace monday.jsonl --html monday.html
@@ -46,7 +46,7 @@ server knows them; their lengths and times depend on --seed alone. Examples:
   chairlift bench serve --input-len 512 --output-len uniform:16:128 --request-rate 1,2,4,8 --ignore-eos
   chairlift bench serve --compare http://127.0.0.1:8000 http://127.0.0.1:8001 --rounds 5 --ignore-eos
 
-Exit code 1: some requests failed, and are counted by kind."""
+Exit code 1: some requests failed. The result counts them by kind."""
 
 _MAX_PROMPTS: Final = 1_000_000
 SIDES: Final = "AB"
@@ -62,10 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--base-url", metavar="URL", default="http://127.0.0.1:8000", help="(default: http://127.0.0.1:8000)"
     )
-    where.add_argument("--compare", metavar=("URL_A", "URL_B"), nargs=2, help="the same requests to both, in turns")
+    where.add_argument(
+        "--compare", metavar=("URL_A", "URL_B"), nargs=2, help="send the same requests to two servers, in turns"
+    )
     server.add_argument("--rounds", metavar="N", type=int, default=3, help="rounds of --compare (default: 3)")
     server.add_argument("--model", metavar="NAME", help="model name on the server (default: the first that it lists)")
-    server.add_argument("--endpoint", choices=_ENDPOINTS, help="(default: completions; of a data set with chats: chat)")
+    server.add_argument("--endpoint", choices=_ENDPOINTS, help="(default: completions; for a data set of chats: chat)")
     server.add_argument(
         "--ready-check-timeout-sec",
         metavar="S",
@@ -79,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     answers.add_argument("--ignore-eos", action="store_true", help="generate answers of exactly the requested length")
     answers.add_argument("--temperature", metavar="X", type=float, default=0.0, help="(default: 0)")
     answers.add_argument(
-        "--promises", action="store_true", help="send the class, priority, tenant and limits that the trace has"
+        "--promises", action="store_true", help="send the class, priority, tenant and latency limits of the trace"
     )
     answers.add_argument(
         "--timeout", metavar="S", type=float, default=600.0, help="seconds after which a request fails (default: 600)"
@@ -183,7 +185,7 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, texts: bool = False) -
         "--input-len",
         "--random-input-len",
         metavar="LENGTHS",
-        help="tokens of prompts: a number, or uniform:LEAST:MOST, lognormal:MU:SIGMA:LEAST:MOST, zipf:ALPHA:LEAST:MOST",
+        help="tokens of prompts: a number, or uniform:MIN:MAX, lognormal:MU:SIGMA:MIN:MAX, zipf:ALPHA:MIN:MAX",
     )
     traffic.add_argument(
         "--output-len",
@@ -192,14 +194,17 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, texts: bool = False) -
         help="tokens of answers, in the same forms; needs --input-len",
     )
     traffic.add_argument(
-        "--num-prompts", metavar="N", type=int, help=f"requests (default: {_DEFAULT_PROMPTS}; of a trace: all)"
+        "--num-prompts",
+        metavar="N",
+        type=int,
+        help=f"number of requests (default: {_DEFAULT_PROMPTS}; for a trace: all)",
     )
     timing = traffic.add_mutually_exclusive_group()
     timing.add_argument(
         "--request-rate",
         metavar="R",
-        help="requests per second; inf: all at once; several, with commas: a run each. A trace is stretched to it. "
-        "(default: inf; of a trace: its own times)",
+        help="requests per second; inf: all at once; several values with commas: one run each. The times of a trace "
+        "are scaled to this rate. (default: inf; for a trace: its own times)",
     )
     timing.add_argument(
         "--arrivals",

@@ -27,9 +27,9 @@ DESCRIPTION: Final = """Talk to a model in the terminal. Answers appear as they 
   /reset         forgets the conversation
   /exit, Ctrl-D  leaves
 
-When the conversation outgrows the model's context, its oldest turns are left out. Lines that are
-piped in are answered one after the other. Answers are greedy (temperature 0) unless flags say otherwise.
-With --url the model is one of a running server's, and nothing is loaded here."""
+When the conversation becomes longer than the model's context, its oldest turns are left out. Lines from
+a pipe are answered one after another. Answers are greedy (temperature 0) unless a flag changes this.
+With --url a running server generates the answers, and no model is loaded here."""
 
 _MAX_TOKENS: Final = 512
 
@@ -37,11 +37,14 @@ _MAX_TOKENS: Final = 512
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift chat``."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
-    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument("--system", metavar="TEXT", help="system message at the beginning of the conversation")
     server = parser.add_argument_group("server")
     server.add_argument("--url", help="URL of a server to use, such as http://127.0.0.1:8000")
     server.add_argument(
-        "--model", metavar="NAME", dest="model_name", help="model name on that server (default: its first)"
+        "--model",
+        metavar="NAME",
+        dest="model_name",
+        help="model name on that server (default: the first that it lists)",
     )
     server.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
     add_sampling_flags(parser, _MAX_TOKENS)

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
-SUMMARY: Final = "validate a model directory and show what fits into memory"
+SUMMARY: Final = "test a model directory and show how many requests fit into memory"
 DESCRIPTION: Final = """Load a model as the engine would, show its size and the memory plan, and test it.
 
-The test: all weights must be finite numbers, and each of a few prompts must get the same greedy tokens alone and in a
-batch. Then its speed is measured. Exit code 0 when all is well, 2 when not."""
+The test checks that all weights are finite, and that a few prompts get the same greedy tokens alone and in a batch.
+Then the command measures the model's speed. Exit code 0: the model passed. Exit code 2: it did not."""
 
 _PROMPTS: Final = ("The", "What is continuous batching?", "1, 2, 3, 4,", "Once upon a time there was a chairlift that")
 _NUM_TOKENS: Final = 8

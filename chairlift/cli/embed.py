@@ -15,8 +15,8 @@ __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 SUMMARY: Final = "print embeddings of texts, as JSON lines"
 DESCRIPTION: Final = """Print the embedding of each text as a JSON line: index, num_tokens and embedding.
 
-Texts are arguments, or lines of standard input (no TEXT, or -). The model is one for embeddings; one that generates
-embeds with --runner pooling."""
+Texts are arguments, or lines of standard input (no TEXT, or -). The model must be an embedding model, or a generative
+model with --runner pooling."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

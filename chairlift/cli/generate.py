@@ -28,26 +28,27 @@ if TYPE_CHECKING:
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
-SUMMARY: Final = "answer prompts, all in one continuous batch"
-DESCRIPTION: Final = """Answer prompts, all in one continuous batch.
+SUMMARY: Final = "answer prompts in one continuous batch"
+DESCRIPTION: Final = """Answer prompts in one continuous batch.
 
 Prompts are arguments, or lines of standard input (no PROMPT, or -), and answers are printed as text. With
 --prompts-file they are JSON objects, one per line, and answers are JSON lines in the same order:
 
   {"prompt": "Hi"}    {"prompt": [1, 2, 3]}    {"messages": [{"role": "user", "content": "Hi"}]}
 
-each with an optional "id" and any sampling parameter by name, such as "max_tokens": 32. An answer has index, id,
-prompt, prompt_token_ids, outputs (text, token_ids, finish_reason), usage and error, and the line's other keys as they
-are; chairlift train reads them. A line that
-cannot be answered is reported, gets an error in its place, and does not hold up the others.
+Each object may have an "id" and any sampling parameter by name, such as "max_tokens": 32. An answer has index, id,
+prompt, prompt_token_ids, outputs (text, token_ids, finish_reason), usage and error, and a copy of the object's other
+keys. chairlift train can read these answers. A line that cannot be answered gets an error in its answer; the other
+lines are answered.
 
 The file may be HumanEval's, GSM8K's (--prompt-field question), MT-Bench's ("turns", each answered in its conversation),
-one for OpenAI's batches, plain text with a prompt per line, any of them gzipped, or Parquet.
+a file for OpenAI's batch API, or plain text with a prompt per line. Any of these may be gzipped, or be Parquet.
 
-One prompt's text is printed as it is made. Ctrl-C ends with the answers that are there; the others get an error.
+The answer to a single prompt is printed while it is generated. After Ctrl-C the finished answers are kept, and the
+other prompts get an error.
 
-Where the model has a chat template, a text prompt becomes the user's message in it; --raw sends it as it is.
-Answers are greedy (temperature 0) and at most 256 tokens long unless flags say otherwise."""
+If the model has a chat template, a text prompt becomes the user's message in it; --raw skips the template.
+Answers are greedy (temperature 0) and at most 256 tokens long unless flags change this."""
 
 _MAX_TOKENS: Final = 256
 _REFRESH_SECONDS: Final = 0.2
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", "-o", metavar="FILE", type=Path, help="write the answers to this file, as JSON lines"
     )
-    parser.add_argument("--force", action="store_true", help="overwrite --output where it exists")
+    parser.add_argument("--force", action="store_true", help="overwrite --output if it exists")
     parser.add_argument("--jsonl", action="store_true", help="print JSON lines, also for prompts given as text")
     parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template to text prompts")
     parser.add_argument("--quiet", "-q", action="store_true", help="no progress bar")

@@ -20,13 +20,11 @@ from chairlift.errors import ChairliftError
 
 __all__ = ["main"]
 
-_DESCRIPTION = (
-    "Continuous batching for language models. Without a model, the small one that comes with Chairlift answers."
-)
+_DESCRIPTION = "Continuous batching for language models. The default model is the small demo model in the package."
 _EXIT_CODES = """exit codes:
-  0  everything that was asked for was done
-  1  some prompts were answered, others could not be
-  2  the settings, the model or all of the input cannot be used
+  0  success
+  1  some prompts were answered, and others could not be answered
+  2  the settings, the model or the whole input cannot be used
   130  stopped with Ctrl-C (143: with SIGTERM)"""
 _CUT_PIPE = 141
 
@@ -129,7 +127,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for module in (serve, generate, chat, embed, check, quantize, bench, tune, sim, trace, train, pack, top):
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION)
-        command.add_argument("--verbose", action="store_true", help="log what the engine does, with tracebacks")
+        command.add_argument("--verbose", action="store_true", help="log more, and print tracebacks")
         module.add_arguments(command)
         command.set_defaults(run=module.run, parser=command)
     args, unknown = parser.parse_known_args(argv)

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
-SUMMARY: Final = "show how well a file of sequences packs, or write the packs for others to train on"
-DESCRIPTION: Final = """Pack the sequences of a file as training would, and show what that wastes.
+SUMMARY: Final = "show how well a file of sequences packs, or write the packs for other frameworks"
+DESCRIPTION: Final = """Pack the sequences of a file as training would, and show how much space is wasted.
 
-Records hold input_ids, or, with --tokenizer, chats, texts, or prompt and completion; or a number of tokens in a field
-named by --length-field, which needs neither tokens nor a tokenizer. FILE may be JSON lines, a JSON array, Parquet, a
-pattern, or the directory of a Hugging Face dataset. With --to the packs are written for Megatron-LM (PREFIX.bin and
-PREFIX.idx), NeMo (.parquet, .npy) or TRL (.parquet, .jsonl).
+A record has input_ids. With --tokenizer it may have a chat, a text, or prompt and completion instead. With
+--length-field it has only a number of tokens. FILE may be JSON lines, a JSON array, Parquet, a pattern, or the
+directory of a Hugging Face dataset. --to writes the packs for Megatron-LM (PREFIX.bin and PREFIX.idx), NeMo (.parquet,
+.npy) or TRL (.parquet, .jsonl).
 
   chairlift pack chats.jsonl --tokenizer MODEL_DIR --capacity 8192
   chairlift pack chats.jsonl --tokenizer MODEL_DIR --to nemo --output chats.idx.parquet

@@ -20,17 +20,18 @@ __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 SUMMARY: Final = "write a model with its weights in 4 or 8 bits"
 DESCRIPTION: Final = """Write a directory with the weights of a model's layers in 4 or 8 bits.
 
-MODEL is what every command takes: a directory, a Hub id, a GGUF file, or "bundled". OUT is in the format of
-compressed-tensors (pack-quantized), which Chairlift, vLLM and transformers read. The embedding and the output head stay
-in 16 bits. A model that is quantised already is dequantised first.
+MODEL is a directory, a Hub id, a GGUF file, or "bundled". OUT has the format of compressed-tensors (pack-quantized),
+which Chairlift, vLLM and transformers can read. The embedding and the output head stay in 16 bits. A quantised model is
+dequantised first.
 
   chairlift quantize MODEL OUT --format int8
   chairlift quantize MODEL OUT --format int4-g32 --calibrate texts.jsonl
   chairlift serve OUT
 
-Weights are rounded to the nearest. With --calibrate they are chosen by GPTQ, so that layers answer to these texts as
-before: give texts like those that the model will read, chats with their template's special tokens. That takes the
-memory of the whole model, and the time of several passes over the texts."""
+Weights are rounded to the nearest value. With --calibrate, GPTQ chooses the values so that the outputs of the layers
+for these texts change as little as possible. Use texts like those that the model will read; chats must contain the
+special tokens of their template. GPTQ needs the memory of the whole model, and the time of several passes over the
+texts."""
 
 _FORMATS: Final = ("int4-g128", "int4-g32", "int8")
 """Names of the formats in :mod:`chairlift.quantize.rounding`. They are repeated here, because that module imports
@@ -40,7 +41,7 @@ torch, which is slow."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift quantize``."""
     parser.add_argument("model", metavar="MODEL", help="directory, Hub id, GGUF file, or bundled")
-    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write: empty, or not there yet")
+    parser.add_argument("out", metavar="OUT", type=Path, help="output directory: empty or new")
     parser.add_argument(
         "--format",
         choices=_FORMATS,

@@ -15,21 +15,21 @@ from chairlift.errors import ConfigError
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
-SUMMARY: Final = "serve a model over HTTP, as OpenAI's API"
-DESCRIPTION: Final = """Serve a model over HTTP, as OpenAI's API. Many clients at once share one continuous batch.
+SUMMARY: Final = "serve a model over HTTP with OpenAI's API"
+DESCRIPTION: Final = """Serve a model over HTTP with OpenAI's API. All clients share one continuous batch.
 
   chairlift serve                          the bundled model, at http://127.0.0.1:8000
-  chairlift serve DIRECTORY --port 9000    a model of your own
+  chairlift serve DIRECTORY --port 9000    your own model
   chairlift serve --host 0.0.0.0 --api-key-file keys.txt
 
-SIGTERM, Ctrl-C and the end of the terminal drain: new requests are refused with 503, running answers are finished
-within --shutdown-timeout. A second SIGTERM or Ctrl-C stops at once.
+SIGTERM, Ctrl-C and the end of the terminal start a drain: new requests get 503, and running answers have
+--shutdown-timeout to finish. A second SIGTERM or Ctrl-C stops the server at once.
 
 exit codes:
-  0  told to stop, and everything that had been taken on was answered
-  1  told to stop, and requests were cut off by the timeout, a second signal or the end of the engine
+  0  stopped as requested; every accepted request was answered
+  1  stopped as requested; some requests were cut off by the timeout, a second signal or the end of the engine
   2  the settings, the model or the port cannot be used
-  3  the engine died, and --no-restart was given (or starting it again did not help)"""
+  3  the engine died, and --no-restart was set or restarting did not help"""
 
 _SECRET: Final = ("api_key",)
 _EVERYDAY: Final = (
@@ -44,7 +44,7 @@ _EVERYDAY: Final = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift serve``."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory or Hub id (default: the bundled model)")
-    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same, as a flag")
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="MODEL as a flag")
     parser.add_argument("--dry-run", action="store_true", help="print the settings that would be used, and exit")
     add_server_flags(parser)
     add_engine_flags(parser, leave_out={"model"})

@@ -14,6 +14,7 @@ from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
 from chairlift.cli.sim_fleet import (
     add_fleet_flags,
     check_flags,
+    error_lines,
     fleet_lines,
     simulate_fleets,
     trace_with_slo,
@@ -34,23 +35,23 @@ __all__ = [
 ]
 
 SUMMARY: Final = "replay traffic through the engine on a simulated machine"
-DESCRIPTION: Final = """Replay traffic through the real scheduler on a simulated machine, much faster than it would run.
+DESCRIPTION: Final = """Replay traffic through the real scheduler on a simulated machine, much faster than in real time.
 
-The traffic is a kind of workload with arrivals, or a trace on file. The machine is one of a table (--machine, modelled
-from data sheets and never validated), a cost model on file (--cost-model), or this one: --fit runs a model here for a
-moment, and --step-log learns from steps that were recorded. All settings of scheduler and KV cache count.
+The traffic is a workload with arrivals, or a trace file. There are four kinds of machines: a known machine (--machine;
+modelled from data sheets, not validated), a cost model from a file (--cost-model), this machine (--fit times some steps
+of a model), or recorded steps (--step-log). All settings of scheduler and KV cache apply.
 
   chairlift sim --machine h100-sxm --model llama-3-8b --workload chat --arrivals poisson:20
   chairlift sim --fit MODEL --save here.json
   chairlift sim --cost-model here.json --trace trace.jsonl --compare max_num_seqs=8,16,32
   chairlift sim --machine h100-sxm --arrivals poisson:60 --replicas 1,2,4 --slo ttft:500,tpot:30 --target 0.99"""
 
-_SEEDS: Final = """Run the engine in seeded worlds with faults, and check every invariant after every step.
+_SEEDS: Final = """Run the engine in random worlds with faults, and check every invariant after every step.
 
-One seed is one execution; a world that fails is cut down to the events it needs."""
-_GATE: Final = """Run a policy of one's own in seeded worlds with faults, and check what it and the engine promise.
+A seed determines the whole execution. A failing world is reduced to the events that the failure needs."""
+_GATE: Final = """Run your own policy in random worlds with faults, and check its results and the engine's invariants.
 
-A policy that passes may meet traffic; one that fails is shown the promise it broke, and how to see it again."""
+A policy that passes is safe to use. For a failing policy, the output names the broken rule and how to repeat it."""
 _NOT_SIMULATED: Final = {
     "model",
     "revision",
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chosen = machine.add_mutually_exclusive_group()
     chosen.add_argument("--machine", metavar="NAME", help="name of a known machine, such as h100-sxm or turin-9755")
     chosen.add_argument("--cost-model", metavar="FILE", type=Path, help="file with a cost model, written by --save")
-    chosen.add_argument("--fit", metavar="MODEL", help="run this model here for a moment, and time its steps")
+    chosen.add_argument("--fit", metavar="MODEL", help="time some steps of this model on this machine")
     chosen.add_argument("--step-log", metavar="FILE", type=Path, help="learn from recorded steps, one JSON object each")
     machine.add_argument(
         "--model",
@@ -92,12 +93,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save-steps", metavar="FILE", type=Path, help="with --fit: write the timed steps to this file"
     )
     results = parser.add_argument_group("results")
-    results.add_argument("--compare", metavar="SETTING=A,B,...", help="one simulation, and one row, for each value")
+    results.add_argument(
+        "--compare", metavar="SETTING=A,B,...", help="one simulation, and one table row, for each value"
+    )
     results.add_argument("--json", metavar="FILE", type=Path, help="write settings and results to this file")
     add_fleet_flags(parser)
     add_engine_flags(parser, leave_out=_NOT_SIMULATED)
     others = parser.add_subparsers(title="other simulations", metavar="[NAME]", dest="simulation")
-    seeds = others.add_parser("seeds", help="random worlds with faults, every invariant checked", description=_SEEDS)
+    seeds = others.add_parser("seeds", help="check every invariant in random worlds with faults", description=_SEEDS)
     seeds.add_argument(
         "--seed",
         dest="one_seed",
@@ -108,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     seeds.add_argument("--seeds", metavar="N", type=int, default=1000, help="number of worlds (default: 1000)")
     seeds.add_argument("--first", metavar="N", type=int, default=0, help="seed of the first world (default: 0)")
     seeds.set_defaults(parser=seeds)
-    gate = others.add_parser("gate", help="fuzzed worlds for a policy of one's own", description=_GATE)
+    gate = others.add_parser("gate", help="test your own policy in random worlds", description=_GATE)
     gate.add_argument("policy", metavar="module:Class", help="class of the policy; it is created without arguments")
     gate.add_argument("--seed", dest="one_seed", metavar="N", type=int, help="run only the world with this seed")
     gate.add_argument("--seeds", metavar="N", type=int, default=300, help="number of worlds (default: 300)")
@@ -143,11 +146,15 @@ def run(args: argparse.Namespace) -> int:
         from chairlift.replay.machines import write_deployment
 
         write_deployment(args.save, deployment)
+    more: dict[str, Any] = {}
     if args.replicas is None:
         lines, results = _simulate(args, configs, trace, deployment, users)
     else:
-        reports = simulate_fleets(args, trace, configs[0][1], deployment, users)
-        lines, results = fleet_lines(reports, args.target, args.price), [report.to_dict() for report in reports]
+        reports, errors = simulate_fleets(args, trace, configs[0][1], deployment, users)
+        lines = fleet_lines(reports, args.target, args.price)
+        lines += ["", *error_lines(errors)] if errors else []
+        results = [report.to_dict() for report in reports]
+        more = {"flow_errors": [each.to_dict() for each in errors]} if errors else {}
     print(f"{traffic}\n{deployment.model} on {deployment.machine} ({deployment.validity})\n")
     print("\n".join(lines))
     if args.json is not None:
@@ -159,6 +166,7 @@ def run(args: argparse.Namespace) -> int:
             "validity": deployment.validity,
             "traffic": traffic,
             "results": results,
+            **more,
         }
         with replacing(args.json) as file:
             file.write(json.dumps(record, indent=1) + "\n")
@@ -218,16 +226,18 @@ def add_traffic_flags(parser: argparse.ArgumentParser, *, required: bool) -> Non
     kinds = "a kind of traffic: chat, summarize, write, ..." + ("" if required else " (default: chat)")
     source.add_argument("--workload", metavar="NAME", default=default, help=kinds)
     source.add_argument(
-        "--trace", metavar="FILE", type=Path, help="recorded traffic; chairlift trace says in what forms"
+        "--trace", metavar="FILE", type=Path, help="recorded traffic, in any format that chairlift trace reads"
     )
     count = _A_SAMPLE if required else 256
-    traffic.add_argument("--num-prompts", metavar="N", type=int, help=f"requests (default: {count:,}; of a trace: all)")
+    traffic.add_argument(
+        "--num-prompts", metavar="N", type=int, help=f"number of requests (default: {count:,}; for a trace: all)"
+    )
     traffic.add_argument(
         "--arrivals",
         metavar="FORM",
-        help="of a workload: all, constant:RATE, poisson:RATE, gamma:RATE:BURSTINESS, onoff:RATE:ON_S:OFF_S, "
-        "ramp:START:END:S, diurnal:RATE:PEAK_TO_TROUGH:PERIOD_S or closed:USERS; rates are in requests per second "
-        "(default: all at once)",
+        help="arrival times of a workload: all, constant:RATE, poisson:RATE, gamma:RATE:BURSTINESS, "
+        "onoff:RATE:ON_S:OFF_S, ramp:START:END:S, diurnal:RATE:PEAK_TO_TROUGH:PERIOD_S or closed:USERS; "
+        "rates are in requests per second (default: all at once)",
     )
     traffic.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the workload (default: 0)")
     parser.set_defaults(usual_count=count)

@@ -24,16 +24,15 @@ from chairlift.errors import ChairliftError, ConfigError, RequestError
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
-SUMMARY: Final = "watch a server at work"
-DESCRIPTION: Final = """Watch a running server: batch, queue, KV cache, preemption, speed, and every request.
+SUMMARY: Final = "show a running server in the terminal"
+DESCRIPTION: Final = """Show a running server: batch, queue, KV cache, preemption, speed, and every request.
 
-  s  sorts the requests by something else
+  s  changes the order of the requests
   q  quits
 
-ETA is the time until a waiting request starts, or until a long prompt that is being computed gives
-its next token.
-A server that loads, hangs or is gone is said to be so, and asked again. Where the output is no
-terminal, and with --once, the view is printed once, as plain text."""
+ETA is the time until a waiting request starts. For a long prompt that is being computed, it is the
+time until its next token. If the server is loading, hanging or unreachable, the view says so and
+tries again. With --once, or if the output is not a terminal, the view is printed once as plain text."""
 
 _ASK_SECONDS: Final = 5.0
 _PIPE: Final = 120

@@ -20,37 +20,37 @@ if TYPE_CHECKING:
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
-SUMMARY: Final = "record, draw, sample or show traffic: lengths and times, never a text"
-DESCRIPTION: Final = """Traffic as a file: when requests came, how long prompts and answers were, what they shared.
+SUMMARY: Final = "record, generate, sample or show traffic: lengths and times, never texts"
+DESCRIPTION: Final = """Work with traces: files with arrival times, lengths of prompts and answers, and shared prefixes.
 
-A trace holds no text. Ours is a file of JSON lines, and the formats in which traces are published are read as well:
-Mooncake, Bailian, Azure, BurstGPT and ShareGPT, and logs of your own with --columns or --pattern.
+A trace has no texts. Chairlift's format is JSON lines. The commands also read published formats (Mooncake, Bailian,
+Azure, BurstGPT, ShareGPT), and your own logs with --columns or --pattern.
 
   chairlift trace record http://127.0.0.1:8000 -o monday.jsonl --duration 10m
   chairlift trace show monday.jsonl --png monday.png
   chairlift trace sample monday.jsonl -n 1000 -o small.jsonl
   chairlift trace draw --workload chat --arrivals poisson:4 -n 1000 -o made.jsonl"""
 
-_SHOW: Final = """Show what a trace is like: figures, and histograms of lengths and arrivals.
+_SHOW: Final = """Show a trace: statistics, and histograms of lengths and arrivals.
 
   chairlift trace show trace.jsonl
   chairlift trace show AzureLLMInferenceTrace_conv.csv --png azure.png
   chairlift trace show gateway.csv --columns time=started_at,input=prompt_tokens,output=completion_tokens
   chairlift trace show access.log --pattern '\\[(?P<time>[^]]+)\\].* in=(?P<input>\\d+) out=(?P<output>\\d+)'"""
-_SAMPLE: Final = """Write N requests of a trace, like the whole; without -n all of them: any format becomes ours.
+_SAMPLE: Final = """Write a sample of N requests of a trace, in Chairlift's format. Without -n, write all requests.
 
-Requests are drawn at random from all of the trace, chats as a whole, so that short and long are as frequent as before.
-Times are pressed together so that the rate stays. What a random sample loses: bursts get smoother, and prefixes repeat
-less often, and of few long chats the last ones trail behind. --window keeps bursts and prefixes: it takes neighbours,
-from a random place, with the times they had. But one hour's lengths need not be the day's: where they change with time,
-compare the two with `chairlift trace show`."""
-_DRAW: Final = """Write a made-up trace. The same flags and the same seed give the same trace, on any machine.
+Requests are drawn at random from the whole trace, and chats as a whole, so the distribution of lengths stays. Times are
+compressed so that the rate stays. A random sample changes some properties: bursts become smoother, prefixes repeat less
+often, and the last of a few long chats end late. --window keeps bursts and prefixes: it takes consecutive requests with
+their times, from a random position. But the lengths of one hour may differ from those of the day: if they change with
+time, compare both with `chairlift trace show`."""
+_DRAW: Final = """Write a generated trace. The same flags and the same seed give the same trace on any machine.
 
-Lengths are in tokens: lognormal:MU:SIGMA:LEAST:MOST (MU and SIGMA of the logarithm), zipf:ALPHA:LEAST:MOST,
-uniform:LEAST:MOST, fixed:N, or file:TRACE for the lengths that a trace has.
-Arrivals are in requests per second: all, constant:RATE, poisson:RATE, gamma:RATE:BURSTINESS (1 is Poisson, less comes
-in bursts), onoff:RATE:ON_SECONDS:OFF_SECONDS, ramp:START_RATE:END_RATE:SECONDS,
-diurnal:RATE:PEAK_TO_TROUGH:PERIOD_SECONDS, or closed:USERS, where each user asks again when answered.
+Lengths are in tokens: lognormal:MU:SIGMA:MIN:MAX (MU and SIGMA of the logarithm), zipf:ALPHA:MIN:MAX, uniform:MIN:MAX,
+fixed:N, or file:TRACE for the lengths of a trace.
+Arrivals are in requests per second: all, constant:RATE, poisson:RATE, gamma:RATE:BURSTINESS (1 is Poisson, smaller
+values give bursts), onoff:RATE:ON_SECONDS:OFF_SECONDS, ramp:START_RATE:END_RATE:SECONDS,
+diurnal:RATE:PEAK_TO_TROUGH:PERIOD_SECONDS, or closed:USERS, where each user sends the next request after its answer.
 
   chairlift trace draw --workload chat --arrivals poisson:4 -n 1000 -o made.jsonl
   chairlift trace draw --input-len uniform:100:900 --output-len fixed:20 --arrivals diurnal:2:5:600 -o day.jsonl
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("replay", trace_view.REPLAY_SUMMARY, trace_view.REPLAY_DESCRIPTION, trace_view.add_replay_arguments),
     ):
         command = commands.add_parser(name, help=summary, description=description)
-        verbose = "log what is done, with tracebacks"
+        verbose = "log more, and print tracebacks"
         command.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=verbose)
         command.set_defaults(parser=command)
         add(command)
@@ -105,20 +105,20 @@ def _add_reading_flags(parser: argparse.ArgumentParser) -> None:
             "custom",
             "openai-batch",
         ),
-        help="what the file is (default: what its first line looks like)",
+        help="format of the file (default: detected from its first line)",
     )
     ways.add_argument(
         "--columns",
         metavar="FIELD=COLUMN,...",
-        help="read CSV, TSV or JSON lines: which columns, by name or place from 1, are time, input and output, and "
-        "perhaps tenant, priority, service_tier, session, turn, cancel_ms, ttft_ms, tpot_ms, deadline_ms",
+        help="read CSV, TSV or JSON lines: columns, by name or number from 1, of time, input and output, and "
+        "optionally tenant, priority, service_tier, session, turn, cancel_ms, ttft_ms, tpot_ms, deadline_ms",
     )
     ways.add_argument("--pattern", metavar="REGEX", help="read a text log, with groups (?P<time>...) of the same names")
-    reading.add_argument("--sort", action="store_true", help="take lines in any order of time")
+    reading.add_argument("--sort", action="store_true", help="accept lines in any order of time")
     reading.add_argument(
         "--arrivals",
         metavar="FORM",
-        help="of conversations and other texts, which have no times (default: all at once)",
+        help="arrival times for conversations and other texts, which have none (default: all at once)",
     )
     reading.add_argument(
         "--tokenizer",
@@ -127,7 +127,7 @@ def _add_reading_flags(parser: argparse.ArgumentParser) -> None:
         help="model directory whose tokenizer counts tokens of texts (default: 4 characters are a token)",
     )
     reading.add_argument(
-        "--seed", metavar="N", type=_number(0), default=0, help="seed of everything random (default: 0)"
+        "--seed", metavar="N", type=_number(0), default=0, help="seed of all random choices (default: 0)"
     )
 
 
@@ -138,12 +138,12 @@ def _add_show_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_sample_flags(parser: argparse.ArgumentParser) -> None:
     _add_reading_flags(parser)
-    parser.add_argument("-n", "--num-prompts", metavar="N", type=_number(1), help="how many requests (default: all)")
+    parser.add_argument("-n", "--num-prompts", metavar="N", type=_number(1), help="number of requests (default: all)")
     _add_output_flags(parser)
-    parser.add_argument("--window", action="store_true", help="take neighbours, with the times they had")
+    parser.add_argument("--window", action="store_true", help="take consecutive requests, with their times")
     rate = parser.add_mutually_exclusive_group()
-    rate.add_argument("--rate", metavar="R", type=float, help="stretch the times to R requests per second")
-    rate.add_argument("--keep-rate", action="store_true", help="as many requests per second as before (the default)")
+    rate.add_argument("--rate", metavar="R", type=float, help="scale the times to R requests per second")
+    rate.add_argument("--keep-rate", action="store_true", help="keep the rate of the trace (the default)")
 
 
 def _add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -221,10 +221,10 @@ def _write(args: argparse.Namespace, trace: list[TracedRequest], notes: Sequence
 
 def _add_draw_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-n", "--num-prompts", metavar="N", type=_number(1), default=1000, help="requests (default: 1000)"
+        "-n", "--num-prompts", metavar="N", type=_number(1), default=1000, help="number of requests (default: 1000)"
     )
     _add_output_flags(parser)
-    parser.add_argument("--seed", metavar="N", type=_number(0), default=0, help="(default: 0)")
+    parser.add_argument("--seed", metavar="N", type=_number(0), default=0, help="seed (default: 0)")
     parser.add_argument(
         "--workload",
         metavar="NAME",
@@ -232,24 +232,28 @@ def _add_draw_flags(parser: argparse.ArgumentParser) -> None:
         help="chat, assistant, summarize, write, uniform, conversation or agents; the flags below change it",
     )
     parser.add_argument("--arrivals", metavar="FORM", default="all", help="arrival times (default: all at once)")
-    parser.add_argument("--input-len", metavar="FORM", help="lengths of prompts; in chats, of what is new in a turn")
+    parser.add_argument("--input-len", metavar="FORM", help="lengths of prompts; for chats, of the new text in a turn")
     parser.add_argument("--output-len", metavar="FORM", help="lengths of answers")
     parser.add_argument(
         "--shared-prefix",
         metavar="TOKENS[:SHARE[:DISTINCT[:ALPHA]]]",
-        help="a SHARE of the prompts (default: 1) begin with one of DISTINCT texts (default: 1), the k-th of which is "
-        "as frequent as 1 / k ** ALPHA (default: 1). TOKENS is a multiple of 512, in chats of 16",
+        help="a fraction SHARE of the prompts (default: 1) begins with one of DISTINCT texts (default: 1). The "
+        "frequency of text k is proportional to 1 / k ** ALPHA (default: 1). TOKENS is a multiple of 512 (chats: 16)",
     )
-    parser.add_argument("--turns", metavar="FORM", help="make chats: how many turns they have")
-    parser.add_argument("--think", metavar="SECONDS", type=float, help="mean time from a turn to the next")
-    parser.add_argument("--context", metavar="N", type=_number(1), help="chats end before they have more tokens")
-    parser.add_argument("--cancel", metavar="SHARE:FORM", help="who leaves, and after how many ms: 0.1:fixed:2000")
+    parser.add_argument("--turns", metavar="FORM", help="generate chats with these numbers of turns")
+    parser.add_argument("--think", metavar="SECONDS", type=float, help="mean time between two turns of a chat")
+    parser.add_argument("--context", metavar="N", type=_number(1), help="maximum number of tokens of a chat")
+    parser.add_argument(
+        "--cancel",
+        metavar="SHARE:FORM",
+        help="fraction of clients that disconnect, and after how many ms: 0.1:fixed:2000",
+    )
     parser.add_argument(
         "--class",
         dest="classes",
         metavar="FIELD=VALUE,...",
         action="append",
-        help="a kind of client, may be repeated: weight, tenant, priority, service_tier, ttft_ms, tpot_ms, deadline_ms",
+        help="kind of client; may be repeated: weight, tenant, priority, service_tier, ttft_ms, tpot_ms, deadline_ms",
     )
 
 

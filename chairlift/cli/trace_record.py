@@ -24,10 +24,10 @@ __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 SUMMARY: Final = "record a running server's traffic"
 DESCRIPTION: Final = """Record the traffic of a running server as a trace, until Ctrl-C or the limits below.
 
-A trace has the times and lengths of requests, who gave up when, and which prompts begin alike: as numbers
-made with a secret that the server draws for this recording and forgets. No text leaves the server.
-A request counts when it comes after the recording began, and is written when it has ended. With
---duration or --requests the recording ends when the last of them has.
+A trace has the times and lengths of requests, early disconnects, and the shared beginnings of prompts. The
+beginnings are numbers that the server computes with a secret for this recording only. No text leaves the server.
+The recording includes requests that arrive after its start, and writes each one when it has ended. With
+--duration or --requests, the recording ends when its last request has ended.
 
   chairlift trace record http://127.0.0.1:8000 -o monday.jsonl --duration 10m"""
 
@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift trace record``."""
     parser.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the trace, JSON lines")
-    parser.add_argument("--duration", metavar="TIME", help="take requests for so long, such as 90s, 10m or 2h")
-    parser.add_argument("--requests", metavar="N", type=int, help="take so many requests")
+    parser.add_argument("--duration", metavar="TIME", help="time to record, such as 90s, 10m or 2h")
+    parser.add_argument("--requests", metavar="N", type=int, help="number of requests to record")
     parser.add_argument("--block-size", metavar="N", type=int, default=64, help="tokens per prefix id (default: 64)")
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
     parser.add_argument("--force", action="store_true", help="replace FILE if it exists")

@@ -28,24 +28,24 @@ __all__ = [
     "run",
 ]
 
-SUMMARY: Final = "look at a recording of steps in the browser"
-DESCRIPTION: Final = """Show a recording of steps as the live view shows a server: who sat where, with which blocks.
+SUMMARY: Final = "show a recording of steps in the browser"
+DESCRIPTION: Final = """Show a recording of steps in the live view: the row and the KV blocks of each request.
 
-A recording of steps is what the button JSONL of a server's page /live saves, or
+The button JSONL of a server's page /live saves a recording of steps. Or use curl:
 
   curl -o steps.jsonl 'http://127.0.0.1:8000/live/export?format=jsonl'
   chairlift trace view steps.jsonl
   chairlift trace view --demo          a simulated example
 
 The page is served on this machine only, until Ctrl-C."""
-REPLAY_SUMMARY: Final = "simulate what a recording of steps was asked to do"
-REPLAY_DESCRIPTION: Final = """Simulate the requests of a recording of steps: the same arrivals, the same lengths.
+REPLAY_SUMMARY: Final = "simulate the requests of a recording of steps"
+REPLAY_DESCRIPTION: Final = """Simulate the requests of a recording of steps, with the same arrivals and lengths.
 
-The machine is known by the recorded steps, the settings are those of the recorded engine; flags change them.
+The cost model is fitted on the recorded steps. The settings are those of the recorded engine, unless flags change them.
 
   chairlift trace replay steps.jsonl
   chairlift trace replay steps.jsonl --max-num-seqs 32
-  chairlift trace replay steps.jsonl --static         and what static batches would have made of it"""
+  chairlift trace replay steps.jsonl --static         also simulates static batches"""
 
 _MAX_BYTES: Final = 1 << 28
 _NOT_CHANGED: Final = {
@@ -57,8 +57,8 @@ _NOT_CHANGED: Final = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``chairlift trace view``."""
     parser.add_argument("file", metavar="FILE", type=Path, nargs="?", help="the recording")
-    parser.add_argument("--demo", action="store_true", help="a simulated example instead")
-    parser.add_argument("--port", metavar="N", type=int, default=0, help="where to serve it (default: a free one)")
+    parser.add_argument("--demo", action="store_true", help="show a simulated example instead")
+    parser.add_argument("--port", metavar="N", type=int, default=0, help="port of the page (default: a free port)")
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
 SUMMARY: Final = "train a model on packed sequences"
-DESCRIPTION: Final = """Train a model, fresh or from a directory, on packed sequences.
+DESCRIPTION: Final = """Train a new model, or a model from a directory, on packed sequences.
 
-Native families are computed by Chairlift; other causal language models by transformers, unless their packed sequences
-see each other (model.impl).
+Chairlift computes native families. transformers computes other causal language models, if their packed sequences do not
+affect each other (model.impl).
 
 CONFIG is YAML, with the sections model, data, packing, training and checkpoints:
 
-  model: {path: DIR}                      # or config: config.json of a fresh one, with tokenizer: DIR
+  model: {path: DIR}                      # or for a new model, config: config.json and tokenizer: DIR
   data: {files: [chats.jsonl]}            # chats, prompt + completion, text or input_ids on each line
   packing: {capacity: 4096, step: "packs:8"}
   training: {steps: 1000, learning_rate: 2e-5, warmup_steps: 50}
@@ -40,10 +40,10 @@ CONFIG is YAML, with the sections model, data, packing, training and checkpoints
   heads: {method: medusa, num_heads: 4}   # or Medusa heads, which draft (docs/speculation.md)
   output: OUT
 
-With data.eval_files each checkpoint says its loss on them, and OUT/best is the one with the lowest.
+With data.eval_files, each checkpoint records its loss on these files, and OUT/best is the checkpoint with the lowest.
 
-Every checkpoint serves (chairlift serve OUT/step-...), and a run that was stopped, or killed at any moment, goes on
-from the newest one as if nothing had happened. Ctrl-C stops after the step that runs, and writes one.
+Every checkpoint can be served (chairlift serve OUT/step-...). A run that was stopped or killed resumes from the newest
+checkpoint, with the same result as an uninterrupted run. Ctrl-C writes a checkpoint after the running step and stops.
 
   chairlift train config.yaml --set training.steps=50 --output OUT
   torchrun --nproc-per-node 2 -m chairlift train config.yaml"""
@@ -69,9 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="another value for a key of CONFIG, such as training.steps=500; may be repeated",
+        help="set a key of CONFIG, such as training.steps=500; may be repeated",
     )
-    parser.add_argument("--processes", metavar="N", type=int, default=1, help="data parallel here (default: 1)")
+    parser.add_argument(
+        "--processes",
+        metavar="N",
+        type=int,
+        default=1,
+        help="number of data-parallel processes on this machine (default: 1)",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 

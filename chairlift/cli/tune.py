@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "run"]
 
-SUMMARY: Final = "find out what batching does for your traffic, and which settings to run"
-DESCRIPTION: Final = """Find out what batching does for your traffic on this machine, and which settings to run.
+SUMMARY: Final = "measure the gain from batching for your traffic, and recommend settings"
+DESCRIPTION: Final = """Measure the gain from batching for your traffic on this machine, and recommend settings.
 
-Static batches first, then continuous batching with its defaults. A simulator, fitted on steps of the model here, tries
-many settings; the real engine runs the few that matter, side by side. The best settings keep what you promise (--slo)
-for 99 of 100 requests, preempt fewer than 2 of 100, and get most work through.
+The command runs static batches, then continuous batching with its defaults. A simulator, fitted on measured steps of
+the model, tries many settings. The real engine runs the best candidates in turns. The best settings meet the targets
+(--slo) for 99 of 100 requests, preempt fewer than 2 of 100, and have the highest throughput.
 
   chairlift tune --workload chat --output tuned
   chairlift tune MODEL --trace traffic.jsonl --slo ttft:500,tpot:80 --price-per-hour 1.50 --output tuned
   chairlift serve MODEL --config tuned/chairlift.yaml
   chairlift tune llama-3-8b --fleet --machine h100-sxm --workload assistant --arrivals poisson:60 --slo ttft:500,tpot:9
 
-The directory gets chairlift.yaml, report.html and tune.json. Ctrl-C loses nothing: the same command goes on. Settings
-that are given as flags stay as they are; the others are searched."""
+The output directory gets chairlift.yaml, report.html and tune.json. After Ctrl-C, the same command continues. Settings
+that are given as flags stay unchanged; the command searches the others."""
 
 _SLO: Final = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "deadline_ms"}
 _UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME:MS,...",
         type=_slo,
         default={},
-        help="latency limits of requests that have none of their own: ttft (time to first token), tpot (time per "
+        help="latency limits for requests without their own: ttft (time to first token), tpot (time per "
         "output token), e2el (whole request), in ms; as in ttft:500,tpot:80",
     )
     goal.add_argument("--output", metavar="DIR", type=Path, help="directory for the results")
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--price-per-hour", metavar="PRICE", type=_positive, default=1.0, help="price of this machine (default: 1)"
     )
     goal.add_argument(
-        "--rate-scale", metavar="X", type=_positive, default=1.0, help="requests come X times as fast (default: 1)"
+        "--rate-scale", metavar="X", type=_positive, default=1.0, help="requests arrive X times as fast (default: 1)"
     )
     add_fleet_size_flags(parser)
     add_engine_flags(parser, leave_out={"model", "seed", "batching"})

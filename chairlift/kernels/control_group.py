@@ -18,12 +18,14 @@ _MEMORY: Final = ("memory.max", "memory.limit_in_bytes")
 
 
 def processor_limit() -> float | None:
-    """Number of processors that this process may use by quota: the smallest quota of its control group and all
-    enclosing groups. None if there is no quota."""
+    """Maximum number of processors for this process: the smallest quota of its control group and of all enclosing
+    groups. None if there is no quota."""
     limits = []
     for folder in _folders("cpu"):
         for names in _QUOTAS:
-            with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # another version, or no quota ("max")
+            with contextlib.suppress(
+                OSError, ValueError, ZeroDivisionError
+            ):  # files of the other version, or "max": no quota
                 quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
                 if quota > 0:  # -1 means no quota
                     limits.append(quota / period)
@@ -31,7 +33,7 @@ def processor_limit() -> float | None:
 
 
 def memory_limit() -> int | None:
-    """Bytes of memory that this process may use by limit: the smallest limit of its control group and all enclosing
+    """Maximum number of bytes of memory for this process: the smallest limit of its control group and of all enclosing
     groups. None if there is no limit."""
     limits = []
     for folder in _folders("memory"):

@@ -20,7 +20,7 @@ from chairlift.models.family import MAX_CONTEXT, ExpertLayers, Family, Fields
 from chairlift.models.mixers import MixerConfig
 from chairlift.models.registry import FAMILIES
 from chairlift.models.rope_config import RopeConfig, read_ropes
-from chairlift.models.vision_config import PatchConfig, VisionConfig, read_vision
+from chairlift.models.vision_config import PatchConfig, SquareConfig, read_vision
 
 __all__ = [
     "ModelConfig",
@@ -196,7 +196,7 @@ class ModelConfig:
     """Limit x: values of q, k and v are clipped to -x..x before the rotation. None: no limit."""
     experts: ExpertLayers | None = None
     """Settings of the layers that have experts in place of one MLP; None if there are none."""
-    vision: VisionConfig | PatchConfig | None = None
+    vision: SquareConfig | PatchConfig | None = None
     """Shape of the image encoder; None if the model reads only text."""
     mixers: tuple[MixerConfig | None, ...] = ()
     """Per layer, its recurrent mixer, or None. Empty: no layer has a mixer."""

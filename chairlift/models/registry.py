@@ -27,6 +27,7 @@ from chairlift.models.hyperclovax import HYPERCLOVAX
 from chairlift.models.internlm3 import INTERNLM3
 from chairlift.models.lfm2 import LFM2
 from chairlift.models.llama import LLAMA
+from chairlift.models.llava import LLAVA
 from chairlift.models.lstm import GRU, LSTM
 from chairlift.models.mamba2 import MAMBA2
 from chairlift.models.ministral import MINISTRAL
@@ -84,6 +85,7 @@ FAMILIES: dict[str, Family] = {
         INTERNLM3,
         LFM2,
         LLAMA,
+        LLAVA,
         LSTM,
         MAMBA2,
         MINISTRAL,

@@ -12,9 +12,30 @@ from typing import Any
 from chairlift.errors import ModelLoadError
 from chairlift.models.family import Fields
 
-__all__ = ["PatchConfig", "VisionConfig", "normalisation", "patch_settings", "read_vision", "tile_settings"]
+__all__ = [
+    "LlavaConfig",
+    "PatchConfig",
+    "SquareConfig",
+    "VisionConfig",
+    "normalisation",
+    "patch_settings",
+    "read_vision",
+    "square_settings",
+    "tile_settings",
+]
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_CLIP = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+}
 _DEFAULTS = {
     "hidden_size": 1152,
     "intermediate_size": 3072,
@@ -25,6 +46,10 @@ _DEFAULTS = {
     "patch_size": 32,
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
+}
+_CLIP_CHANNELS = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
 _PATCHES = {
     "depth": 32,
@@ -55,8 +80,8 @@ _EDGE = 364
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class VisionConfig:
-    """Shape of an encoder like SigLIP's with a connector that merges neighbouring patches (Idefics 3, SmolVLM)."""
+class SquareConfig:
+    """Shape of an encoder like SigLIP's or CLIP's, for square images of one size."""
 
     hidden_size: int
     intermediate_size: int
@@ -64,24 +89,53 @@ class VisionConfig:
     num_attention_heads: int
     norm_eps: float
     activation: str
-    """``gelu`` or ``gelu_tanh``."""
+    """``gelu``, ``gelu_tanh`` or ``quick_gelu``."""
     image_size: int
-    """Length of a tile's side in pixels."""
+    """Length of an image's side in pixels."""
     patch_size: int
-    scale_factor: int
-    """Side, in patches, of the squares that are merged into one output row."""
     text_width: int
     """Width of an output row. It equals the width of the text model's embeddings."""
     image_token_id: int
 
     @property
     def side(self) -> int:
-        """Number of patches along one side of a tile."""
+        """Number of patches along one side of an image."""
         return self.image_size // self.patch_size
 
     @property
     def rows_per_tile(self) -> int:
+        """Number of output rows of an image."""
+        return self.side**2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig(SquareConfig):
+    """Shape of SigLIP with a connector that merges neighbouring patches (Idefics 3, SmolVLM)."""
+
+    scale_factor: int
+    """Side, in patches, of the squares that are merged into one output row."""
+
+    @property
+    def rows_per_tile(self) -> int:
         return (self.side // self.scale_factor) ** 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LlavaConfig(SquareConfig):
+    """Shape of CLIP with a projector of two linear layers (LLaVA)."""
+
+    feature_layers: tuple[int, ...]
+    """Numbers of encoder layers whose inputs are the projector's input, joined in this order. The number of layers
+    itself stands for the result of the last layer."""
+    keeps_class: bool
+    """Whether the class embedding's row is an output row, before the rows of patches."""
+    projector_activation: str
+    """As :attr:`activation`."""
+    projector_bias: bool
+
+    @property
+    def rows_per_tile(self) -> int:
+        return self.side**2 + self.keeps_class
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +171,7 @@ class PatchConfig:
     """Number of learned positions along one side of the square table."""
 
 
-def read_vision(encoder: str, raw: Mapping[str, Any], where: str, text_width: int) -> VisionConfig | PatchConfig:
+def read_vision(encoder: str, raw: Mapping[str, Any], where: str, text_width: int) -> SquareConfig | PatchConfig:
     """Read the image encoder's shape from a ``config.json``; ``encoder`` is
     :attr:`~chairlift.models.family.Family.encoder`.
 
@@ -125,6 +179,8 @@ def read_vision(encoder: str, raw: Mapping[str, Any], where: str, text_width: in
     """
     if encoder == "tiles":
         return _read_tiles(raw, where, text_width)
+    if encoder == "clip":
+        return _read_clip(raw, where, text_width)
     return _read_patches(raw, where, text_width, encoder == "deep_patches")
 
 
@@ -189,34 +245,113 @@ def _layers(fields: Fields, key: str, count: int) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _read_tiles(raw: Mapping[str, Any], where: str, text_width: int) -> VisionConfig:
-    inner = raw.get("vision_config")
-    whole = Fields(raw, where, {"scale_factor": 2, "image_token_id": 128_257})
-    fields = Fields(inner if isinstance(inner, Mapping) else {}, f"{where}: vision_config", _DEFAULTS)
+def _read_square(fields: Fields, activations: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of :class:`SquareConfig` that ``vision_config`` holds."""
     activation = fields.get("hidden_act")
-    if activation not in _ACTIVATIONS:
-        fields.fail(f"hidden_act {activation!r:.80} is not one of {', '.join(_ACTIVATIONS)}")
+    if activation not in activations:
+        fields.fail(f"hidden_act {activation!r:.80} is not one of {', '.join(activations)}")
     if fields.integer("num_channels", 1, 16) != 3:
         fields.fail(f"num_channels is {fields.get('num_channels')}, and images have 3")
-    size = fields.integer("image_size", 1, 4_096)
+    size, width = fields.integer("image_size", 1, 4_096), fields.integer("hidden_size", 1, 16_384)
+    heads = fields.integer("num_attention_heads", 1, 256)
+    if width % heads:
+        fields.fail(f"hidden_size {width} is not a multiple of num_attention_heads")
+    return {
+        "hidden_size": width,
+        "intermediate_size": fields.integer("intermediate_size", 1, 2**17),
+        "num_hidden_layers": fields.integer("num_hidden_layers", 1, 256),
+        "num_attention_heads": heads,
+        "norm_eps": fields.number("layer_norm_eps", 0.0, 1.0),
+        "activation": activations[activation],
+        "image_size": size,
+        "patch_size": fields.integer("patch_size", 1, size),
+    }
+
+
+def _vision_part(raw: Mapping[str, Any], where: str, defaults: Mapping[str, Any]) -> Fields:
+    inner = raw.get("vision_config")
+    return Fields(inner if isinstance(inner, Mapping) else {}, f"{where}: vision_config", defaults)
+
+
+def _read_tiles(raw: Mapping[str, Any], where: str, text_width: int) -> VisionConfig:
+    whole = Fields(raw, where, {"scale_factor": 2, "image_token_id": 128_257})
+    fields = _vision_part(raw, where, _DEFAULTS)
     found = VisionConfig(
-        hidden_size=fields.integer("hidden_size", 1, 16_384),
-        intermediate_size=fields.integer("intermediate_size", 1, 2**17),
-        num_hidden_layers=fields.integer("num_hidden_layers", 1, 256),
-        num_attention_heads=fields.integer("num_attention_heads", 1, 256),
-        norm_eps=fields.number("layer_norm_eps", 0.0, 1.0),
-        activation=_ACTIVATIONS[activation],
-        image_size=size,
-        patch_size=fields.integer("patch_size", 1, size),
+        **_read_square(fields, _ACTIVATIONS),
         scale_factor=whole.integer("scale_factor", 1, 64),
         text_width=text_width,
         image_token_id=whole.integer("image_token_id", 0, 2**22),
     )
-    if found.hidden_size % found.num_attention_heads:
-        fields.fail(f"hidden_size {found.hidden_size} is not a multiple of num_attention_heads")
     if not found.side or found.side % found.scale_factor:
         fields.fail(f"an image has {found.side} patches a side, no multiple of scale_factor {found.scale_factor}")
     return found
+
+
+def _read_clip(raw: Mapping[str, Any], where: str, text_width: int) -> LlavaConfig:
+    whole = Fields(raw, where, {"projector_hidden_act": "gelu", "vision_feature_select_strategy": "default"})
+    fields = _vision_part(raw, where, _CLIP)
+    activations = {**_ACTIVATIONS, "quick_gelu": "quick_gelu"}
+    if fields.get("model_type") not in (None, "clip_vision_model"):
+        fields.fail(f"model_type {fields.get('model_type')!r:.80} is not 'clip_vision_model'")
+    square = _read_square(fields, activations)
+    activation, strategy = whole.get("projector_hidden_act"), whole.get("vision_feature_select_strategy")
+    if activation not in activations:
+        whole.fail(f"projector_hidden_act {activation!r:.80} is not one of {', '.join(activations)}")
+    if strategy not in ("default", "full"):
+        whole.fail(f"vision_feature_select_strategy {strategy!r:.80} is not 'default' or 'full'")
+    key = "image_token_id" if raw.get("image_token_id") is not None else "image_token_index"
+    count = square["num_hidden_layers"]
+    given = raw.get("vision_feature_layer", -2)
+    layers = given if isinstance(given, list) else [given]
+    if not layers or not all(type(each) is int and -count - 1 <= each <= count for each in layers):
+        whole.fail(f"vision_feature_layer must be numbers from {-count - 1} to {count}, got {given!r:.80}")
+    return LlavaConfig(
+        **square,
+        text_width=text_width,
+        image_token_id=whole.integer(key, 0, 2**22, default=32_000),
+        feature_layers=tuple(each % (count + 1) for each in layers),
+        keeps_class=strategy == "full",
+        projector_activation=activations[activation],
+        projector_bias=whole.boolean("multimodal_projector_bias", True),
+    )
+
+
+def square_settings(vision: SquareConfig, preprocessor: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """Fields of :class:`~chairlift.vision.squares.SquareSettings` from ``preprocessor_config.json``.
+
+    Raises :class:`~chairlift.errors.ModelLoadError` for settings that the encoder's shape does not allow.
+    """
+    fields = Fields(preprocessor, str(where))
+    for key in ("do_rescale", "do_normalize", "do_convert_rgb", "do_resize"):
+        if not fields.boolean(key, True):
+            fields.fail(f"{key} is false")
+    for key in ("do_pad", "do_pan_and_scan"):
+        if fields.boolean(key, False):
+            fields.fail(f"{key} is true")
+    crops, size = fields.boolean("do_center_crop", True), _sides(fields, "size")
+    crop = _sides(fields, "crop_size") if crops else size
+    if crop != (vision.image_size,) * 2 and crop != (vision.image_size,):
+        fields.fail(f"images become {crop}, but the encoder takes {vision.image_size} pixels a side")
+    if min(size) < vision.image_size or (len(size) == 1 and not crops):
+        fields.fail(f"size is {fields.get('size')!r:.80}, but the encoder takes {vision.image_size} pixels a side")
+    return {
+        "size": vision.image_size,
+        "resized": size,
+        "resample": fields.integer("resample", 0, 5, default=3),
+        "rows": vision.rows_per_tile,
+        "image_token_id": vision.image_token_id,
+    }
+
+
+def _sides(fields: Fields, key: str) -> tuple[int, ...]:
+    """Value of a size in ``preprocessor_config.json``: (shortest edge,) or (height, width)."""
+    given = fields.get(key)
+    if isinstance(given, int):
+        given = {"height": given, "width": given} if key == "crop_size" else {"shortest_edge": given}
+    inner = Fields(given if isinstance(given, Mapping) else {"shortest_edge": 224}, f"{fields.where}: {key}")
+    if inner.get("shortest_edge") is not None:
+        return (inner.integer("shortest_edge", 1, 4_096),)
+    return inner.integer("height", 1, 4_096), inner.integer("width", 1, 4_096)
 
 
 def tile_settings(vision: VisionConfig, preprocessor: Mapping[str, Any], where: Path) -> dict[str, Any]:
@@ -277,12 +412,15 @@ def patch_settings(vision: PatchConfig, preprocessor: Mapping[str, Any], where: 
     }
 
 
-def normalisation(preprocessor: Mapping[str, Any], where: Path) -> tuple[float, list[float], list[float]]:
+def normalisation(
+    preprocessor: Mapping[str, Any], where: Path, vision: SquareConfig | PatchConfig
+) -> tuple[float, list[float], list[float]]:
     """(factor, means, deviations) for the three channels: a pixel p becomes (factor * p - mean) / deviation."""
+    usual = _CLIP_CHANNELS if isinstance(vision, LlavaConfig) else {}
     factor = Fields(preprocessor, str(where)).number("rescale_factor", 0.0, 1.0, default=1 / 255)
     found = []
     for key in ("image_mean", "image_std"):
-        values = preprocessor.get(key, [0.5, 0.5, 0.5])
+        values = preprocessor.get(key, usual.get(key, [0.5, 0.5, 0.5]))
         good = isinstance(values, list) and len(values) == 3 and all(isinstance(each, (int, float)) for each in values)
         if not good or (key == "image_std" and not all(each > 0 for each in values)):
             raise ModelLoadError(f"{where}: {key} must be three numbers, got {values!r:.80}; download the file again")

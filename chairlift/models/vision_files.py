@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Any
 from chairlift.errors import ModelLoadError
 from chairlift.models.hf_config import ModelConfig, read_hf_config, read_hf_files, read_json
 from chairlift.models.registry import FAMILIES
-from chairlift.models.vision_config import PatchConfig, normalisation, patch_settings, tile_settings
+from chairlift.models.vision_config import (
+    LlavaConfig,
+    PatchConfig,
+    VisionConfig,
+    normalisation,
+    patch_settings,
+    square_settings,
+    tile_settings,
+)
 from chairlift.vision.patches import PatchProcessor, PatchSettings
 from chairlift.vision.processor import ImageProcessor, Tokens
+from chairlift.vision.squares import SquareProcessor, SquareSettings
 from chairlift.vision.tiles import TileProcessor, TileSettings
 
 if TYPE_CHECKING:
@@ -37,23 +46,31 @@ def read_processor(model_dir: Path, tokens: Tokens) -> ImageProcessor | None:
     preprocessor, where = _preprocessor(model_dir), model_dir / _FILE
     if isinstance(vision, PatchConfig):
         return PatchProcessor(PatchSettings(**patch_settings(vision, preprocessor, where)), tokens, model_dir)
-    return TileProcessor(TileSettings(**tile_settings(vision, preprocessor, where)), tokens, model_dir)
+    if isinstance(vision, VisionConfig):
+        return TileProcessor(TileSettings(**tile_settings(vision, preprocessor, where)), tokens, model_dir)
+    return SquareProcessor(SquareSettings(**square_settings(vision, preprocessor, where)), tokens, model_dir)
 
 
 def load_tower(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> Tower:
     """Load a model's image encoder into CPU memory. Raises ModelLoadError."""
-    from chairlift.models.loader import open_tensors  # these import torch
+    from chairlift.models.clip_tower import ClipTower  # these import torch
+    from chairlift.models.loader import open_tensors
     from chairlift.models.patch_tower import PatchTower
     from chairlift.models.vision_tower import VisionTower
 
-    if config.vision is None:
+    vision = config.vision
+    if vision is None:
         raise ModelLoadError(f"{model_dir}: model_type {config.model_type!r} has no image encoder")
-    normalise = normalisation(_preprocessor(model_dir), model_dir / _FILE)
+    normalise = normalisation(_preprocessor(model_dir), model_dir / _FILE, vision)
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(model_dir, config, stack)
-        if isinstance(config.vision, PatchConfig):
-            return PatchTower(config.vision, tensors, model_dir, dtype, normalise)
-        return VisionTower(config.vision, tensors, model_dir, dtype, normalise)
+        if isinstance(vision, PatchConfig):
+            return PatchTower(vision, tensors, model_dir, dtype, normalise)
+        if isinstance(vision, VisionConfig):
+            return VisionTower(vision, tensors, model_dir, dtype, normalise)
+        if isinstance(vision, LlavaConfig):
+            return ClipTower(vision, tensors, model_dir, dtype, normalise)
+    raise TypeError(f"{type(vision).__name__} describes no known encoder")
 
 
 def _preprocessor(model_dir: Path) -> dict[str, Any]:

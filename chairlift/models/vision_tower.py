@@ -16,15 +16,24 @@ from torch.nn import functional
 
 from chairlift.errors import ModelLoadError
 from chairlift.kernels.onednn import pack_weight, packed_linear
-from chairlift.models.vision_config import VisionConfig
+from chairlift.models.vision_config import SquareConfig, VisionConfig
 from chairlift.vision.spans import ImageTile
 
-__all__ = ["PIECE", "Product", "Tower", "VisionTower", "in_pieces", "take_tensor"]
+__all__ = [
+    "PIECE",
+    "Pixels",
+    "Product",
+    "Tower",
+    "VisionLayers",
+    "VisionTower",
+    "activated",
+    "in_pieces",
+    "take_tensor",
+]
 
 PIECE = 64
 """Maximum number of patches in a piece of work. Small pieces keep the pauses of running requests short, and large ones
 use the weights better: an image of 100 patches took 6 % longer with 64 than with 128, and 18 % longer with 32."""
-_LAYER = "model.vision_model.encoder.layers."
 
 
 class Tower(Protocol):
@@ -76,6 +85,82 @@ class Product:
         return functional.linear(rows, self._weight, self._bias)
 
 
+def activated(name: str, rows: Tensor) -> Tensor:
+    """``rows`` after the activation ``gelu``, ``gelu_tanh`` or ``quick_gelu``."""
+    if name == "quick_gelu":
+        return rows * torch.sigmoid(1.702 * rows)
+    return functional.gelu(rows, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+class Pixels:
+    """Normalises the pixels of square tiles: uint8 [3, size, size] becomes float32. ``normalise`` is the result of
+    :func:`~chairlift.models.vision_config.normalisation`."""
+
+    def __init__(self, size: int, normalise: tuple[float, list[float], list[float]]) -> None:
+        factor, mean, deviation = normalise
+        self._size, self._factor, self._mean, self._deviation = size, factor, _channels(mean), _channels(deviation)
+
+    def __call__(self, tile: ImageTile) -> Tensor:
+        image = torch.frombuffer(bytearray(tile.pixels), dtype=torch.uint8).view(3, self._size, self._size)
+        return (image.float() * self._factor - self._mean) / self._deviation
+
+
+class VisionLayers:
+    """The first ``count`` transformer layers of SigLIP or CLIP. ``take(name, *shape)`` reads a tensor; names begin with
+    ``prefix`` and the number of a layer."""
+
+    def __init__(self, config: SquareConfig, take: Callable[..., Tensor], prefix: str, count: int) -> None:
+        self._config = config
+        width, inner = config.hidden_size, config.intermediate_size
+
+        def pair(name: str, *shape: int) -> tuple[Tensor, Tensor]:
+            return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
+
+        self._layers = []
+        for index in range(count):
+            at = f"{prefix}{index}."
+            parts = [pair(f"{at}self_attn.{name}_proj", width, width) for name in "qkv"]
+            qkv = Product(torch.cat([weight for weight, _ in parts]), torch.cat([bias for _, bias in parts]))
+            norms = pair(f"{at}layer_norm1", width), pair(f"{at}layer_norm2", width)
+            out = Product(*pair(f"{at}self_attn.out_proj", width, width))
+            mlp = Product(*pair(f"{at}mlp.fc1", inner, width)), Product(*pair(f"{at}mlp.fc2", width, inner))
+            self._layers.append((norms, qkv, out, *mlp))
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def run(self, index: int, state: Tensor) -> Iterator[None]:
+        """Compute a layer, and replace ``state`` [patches, width] by its result. Yields after each piece."""
+        yield from self._attend(self._layers[index], state)
+        yield from self._transform(self._layers[index], state)
+
+    def _attend(self, layer: Any, state: Tensor) -> Iterator[None]:
+        """Compute the attention half of a layer and add it to ``state``. Yields after each piece."""
+        ((norm, _), qkv, out, *_), heads = layer, self._config.num_attention_heads
+        found = yield from in_pieces(state, lambda part: qkv(self._normed(part, norm)))
+        with torch.inference_mode():
+            width, size = state.shape[1], state.shape[1] // heads
+            # [heads, patches, size]
+            q, k, v = (each.reshape(-1, heads, size).transpose(0, 1) for each in torch.split(found, width, 1))
+        for at in range(0, len(state), PIECE):
+            with torch.inference_mode():
+                some = functional.scaled_dot_product_attention(q[None, :, at : at + PIECE], k[None], v[None])[0]
+                state[at : at + PIECE] += out(some.transpose(0, 1).flatten(1))
+            yield None
+
+    def _transform(self, layer: Any, state: Tensor) -> Iterator[None]:
+        """Compute the MLP half of a layer and add it to ``state``. Yields after each piece."""
+        (_, norm), _, _, first, second = layer
+        for at in range(0, len(state), PIECE):
+            with torch.inference_mode():
+                inner = first(self._normed(state[at : at + PIECE], norm))
+                state[at : at + PIECE] += second(activated(self._config.activation, inner))
+            yield None
+
+    def _normed(self, rows: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.layer_norm(rows, rows.shape[1:], *norm, self._config.norm_eps)
+
+
 class VisionTower:
     """Image encoder of SmolVLM: ``encode(tile)`` yields the rows of one tile, [rows_per_tile, text_width], in the
     tower's dtype.
@@ -94,7 +179,7 @@ class VisionTower:
         normalise: tuple[float, list[float], list[float]],
     ) -> None:
         self.config, self.dtype = config, dtype
-        width, inner, patch = config.hidden_size, config.intermediate_size, config.patch_size
+        width, patch = config.hidden_size, config.patch_size
 
         def take(name: str, *shape: int) -> Tensor:
             return take_tensor(tensors, where, name, *shape).to(dtype, copy=True)
@@ -102,79 +187,35 @@ class VisionTower:
         def pair(name: str, *shape: int) -> tuple[Tensor, Tensor]:
             return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
 
-        def product(name: str, *shape: int) -> Product:
-            return Product(*pair(name, *shape))
-
         top = "model.vision_model."
         self._patches = pair(f"{top}embeddings.patch_embedding", width, 3, patch, patch)
         positions = take(f"{top}embeddings.position_embedding.weight", config.side**2, width)
         self._positions = positions[_position_ids(config.side)]
-        self._layers = []
-        for index in range(config.num_hidden_layers):
-            at = f"{_LAYER}{index}."
-            parts = [pair(f"{at}self_attn.{name}_proj", width, width) for name in "qkv"]
-            qkv = Product(torch.cat([weight for weight, _ in parts]), torch.cat([bias for _, bias in parts]))
-            norms = pair(f"{at}layer_norm1", width), pair(f"{at}layer_norm2", width)
-            out = product(f"{at}self_attn.out_proj", width, width)
-            mlp = product(f"{at}mlp.fc1", inner, width), product(f"{at}mlp.fc2", width, inner)
-            self._layers.append((norms, qkv, out, *mlp))
+        self._layers = VisionLayers(config, take, f"{top}encoder.layers.", config.num_hidden_layers)
         self._norm = pair(f"{top}post_layernorm", width)
         merged = width * config.scale_factor**2
         self._project = Product(take("model.connector.modality_projection.proj.weight", config.text_width, merged))
-        factor, mean, deviation = normalise
-        self._factor, self._mean, self._deviation = factor, _channels(mean), _channels(deviation)
+        self._pixels = Pixels(config.image_size, normalise)
 
     def encode(self, tile: ImageTile) -> Iterator[Tensor | None]:
         """Compute a tile of uint8 [3, size, size]. Yields None after each piece, and finally the rows."""
         with torch.inference_mode():
-            state = self._embed(tile.pixels)
+            weight, bias = self._patches
+            pixels = self._pixels(tile).to(self.dtype)
+            patches = functional.conv2d(pixels[None], weight, bias, stride=self.config.patch_size)
+            state = patches.flatten(2)[0].t() + self._positions
         yield None
-        for layer in self._layers:
-            for half in (self._attend(layer, state), self._transform(layer, state)):
-                yield from half
+        for index in range(len(self._layers)):
+            yield from self._layers.run(index, state)
         with torch.inference_mode():
             rows = self._connect(state)
         yield rows
 
-    def _embed(self, pixels: bytes) -> Tensor:
-        size = self.config.image_size
-        image = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(3, size, size)
-        normal = (image.float() * self._factor - self._mean) / self._deviation
-        weight, bias = self._patches
-        patches = functional.conv2d(normal.to(self.dtype)[None], weight, bias, stride=self.config.patch_size)
-        return patches.flatten(2)[0].t() + self._positions
-
-    def _attend(self, layer: Any, state: Tensor) -> Iterator[None]:
-        """Compute the attention half of a layer and add it to ``state``. Yields after each piece."""
-        ((norm, _), qkv, out, *_), heads = layer, self.config.num_attention_heads
-        found = yield from in_pieces(state, lambda part: qkv(self._normed(part, norm)))
-        with torch.inference_mode():
-            width, size = state.shape[1], state.shape[1] // heads
-            # [heads, patches, size]
-            q, k, v = (each.reshape(-1, heads, size).transpose(0, 1) for each in torch.split(found, width, 1))
-        for at in range(0, len(state), PIECE):
-            with torch.inference_mode():
-                some = functional.scaled_dot_product_attention(q[None, :, at : at + PIECE], k[None], v[None])[0]
-                state[at : at + PIECE] += out(some.transpose(0, 1).flatten(1))
-            yield None
-
-    def _transform(self, layer: Any, state: Tensor) -> Iterator[None]:
-        """Compute the MLP half of a layer and add it to ``state``. Yields after each piece."""
-        (_, norm), _, _, first, second = layer
-        approximate = "tanh" if self.config.activation == "gelu_tanh" else "none"
-        for at in range(0, len(state), PIECE):
-            with torch.inference_mode():
-                inner = first(self._normed(state[at : at + PIECE], norm))
-                state[at : at + PIECE] += second(functional.gelu(inner, approximate=approximate))
-            yield None
-
-    def _normed(self, rows: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
-        return functional.layer_norm(rows, rows.shape[1:], *norm, self.config.norm_eps)
-
     def _connect(self, state: Tensor) -> Tensor:
         """Merge each square of patches into one row, and project the rows to the text model's width."""
         scale, side = self.config.scale_factor, self.config.side
-        squares = self._normed(state, self._norm).view(side // scale, scale, side // scale, scale, -1)
+        normed = functional.layer_norm(state, state.shape[1:], *self._norm, self.config.norm_eps)
+        squares = normed.view(side // scale, scale, side // scale, scale, -1)
         return self._project(squares.transpose(1, 2).reshape(self.config.rows_per_tile, -1))
 
 

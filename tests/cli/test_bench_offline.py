@@ -21,7 +21,7 @@ def test_traffic_as_lines_json_and_page(chairlift: Run, tmp_path: Path) -> None:
     text = "\n".join(lines)
     assert "continuous batching, hashlm" in text
     assert "requests       6 completed, 0 failed" in text
-    assert "100.0% of the requests kept TTFT 60000 ms, TPOT 60000 ms" in text
+    assert "100.0% of the requests met TTFT 60000 ms, TPOT 60000 ms" in text
     assert "preempted      0.0% of the requests" in text
     assert [line.split()[-1] for line in lines if line.startswith("ms ")] == ["p99"]
     assert sum(line.startswith("until it begins") for line in lines) == 1

@@ -38,7 +38,7 @@ def test_one_run_as_lines_json_and_page(chairlift: Run, server: ScriptedServer, 
     assert lines[0] == f"scripted at {server.url}, completions, prompts as token ids"
     text = "\n".join(lines)
     assert "requests       6 completed, 0 failed" in text
-    assert "100.0% of the requests kept TTFT 5000 ms, TPOT 5000 ms" in text
+    assert "100.0% of the requests met TTFT 5000 ms, TPOT 5000 ms" in text
     assert [line.split()[-1] for line in lines if line.startswith("ms ")] == ["p99"]
     record = json.loads(out.read_text())
     assert (record["completed"], record["total_output_tokens"], record["request_rate"]) == (6, 18, 100.0)

@@ -15,6 +15,7 @@ from chairlift.errors import ConfigError
 from chairlift.outputs import OutputKind
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.lifecycle import start_engine
+from tests.distributed.storm import storm
 from tests.e2e.oracle import expected_hashlm
 
 
@@ -66,13 +67,32 @@ def test_a_replica_that_is_killed_takes_no_stream_with_it() -> None:
     bounded(test)
 
 
+@pytest.mark.nightly
+def test_every_request_is_answered_right_or_told() -> None:
+    """2,000 requests while the two processes are killed, stopped and restarted at random times."""
+
+    async def test() -> None:
+        config = EngineConfig.from_flat({"model": "hashlm:2ms", "max_num_seqs": 4, "num_kv_blocks": 500})
+        server = ServerConfig(replicas=2, health_timeout=3.0, max_num_queued_reqs=4000)
+        engine = start_engine(config, server, lambda label, share: None)
+        try:
+            await engine.wait_ready()
+            ends, harms = await storm(engine, 2000, 1, ("kill", "kill", "stop", "restart"))
+            assert set(ends) <= {"answered", "told", "left"} and ends["answered"] > 0.9 * ends.total(), ends
+            assert harms.total() >= 3, harms
+        finally:
+            await engine.shutdown()
+
+    bounded(test, 500.0)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.005)
 
 
-def bounded(test: Callable[[], Awaitable[None]]) -> None:
+def bounded(test: Callable[[], Awaitable[None]], seconds: float = 60.0) -> None:
     async def limited() -> None:
-        await asyncio.wait_for(test(), 60)
+        await asyncio.wait_for(test(), seconds)
 
     asyncio.run(limited())

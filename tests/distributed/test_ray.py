@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from chairlift.errors import ConfigError
 from chairlift.outputs import OutputKind
 from chairlift.sampling_params import SamplingParams
 from chairlift.server.lifecycle import start_engine
+from tests.distributed.storm import parent_of, storm
 from tests.distributed.test_local import bounded, until
 from tests.e2e.oracle import expected_hashlm
 
@@ -26,16 +28,25 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 CONFIG = EngineConfig.from_flat({"model": "hashlm:2ms", "max_num_seqs": 4, "num_kv_blocks": 500})
 
 
+_tokens: list[str] = []
+"""Token of this process's first cluster. Ray reads the token once in a process, so a second cluster needs the same."""
+
+
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+def environment(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[pytest.MonkeyPatch]:
     """An environment without settings of Ray, in which the home directory has no token."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USAGE_STATS_ENABLED"):
         monkeypatch.setenv(name, "")  # so that what the code sets is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
+    if _tokens and "local" in request.node.name:
+        monkeypatch.setenv("RAY_AUTH_TOKEN", _tokens[0])
     yield monkeypatch
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
+        _tokens.append(os.environ.get("RAY_AUTH_TOKEN", ""))
 
 
 def test_a_cluster_without_a_token_is_refused(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -63,17 +74,14 @@ def test_a_missing_package_is_named(environment: pytest.MonkeyPatch) -> None:
         ray_replicas(CONFIG, 2, "local")
 
 
-def start() -> AsyncEngine:
-    return start_engine(CONFIG, ServerConfig(replicas=2, ray_address="local"), lambda label, share: None)
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def start(**settings: Any) -> AsyncEngine:
+    config = ServerConfig(replicas=2, ray_address="local", **settings)
+    return start_engine(CONFIG, config, lambda label, share: None)
 
 
 @needs_ray
 @pytest.mark.nightly
-def test_streams_survive_lost_engines_actors_and_restarts(environment: pytest.MonkeyPatch) -> None:
+def test_streams_of_a_local_cluster_survive_lost_engines_actors_and_restarts(environment: pytest.MonkeyPatch) -> None:
     """An engine is killed, then an actor, then both replicas are drained and restarted: no stream is harmed."""
 
     async def test() -> None:
@@ -113,6 +121,24 @@ def test_streams_survive_lost_engines_actors_and_restarts(environment: pytest.Mo
             await engine.shutdown()
 
     bounded(test)
+
+
+@needs_ray
+@pytest.mark.nightly
+def test_every_request_to_a_local_cluster_is_answered_right_or_told(environment: pytest.MonkeyPatch) -> None:
+    """2,000 requests while engines, actors and both replicas end, stop and restart at random times."""
+
+    async def test() -> None:
+        engine = start(health_timeout=3.0, max_num_queued_reqs=4000)
+        try:
+            await engine.wait_ready()
+            ends, harms = await storm(engine, 2000, 1, ("kill", "actor", "stop", "restart"))
+            assert set(ends) <= {"answered", "told", "left"} and ends["answered"] > 0.9 * ends.total(), ends
+            assert harms.total() >= 3, harms
+        finally:
+            await engine.shutdown()
+
+    bounded(test, 500.0)
 
 
 def refusal(*flags: str) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
@@ -17,7 +18,21 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 from chairlift.tokenizer.byte_level import byte_tokenizer
 from chairlift.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["ROWS", "SIZE", "SQUARE", "TEMPLATE", "QwenReference", "Reference", "picture", "tiny_qwen", "tiny_vlm"]
+__all__ = [
+    "LLAVA_ROWS",
+    "LLAVA_SIZE",
+    "ROWS",
+    "SIZE",
+    "SQUARE",
+    "TEMPLATE",
+    "LlavaReference",
+    "QwenReference",
+    "Reference",
+    "picture",
+    "tiny_llava",
+    "tiny_qwen",
+    "tiny_vlm",
+]
 
 SIZE, ROWS = 32, 4
 """Side of a tile in pixels, and number of prompt positions of a tile."""
@@ -72,8 +87,8 @@ def qwen_tokenizer() -> Tokenizer:
     return byte_tokenizer(_QWEN_SPECIAL, eos="<|im_end|>", chat_template=_QWEN_TEMPLATE)
 
 
-VISION_FAMILIES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
-"""Families that :func:`tiny_vlm` and :func:`tiny_qwen` can create."""
+VISION_FAMILIES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl", "llava")
+"""Families that :func:`tiny_vlm`, :func:`tiny_qwen` and :func:`tiny_llava` can create."""
 
 
 def tiny_vlm(folder: Path, family: str = "smolvlm", **preprocessor: Any) -> Path:
@@ -142,6 +157,58 @@ def tiny_qwen(folder: Path, family: str = "qwen3_vl", **preprocessor: Any) -> Pa
     return folder
 
 
+LLAVA_SIZE, LLAVA_ROWS = 24, 9
+"""Side in pixels of an image of the tiny LLaVA, and number of patches in it."""
+_LLAVA_SPECIAL = ("<s>", "</s>", "<image>")
+_LLAVA_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | upper + ': ' }}{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ '<image>'"
+    " }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+_LLAVA_PREPROCESSOR = {
+    "image_processor_type": "CLIPImageProcessor",
+    "do_center_crop": True,
+    "crop_size": {"height": LLAVA_SIZE, "width": LLAVA_SIZE},
+    "size": {"shortest_edge": LLAVA_SIZE},
+    "image_mean": [0.5, 0.4, 0.6],
+    "image_std": [0.5, 0.6, 0.4],
+    "resample": 3,
+}
+
+
+def llava_tokenizer() -> Tokenizer:
+    return byte_tokenizer(_LLAVA_SPECIAL, eos="</s>", chat_template=_LLAVA_TEMPLATE)
+
+
+def tiny_llava(folder: Path, preprocessor: dict[str, Any] | None = None, **more: Any) -> Path:
+    """Write a random LLaVA with a byte tokenizer; ``more`` are fields of its ``config.json``. See :func:`tiny_vlm`."""
+    text = {
+        "model_type": "llama",
+        "vocab_size": 256 + len(_LLAVA_SPECIAL),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "pad_token_id": None,
+        "eos_token_id": 257,
+    }
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "image_size": LLAVA_SIZE,
+        "patch_size": 8,
+    }
+    config = AutoConfig.for_model("llava", text_config=text, vision_config=vision, image_token_index=258, **more)
+    _write(folder, config, {**_LLAVA_PREPROCESSOR, **(preprocessor or {})}, llava_tokenizer(), _LLAVA_TEMPLATE)
+    return folder
+
+
 def _write(folder: Path, config: Any, preprocessor: dict[str, Any], tokenizer: Tokenizer, template: str) -> None:
     generator = torch.Generator().manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
@@ -149,7 +216,9 @@ def _write(folder: Path, config: Any, preprocessor: dict[str, Any], tokenizer: T
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.1 * values if "norm" in name and name.endswith("weight") else 0.25 * values)
-        model.lm_head.weight[config.image_token_id] = 0  # transformers takes a placeholder in an answer for an image
+        model.get_output_embeddings().weight[config.image_token_id] = (
+            0  # transformers takes a placeholder in an answer for an image
+        )
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     tokenizer.backend.save(str(folder / "tokenizer.json"))
@@ -241,3 +310,24 @@ class QwenReference(Reference):
             return inputs
         types = (inputs["input_ids"] == self.model.config.image_token_id).int()
         return {**inputs, "mm_token_type_ids": types}
+
+
+class LlavaReference(Reference):
+    """transformers' processing and model for LLaVA."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.images = CLIPImageProcessorPil.from_pretrained(folder)
+        self.tokenizer = llava_tokenizer()
+
+    def text_of(self, *parts: str | Image.Image) -> str:
+        inner = "".join(each if isinstance(each, str) else "<image>" for each in parts)
+        return f"USER: {inner} ASSISTANT:"
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+        """Token ids of a text that contains ``<image>``, and the pixels of the images."""
+        rows = LLAVA_ROWS + (self.model.config.vision_feature_select_strategy == "full")
+        ids = torch.tensor([self.tokenizer.encode(text.replace("<image>", "<image>" * rows), False)])
+        return {"input_ids": ids, **(self.images(images, return_tensors="pt") if images else {})}

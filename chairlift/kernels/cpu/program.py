@@ -159,19 +159,19 @@ class StepProgram:
     def _make_taps(
         self, taps: Sequence[Value], capacity: int
     ) -> list[tuple[int, npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
-        """(index of an operation, source, destination): before this operation runs, the rows of the source are copied
-        to the destination. Both are bytes [capacity, ...]. Sorted by index."""
-        behind = {op.out: at + 1 for at, op in enumerate(self.plan.ops)}
+        """(index of an operation, source, destination) for each tap, sorted by index. Before that operation runs, the
+        rows of the source are copied to the destination. Both are bytes [capacity, ...]."""
+        index_after = {op.out: at + 1 for at, op in enumerate(self.plan.ops)}
         width = taps[0].width if taps else 0
         size = width * self._recorder.dtype.itemsize
         self.tapped = _buffer(capacity if taps else 1, max(1, len(taps) * width), self._recorder.dtype)
-        """[T, taps * width] the activations ``taps`` of the newest step, side by side. The next step overwrites
-        them."""
+        """[T, number of taps * width]: the activations ``taps`` of the newest step, next to each other in each row. The
+        next step overwrites them."""
         into = self.tapped.view(torch.uint8).numpy()
         copies = []
         for i, tap in enumerate(taps):
             buffer = self._buffers[self.plan.buffer_of[tap]].view(torch.uint8).numpy()
-            copies.append((behind[tap], buffer[:, :size], into[:, i * size : (i + 1) * size]))
+            copies.append((index_after[tap], buffer[:, :size], into[:, i * size : (i + 1) * size]))
         return sorted(copies, key=lambda each: each[0])
 
     def _after_layer(self, layer: int) -> tuple[int, npt.NDArray[np.uint8]]:

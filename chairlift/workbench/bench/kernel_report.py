@@ -16,11 +16,11 @@ from chairlift.workbench.bench.report import Table
 __all__ = ["doubts", "kernel_table", "limits_record", "limits_table"]
 
 _TITLES: Final = {
-    "product": "Products: [rows, k] x [k, n]",
-    "experts": "Experts: routing and products of the chosen ones",
+    "product": "Matmuls: [rows, k] x [k, n]",
+    "experts": "Experts: routing and matmuls of the chosen experts",
     "decode": "Attention, decode: one query per sequence",
     "prefill": "Attention, prefill: whole prompts",
-    "head": "Output head: product and choice of the token",
+    "head": "Output head: matmul and sampling",
 }
 
 
@@ -53,10 +53,10 @@ def doubts(machine: Machine, before: Roof, after: Roof, *, followed: bool) -> It
     change = max(memory, products)
     trusted = products <= _MAX_CHANGE and machine.busy <= _MAX_BUSY
     if trusted and followed and memory > _MAX_CHANGE:
-        yield f"Memory's limit changed by {memory:.0%}: shares are of what it was at the time; times are as they were."
+        yield f"Memory's limit changed by {memory:.0%}: shares refer to the limit at their time; times are unchanged."
     elif not trusted or memory > _MAX_CHANGE:
         yield f"The machine was not idle: {machine.busy:.0%} busy at the start, and a limit changed by {change:.0%}."
-        yield "The shares cannot be trusted; run this again when nothing else runs."
+        yield "The shares are not reliable; run this again when nothing else runs."
 
 
 def kernel_table(measurements: Sequence[Measurement]) -> Table:

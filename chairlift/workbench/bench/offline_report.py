@@ -15,15 +15,15 @@ __all__ = ["offline_report", "run_facts"]
 Record = Mapping[str, Any]
 
 _ALL_AT_ONCE: Final = """\
-All requests arrive at once, so the first token of a late request includes its wait in line."""
+All requests arrive at once, so the time to the first token of a late request includes its wait in the queue."""
 _STATIC: Final = """\
-The static batches answer the same requests, as many at a time as fit a batch. A row that has ended is computed on \
-until the longest answer of its batch ends."""
+Static batches answer the same requests, one batch after another. Rows that have ended are still computed until the \
+longest answer of their batch ends."""
 _FLOOR: Final = """\
-The floor is the least time this machine can need: every step reads the weights once, or computes with them, at the \
-speeds measured below, and reads the cached keys and values of the requests that decode. Nothing can be faster. How \
-near an engine comes can be compared between machines. Tokens per second cannot: they belong to this machine, model \
-and workload."""
+The floor is the minimum time on this machine: every step reads the weights once, or computes with them, at the \
+speeds measured below, and reads the cached keys and values of the decoding requests. No engine can be faster. The \
+fraction of the floor that an engine reaches can be compared between machines. Tokens per second cannot, because they \
+depend on the machine, the model and the workload."""
 
 _MAX_BUSY: Final = 0.1
 _SETTINGS: Final = {
@@ -83,7 +83,7 @@ def _lead(record: Record) -> str:
     if baseline is not None:
         parts.append(f"{baseline['seconds'] / result['seconds']:.2f} times the rate of static batches")
     if share is not None:
-        parts.append(f"{share:.0%} of the most that this machine allows")
+        parts.append(f"{share:.0%} of the maximum of this machine")
     return ", ".join(parts) + "."
 
 
@@ -105,7 +105,7 @@ def _result(record: Record, runs: Mapping[str, Record]) -> Iterator[Block]:
         y_label="seconds, less is better",
     )
     if record["machine"]["busy"] > _MAX_BUSY:
-        yield Text("The machine was not idle before the start. Do not trust these figures; measure again when it is.")
+        yield Text("The machine was not idle before the start. The results are not reliable; run this again.")
     yield Text(f"{_ALL_AT_ONCE} {_STATIC}" if len(runs) > 1 else _ALL_AT_ONCE)
     yield Text(_FLOOR if "seconds" in floor else f"The floor was not measured: {floor['not_measured']}.")
 

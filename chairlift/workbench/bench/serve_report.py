@@ -25,7 +25,7 @@ LABELS: Final = {
     "itl": "between tokens (ITL)",
     "e2el": "whole request (E2EL)",
     "queueing": "until it begins",
-    "server_queue": "in the queue, as the server says",
+    "server_queue": "in the queue, reported by the server",
 }
 """Name of a measured time -> description for reports."""
 _COMPARED_LABELS: Final = {
@@ -36,9 +36,9 @@ _COMPARED_LABELS: Final = {
 }
 COMPARED: Final = (
     "A and B are means over the rounds. B / A is the geometric mean of the ratio in each round. The 95 % interval "
-    "comes from drawing rounds again and again with replacement (bootstrap); where it does not contain 1, the "
-    "difference is unlikely to be chance. With fewer than five rounds it is hardly more than the smallest and "
-    "the largest ratio."
+    "comes from a bootstrap over the rounds (random draws with replacement). If it does not contain 1, the "
+    "difference is unlikely to be chance. With fewer than five rounds it is little more than the range from "
+    "the smallest to the largest ratio."
 )
 """Text under the table of :func:`compared_table`: how the ratios and intervals are computed."""
 _STATS: Final = ("mean", "std", "p50", "p90", "p99")
@@ -146,9 +146,9 @@ def _run_facts(figures: Figures, slo: Mapping[str, float]) -> Iterator[tuple[str
         sent = figures.completed + figures.failed
         limits = ", ".join(f"{name.upper()} {limit:g} ms" for name, limit in slo.items())
         share = f"{figures.good / sent:.1%} of the requests" if sent else "no request"
-        yield "goodput", f"{figures.goodput:.2f} requests/s: {share} kept {limits}"
+        yield "goodput", f"{figures.goodput:.2f} requests/s: {share} met {limits}"
     requests, tokens = figures.max_concurrent_requests, figures.max_output_tokens_per_s
-    yield "at its peak", f"{requests:,} requests at once, {tokens:,.0f} output tokens in one second"
+    yield "at its peak", f"{requests:,} concurrent requests, {tokens:,.0f} output tokens in one second"
     if figures.preemption_rate is not None:
         yield "preempted", f"{figures.preemption_rate:.1%} of the requests"
     if figures.cpu_share is not None:
@@ -270,7 +270,7 @@ def _compared_lead(ratios: Mapping[str, Ratio]) -> str:
         if ratio is not None:
             between = "" if ratio.low is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
             parts.append(f"{'median ' * key.startswith('p50')}{words} {ratio.ratio:.2f}{between}")
-    return f"B over A: {', '.join(parts)}." if parts else "There is nothing to compare: a side answered no request."
+    return f"B / A: {', '.join(parts)}." if parts else "There is nothing to compare: a side answered no request."
 
 
 def _latency(results: Results) -> Iterator[Block]:

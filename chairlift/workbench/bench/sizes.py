@@ -109,7 +109,7 @@ def sizes_report(record: Mapping[str, Any], sizes: Sequence[Size], facts: Mappin
             title="Whole request",
             y_label="ms, less is better",
         )
-        yield Text("All of it was measured, in turns: each round runs every size once.")
+        yield Text("All values are measured, in turns: each round runs every size once.")
 
     lead = best_words(sizes)
     return Report(

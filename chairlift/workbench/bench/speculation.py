@@ -143,7 +143,7 @@ def speculation_report(record: Mapping[str, Any], sides: Sequence[Side], facts: 
             title="Throughput",
             y_label="output tokens/s",
         )
-        yield Text("All of it was measured, in turns: each round runs every side once.")
+        yield Text("All values are measured, in turns: each round runs every side once.")
 
     lead = speculation_words(sides)
     return Report(

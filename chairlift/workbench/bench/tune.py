@@ -505,7 +505,7 @@ def _first_rate(findings: Findings, lab: Lab, setting: Setting) -> float | None:
         return max((each.figures.requests_per_second for each in runs), default=None)
     rate = _score(findings, lab, setting).rate
     if rate is None:
-        findings.notes.append("No setting keeps the promises for 99 of 100 requests, not even when few requests come.")
+        findings.notes.append("No setting meets the targets for 99 of 100 requests, even at a low rate.")
     return rate
 
 
@@ -629,7 +629,7 @@ def _conclude(findings: Findings, lab: Lab) -> None:
 def _tell_of_rates(findings: Findings) -> None:
     """Add notes about the rates at which real runs missed the targets, and a note if no rate was confirmed."""
     for each in findings.refuted[:_MOST_RATES]:
-        kept = "" if each.goodput is None else f" the promises were kept for {each.goodput:.1%} of the requests,"
+        kept = "" if each.goodput is None else f" the targets were met for {each.goodput:.1%} of the requests,"
         preempted = f" {each.preemption_rate:.1%} were preempted," if each.preemption_rate > PREEMPTED else ""
         grew = f" the backlog grew ({each.keeping:.0%} kept up)," if each.keeping < KEEPING else ""
         findings.notes.append(
@@ -638,7 +638,7 @@ def _tell_of_rates(findings: Findings) -> None:
         )
     if findings.by_rate and findings.confirmed_rate is None:
         findings.notes.append(
-            "No real run confirmed a rate that keeps the promises."
+            "No real run confirmed a rate that meets the targets."
             + ("" if findings.refuted else " There was no time for one that is far longer than the promise.")
             + " Raise --time-limit."
         )

@@ -26,8 +26,8 @@ __all__ = ["Answer", "Column", "columns", "config_lines", "printed", "tune_repor
 _MAX_ROWS: Final = 30
 _DEAR: Final = 3.0
 _ALL: Final = """\
-All at once means that every request is there from the start, so that the machine always has work: it shows how much
-gets through. """
+All at once means that every request arrives at the start, so the machine always has work. This measures the maximum
+throughput. """
 _USERS: Final = "Each user waits for an answer before the next request is sent: a slow server gets fewer requests. "
 _ABOUT: Final = """\
 If the traffic has a rate, latencies are measured at this rate. Otherwise all requests arrive at once and wait for each
@@ -241,30 +241,30 @@ def verdict(answer: Answer) -> str:
             "For this traffic static batching is as good: continuous batching gets"
             f" {_times(gain)} the throughput{simulated}."
             + (f" {why}" if why else "")
-            + (f" It answers sooner, though: {latency}." if latency else "")
-            + f" Either will do; `{command}` runs it."
+            + (f" But its latency is lower: {latency}." if latency else "")
+            + f" Both are suitable; `{command}` runs it."
         ]
     else:
         words = [f"{_times(gain)} the throughput of static batches at their best{simulated}", latency]
         words = [*filter(None, words), _preempted(answer, chosen)]
         sentences = [f"Run `{command}`: {', and '.join(words[:-1])}; {words[-1]}."]
     if chosen.setting == findings.settings["default"]:
-        sentences.append("The defaults are as good as anything that was tried.")
+        sentences.append("No tried setting is better than the defaults.")
     sentences += _promise_sentences(answer, chosen, static, theirs)
     judged, rate, _ = _judged(answer, chosen)
     others = [trial for trial in _shown(answer) if trial.rate == rate and trial.setting.batching == "continuous"]
     if min(each.preemption_rate for each in (judged, *(trial.figures for trial in others))) >= PREEMPTED:
         sentences.append(
-            f"Warning: preemption cannot be held below {PREEMPTED:.0%} with this memory; give the KV cache more"
+            f"Warning: with this memory more than {PREEMPTED:.0%} of the requests are preempted; enlarge the KV cache"
             " (--kv-cache-memory-bytes), or send shorter requests."
         )
     if not findings.trusted:
         sentences.append(
-            f"Nothing here is simulated: the step model is off by {findings.fit_error or 0.0:.0%} (median) on this"
-            " machine now."
+            f"Nothing here is simulated: the error of the step model is {findings.fit_error or 0.0:.0%} (median) on"
+            " this machine now."
         )
     elif all(trial.round is None for trial in answer.state):
-        sentences.append("All of this is simulated: there was no time for real runs.")
+        sentences.append("All results are simulated, because there was no time for real runs.")
     return " ".join(sentences)
 
 
@@ -296,32 +296,32 @@ def _promise_sentences(answer: Answer, chosen: Column, static: Column, theirs: C
         words = f"{kept}, static batches for {others}."
         ours = [trial.figures for trial in _shown(answer) if trial.setting.batching == "continuous"]
         if any((figures.goodput or 0.0) >= GOODPUT for figures in ours):
-            return [f"It keeps the promises for {words}"]
-        return [f"No setting keeps the promises for 99 of 100 requests; this one keeps them for {words}"]
+            return [f"It meets the targets for {words}"]
+        return [f"No setting meets the targets for 99 of 100 requests; this one meets them for {words}"]
     if chosen.rate is None:
         lowest = findings.refuted[-1]
-        kept = "broke them" if lowest.goodput is None else f"kept them for {lowest.goodput:.1%} of the requests"
+        kept = "missed them" if lowest.goodput is None else f"met them for {lowest.goodput:.1%} of the requests"
         return [
-            f"No real run confirmed a rate that keeps the promises: at {lowest.rate:.3g} requests/s, a real run {kept}"
+            f"No real run confirmed a rate that meets the targets: at {lowest.rate:.3g} requests/s, a real run {kept}"
             f" and completed {lowest.completed:.3g}/s."
         ]
     others = f"static batches {f'up to {theirs.rate:.3g}' if theirs.rate else 'at no rate'}"
     others += "" if theirs.rate_measured or not findings.trusted else ", as simulated"
-    others = others if findings.trusted or theirs.rate else "of static batches no real run showed a rate"
+    others = others if findings.trusted or theirs.rate else "no real run showed a rate for static batches"
     says = "" if chosen.rate_measured else ", as simulated; no real run confirmed it"
-    text = f"It keeps the promises for 99 of 100 requests up to {chosen.rate:.3g} requests/s{says}; {others}."
+    text = f"It meets the targets for 99 of 100 requests up to {chosen.rate:.3g} requests/s{says}; {others}."
     own = findings.traffic.rate
     if own is not None and own > 1.02 * chosen.rate:
-        text += f" Your traffic comes at {own:.3g}, which is more than this machine can do: add machines."
+        text += f" Your traffic arrives at {own:.3g} requests/s, which exceeds this machine's capacity: add machines."
     return [text]
 
 
 def _why_small(findings: Findings) -> str:
     answers = [request.output_tokens for request in findings.traffic.requests]
     if max(answers) < _SHORT:
-        return f"No answer is longer than {max(answers)} tokens, so nobody waits long for another."
+        return f"No answer is longer than {max(answers)} tokens, so no request waits long for another one."
     if max(answers) < 1.2 * min(answers):
-        return "All answers are about as long, so a batch ends as one anyway."
+        return "All answers have similar lengths, so the requests of a batch end together anyway."
     return ""
 
 
@@ -396,7 +396,7 @@ def _comparison(answer: Answer, sides: Sequence[Column]) -> Table:
     rows = [row for row in rows if set(row[1:]) != {"-"}]  # rows without any value
     if findings.by_rate:
         highest = [("none" if side.rate is None else f"{_mark(answer, side)}{side.rate:.3g}") for side in sides]
-        rows.append(["highest rate that keeps promises, /s", *highest])
+        rows.append(["highest rate that meets the targets, /s", *highest])
     costs = [(side, side.cost(answer.price)) for side in sides]
     rows.append(
         [
@@ -538,15 +538,15 @@ def _cost(answer: Answer, sides: Sequence[Column]) -> Iterator[Block]:
         hollow=hollow,
     )
     yield Text(
-        "Each outline is a simulated setting, and each filled point is a real run. Points further left answer sooner,"
-        f" and points further down cost less. The line joins the {line} points."
+        "Each outline is a simulated setting, and each filled point is a real run. Points further left have lower"
+        f" latency, and points further down cost less. The line joins the {line} points."
         + (" Points have different rates of arrivals. Expensive points that break promises are left out." * by_rate)
         + (" Static batches, which have no time per token, are left out." * (not by_rate))
     )
     costs = [(side, cost) for side in sides if (cost := side.cost(answer.price)) is not None]
     yield from _bars(
         [(side, {"cost": cost}, side.rate_measured if by_rate else side.full_measured) for side, cost in costs],
-        title="Cost side by side, at the highest rate that keeps promises" if by_rate else "Cost side by side",
+        title="Cost side by side, at the highest rate that meets the targets" if by_rate else "Cost side by side",
         y_label="cost",
     )
 
@@ -589,11 +589,10 @@ def _preemption(answer: Answer) -> Iterator[Block]:
     yield Text(
         f"{how.capitalize()}, with everything else as chosen; {chosen.max_num_seqs} slots were chosen. "
         + (
-            "A preempted request gives its memory to others and is computed again, or waits in host memory. Above the"
-            " limit, work is done twice."
+            "A preempted request releases its memory, and is computed again or waits in host memory. Above the"
+            " limit, too much work is done twice."
             if findings.tight
-            else "Nothing was preempted in any run: there is memory enough, and how much of it is kept free does not"
-            " matter."
+            else "No run preempted a request: there is enough memory, and the size of the reserve does not matter."
         )
     )
 
@@ -651,10 +650,10 @@ def _trust(answer: Answer) -> Iterator[Block]:
         "Requests": f"{len(traffic.requests):,}, {pace}",
         "Tokens": f"{sum(each.prompt_tokens for each in traffic.requests):,} of prompts,"
         f" {sum(each.output_tokens for each in traffic.requests):,} of answers",
-        "Promises": ", ".join(f"{name} {ms:g}" for name, ms in traffic.slo.items()) or "none given",
+        "Targets": ", ".join(f"{name} {ms:g}" for name, ms in traffic.slo.items()) or "none given",
         "Model": answer.model,
         "Machine": f"{machine.cpu}, {machine.processors} processors, {machine.system}",
-        "Busy with others": f"{machine.busy:.0%} at the start",
+        "Load of other programs": f"{machine.busy:.0%} at the start",
         "Simulator": _simulator(answer),
         "Command": answer.command,
     }
@@ -668,7 +667,7 @@ def _trust(answer: Answer) -> Iterator[Block]:
         yield Text(note)
     yield Text(
         "Prompts were random tokens of the lengths of the traffic, and answers had exactly its lengths. HTTP and"
-        " tokenizing were not part of it; chairlift bench serve measures a server with both. The figures hold for this"
+        " tokenizing were not part of it; chairlift bench serve measures a server with both. The results hold for this"
         " model, this machine and traffic like this. Tune again when one of them changes."
     )
 
@@ -691,12 +690,12 @@ def config_lines(answer: Answer) -> list[str]:
     given = set(answer.fixed)
     reasons = {
         "max_num_seqs": f"slots: {_preempted(answer, chosen)}",
-        "max_num_batched_tokens": "tokens of a step: lower keeps answers smooth, higher speeds prompts up",
-        "admission_watermark": "share of the KV cache kept free when a request joins"
+        "max_num_batched_tokens": "tokens of a step: lower keeps decoding smooth, higher speeds up prompts",
+        "admission_watermark": "fraction of the KV cache that stays free when a request joins"
         if findings.tight
         else "share of the KV cache kept free; memory is plentiful here, so it does not matter",
-        "prefill_mode": "how prompts share steps with answers",
-        "preemption_mode": "what happens when memory runs out" + ("" if findings.tight else "; it did not, in any run"),
+        "prefill_mode": "how prompts and decodes share steps",
+        "preemption_mode": "how requests are preempted" + ("" if findings.tight else "; no run needed it"),
     }
     lines = [
         "# Written by chairlift tune.",

@@ -124,9 +124,9 @@ class Empirical:
 
 
 LENGTH_FORMS: Final[dict[str, tuple[Any, tuple[str, ...]]]] = {
-    "lognormal": (LogNormal, ("MU", "SIGMA", "LEAST", "MOST")),
-    "zipf": (Zipf, ("ALPHA", "LEAST", "MOST")),
-    "uniform": (Uniform, ("LEAST", "MOST")),
+    "lognormal": (LogNormal, ("MU", "SIGMA", "MIN", "MAX")),
+    "zipf": (Zipf, ("ALPHA", "MIN", "MAX")),
+    "uniform": (Uniform, ("MIN", "MAX")),
     "fixed": (Fixed, ("N",)),
 }
 """Name of a distribution in :func:`parse_lengths` -> (class, names of its numbers). MU and SIGMA are the mean and the

@@ -57,6 +57,6 @@ def test_a_machine_that_was_not_idle_is_doubted() -> None:
         for change in (Roof(0.8e10, 1e12), Roof(1.2e10, 1e12), Roof(1e10, 0.8e12)):
             said = " ".join(doubts(MACHINE, roof, change, followed=followed))
             follows = followed and change.peak == roof.peak
-            assert ("cannot be trusted" in said) != follows
-            assert ("shares are of what it was at the time" in said) == follows
+            assert ("not reliable" in said) != follows
+            assert ("shares refer to the limit at their time" in said) == follows
         assert "30% busy" in " ".join(doubts(busy, roof, roof, followed=followed))

@@ -233,7 +233,7 @@ def test_promises_are_kept_at_the_highest_rate_that_is_confirmed(tmp_path: Path)
     assert any(not shortfall(trial.figures) for trial in confirmed)
     text = verdict(answer(found, machine, tmp_path))
     assert f"up to {found.confirmed_rate:.3g} requests/s; static batches" in text
-    assert "highest rate that keeps promises" in "\n".join(report_lines(answer(found, machine, tmp_path)))
+    assert "highest rate that meets the targets" in "\n".join(report_lines(answer(found, machine, tmp_path)))
 
 
 @pytest.mark.nightly
@@ -243,7 +243,7 @@ def test_costs_at_rates_that_were_only_simulated_are_marked(tmp_path: Path) -> N
     found = machine.tune(tmp_path / "tune.json", question)
     lines = report_lines(answer(found, machine, tmp_path))
     assert found.confirmed_rate is not None
-    for name in ("highest rate that keeps promises", "cost per million output tokens"):
+    for name in ("highest rate that meets the targets", "cost per million output tokens"):
         (line,) = [line for line in lines if line.startswith(name)]
         assert [cell.startswith("~") for cell in line.split()[-2:]] == [True, False]
     assert "~ is simulated" in lines[0]
@@ -256,7 +256,7 @@ def test_promises_nobody_can_keep(tmp_path: Path) -> None:
     found = machine.tune(tmp_path / "tune.json", question)
     assert found.scores["chosen"].rate is None
     assert any("not even when few requests come" in note for note in found.notes)
-    assert "No setting keeps the promises" in verdict(answer(found, machine, tmp_path))
+    assert "No setting meets the targets" in verdict(answer(found, machine, tmp_path))
 
 
 def test_promises_are_a_condition_for_a_closed_loop_too(tmp_path: Path) -> None:
@@ -267,10 +267,10 @@ def test_promises_are_a_condition_for_a_closed_loop_too(tmp_path: Path) -> None:
     assert sides["chosen"].full_measured
     assert (sides["chosen"].full.goodput, sides["default"].full.goodput) == (1.0, pytest.approx(0.979, abs=0.001))
     assert sides["chosen"].full.output_tokens_per_second < sides["default"].full.output_tokens_per_second
-    assert "It keeps the promises for 100.0%, " in verdict(answer(found, machine, tmp_path))
+    assert "It meets the targets for 100.0%, " in verdict(answer(found, machine, tmp_path))
     found.settings["chosen"] = found.settings["default"]
     text = verdict(answer(found, machine, tmp_path))
-    assert "It keeps the promises for 97.9%, " in text, "another setting keeps them"
+    assert "It meets the targets for 97.9%, " in text, "another setting keeps them"
     assert "No setting" not in text
 
 
@@ -279,7 +279,7 @@ def test_static_batches_that_break_promises_are_not_as_good(tmp_path: Path) -> N
     question = Question(requests=alike(), users=8, slo={"ttft_ms": 150.0}, fixed=FEW, time_limit=6000.0)
     text = verdict(answer(machine.tune(tmp_path / "tune.json", question), machine, tmp_path))
     assert text.startswith("Run `")
-    assert "It keeps the promises for 100.0%, static batches for 0.0%." in text
+    assert "It meets the targets for 100.0%, static batches for 0.0%." in text
 
 
 @pytest.mark.nightly
@@ -378,7 +378,7 @@ def test_a_wrong_step_model_is_found_out_and_nothing_simulated_is_shown(tmp_path
     assert not found.accuracy
     said = answer(found, machine, tmp_path)
     text = verdict(said)
-    assert "Nothing here is simulated: the step model is off by" in text
+    assert "Nothing here is simulated: the error of the step model is" in text
     assert "as simulated" not in text
     lines = report_lines(said)
     assert not [line for line in lines if "~" in line.replace("~ is simulated", "")]
@@ -421,7 +421,7 @@ def test_a_refuted_rate_lowers_the_claim_and_is_told(tmp_path: Path) -> None:
     assert found.settings["chosen"] == chosen
     assert found.confirmed_rate is not None
     assert found.confirmed_rate <= 0.95 * 0.8 * highest
-    told = f"Refuted by a real run: at {highest:.3g} requests/s, the promises were kept for 74.9% of the requests,"
+    told = f"Refuted by a real run: at {highest:.3g} requests/s, the targets were met for 74.9% of the requests,"
     assert any(note.startswith(told) for note in found.notes)
     text = verdict(answer(found, again, tmp_path))
     assert f"up to {found.confirmed_rate:.3g} requests/s; static" in text
@@ -444,9 +444,9 @@ def test_where_every_real_run_broke_the_promises_no_rate_is_claimed(tmp_path: Pa
     assert found.confirmed_rate is None
     said = answer(found, again, tmp_path)
     text = verdict(said)
-    assert "No real run confirmed a rate that keeps the promises: at " in text
-    assert "a real run kept them for 74.9% of the requests" in text
-    (line,) = [line for line in report_lines(said) if line.startswith("highest rate that keeps promises")]
+    assert "No real run confirmed a rate that meets the targets: at " in text
+    assert "a real run met them for 74.9% of the requests" in text
+    (line,) = [line for line in report_lines(said) if line.startswith("highest rate that meets the targets")]
     assert line.split()[-1] == "none"
 
 

@@ -122,7 +122,7 @@ def test_lengths_are_parsed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "must be one of lognormal:MU:SIGMA:LEAST:MOST, zipf:ALPHA:LEAST:MOST, uniform:LEAST:MOST, fixed:N, file:"),
+        ("", "must be one of lognormal:MU:SIGMA:MIN:MAX, zipf:ALPHA:MIN:MAX, uniform:MIN:MAX, fixed:N, file:"),
         ("gauss:1:2", "must be one of lognormal"),
         ("fixed", "must be one of lognormal"),
         ("fixed:2:3", "must be one of lognormal"),
