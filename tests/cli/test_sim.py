@@ -253,6 +253,8 @@ def test_a_replica_that_dies(chairlift: Run) -> None:
     [
         (("--target", "0.9"), "--target is about a fleet; say how many with --replicas"),
         (("--replicas", "2", "--target", "0.9"), "--target needs latency targets, but this traffic has none"),
+        (("--replicas", "17"), "is measured on 1/2 of the traffic, and 10 requests are too few"),
+        (("--replicas", "17", "--rollout", "1"), "17 replicas are simulated as flows of requests, without a rollout"),
         (("--replicas", "two"), "--replicas takes numbers such as 1,2,4, got 'two'"),
         (("--autoscale", "2"), "--autoscale takes MIN-MAX such as 1-4, got '2'"),
         (("--autoscale", "3-2"), "autoscaling needs at least 1 replica and a maximum of at least the minimum, got 3-2"),
