@@ -59,7 +59,7 @@ class FixedSteps(CostModel):
 
 @asynccontextmanager
 async def running(config: EngineConfig, replicas: int, routing: str = "forecast") -> AsyncIterator[AsyncEngine]:
-    """An engine with ``replicas`` replicas behind a door; 0 means one engine process without a door."""
+    """An engine with ``replicas`` replicas behind a router process; 0 means one engine process without a router."""
 
     def behind_a_door(engine: AsyncEngine) -> Fleet:
         return Fleet(config, engine, local_replicas(config, replicas), replicas=replicas, routing=routing)
@@ -104,7 +104,7 @@ async def closed_loop(engine: AsyncEngine, streams: int, each: int, tokens: int,
 
 
 async def door(model: str, rounds: int) -> dict[str, Any]:
-    """Compare one replica behind the door with an engine without a door: difference of times, ratio of rates."""
+    """Compare one replica behind the router with an engine without a router: difference of times, ratio of rates."""
     settings = {"model": model, "max_num_seqs": 32, "num_kv_blocks": _BLOCKS}
     config = EngineConfig.from_flat(settings)
     pairs = []

@@ -34,12 +34,9 @@ ALL_LINEAR: Final = "all-linear"
 
 
 def target_parts(sites: Sites, targets: Sequence[str]) -> dict[str, CheckpointPart]:
-    """Modules that the targets select, by name.
-
-    A target is a whole module name, the last part of names (``q_proj``), or ``all-linear``.
-
-    Raises ConfigError for a target that selects no module.
-    """
+    """Name of each module that the targets select -> its rows in a layer of this package. A target is a whole module
+    name, the last part of names (``q_proj``), or ``all-linear``. Raises ConfigError for a target that selects no
+    module."""
     chosen: dict[str, CheckpointPart] = {}
     for target in targets:
         found = {
