@@ -1,10 +1,10 @@
-"""Measures the cost of the router process ("door") in front of replicas, and the accuracy of a simulated fleet of two
+"""Measures the cost of the router process in front of replicas, and the accuracy of a simulated fleet of two
 replicas.
 
     python benchmarks/fleet.py --json benchmarks/results/fleet.json
 
-``door`` serves the same requests in turns with one engine process and with one replica behind the door. The model is
-HashLM, with no time per step (so that the front end is the bottleneck) and with 5 ms per step. Each pair of rounds
+``door`` serves the same requests in turns with one engine process and with one replica behind the router. The model
+is HashLM, with no time per step (so that the front end is the bottleneck) and with 5 ms per step. Each pair of rounds
 gives the difference of the median times to the first token, and the ratio of tokens/s.
 
 ``simulation`` serves Poisson arrivals with two real replicas whose steps take a fixed time, and simulates the same

@@ -115,7 +115,7 @@ def theirs(model: Path, args: argparse.Namespace) -> Answer:
 
 
 def step_seconds(answer: Answer, rows: int, args: argparse.Namespace, vocabulary: int) -> float:
-    """Median time from one token of all rows to the next."""
+    """Median time between two steps that give every row one more token."""
     generator = torch.Generator().manual_seed(rows)
     prompts = torch.randint(vocabulary, (rows, args.prompt), generator=generator).tolist()
     times = answer(prompts, args.tokens)

@@ -104,8 +104,8 @@ class TrainableAdapter:
         self.r, self.alpha, self.rslora, self.dropout = r, alpha, rslora, dropout
         self._parts = target_parts(self._sites, targets)
         self.parameters: dict[str, nn.Parameter] = {}
-        """PEFT's name of each matrix -> float32 parameter: A [r, in], and B [out, r] with the rows in the order of our
-        layer."""
+        """PEFT's name of each matrix -> float32 parameter: A [r, in], and B [out, r] with the rows in the order of
+        this package's layer."""
         device = next(model.parameters()).device
         for name, part in self._parts.items():
             a = torch.empty(r, part.shape[1], device=device)

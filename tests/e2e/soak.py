@@ -8,8 +8,8 @@ are checked:
 
 - memory of both processes: its growth in the last half of the run, when the allocator has settled. The growth per
   request is the Theil-Sen slope: the median of all slopes between two samples, so that no single minute decides. The
-  limit is 50 bytes per request, but at least 8 MiB in total, which the allocator may keep or release at any time, and at
-  most 100 MiB. Growth in a single step is not a leak. A run with fewer than 84,000 requests in its last half cannot
+  limit is 50 bytes per request, but at least 8 MiB in total, which the allocator may keep or release at any time, and
+  at most 100 MiB. Growth in a single step is not a leak. A run with fewer than 84,000 requests in its last half cannot
   detect a leak of 100 bytes per request, and reports this; it detects larger leaks;
 - latency: the p99 of the last third is at most 1.05 times the p99 of the first third, plus 5 ms of noise;
 - golden outputs: reference requests at the beginning and at the end get exactly the oracle's outputs;

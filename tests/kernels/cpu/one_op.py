@@ -295,7 +295,7 @@ class Cache8(Cache):
         self._keys = keys.unflatten(3, (dim // 2, 16, 2)).permute(0, 2, 4, 1, 3, 5)
         self._values = values.unflatten(3, (dim // 16, 8, 16, 2)).permute(0, 2, 4, 6, 1, 3, 5)
         self._scales = scales.unflatten(4, (2, 16)).permute(3, 4, 0, 2, 5, 1)
-        """Scales and minimums of keys and values."""
+        """View of the scales and minimums of keys and values."""
 
     def write(self, row: int, start: int, keys: Tensor, values: Tensor) -> None:
         block, inside = self._index(row, start, start + len(keys))
