@@ -103,8 +103,9 @@ def interleaved(
     warm_up: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Name of a run -> its seconds in each round. Each round executes all runs, in changing order, so that a slow
-    minute of the machine affects all of them. ``clock`` returns seconds, of the wall or of this process's CPU."""
+    """Time the runs. Returns name of a run -> its seconds in each round. Each round executes all runs, in changing
+    order, so that a slow minute of the machine affects all of them. ``clock`` returns seconds, of the wall or of this
+    process's CPU."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for number in range(-1 if warm_up else 0, rounds):
