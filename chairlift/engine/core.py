@@ -59,8 +59,7 @@ _LOOK_AHEAD = 8
 """Number of further waiting requests to try when the first one does not fit. Each try reads the request's block
 table."""
 _MAX_TIMES_PASSED = 16
-"""Later requests may pass a waiting request at most this often. After that it is next, so that large requests also
-start."""
+"""Later requests may pass a waiting request at most this often, so that large requests also start."""
 _MAX_PREEMPTIONS = 8
 """A request that was preempted this often resumes only when it gets all blocks that it may ever need. So it is not
 preempted again."""
@@ -258,8 +257,8 @@ class EngineCore(EngineClient):
         self.governor = governor_from_config(config, self.scheduler, self.costs, self.clock.now())
         self.causes = CauseLedger(self.costs.model, self.clock.now())
         self.masks_of: Callable[[SchedulerOutput], Masks | None] | None = None
-        """Returns the masks of a step; called while the model computes the step. None if no request has a mask. Masks
-        that depend on tokens of steps in flight are not included."""
+        """Function that returns the masks of a step; called while the model computes the step. None if no request has a
+        mask. When it is called, the tokens of steps in flight are not known."""
         self.floor: FloorShare | None = None
         """Compares step times with the limits of this machine; None if the limits were not measured."""
         self.config, self.executor = config, executor

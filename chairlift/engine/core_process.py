@@ -49,8 +49,8 @@ _log = logging.getLogger(__name__)
 
 _READ: Final = 1 << 18
 _WATCH_SECONDS: Final = 0.1
-"""Seconds between two reports of steps to viewers. The period is short enough for a smooth picture, and much longer
-than a step."""
+"""Seconds between two reports of steps to viewers. The period is short enough for a smooth picture, without a frame for
+every step."""
 _MAX_MERGED: Final = 1 << 21
 """Maximum number of tokens and log-probabilities in merged results. In a frame they take less than half of the maximum
 frame size."""

@@ -133,8 +133,8 @@ class PreparedRequest:
 class InputProcessor:
     """Converts a prompt and its parameters to a :class:`PreparedRequest`, or raises RequestError with the reason.
 
-    ``cache`` is the KV cache, whose number of positions limits a request. ``seed`` makes the random seeds reproducible.
-    ``images`` reads images; None for a model that reads only texts.
+    ``cache`` has the maximum number of positions that a request may take in the KV cache. ``seed`` makes the random
+    seeds reproducible. ``images`` reads images; None for a model that reads only texts.
     """
 
     def __init__(

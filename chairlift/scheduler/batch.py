@@ -94,8 +94,8 @@ class Batch:
         self.num_vacated = 0
         """Number of times that a request left its row."""
         self.epoch = 0
-        """Counter that grows when a request leaves its row while steps are in flight. Tokens of these steps may then
-        belong to a request that has left."""
+        """Counter that grows when tokens of steps in flight may have to be dropped, for example because a request left
+        its row."""
 
     @property
     def unready_for(self) -> str:
