@@ -163,7 +163,7 @@ def a5(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def a8(args: argparse.Namespace) -> Iterator[Figure]:
-    """CPU time per sequence to plan and to concatenate tokens, for a million sequences. Grain reads 20,000 of them."""
+    """Time per sequence to plan and to concatenate tokens, for a million sequences. Grain reads 20,000 of them."""
     lengths = mix("chat", args.million, 0)
     rows = Rows(lengths)
     few = [rows[index] for index in range(min(20_000, args.million))]
@@ -184,7 +184,7 @@ def a8(args: argparse.Namespace) -> Iterator[Figure]:
     if peer("grain") is not None:
         for label, kind, bins in (("first-fit, 8", "FirstFit", 8), ("best-fit, 64", "BestFit", 64)):
             runs[f"Grain {label} bins"] = lambda kind=kind, bins=bins: sum(1 for _ in grain_dataset(few, kind, bins))
-    seconds = interleaved(runs, args.rounds, warm_up=False, clock=time.process_time)
+    seconds = interleaved(runs, args.rounds, warm_up=False)
     counts = {name: len(few) if name.startswith("Grain") else len(lengths) for name in runs}
     each = {name: [1e6 * s / counts[name] for s in values] for name, values in seconds.items()}
     for name, values in each.items():
