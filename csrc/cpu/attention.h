@@ -434,7 +434,7 @@ struct AttentionPiece {
   int position(int row) const {
     return batch.seq_lens[span.row] - (batch.cu_seqlens[span.row + 1] - token(row));
   }
-  // The row attends to positions below this one.
+  // The row attends only to positions below the result.
   int seen_end(int row) const { return op.flags & CL_BOTH_WAYS ? batch.seq_lens[span.row] : position(row) + 1; }
 };
 
