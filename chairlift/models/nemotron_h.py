@@ -62,7 +62,7 @@ def _read_experts(fields: Fields, kinds: list[str]) -> ExpertLayers:
         tuple(kind == "moe" for kind in kinds),
         fields.integer("moe_intermediate_size", 1, 2**20),
         count_keys=("n_routed_experts", "num_local_experts"),
-        # One MLP, however many shared experts there are: its size is that of all of them.
+        # All shared experts together form one MLP, so this size is the sum of their sizes.
         shared_size=fields.integer("moe_shared_expert_intermediate_size", 1, 2**20),
         correction=True,
         latent_size=latent or 0,

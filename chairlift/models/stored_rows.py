@@ -38,7 +38,7 @@ class StoredRows(abc.ABC):
         return self.get_shape()[0]
 
     def get_dtype(self) -> str:
-        """Dtype after dequantisation."""
+        """Dtype of the rows after dequantisation, as safetensors names it."""
         return "F32"
 
     def get_slice(self, name: str) -> StoredRows:

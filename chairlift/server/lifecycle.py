@@ -41,7 +41,7 @@ __all__ = ["ExitCode", "Stop", "banner", "bind", "drain", "serve", "served_names
 
 _logger: Final = logging.getLogger("chairlift.server")
 _LAST_WORDS_SECONDS: Final = 1.0
-"""Seconds for sending an error to requests that are cut off at shutdown."""
+"""Seconds that remain at shutdown to send an error to requests that are cut off."""
 _FLUSH_SECONDS: Final = 2.0
 _WATCH_SECONDS: Final = 5.0
 _CHAT_TOKENS: Final = 2048
@@ -131,8 +131,8 @@ def start_engine(engine_config: EngineConfig, config: ServerConfig, on_progress:
 
 
 def _replicated(engine_config: EngineConfig, config: ServerConfig) -> Callable[[AsyncEngine], Fleet]:
-    """A function that makes the replicas of an engine. Raises ConfigError if the settings ask for something that
-    replicas cannot serve."""
+    """A function that makes the replicas of an engine. Raises ConfigError if replicas do not support one of the
+    settings."""
     address, count = config.ray_address, config.replicas
     if engine_config.cache.kv_events_endpoint is not None:
         raise ConfigError(
@@ -215,13 +215,13 @@ async def serve(
 
 
 async def _start(state: ServerState) -> None:
-    """Wait until the model and the adapters of the settings are loaded."""
+    """Wait until the model and the adapters that the settings name are loaded."""
     await state.engine.wait_ready()
     await load_modules(state)
 
 
 async def _run(state: ServerState, server: HttpServer, stop: Stop, announce: Callable[[], None]) -> int:
-    """Run the server from loading to the end of the drain. Returns the exit code."""
+    """Run the server from the loading of the model to the end of the drain. Returns the exit code."""
     engine = state.engine
     try:
         if await _first(_start(state), stop.drain.wait()) == 0:
@@ -431,7 +431,8 @@ class _Progress:
 
 
 async def _first(*awaitables: Awaitable[Any]) -> int:
-    """Index of the awaitable that ends first. Raises the error of that awaitable. The others are cancelled."""
+    """Index of the awaitable that ends first. Raises the error of that awaitable. The other awaitables are
+    cancelled."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
