@@ -103,7 +103,7 @@ class Adapters:
 
     @property
     def max_loras(self) -> int:
-        """Maximum number of different adapters in a step; 0 if none are served."""
+        """Maximum number of different adapters in a step; 0 if the engine serves no adapters."""
         return 0 if self._config is None else self._config.max_loras
 
     @property
@@ -260,7 +260,7 @@ class Adapters:
         """Set the adapter of all sequences of one request. Sequences that must wait for the adapter are marked as not
         ready.
 
-        Raises RequestError for an unknown adapter, and if none are served.
+        Raises RequestError for an unknown adapter, and if the engine serves no adapters.
         """
         self._served_memory()
         known = self._known.get(adapter_id)

@@ -761,8 +761,8 @@ class AsyncEngine:
             self.stats.num_restarts += 1
 
     async def _prepare(self, info: EngineInfo) -> None:
-        """Prepare this process for a loaded model. A restarted engine loads the newest weights and the adapters
-        again."""
+        """Prepare the process of the event loop for a model that the engine has loaded. A restarted engine loads the
+        newest weights and the adapters again."""
         if self.info is not None and self.info.weights and self._client is not None:
             info = await self._client.update_weights(self.info.weights, self.info.weight_version, "continue")
         if self._client is not None:

@@ -277,7 +277,8 @@ class InputProcessor:
             raise RequestError("structured_outputs needs the tokenizer, which was not loaded; leave it out")
 
     def _service(self, params: SamplingParams, arrival: float, tenant: str) -> tuple[int, Service]:
-        """(priority, class with deadlines) of a request. Its own values take precedence over those of its class."""
+        """(priority, class with deadlines) of a request. Values in the request take precedence over the values of its
+        class."""
         tier = DEFAULT_CLASS if params.service_tier in (None, "auto") else str(params.service_tier)
         classes = self.limits.service_classes
         if classes is None:

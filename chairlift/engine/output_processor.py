@@ -285,7 +285,7 @@ class RequestState:
         return self._with_missed_deadlines(record, now)
 
     def _with_missed_deadlines(self, record: FinishedRequest, now: float) -> FinishedRequest:
-        """The record, with the deadlines that the request had and those that it missed."""
+        """The record, with two more facts: the deadlines that the request had, and the deadlines that it missed."""
         service, token = self.prepared.service, self.metrics.first_token_time
         per_token = record.seconds_per_token
         dropped = record.reason == FinishReason.DEADLINE

@@ -128,7 +128,7 @@ class Place(Protocol):
 
 class ThisMachine(Place):
     """Runs the engine as a child process of this process. ``processors`` are the processors that it may use; empty: the
-    same as this process.
+    same processors as this process.
 
     The two processes communicate through a pair of sockets. One end is the child's standard input: no other process can
     open it, and it needs no file on disk.
@@ -197,7 +197,7 @@ class ProcessClient(RemoteCore):
         """Start the process and load the model.
 
         Raises ConfigError or ModelLoadError if the model cannot be loaded, and EngineDeadError if the process dies
-        meanwhile.
+        while it loads the model.
         """
         sock, more = await self._place.launch()
         loop = asyncio.get_running_loop()

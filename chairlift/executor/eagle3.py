@@ -143,7 +143,8 @@ class Eagle3Drafter:
             self._ends[row.slot] = self._counts[row.slot] = row.num_computed_tokens
 
     def saw(self, hidden: Tensor, batch: StepBatch, token_ids: Sequence[int]) -> None:
-        """Store the hidden states of a step's tokens, except those of rejected drafts, and compute those of prompts."""
+        """Store the served model's hidden states of a step's tokens, except the tokens of rejected drafts. Rows with
+        many new positions, such as prompts, are computed by the layer at once."""
         self._tokens = batch.tokens
         starts = batch.positions[batch.cu_seqlens[:-1]]
         lengths = np.diff(batch.cu_seqlens)

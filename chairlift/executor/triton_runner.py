@@ -210,7 +210,7 @@ class TritonModelRunner(TorchModelRunner):
         tokens.logprobs = logprobs if any(entry is not None for entry in logprobs) else None
 
     def _decode(self, batch: StepBatch, size: int, truncates: bool, keep: bool) -> _Outputs:
-        """Compute one token of each row. First the changes of the state are sent to the device. The rows after those of
+        """Compute one token of each row. First the changes of the state are sent to the device. Rows after the rows of
         ``batch`` are padding."""
         step, state = self._recorded(size, truncates, keep), self._state
         known = batch.token_ids >= 0

@@ -52,7 +52,7 @@ class LayerState:
     parts: tuple[StatePart, ...]
 
     def part_bytes(self, dtype: torch.dtype) -> list[int]:
-        """Bytes of each part of one state, in a model of ``dtype``."""
+        """One entry per part of the state: bytes of this part, in a model of ``dtype``."""
         return [math.prod(part.shape) * (part.dtype or dtype).itemsize for part in self.parts]
 
 

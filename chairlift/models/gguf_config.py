@@ -90,7 +90,7 @@ class _Metadata:
         return value
 
     def need(self, name: str) -> Any:
-        """Value of a required key."""
+        """Value of the metadata key ``name``, which the file must have."""
         value = self.number(name)
         if value is None:
             self.fail(name, "is missing")

@@ -24,13 +24,13 @@ class Metadata(Protocol):
         """Value of the key ``name``; ``default`` if it is missing."""
 
     def need(self, name: str) -> Any:
-        """Value of a required key."""
+        """Value of the key ``name``, which the file must have."""
 
     def has(self, tensor: str) -> bool:
         """Whether the file has a tensor with this name."""
 
     def row(self, tensor: str) -> list[float]:
-        """Values of a tensor with one dimension."""
+        """Values of the tensor with the name ``tensor``, which must have one dimension."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

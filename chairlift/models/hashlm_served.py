@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 HASHLM_TOKENS: Final = ("<|im_start|>", "<|im_end|>", "<|bos|>")
-"""Special tokens. Their ids follow the 256 byte tokens."""
+"""Special tokens of HashLM. Their ids follow the ids of the 256 byte tokens."""
 HASHLM_VOCAB_SIZE: Final = 256 + len(HASHLM_TOKENS)
 HASHLM_EOS: Final = 256 + HASHLM_TOKENS.index("<|im_end|>")
 HASHLM_TEMPLATE: Final = (

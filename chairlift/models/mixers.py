@@ -139,7 +139,7 @@ class CellConfig:
     """Settings of an LSTM or GRU layer, whose state has the model's hidden size."""
 
     kind: str = "lstm"
-    """``lstm`` or ``gru``."""
+    """Type of the cell: ``lstm`` or ``gru``."""
     bias: bool = True
     """Whether both linear layers have a bias."""
 

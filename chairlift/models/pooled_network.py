@@ -106,7 +106,7 @@ class PooledNetwork(nn.Module):
         return quantization_of(self)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights of the network."""
         return weight_bytes_of(self, dtype)
 
     def kv_cache_spec(self) -> list[LayerCache]:

@@ -37,7 +37,8 @@ class ExpertCost:
         return self.count * (1 - (1 - self.top_k / self.count) ** tokens)
 
     def read(self, tokens: int) -> float:
-        """Expected bytes of weights that a step of ``tokens`` tokens reads: those of the distinct experts."""
+        """Expected bytes of expert weights that a step of ``tokens`` tokens reads: the weights of the distinct
+        experts."""
         return self.layers * self.distinct(tokens) * self.nbytes
 
     def operations(self, tokens: int) -> int:

@@ -128,7 +128,7 @@ class SchedulerOutput:
     unused_slots: int = 0
     """Number of positions in allocated blocks that are not computed (internal fragmentation)."""
     padding_avoided: int = 0
-    """Number of additional tokens that an engine with padding would compute for these rows."""
+    """Number of tokens that an engine with padding would compute for the rows of this step in addition."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -37,7 +37,7 @@ _LOADED_AT_ONCE: Final = 64
 _CHECK_SECONDS: Final = 1.0
 """Seconds between checks of conditions that have no event: deadlines, the state of the engine, the queue length."""
 _ERROR_SECONDS: Final = 10.0
-"""Pause in seconds after a disk error."""
+"""Seconds for which the batch worker pauses after a disk error."""
 _MAX_ATTEMPTS: Final = 5
 """Maximum number of attempts to send a request, if the engine dies or the request times out. After the last attempt,
 the error is stored as the request's result."""
@@ -73,9 +73,9 @@ class _Work:
 
     queue: deque[Pending] = dataclasses.field(default_factory=deque)
     reached: int = 0
-    """Number of the last input line that was read from the store."""
+    """Number of the last line of the batch's input file that was read from the store."""
     tasks: dict[int, asyncio.Task[None]] = dataclasses.field(default_factory=dict)
-    """Line number -> task of the running request."""
+    """Line number in the input file -> task that runs the line's request."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

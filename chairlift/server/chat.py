@@ -72,7 +72,7 @@ class CalledFunction(msgspec.Struct):
 
     name: str
     arguments: str
-    """The arguments: a JSON object, as text."""
+    """The arguments of the function: a JSON object, as text."""
 
 
 class ToolCall(msgspec.Struct):
@@ -107,7 +107,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     """Stop token or stop string that ended the output; null if it ended otherwise."""
     token_ids: list[int] | UnsetType = UNSET
     tool_call_errors: list[str] | UnsetType = UNSET
-    """Descriptions of malformed tool calls. Their text stays in ``content``."""
+    """Descriptions of malformed tool calls in the output. The text of these calls stays in ``content``."""
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -119,7 +119,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     service_tier: str
-    """Class of service that the request got."""
+    """Class of service with which the request was served."""
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET

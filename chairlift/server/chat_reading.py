@@ -51,9 +51,9 @@ class ChatPlan:
     variables: Mapping[str, Any]
     """Variables for the chat template."""
     tool_format: ToolFormat | None = None
-    """Format of tool calls; None: the text is not searched for calls."""
+    """Format in which the model writes tool calls; None: the server does not search the text for tool calls."""
     reasoning: ReasoningFormat | None = None
-    """Format of reasoning; None: reasoning stays part of the text."""
+    """Format in which the model writes reasoning; None: reasoning stays part of the text."""
     include_reasoning: bool = True
     hidden: tuple[str, ...] = ()
     """Special tokens that the engine keeps in the output text, because the reader finds reasoning and tool calls by
@@ -199,7 +199,7 @@ def limited_params(
 
 
 def _budget(chat: ChatRequest) -> int | None:
-    """Maximum number of reasoning tokens; None for no limit."""
+    """Maximum number of reasoning tokens that the request allows; None for no limit."""
     budget = chat.thinking_budget if chat.thinking_token_budget is None else chat.thinking_token_budget
     return None if budget == -1 else budget
 

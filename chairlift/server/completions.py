@@ -97,11 +97,11 @@ class TextCompletion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     service_tier: str
-    """Class of service that the request got."""
+    """Class of service with which the request was served."""
     choices: list[TextChoice]
     usage: Usage
     timing: Timing | UnsetType = UNSET
-    """Timing of the prompt whose outputs took longest."""
+    """How the time was spent for the prompt whose outputs took longest."""
 
 
 async def create_completion(request: Request) -> Response:

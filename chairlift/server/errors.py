@@ -159,7 +159,7 @@ def error_response(error: ApiError, path: str = "", request_id: str = "") -> Res
 
 
 _OF_PATHS: Final = ("not_found", "method_not_allowed")
-"""Error codes for an unknown path or HTTP method."""
+"""Codes of errors that mean an unknown path or HTTP method."""
 _NOT_SERVED: Final = {
     "/v1/messages/batches": "message batches are not served; POST /v1/batches takes a file of chats, or send the"
     " messages one by one",

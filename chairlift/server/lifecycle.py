@@ -55,11 +55,11 @@ class ExitCode(enum.IntEnum):
     """Exit code of the server process."""
 
     ANSWERED = 0
-    """Stopped by a signal; all accepted requests got their response."""
+    """The server was stopped by a signal, and all accepted requests got their response."""
     CUT_OFF = 1
     """Stopped by a signal; some requests were cut off by the timeout, a second signal or the end of the engine."""
     UNUSABLE = 2
-    """The settings, the model or the port cannot be used."""
+    """The server could not start, because the settings, the model or the port cannot be used."""
     ENGINE_DIED = 3
     """The engine died, and the settings forbid a restart."""
 
@@ -69,9 +69,9 @@ class Stop:
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
-        """Set by the first signal: accept no new requests."""
+        """Set by the first signal. From then on the server accepts no new requests."""
         self.now = asyncio.Event()
-        """Set by the second signal: do not wait for running requests."""
+        """Set by the second signal. From then on the server does not wait for running requests."""
         self._code = ExitCode.ANSWERED
 
     def signal(self) -> None:
@@ -327,7 +327,7 @@ def _pooling_banner(state: ServerState, info: EngineInfo, pooling: PoolingInfo, 
 
 
 def _drafts(info: EngineInfo) -> str:
-    """Method of speculative decoding and number of draft tokens, in words."""
+    """Text for the banner: method of speculative decoding and number of draft tokens."""
     return f"{info.speculative_method}, up to {info.num_speculative_tokens} tokens of a request in a step"
 
 

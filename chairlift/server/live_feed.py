@@ -44,14 +44,14 @@ class StepRing:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.first = 0
-        """Number of the oldest entry. Entries are numbered without gaps."""
+        """Number of the oldest entry in the buffer. Entries are numbered without gaps."""
         self.num_bytes = 0
         self.max_bytes, self._max_seconds = max_bytes, max_seconds
         self._clock = clock
         self._entries: deque[tuple[bytes, float]] = deque()
         """(lines as one server-sent event, time). All viewers receive the same bytes."""
         self._keys: deque[int] = deque()
-        """Numbers of those entries that begin with a snapshot."""
+        """Numbers of the entries in the buffer that begin with a snapshot."""
         self._names: dict[str, str] = {}
         """Engine request id -> X-Request-Id, for requests that are new since the last entry."""
         self._news = asyncio.Event()
@@ -70,7 +70,7 @@ class StepRing:
         return self._entries[number - self.first][0]
 
     def lines(self) -> bytes:
-        """Lines of all entries, as JSON lines."""
+        """The JSON lines of all entries in the buffer, joined."""
         events = [event[len(b"data: ") : -2].replace(b"\ndata: ", b"\n") for event, _ in self._entries]
         return b"\n".join(events)
 

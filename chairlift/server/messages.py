@@ -119,7 +119,7 @@ class _MessageBuilder:
         self._open: TextBlock | ThinkingBlock | None = None
         """The block that may still grow: further text of the same kind is added to it."""
         self._pieces: list[str] = []
-        """Pieces of text of the open block."""
+        """Parts of the text of the block that may still grow."""
 
     def begin(self) -> Iterator[EventFields]:
         """First events of a stream, before any output."""

@@ -213,7 +213,7 @@ class MessageReply(msgspec.Struct, kw_only=True):
     stop_sequence: str | None = None
     usage: MessagesUsage
     tool_call_errors: list[str] | UnsetType = UNSET
-    """Descriptions of malformed tool calls. Their text stays in a text block."""
+    """Descriptions of malformed tool calls in the output. The text of these calls stays in a text block."""
 
 
 class TokenCount(msgspec.Struct, kw_only=True):

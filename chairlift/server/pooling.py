@@ -255,12 +255,12 @@ class _Call:
 
     @property
     def head(self) -> dict[str, Any]:
-        """First fields of the response."""
+        """Fields with which the response begins."""
         return {"id": f"pool-{secrets.token_hex(16)}", "created": int(time.time()), "model": self.model}
 
     @property
     def usage(self) -> PooledUsage:
-        """Number of input tokens over all texts."""
+        """Number of input tokens, summed over all texts of the call."""
         return PooledUsage(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
 
     async def reply(self, size: int, make: Callable[[], msgspec.Struct]) -> Response:

@@ -202,7 +202,7 @@ class SampledRequest(msgspec.Struct, kw_only=True):
     cache_salt: CacheSalt | None = None
     """Only requests with the same salt share cached prompts."""
     queue_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] | None = None
-    """Maximum number of seconds to wait for the first step."""
+    """Maximum number of seconds that the request may wait for its first step."""
     service_tier: Annotated[str, Meta(max_length=64)] | None = None
     """Class of service. The response says which class was used."""
     ttft_ms: Milliseconds | None = None
