@@ -162,6 +162,42 @@ def a5(args: argparse.Namespace) -> Iterator[Figure]:
             yield context("TRL / ours from the same data set", ratios(best, each["from a data set: ours"]), "x")
 
 
+def a8(args: argparse.Namespace) -> Iterator[Figure]:
+    """Time per sequence to plan and to concatenate tokens, for a million sequences. Grain reads 20,000 of them."""
+    lengths = mix("chat", args.million, 0)
+    rows = Rows(lengths)
+    few = [rows[index] for index in range(min(20_000, args.million))]
+    runs: dict[str, Callable[[], Any]] = {"ours": lambda: sum(pack.num_tokens for pack in PackStream(rows, C))}
+    if peer("trl") is not None:
+        datasets = peer("datasets")
+        datasets.disable_progress_bars()
+        arrow = importlib.import_module("pyarrow")
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        tokens = np.resize(rows.tokens, offsets[-1])
+        column = arrow.LargeListArray.from_arrays(arrow.array(offsets), arrow.array(tokens))
+        dataset = datasets.Dataset(arrow.table({"input_ids": column}))
+        for label, window in (("1000", 1000), ("100k", 100_000)):
+            settings = {"batch_size": window, "load_from_cache_file": False}
+            runs[f"TRL bfd, window {label}"] = functools.partial(
+                peer("trl").pack_dataset, dataset, C, "bfd", map_kwargs=settings
+            )
+    if peer("grain") is not None:
+        for label, kind, bins in (("first-fit, 8", "FirstFit", 8), ("best-fit, 64", "BestFit", 64)):
+            runs[f"Grain {label} bins"] = lambda kind=kind, bins=bins: sum(1 for _ in grain_dataset(few, kind, bins))
+    seconds = interleaved(runs, args.rounds, warm_up=False)
+    counts = {name: len(few) if name.startswith("Grain") else len(lengths) for name in runs}
+    each = {name: [1e6 * s / counts[name] for s in values] for name, values in seconds.items()}
+    for name, values in each.items():
+        yield context(name, values, "us")
+    for package, word, bound in (("grain", "Grain", 16), ("trl", "TRL", 1.5)):
+        theirs = [values for name, values in each.items() if name.startswith(word)]
+        if not theirs:
+            yield missing(f"{word} / ours", package)
+            continue
+        best = [min(values) for values in zip(*theirs, strict=True)]
+        yield at_least(f"{word}, its fastest setting / ours", ratios(best, each["ours"]), bound, "x")
+
+
 def a6(args: argparse.Namespace) -> Iterator[Figure]:
     """Delay from a sequence's arrival to its pack, measured in packs."""
     for name in MIXES:
@@ -434,7 +470,7 @@ def h1(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 MEASURES = {
-    **{"A1": a1, "A2": a2, "A3": a3, "A4": a4, "A5": a5, "A6": a6, "A7": a7},
+    **{"A1": a1, "A2": a2, "A3": a3, "A4": a4, "A5": a5, "A6": a6, "A7": a7, "A8": a8},
     **{"D1": d1, "D2": d2, "D3": d3, "E1": e1, "E2": e2, "F1": f1, "G1": g1, "G2": g2, "H1": h1},
 }
 

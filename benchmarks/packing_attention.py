@@ -1,12 +1,13 @@
-"""Measures attention in packed rows, and checks the leak detector: bounds B2, C1 and C2 of training.
+"""Measures attention in packed rows, and checks the leak detector: bounds B2, C1, C2 and C3 of training.
 
     python benchmarks/packing_attention.py --rounds 5 --json benchmarks/results/packing.json
 
 C1 trains a small random Llama (4 layers, 256 wide) on the same sequences in four ways, interleaved. A round is a
 forward and a backward pass over all of them; only real tokens count, not padding. Only the small vocabulary has a
 bound. With a vocabulary of 32,000, the output head does most of the work of such a small model, and its logits cause
-most of the memory traffic. Tests check that gradients of packed and unpacked sequences are equal (B1), and losses over
-any split (B3, B4).
+most of the memory traffic. C3 compares whole passes over the data with TRL: packing, collating, forward, backward and
+an AdamW step (``pip install trl==1.16.0 datasets``). Tests check that gradients of packed and unpacked sequences are
+equal (B1), and losses over any split (B3, B4).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from acceptance import Figure, at_most, context, interleaved, main, ratios
+from acceptance import Figure, at_least, at_most, context, interleaved, main, missing, peer, ratios
 from packers import mix
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -30,6 +31,7 @@ from chairlift.train.collate import TRAINER_KEYS, PackCollator
 from chairlift.train.isolation import check_isolation
 from chairlift.train.layout import Layout
 from chairlift.train.pack import pack_indices
+from chairlift.train.stream import PackStream
 from chairlift.train.varlen import attend, patch_hf
 
 SMALL = 4096
@@ -149,6 +151,50 @@ def c1(args: argparse.Namespace) -> Iterator[Figure]:
         yield at_most(f"{case}: losses apart, relative", apart, 1e-5 if dtype is torch.float32 else 1e-3)
 
 
+def c3(args: argparse.Namespace) -> Iterator[Figure]:
+    """Targets per second of a pass over the data with our packs, with TRL's bfd packs, and with padded batches."""
+    if (trl := peer("trl")) is None:
+        yield missing("our packs / TRL bfd", "trl")
+        return
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    datasets = importlib.import_module("datasets")
+    datasets.disable_progress_bars()
+    capacity = 2048
+    lengths = mix("chat", 8 * args.batches, 0, capacity)
+    sequences = [torch.randint(0, SMALL, (length,)) for length in lengths]
+    lists = [ids.tolist() for ids in sequences]
+    dataset = datasets.Dataset.from_dict({"input_ids": lists})
+    flatten = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    collate = PackCollator(keys=TRAINER_KEYS)
+    llama = Llama(sequences)
+    optimizer = torch.optim.AdamW(llama.model.parameters(), 0.0)  # a rate of 0 keeps the losses comparable
+    places: dict[str, int] = {}
+
+    def run(name: str, batches: Batches, packed: bool = False) -> None:
+        places[name] = sum(batch["input_ids"].numel() for batch in batches)
+        llama.train(name, batches, packed)
+        optimizer.step()
+
+    def bfd() -> Batches:
+        rows = trl.pack_dataset(dataset, capacity, "bfd", map_kwargs={"load_from_cache_file": False})
+        return [dict(flatten([row])) for row in rows]
+
+    runs: dict[str, Callable[[], None]] = {
+        "our packs": lambda: run("our packs", [collate(pack) for pack in PackStream(lists, capacity)], packed=True),
+        "TRL bfd": lambda: run("TRL bfd", bfd()),
+        "padded, batches of 8": lambda: run("padded, batches of 8", padded(sequences, 8)),
+    }
+    seconds = interleaved(runs, args.rounds)
+    for name, values in seconds.items():
+        note = f"{100 * (1 - sum(lengths) / places[name]):.1f} % padding"
+        yield context(name, [llama.targets / s for s in values], "targets/s", note)
+    for name, bound in (("TRL bfd", 1.3), ("padded, batches of 8", 2.0)):
+        yield at_least(f"our packs / {name}", ratios(seconds[name], seconds["our packs"]), bound, "x")
+    apart = max(abs(loss / llama.losses["our packs"] - 1) for loss in llama.losses.values())
+    yield at_most("losses apart, relative", apart, 1e-5)
+
+
 def c2(args: argparse.Namespace) -> Iterator[Figure]:
     """Cases in which no gain is possible: rows of equal sequences, and of one sequence, compared with PyTorch's own
     attention."""
@@ -195,4 +241,4 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     threads = parser.parse_known_args()[0].threads
     torch.set_num_threads(threads)
-    main({"B2": b2, "C1": c1, "C2": c2}, parser)
+    main({"B2": b2, "C1": c1, "C2": c2, "C3": c3}, parser)

@@ -69,7 +69,8 @@ Answer = Callable[[list[list[int]], int], Times]
 
 def ours(model: Path, args: argparse.Namespace) -> tuple[LLM, Answer]:
     """Chairlift, with room for the most rows."""
-    longest, clock = args.prompt + args.tokens + 16, CLOCKS[args.clock]
+    # Blocks for more than the texts need, because a request joins only if some blocks stay free.
+    longest, clock = 2 * (args.prompt + args.tokens) + 16, CLOCKS[args.clock]
     sizes = {"max_num_seqs": max(args.rows), "max_model_len": longest, "kv_cache_memory_bytes": args.cache << 20}
     llm = LLM(model, threads=args.threads, skip_tokenizer_init=True, enable_prefix_caching=False, **sizes)
 

@@ -7,6 +7,9 @@ script measures the reward before and after training, on answers that are not us
 rewards to random answers, so that the model must not learn anything.
 
     python examples/grpo.py --steps 12 --seed 0
+    python examples/grpo.py --steps 12 --seed 0 --output build/grpo   # writes checkpoints; the same command resumes
+
+A resumed run ends with the same bits as a run that was never stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import math
 import random
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +30,14 @@ import torch
 from torch import Tensor
 
 from chairlift import LLM, SamplingParams
+from chairlift.errors import ConfigError
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.checkpoint import hf_state_dict
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
 from chairlift.rollout import RolloutGenerator
 from chairlift.train import AsyncLoop, PackCollator, PackStream, Rollout, StalenessGate
+from chairlift.train.checkpoint import CheckpointStore, ModelFiles, load_state
 from chairlift.train.layout import Pack
 from chairlift.train.staleness import Selection
 from chairlift.train.varlen import VarlenContext
@@ -131,14 +136,68 @@ def measured(llm: LLM, count: int) -> list[float]:
     return [reward(output.outputs[0].text) for output in outputs]
 
 
+class Checkpoints:
+    """Checkpoints of a run: a model directory and the state of loop, optimiser and random numbers."""
+
+    def __init__(self, root: Path, model_dir: Path, settings: dict[str, Any], at: Callable[[str], None]) -> None:
+        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        self.store = CheckpointStore(root, at=at)
+        self.files = ModelFiles(config=config, tokenizer_dir=model_dir, dtype=torch.float32)
+        self.settings = settings
+        self.newest = self.store.latest()
+        self.state = None if self.newest is None else load_state(self.newest)
+        if self.state is not None and self.state["settings"] != settings:
+            raise ConfigError(
+                f"{self.newest} was written with {self.state['settings']}, not {settings}; give the same settings, or"
+                " another --output"
+            )
+
+    def save(self, loop: AsyncLoop, learner: GRPO, before: list[float], figures: list[Any]) -> None:
+        """Write a checkpoint. Running rollouts end first, so that the state has complete rollouts only."""
+        loop.drain()
+        state = {
+            "settings": self.settings,
+            "loop": loop.state_dict(),
+            "optimizer": learner.optimizer.state_dict(),
+            "random": learner.random.getstate(),
+            "before": before,
+            "figures": figures,
+        }
+        self.store.save(len(figures), state, learner.policy, self.files)
+
+    def resume(self, loop: AsyncLoop, learner: GRPO) -> tuple[list[float], list[Any]]:
+        """Restore the newest checkpoint. Returns (rewards before training, measurements of the steps)."""
+        assert self.state is not None
+        learner.optimizer.load_state_dict(self.state["optimizer"])
+        learner.random.setstate(self.state["random"])
+        learner.llm.update_weights(learner.weights(), len(self.state["figures"]))
+        loop.load_state_dict(self.state["loop"])
+        return self.state["before"], self.state["figures"]
+
+
 def train(
-    model_dir: Path, *, steps: int, seed: int, shuffle: bool, rate: float = 2e-4, bound: int = 1
+    model_dir: Path,
+    *,
+    steps: int,
+    seed: int,
+    shuffle: bool,
+    rate: float = 2e-4,
+    bound: int = 1,
+    output: Path | None = None,
+    every: int = 4,
+    at: Callable[[str], None] = lambda _point: None,
 ) -> dict[str, Any]:
-    """Trains. Returns the rewards before and after, the rise in standard errors, and the measurements of each step."""
+    """Trains. Returns the rewards before and after, the rise in standard errors, and the measurements of each step.
+
+    With ``output``, a checkpoint is written there after ``every`` steps and at the end, and a run begins with the
+    newest one. ``at`` is called after each step with ``step``, and after each stage of a save; tests use it.
+    """
     torch.manual_seed(seed)
     llm = LLM(model_dir, dtype="float32", num_kv_blocks=256, max_num_seqs=len(PROMPTS) * GROUP)
-    before = measured(llm, 32)
-    learner = GRPO(model_dir, llm, rate=rate, shuffle=shuffle, seed=seed)
+    settings = {"seed": seed, "shuffle": shuffle, "rate": rate, "bound": bound, "every": every}
+    saved = None if output is None else Checkpoints(output, model_dir, settings, at)
+    newest = None if saved is None else saved.newest
+    learner = GRPO(newest or model_dir, llm, rate=rate, shuffle=shuffle, seed=seed)
     batch = len(PROMPTS) * GROUP
     gate = StalenessGate(bound, batch, "wait")
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS for _ in range(GROUP)]
@@ -146,7 +205,15 @@ def train(
     loop = AsyncLoop(
         RolloutGenerator(llm, params), learner.step, gate, itertools.cycle(prompts), weights=learner.weights
     )
-    figures = loop.run(steps)
+    if saved is not None and newest is not None:
+        before, figures = saved.resume(loop, learner)
+    else:
+        before, figures = measured(llm, 32), []
+    while len(figures) < steps:
+        figures.append(loop.step())
+        at("step")
+        if saved is not None and (len(figures) % every == 0 or len(figures) == steps):
+            saved.save(loop, learner, before, figures)
     after = measured(llm, 32)
     error = math.sqrt(statistics.variance(before) / len(before) + statistics.variance(after) / len(after))
     means = [statistics.fmean(before), statistics.fmean(after)]
@@ -171,9 +238,19 @@ def main() -> None:
         help="maximum number of versions between the weights of a rollout and those that it trains",
     )
     parser.add_argument("--shuffle", action="store_true", help="assign rewards to random answers")
+    parser.add_argument("--output", type=Path, help="directory of checkpoints, from which the same command resumes")
+    parser.add_argument("--every", type=int, default=4, help="steps between checkpoints")
     parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
     args = parser.parse_args()
-    result = train(args.model, steps=args.steps, seed=args.seed, shuffle=args.shuffle, bound=args.bound)
+    result = train(
+        args.model,
+        steps=args.steps,
+        seed=args.seed,
+        shuffle=args.shuffle,
+        bound=args.bound,
+        output=args.output,
+        every=args.every,
+    )
     if args.json:
         print(json.dumps(result))
         return

@@ -14,6 +14,7 @@ from chairlift.cli.flags import add_engine_flags, load_llm, read_settings
 from chairlift.cli.sim_fleet import (
     add_fleet_flags,
     check_flags,
+    error_lines,
     fleet_lines,
     simulate_fleets,
     trace_with_slo,
@@ -145,11 +146,15 @@ def run(args: argparse.Namespace) -> int:
         from chairlift.replay.machines import write_deployment
 
         write_deployment(args.save, deployment)
+    more: dict[str, Any] = {}
     if args.replicas is None:
         lines, results = _simulate(args, configs, trace, deployment, users)
     else:
-        reports = simulate_fleets(args, trace, configs[0][1], deployment, users)
-        lines, results = fleet_lines(reports, args.target, args.price), [report.to_dict() for report in reports]
+        reports, errors = simulate_fleets(args, trace, configs[0][1], deployment, users)
+        lines = fleet_lines(reports, args.target, args.price)
+        lines += ["", *error_lines(errors)] if errors else []
+        results = [report.to_dict() for report in reports]
+        more = {"flow_errors": [each.to_dict() for each in errors]} if errors else {}
     print(f"{traffic}\n{deployment.model} on {deployment.machine} ({deployment.validity})\n")
     print("\n".join(lines))
     if args.json is not None:
@@ -161,6 +166,7 @@ def run(args: argparse.Namespace) -> int:
             "validity": deployment.validity,
             "traffic": traffic,
             "results": results,
+            **more,
         }
         with replacing(args.json) as file:
             file.write(json.dumps(record, indent=1) + "\n")

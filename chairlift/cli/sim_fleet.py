@@ -12,10 +12,11 @@ from chairlift.errors import ConfigError
 if TYPE_CHECKING:
     from chairlift.config import EngineConfig
     from chairlift.replay.fleet import FleetReport
+    from chairlift.replay.flow_fleet import FlowError
     from chairlift.replay.machines import Deployment
     from chairlift.workbench.workload.trace import TracedRequest
 
-__all__ = ["add_fleet_flags", "check_flags", "fleet_lines", "simulate_fleets", "trace_with_slo"]
+__all__ = ["add_fleet_flags", "check_flags", "error_lines", "fleet_lines", "simulate_fleets", "trace_with_slo"]
 
 _ONLY_FLEET: Final = (*("routing", "target", "start_seconds", "door_delay_ms", "fail", "resume", "rollout", "price"),)
 _SLO_FIELDS: Final = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "deadline_ms"}
@@ -25,7 +26,9 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a fleet to ``chairlift sim``."""
     fleet = parser.add_argument_group("fleet")
     fleet.add_argument(
-        "--replicas", metavar="N,...", help="numbers of replicas to simulate behind one router, at most 16"
+        "--replicas",
+        metavar="N,...",
+        help="numbers of replicas to simulate behind one router; more than 16 as flows of requests, with the error",
     )
     fleet.add_argument(
         "--autoscale",
@@ -88,14 +91,18 @@ def simulate_fleets(
     config: EngineConfig,
     deployment: Deployment,
     users: int | None,
-) -> list[FleetReport]:
-    """One report for each combination of a number of replicas and a routing policy. Raises ConfigError."""
-    from chairlift.replay.fleet import FleetPlan, replay_fleet
+) -> tuple[list[FleetReport], list[FlowError]]:
+    """Returns (one report for each combination of a number of replicas and a routing policy, errors of the flow model
+    for the combinations with many replicas). Raises ConfigError."""
+    from chairlift.replay.fleet import MAX_EXACT, FleetPlan, replay_fleet
+    from chairlift.replay.flow_fleet import flow_error, replay_flow
 
     if args.target is not None and not any(
         limit is not None for each in trace for limit in (each.ttft_ms, each.tpot_ms, each.deadline_ms)
     ):
-        raise ConfigError("--target needs promises, and this traffic has none; give some with --slo ttft:500,tpot:80")
+        raise ConfigError(
+            "--target needs latency targets, but this traffic has none; set them, as in --slo ttft:500,tpot:80"
+        )
     common: dict[str, Any] = {
         "door_delay": (args.door_delay_ms or 0.0) / 1000,
         "start_seconds": args.start_seconds or 0.0,
@@ -114,7 +121,12 @@ def simulate_fleets(
             FleetPlan(replicas=maximum, least=minimum, routing=routing, **common)
             for routing in (args.routing or "forecast").split(",")
         ]
-    return [replay_fleet(trace, config, deployment, plan, max_concurrency=users) for plan in plans]
+    large = [plan for plan in plans if plan.replicas > MAX_EXACT]
+    reports = [
+        (replay_flow if plan in large else replay_fleet)(trace, config, deployment, plan, max_concurrency=users)
+        for plan in plans
+    ]
+    return reports, [flow_error(trace, config, deployment, plan, max_concurrency=users) for plan in large]
 
 
 def _numbers(text: str) -> list[int]:
@@ -169,21 +181,34 @@ def fleet_lines(reports: Sequence[FleetReport], target: float | None, price: flo
         good = [each for each in reports if each.served.goodput is not None and each.served.goodput >= target]
         best = min(good, key=lambda each: (each.mean_replicas, -(each.served.goodput or 0.0)), default=None)
         if best is None:
-            lines += ["", f"none of these keeps the promises of {target:.1%} of the requests; try more replicas"]
+            lines += ["", f"none of these meets the targets of {target:.1%} of the requests; try more replicas"]
         else:
             plural = "replica" if _size(best) == "1" else "replicas"
             lines += [
                 "",
-                f"{_size(best)} {plural} with {best.routing} routing keep the promises of {best.served.goodput:.1%}"
-                f" of the requests (target {target:.1%})",
+                f"{_size(best)} {plural} with {best.routing} routing: {best.served.goodput:.1%} of the requests meet"
+                f" their targets (required {target:.1%})",
             ]
+    return lines
+
+
+def error_lines(errors: Sequence[FlowError]) -> list[str]:
+    """Lines about the error of the flow model: its figures against those of the exact simulation."""
+    lines = []
+    for each in errors:
+        differences = ", ".join(f"{name} {100 * (ratio - 1):+.1f} %" for name, ratio in each.ratios().items())
+        kept = ""
+        if each.exact.served.goodput is not None and each.flow.served.goodput is not None:
+            kept = f"; kept {each.flow.served.goodput:.1%}, exactly {each.exact.served.goodput:.1%}"
+        part = f"1/{each.parts} of the traffic on {each.exact.replicas} replicas, {each.exact.routing}"
+        lines.append(f"error of the flow model (~), on {part}: {differences}{kept}")
     return lines
 
 
 def _size(report: FleetReport) -> str:
     """Number of replicas as text. If autoscaling changes the number: its mean and its maximum."""
     if report.least is None:
-        return f"{report.replicas}"
+        return f"{'~' if report.as_flow else ''}{report.replicas}"
     return f"{report.mean_replicas:.1f} (to {report.peak_replicas})"
 
 

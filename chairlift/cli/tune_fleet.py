@@ -119,21 +119,21 @@ def fleet_size_lines(found: FleetSize, target: float, price: float) -> list[str]
         return [
             *lines,
             "",
-            f"no number of replicas keeps the promises of {target:.1%} of the requests; {best:.1%} is the best. Promise"
-            " less, or take a faster machine",
+            f"no number of replicas meets the targets of {target:.1%} of the requests; {best:.1%} is the best. Set"
+            " looser targets, or use a faster machine",
         ]
     served = chosen.served
     rate = found.parts * served.requests_per_second if found.rate is None else found.rate
     tokens = rate * served.output_tokens / served.requests
     lines += [
         "",
-        f"replicas        {count}: the promises of {served.goodput:.1%} of the requests are kept (target {target:.1%})",
+        f"replicas        {count}: {served.goodput:.1%} of the requests meet their targets (required {target:.1%})",
         f"each serves     {rate / count:.2f} requests/s, {tokens / count:,.0f} tokens/s",
     ]
     if found.failing is not None:
         lines.append(
-            f"with a spare    {count + found.parts}: {found.failing.served.goodput:.1%} kept while one"
-            f"{' of each part' if found.parts > 1 else ''} dies and comes back"
+            f"with a spare    {count + found.parts}: {found.failing.served.goodput:.1%} meet them while one"
+            f"{' of each part' if found.parts > 1 else ''} dies and restarts"
         )
     lines += [
         f"cost            {price * count:,.2f} an hour, {price * count * 24:,.2f} a day;"
@@ -143,8 +143,8 @@ def fleet_size_lines(found: FleetSize, target: float, price: float) -> list[str]
     if found.halved is not None:
         (whole, half), error = found.halved, found.division_error or 0.0
         lines.append(
-            f"dividing        {whole.replicas} replicas keep {whole.served.goodput:.1%} with a part, {half.replicas}"
-            f" with half of it {half.served.goodput:.1%}: an error of {100 * error:.1f} points;"
+            f"dividing        {whole.replicas} replicas with a part {whole.served.goodput:.1%}, {half.replicas} with"
+            f" half of it {half.served.goodput:.1%}: an error of {100 * error:.1f} points;"
             f" TTFT p99 {1000 * whole.served.ttft.p99:.0f} and {1000 * half.served.ttft.p99:.0f} ms"
         )
     return lines

@@ -69,6 +69,8 @@ class Door:
         limited number of times. But a replica without prompts to compute always gets a request while requests wait.
         """
         sent: list[tuple[Request, Replica]] = []
+        if not self._waiting:  # called after every step of every replica, mostly while nobody waits
+            return sent
         self._follow_policy(now)
         passed: list[Request] = []
         for request in self._waiting.line(now):
@@ -122,6 +124,8 @@ class Door:
         return [name for name, pinned in self._pinned.items() if pinned not in versions and name not in self._at]
 
     def _choose(self, request: Request, replicas: Sequence[Replica]) -> Replica:
+        if len(replicas) == 1:
+            return replicas[0]
         return self._router.choose(self._keys[request.request_id], request.num_prompt_tokens, replicas)
 
     def _send_to(self, request: Request, replica: Replica, now: float) -> tuple[Request, Replica]:

@@ -208,6 +208,7 @@ class Fleet(RemoteCore):
         """Id of an answer that has not ended -> its request."""
         self._dead_stats = EngineStats()
         """Sum of the counters of processes that have died."""
+        self._any_died = False
         self._loads: dict[int, AdapterLoad] = {}
         self._loading: dict[int, tuple[set[int], str]] = {}
         """Id of an adapter that is being loaded -> (replicas that have not reported a result, first error)."""
@@ -508,8 +509,13 @@ class Fleet(RemoteCore):
 
     def _tell(self, outputs: CoreOutputs, num_tokens: int = 0) -> None:
         """Pass results on to the receiver of events, with the statistics of the whole fleet."""
-        stats = merge_stats([self._dead_stats, *(each.stats for each in self._members)])
-        stats.step_tokens = num_tokens
+        known = [each.stats for each in self._members]
+        if self._any_died:
+            known.append(self._dead_stats)
+        stats = known[0]  # not copied, which would take long: the receiver may change it, and it is not sent again
+        if len(known) > 1 or stats.step_tokens != num_tokens:
+            stats = merge_stats(known)
+            stats.step_tokens = num_tokens
         self.events.on_step(Step(outputs, stats, self._forecast.make(self.door, self._now())))
 
     def refused(self, refused: Refused) -> None:
@@ -594,6 +600,7 @@ class Fleet(RemoteCore):
         """Move the requests of a dead replica to others. Requests that cannot move end with an error."""
         member.alive, member.core, member.info = False, None, None
         member.opened.clear()
+        self._any_died = True
         self._dead_stats = merge_stats([self._dead_stats, member.stats.only_counters()])
         member.stats = EngineStats()
         unstarted, started = self.door.lose(member.view)

@@ -111,11 +111,11 @@ class MeasuredPace:
         """Add a step with its number of tokens and its duration."""
         if num_tokens <= 0 or not 0 < seconds < _LONGEST_STEP:
             return
-        sums = (1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
-        old = (self._weight, self._x, self._y, self._xx, self._xy)
-        self._weight, self._x, self._y, self._xx, self._xy = (
-            _FADING * before + new for before, new in zip(old, sums, strict=True)
-        )
+        self._weight = _FADING * self._weight + 1.0
+        self._x = _FADING * self._x + num_tokens
+        self._y = _FADING * self._y + seconds
+        self._xx = _FADING * self._xx + num_tokens * num_tokens
+        self._xy = _FADING * self._xy + num_tokens * seconds
         x, y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - x * x
         if spread > 1e-3 * max(1.0, x * x):

@@ -376,9 +376,10 @@ def _fill(todo: Sequence[SamplePlace]) -> dict[int, npt.NDArray[np.uint32]]:
         matcher, begin = row.matcher, row.matcher.num_consumed
         for place in range(len(drafts) + 1):
             mask = matcher.mask()
-            if mask is None:
+            if mask is not None:
+                masks[first + place] = mask.copy() if drafts else mask
+            elif matcher.error:
                 break
-            masks[first + place] = mask.copy() if drafts else mask
             if place < len(drafts) and not matcher.consume(drafts[place]):
                 break
         if not matcher.error:

@@ -33,9 +33,12 @@ from chairlift.replay.traced_request import TracedRequest
 from chairlift.scheduler.cost_model import CostModel, StepFeatures
 from chairlift.scheduler.policies import policy_from_config
 
-__all__ = ["FleetPlan", "FleetReport", "replay_fleet"]
+__all__ = ["MAX_EXACT", "FleetPlan", "FleetReport", "pace_of", "replay_fleet"]
 
-_MAX_REPLICAS: Final = 16
+MAX_EXACT: Final = 16
+"""Maximum number of replicas that are simulated token by token. More are simulated as flows of requests
+(:mod:`chairlift.replay.flow_fleet`)."""
+_MAX_REPLICAS: Final = 1024
 _SCALE_SECONDS: Final = 1.0
 """Time in seconds between two decisions about the number of replicas."""
 _LOWEST: Final = 1 << 30
@@ -108,6 +111,8 @@ class FleetReport:
     mean_replicas: float
     """Mean number of replicas that served or were starting. The cost of the fleet is proportional to it."""
     peak_replicas: int
+    as_flow: bool = False
+    """Whether the replicas were simulated as flows of requests, not token by token."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as data for JSON."""
@@ -161,7 +166,7 @@ class _Fleet:
         self.timings: dict[str, Any] = {}
         first, limits = simulated_core(deployment, config)
         self._inputs = InputProcessor(limits, None, first.kv, seed=0)
-        pace = _pace(deployment.cost, config.scheduler.max_num_batched_tokens)
+        pace = pace_of(deployment.cost, config.scheduler.max_num_batched_tokens)
         rows, tokens = config.scheduler.max_running, first.kv.capacity_tokens
         cached = tokens if config.cache.enable_prefix_caching else 0
 
@@ -412,7 +417,8 @@ def _rest_of(prepared: PreparedRequest, delivered: int) -> PreparedRequest:
     )
 
 
-def _pace(cost: CostModel, step_tokens: int) -> Pace:
+def pace_of(cost: CostModel, step_tokens: int) -> Pace:
+    """Speed of a replica with these costs, in steps of at most ``step_tokens`` tokens."""
     return Pace(cost.prefill_seconds, lambda rows: cost.step_seconds(StepFeatures(rows)) if rows else 0.0, step_tokens)
 
 
@@ -427,8 +433,10 @@ def replay_fleet(
     """Simulate a trace on a fleet. Equal arguments give identical reports.
 
     ``max_concurrency`` is that of :func:`~chairlift.replay.replay.serve_trace`. Raises ConfigError for settings that
-    need more memory or context length than the deployment has.
+    need more memory or context length than the deployment has, and for more than MAX_EXACT replicas.
     """
+    if plan.replicas > MAX_EXACT:
+        raise ConfigError(f"at most {MAX_EXACT} replicas are simulated token by token, got {plan.replicas}")
     fleet = _Fleet(plan, config, deployment, trace, max_concurrency)
     fleet.run()
     collectors = [replica.collector for replica in fleet.replicas]

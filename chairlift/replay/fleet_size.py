@@ -76,7 +76,7 @@ def smallest_fleet(
     requests to be divided.
     """
     if not any(limit is not None for each in trace for limit in (each.ttft_ms, each.tpot_ms, each.deadline_ms)):
-        raise ConfigError("the traffic has no promises to keep; give some with --slo ttft:500,tpot:80")
+        raise ConfigError("the traffic has no latency targets; set them with --slo ttft:500,tpot:80")
 
     span = trace[-1].arrival - trace[0].arrival
     rate = (len(trace) - 1) / span if span > 0 and max_concurrency is None else None

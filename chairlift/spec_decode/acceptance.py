@@ -10,10 +10,16 @@ from typing import Final
 
 __all__ = ["Acceptance", "Source"]
 
-_MEMORY: Final = 0.15
-"""Weight of the newest draft in a request's own estimate."""
+_KEPT: Final = 0.95
+"""Factor by which the weight of a request's earlier drafts falls with each new draft."""
+_SHARED_WEIGHTS: Final = (2.0, 8.0, 32.0)
+"""Possible weights of the estimate of the source in a request's own estimate, as a number of drafts."""
+_LOSS_KEPT: Final = 0.99
+"""Factor by which the weight of earlier errors of these estimates falls with each new draft."""
+_FIRST_WEIGHT: Final = 6.0
+"""Weight of the first estimate of a source, as a number of drafts."""
 _SHARED_MEMORY: Final = 0.005
-"""Weight of each new draft, of any request, in the estimate for new requests."""
+"""Minimum weight of each new draft, of any request, in the estimate of a source."""
 _MAX_CHANCE: Final = 0.98
 """Maximum of an estimate. Without it, after many accepted drafts the estimated gain would exceed any cost."""
 
@@ -30,11 +36,23 @@ class Source(enum.Enum):
 
 
 class Acceptance:
-    """Estimates the probability that a draft is right, given that all earlier drafts of its row are right."""
+    """Estimates the probability that a draft is right, given that all earlier drafts of its row are right.
+
+    The estimate of a source is a mean over the drafts of all requests. The estimate of a request is a mean over its own
+    drafts and the estimate of the source. The weight of the latter is the one of several that predicted the newest
+    drafts best: high where requests are alike, low where they differ.
+    """
 
     def __init__(self) -> None:
         self._common = {source: source.value for source in Source}
-        self._own: dict[str, dict[Source, float]] = {}
+        self._counts = dict.fromkeys(Source, 0)
+        """Source -> number of its drafts so far."""
+        self._losses = {source: [0.0] * len(_SHARED_WEIGHTS) for source in Source}
+        """Source -> squared errors with each of the possible weights, as sums over its drafts."""
+        self._weights = dict.fromkeys(Source, _SHARED_WEIGHTS[1])
+        """Source -> the weight in use."""
+        self._own: dict[str, dict[Source, tuple[float, float]]] = {}
+        """Request id -> source -> (weight of the right drafts, weight of all drafts)."""
 
     def __len__(self) -> int:
         """Number of requests that have their own estimate."""
@@ -42,8 +60,15 @@ class Acceptance:
 
     def chance(self, request_id: str, source: Source) -> float:
         """Probability that a draft of this request from this source is right."""
-        own = self._own.get(request_id)
-        return self._common[source] if own is None else own.get(source, self._common[source])
+        common, own = self._common[source], self._own.get(request_id)
+        if own is None or source not in own:
+            return min(common, _MAX_CHANCE)
+        (right, weight), shared = own[source], self._weights[source]
+        return min((right + shared * common) / (weight + shared), _MAX_CHANCE)
+
+    def weight(self, request_id: str, source: Source) -> float:
+        """Weight of the request's own drafts in its estimate, as a number of drafts."""
+        return self._own.get(request_id, {}).get(source, (0.0, 0.0))[1]
 
     def is_tried(self, request_id: str, source: Source) -> bool:
         """Whether drafts of this request from this source were ever checked."""
@@ -51,12 +76,18 @@ class Acceptance:
 
     def learn(self, request_id: str, source: Source, num_drafts: int, num_accepted: int) -> None:
         """Learn from the drafts of a row. Drafts after the first wrong one give no information."""
-        chance, common = self.chance(request_id, source), self._common[source]
-        for right in [1.0] * num_accepted + [0.0] * (num_accepted < num_drafts):
-            chance += _MEMORY * (right - chance)
-            common += _SHARED_MEMORY * (right - common)
-        self._own.setdefault(request_id, {})[source] = min(chance, _MAX_CHANCE)
-        self._common[source] = min(common, _MAX_CHANCE)
+        right, weight = self._own.get(request_id, {}).get(source, (0.0, 0.0))
+        common, count, losses = self._common[source], self._counts[source], self._losses[source]
+        for value in [1.0] * num_accepted + [0.0] * (num_accepted < num_drafts):
+            for i, shared in enumerate(_SHARED_WEIGHTS):
+                error = (right + shared * common) / (weight + shared) - value
+                losses[i] = _LOSS_KEPT * losses[i] + error * error
+            right, weight = _KEPT * right + value, _KEPT * weight + 1
+            count += 1
+            common += max(_SHARED_MEMORY, 1 / (_FIRST_WEIGHT + count)) * (value - common)
+        self._own.setdefault(request_id, {})[source] = right, weight
+        self._common[source], self._counts[source] = common, count
+        self._weights[source] = _SHARED_WEIGHTS[losses.index(min(losses))]
 
     def forget(self, request_id: str) -> None:
         """Remove the estimates of a request that has ended."""

@@ -23,9 +23,10 @@ from chairlift.spec_decode.predicted import PredictedText
 
 __all__ = ["AdaptiveSpeculator", "Proposer", "best_number", "speculator_from_config"]
 
-_PROBE_STEPS = 24
+_PROBE_STEPS = (4, 24)
 """After this many steps without drafts, one draft is tried although the estimates are against it, because the text may
-have changed."""
+have changed: the first number at the beginning and after a right draft. It doubles after each wrong one, up to the
+second."""
 _FIRST_TRY = 4
 """Number of drafts from a ``prediction`` that are tried first, whatever they cost, because the caller knows the text
 better than the engine."""
@@ -39,20 +40,30 @@ _MAX_KNOWN = 16
 """Maximum number of drafts of a row from an expected text or a grammar, unless a setting gives another number."""
 
 
-def best_number(num_rows: int, chances: Sequence[float], seconds: Callable[[int], float]) -> int:
-    """Number of drafts with the most tokens per second.
+def best_number(num_rows: int, drafts: Sequence[tuple[float, str]], seconds: Callable[[int], float]) -> int:
+    """Number of drafts with the most tokens per second, among those that do not delay the last of these rows.
+
+    Rows without drafts wait for the drafts of the others, and take part in smaller steps when the others have ended. So
+    drafts for some rows can delay the rest more than they save.
 
     Args:
         num_rows: Number of rows of the step. Each of them yields one token in any case.
-        chances: Probability that each draft is accepted, in descending order.
-        seconds: Function from the number of drafts to the seconds of the step.
+        drafts: (probability that the draft is accepted, request id), in descending order.
+        seconds: Function from the number of drafts to the seconds of the step. A number below 0 stands for fewer rows.
     """
-    best, rate = 0, num_rows / seconds(0) * _MIN_GAIN
-    tokens = float(num_rows)
-    for number, chance in enumerate(chances, 1):
-        tokens += chance
-        if tokens / seconds(number) > rate:
-            best, rate = number, tokens / seconds(number)
+    alone = seconds(0)
+    best, rate = 0, num_rows / alone * _MIN_GAIN
+    gained, rows = 0.0, set[str]()
+    for number, (chance, name) in enumerate(drafts, 1):
+        gained += chance
+        rows.add(name)
+        if (num_rows + gained) / (taken := seconds(number)) <= rate:
+            continue
+        # Rows with drafts end after 1 - saved of the steps; then the others are alone.
+        saved = gained / (gained + len(rows))
+        rest = seconds(-len(rows)) if len(rows) < num_rows else 0.0
+        if (1 - saved) * taken + saved * rest <= alone:
+            best, rate = number, (num_rows + gained) / taken
     return best
 
 
@@ -106,7 +117,7 @@ class AdaptiveSpeculator:
         self._texts: dict[str, PredictedText] = {}
         self._sources: dict[str, Source] = {}
         """Request id -> source of its newest drafts."""
-        self._idle_steps = 0
+        self._idle_steps, self._probe_steps = 0, _PROBE_STEPS[0]
         self.only_known = proposer is None
         """See :class:`~chairlift.scheduler.drafts.Speculator`."""
 
@@ -119,19 +130,26 @@ class AdaptiveSpeculator:
             return self._seconds(step._replace(num_decodes=step.num_decodes + number))
 
         self._idle_steps += 1
-        probes = self._idle_steps >= _PROBE_STEPS
+        probes = self._idle_steps >= self._probe_steps
         if not probes and not self._may_pay(rows, step, seconds):
             return []
         depth = max(int(probes), self._depth(rows, step, seconds))
         drafted = self._propose([(request, min(limit, self.most)) for request, limit in rows], depth)
         order = sorted(self._ranked(drafted), reverse=True)[: min(budget, _MAX_DRAFTS)]
-        number = best_number(step.num_decodes, [chance for chance, _ in order], seconds)
+        number = best_number(step.num_decodes, order, seconds)
         if probes and order:
-            number, self._idle_steps = max(1, number), 0
+            if not number:
+                number, order = 1, [self._least_tried(drafted)]
+            self._idle_steps = 0
         counts = {name: _FIRST_TRY if self._is_new(each) else 0 for name, each in drafted.items()}
         chosen = Counter(name for _, name in order[:number])
         counts = {name: max(at_least, chosen[name]) for name, at_least in counts.items()}
         return [(each.request, each.tokens[: counts[name]]) for name, each in drafted.items() if counts[name]]
+
+    def _least_tried(self, drafted: Mapping[str, _Drafted]) -> tuple[float, str]:
+        """(probability, request id) of the request whose drafts were checked least."""
+        name = min(drafted, key=lambda name: self.acceptance.weight(name, drafted[name].source))
+        return self.acceptance.chance(name, drafted[name].source), name
 
     def _is_new(self, drafted: _Drafted) -> bool:
         """Whether the drafts come from an expected text that was not tried yet."""
@@ -216,6 +234,7 @@ class AdaptiveSpeculator:
     def verified(self, request: Request, drafts: Sequence[int], num_accepted: int) -> None:
         """See :class:`~chairlift.scheduler.drafts.Speculator`."""
         self._idle_steps = 0
+        self._probe_steps = _PROBE_STEPS[0] if num_accepted else min(2 * self._probe_steps, _PROBE_STEPS[1])
         source = self._sources.get(request.request_id, Source.PROPOSED)
         self.acceptance.learn(request.request_id, source, len(drafts), num_accepted)
         if source is Source.PREDICTED:

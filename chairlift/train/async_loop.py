@@ -155,6 +155,15 @@ class AsyncLoop:
             _log.info("the prompts ended after %d steps", len(results))
         return results
 
+    def drain(self) -> None:
+        """Wait until all running rollouts have ended, and start no others. They wait in the gate.
+
+        A state that is taken then has complete rollouts only. A run that is resumed from it has identical results, if
+        the generator's results depend only on weights, tickets and prompts, and if the run drained at the same steps.
+        """
+        while self._running:
+            self._collect(wait=True)
+
     def stats(self) -> LoopStats:
         """Counts since the loop was created."""
         return LoopStats(self.gate.stats(), self._num_steps, self._num_failed, self._num_waits)
@@ -177,9 +186,9 @@ class AsyncLoop:
         """Continue from a state of :meth:`state_dict` in a new loop. The generator must have the weights of that
         version.
 
-        Rollouts that were running start again. The prompts that were read before are skipped, so the source must give
-        the same prompts from its beginning. Raises ConfigError if this loop has already started, if the settings of the
-        gate differ, and if the prompts end too early.
+        Rollouts that were running start again, with the weights of that version; see :meth:`drain`. The prompts that
+        were read before are skipped, so the source must give the same prompts from its beginning. Raises ConfigError if
+        this loop has already started, if the settings of the gate differ, and if the prompts end too early.
         """
         if self._num_prompts or self._num_steps:
             raise ConfigError("a state can only be loaded into a new loop; this loop has already started")

@@ -123,11 +123,11 @@ class CheckpointStore:
         return next(reversed(self.all()), None)
 
     def save(self, step: int, state: Mapping[str, Any], model: CausalLM | _WritesItself, files: ModelFiles) -> Path:
-        """Write a checkpoint; returns its directory. ``state`` is made of plain Python, NumPy arrays and tensors.
-        ``files`` are of a model; an adapter and heads have their own.
+        """Write a checkpoint. Returns its directory.
 
         ``state`` may contain plain Python values, NumPy arrays and tensors. ``files`` are the further files of a model;
-        an adapter ignores them. Raises ConfigError for a state with other values, and OSError if the disk is full.
+        an adapter and heads ignore them. Raises ConfigError for a state with other values, and OSError if the disk is
+        full.
         """
         final = self.root / f"step-{step:08d}"
         partial = self.root / f".{final.name}.partial"

@@ -231,7 +231,7 @@ def test_a_fleet_that_keeps_its_promises(chairlift: Run, tmp_path: Path) -> None
     fleet = (*ON_A_GPU, "--arrivals", "poisson:3", "--replicas", "1,2", "--slo", "ttft:60000,tpot:60000")
     code, out, err = chairlift(*fleet, "--routing", "rr,forecast", "--target", "0.9", "--price", "1", "--json", record)
     assert (code, err) == (0, [])
-    assert out[-1].endswith("keep the promises of 100.0% of the requests (target 90.0%)") and out[-1][0] == "1"
+    assert out[-1].endswith("100.0% of the requests meet their targets (required 90.0%)") and out[-1][0] == "1"
     assert [line.split()[:2] for line in out[4:8]] == [["1", "rr"], ["1", "forecast"], ["2", "rr"], ["2", "forecast"]]
     results = json.loads(record.read_text())["results"]
     assert [each["replicas"] for each in results] == [1, 1, 2, 2]
@@ -239,7 +239,7 @@ def test_a_fleet_that_keeps_its_promises(chairlift: Run, tmp_path: Path) -> None
     code, out, _ = chairlift(*ON_A_GPU, "--replicas", "1", "--autoscale", "1-2", "--price", "2.5")
     assert code == 0 and [line.split()[0] for line in out[-2:]] == ["1", "1.0"] and "(to 1)" in out[-1]
     hopeless = (*ON_A_GPU, "--replicas", "1", "--slo", "ttft:0.001", "--target", "0.9")
-    assert chairlift(*hopeless)[1][-1] == "none of these keeps the promises of 90.0% of the requests; try more replicas"
+    assert chairlift(*hopeless)[1][-1] == "none of these meets the targets of 90.0% of the requests; try more replicas"
 
 
 def test_a_replica_that_dies(chairlift: Run) -> None:
@@ -252,7 +252,9 @@ def test_a_replica_that_dies(chairlift: Run) -> None:
     ("flags", "message"),
     [
         (("--target", "0.9"), "--target is about a fleet; say how many with --replicas"),
-        (("--replicas", "2", "--target", "0.9"), "--target needs promises, and this traffic has none"),
+        (("--replicas", "2", "--target", "0.9"), "--target needs latency targets, but this traffic has none"),
+        (("--replicas", "17"), "is measured on 1/2 of the traffic, and 10 requests are too few"),
+        (("--replicas", "17", "--rollout", "1"), "17 replicas are simulated as flows of requests, without a rollout"),
         (("--replicas", "two"), "--replicas takes numbers such as 1,2,4, got 'two'"),
         (("--autoscale", "2"), "--autoscale takes MIN-MAX such as 1-4, got '2'"),
         (("--autoscale", "3-2"), "autoscaling needs at least 1 replica and a maximum of at least the minimum, got 3-2"),

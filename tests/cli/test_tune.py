@@ -83,14 +83,14 @@ def test_the_number_of_replicas(chairlift: Run, tmp_path: Path) -> None:
     code, out, err = chairlift(*command, *more, "--slo", "ttft:500,tpot:30")
     assert (code, err) == (0, [])
     lines = {line[:16].strip(): line[16:] for line in out if line[:14].strip().isalpha() or line.startswith("with")}
-    assert lines["replicas"].startswith("1: the promises of 100.0% of the requests are kept (target 99.0%)")
+    assert lines["replicas"].startswith("1: 100.0% of the requests meet their targets (required 99.0%)")
     assert lines["with a spare"].startswith("2: ") and lines["cost"].startswith("2.50 an hour, 60.00 a day; ")
     written = json.loads((tmp_path / "fleet" / "fleet.json").read_text())
     assert written["replicas"] == 1 and written["tried"][0]["served"]["requests"] == 40
     for wrong, why in (
         (("--slo", "ttft:500", "--target", "1.5"), "--target is a share above 0"),
         (("--slo", "ttft:500", "--cost-model", "x.json"), "leave one out"),
-        ((), "no promises to keep"),
+        ((), "has no latency targets"),
     ):
         code, _, err = chairlift(*command, *wrong)
         assert code == 2 and why in err[0]

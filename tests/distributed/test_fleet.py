@@ -130,7 +130,7 @@ def test_a_closed_loop_of_users_and_sessions() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"replicas": 0}, "replicas must be from 1 to 16, got 0"),
+        ({"replicas": 0}, "replicas must be from 1 to 1024, got 0"),
         ({"replicas": 2, "routing": "best"}, "routing must be one of"),
         ({"replicas": 2, "failures": ((2, 1.0),)}, "a replica below 2: 2@1.0"),
         ({"replicas": 2, "least": 3}, "a maximum of at least the minimum, got 3-2"),

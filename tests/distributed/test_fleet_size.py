@@ -59,7 +59,7 @@ def test_promises_that_nothing_keeps() -> None:
     assert found.chosen is None and found.replicas is None and found.parts > 1
     with pytest.raises(ConfigError, match="too short to be divided into 2 parts; simulate at least 600"):
         size(traffic(150, 500), most=1)
-    with pytest.raises(ConfigError, match="no promises to keep"):
+    with pytest.raises(ConfigError, match="has no latency targets"):
         size([dataclasses.replace(each, ttft_ms=None) for each in traffic(20, 5)])
 
 

@@ -73,7 +73,8 @@ def draw_jobs(rng: random.Random, tokenizer: Tokenizer) -> list[Job]:
         if rng.random() < 0.2:
             more["stop"] = ["ge", "lift"]
         if rng.random() < 0.2:
-            more["stop_token_ids"] = [rng.randrange(90, 400) for _ in range(9)]
+            drawn = [rng.randrange(90, 400) for _ in range(9)]
+            more["stop_token_ids"] = [each for each in drawn if each not in (END, *AFTER)]
         if rng.random() < 0.2:
             more["repetition_penalty"] = 1.3
         params = SamplingParams(
@@ -162,6 +163,18 @@ def test_forced_tokens_are_drafted_without_any_setting() -> None:
     drafts = llm.engine.scheduler.drafts
     assert drafts is not None and drafts.num_accepted > 5
     assert llm.engine.scheduler.step - steps < len(answer.token_ids)
+
+
+def test_a_budget_that_ends_in_a_run_of_drafts_is_kept() -> None:
+    budget = ThinkingBudget(max_tokens=3, end=END, after=AFTER)
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=12, ignore_eos=True, thinking=budget)
+    prompt = bundled().encode("Describe a lift.")
+    expected = run(alone("float32"), [Job(prompt, params)])[0].outputs[0].token_ids
+    llm = LLM(dtype="float32", num_kv_blocks=100, threads=1)
+    drafted = Job(prompt, dataclasses.replace(params, prediction=list(expected)))
+    answer = run(llm, [drafted])[0].outputs[0]
+    assert answer.token_ids == expected and tuple(expected[3:7]) == (END, *AFTER)
+    assert answer.accepted_prediction_tokens > 3
 
 
 # -- the test can fail -------------------------------------------------------------------------------------------------

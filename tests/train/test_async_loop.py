@@ -216,6 +216,21 @@ def test_a_resumed_loop_trains_on_the_same(steps: int) -> None:
         second.load_state_dict(first.state_dict())
 
 
+def test_a_drained_loop_has_complete_rollouts_only() -> None:
+    prompts, generator = [[i + 1] for i in range(12)], Echo()
+    whole = echo_loop(prompts, Echo()).run(6)
+    loop = echo_loop(prompts, generator)
+    before = loop.run(2)
+    loop._refill()
+    running, admitted = len(loop.state_dict()["running"]), loop.stats().gate.running + loop.stats().gate.waiting
+    assert running > 0
+    loop.drain()
+    state = loop.state_dict()
+    assert state["running"] == [] and generator.queue == []
+    assert len(state["gate"]["waiting"]) == admitted, "a drained loop starts no rollouts"
+    assert before + loop.run(4) == whole
+
+
 def test_figures_go_on_with_a_state_and_prompts_that_are_gone_are_missed() -> None:
     prompts = [[1], [0], [2], [3], [4], [5]]
     first = echo_loop(prompts, Echo())

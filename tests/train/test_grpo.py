@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional
 
 from chairlift.kernels.weights import PLAIN
 from chairlift.models.loader import load_model
 from chairlift.models.model_files import read_config
 from chairlift.train import PackStream, Rollout
+from chairlift.train.checkpoint import CheckpointStore
 from chairlift.train.varlen import VarlenContext
+from tests.train import grpo_run
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "chairlift" / "assets"
@@ -23,11 +30,7 @@ MODEL = ROOT / "chairlift" / "assets"
 
 @pytest.fixture(scope="module")
 def grpo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("grpo", ROOT / "examples" / "grpo.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return grpo_run.example()
 
 
 @pytest.mark.nightly
@@ -39,6 +42,38 @@ def test_the_reward_rises_and_does_not_when_rewards_are_shuffled(grpo: ModuleTyp
     assert max(step["drift"] for step in learnt["steps"]) > 0
     shuffled = grpo.train(MODEL, steps=10, seed=seed, shuffle=True)
     assert shuffled["standard_errors"] < 4 < learnt["standard_errors"] - shuffled["standard_errors"]
+
+
+@pytest.mark.nightly
+def test_a_run_killed_at_20_random_points_ends_with_the_same_bits(tmp_path: Path) -> None:
+    rng = random.Random("grpo")
+    most = {"rollout": 60, "step": 3}
+    deaths: Counter[str] = Counter()
+
+    def go_on(folder: str, point: str, count: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tests.train.grpo_run", str(tmp_path / folder), point, str(count)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+    while deaths.total() < 20:
+        point = rng.choice(grpo_run.POINTS)
+        done = go_on("killed", point, rng.randint(1, most.get(point, 1)))
+        assert done.returncode == -signal.SIGKILL, f"{point}: {done.stderr}"
+        deaths[point] += 1
+    assert len(deaths) >= 4
+    newest = CheckpointStore(tmp_path / "killed").latest()
+    assert newest is not None and newest.name < f"step-{grpo_run.STEPS:08d}"
+    results = []
+    for folder in ("killed", "whole"):
+        done = go_on(folder, "never", 0)
+        assert done.returncode == 0, done.stderr
+        results.append(done.stdout)
+    assert results[0] == results[1]
+    mine, theirs = (tmp_path / folder / f"step-{grpo_run.STEPS:08d}" for folder in ("killed", "whole"))
+    for name in ("model.safetensors", "training/state.safetensors"):
+        a, b = load_file(mine / name), load_file(theirs / name)
+        assert a.keys() == b.keys()
+        assert [key for key in a if not torch.equal(a[key], b[key])] == []
+    assert (mine / "training" / "state.json").read_text() == (theirs / "training" / "state.json").read_text()
 
 
 def test_the_gradient_of_packed_rollouts_is_that_of_the_objective(grpo: ModuleType) -> None:

@@ -20,21 +20,27 @@ from torch import Tensor
 from chairlift.errors import InvariantError
 from chairlift.kernels.triton.dependent import dependent_launch, wait_for_inputs
 from chairlift.kernels.triton.launch import GEMM_ADD_BLOCK, GemmLaunch
+from chairlift.kernels.triton.norms import add_parts, swiglu
 
-__all__ = ["linear_small"]
+__all__ = ["linear_parts", "linear_small"]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
     out_ptr: tl.tensor, x_ptr: tl.tensor, weight_ptr: tl.tensor, scale_ptr: tl.tensor, bias_ptr: tl.tensor,
     num_rows: tl.tensor, num_out: tl.tensor, num_in: tl.tensor, x_stride: tl.tensor, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per tile of rows, tile of outputs, and split. Programs for different rows of the same weights run
-    next to each other, so that they find the weights in the L2 cache."""
+    next to each other, so that they find the weights in the L2 cache. With ``GATED``, half of the outputs are gates,
+    and SwiGLU is stored."""
     split = tl.program_id(2)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_out = column < num_out
+    n = column
+    if GATED:  # gate and up of one result are neighbours, so that one thread has both
+        n = column // 2 + column % 2 * (num_out // 2)
     x_rows = x_ptr + m.to(tl.int64)[:, None] * x_stride
     weight_rows = weight_ptr + n.to(tl.int64)[:, None] * num_in
     sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -45,35 +51,52 @@ def _product(
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = (k < num_in)[None, :]
         x = tl.load(x_rows + k[None, :], mask=(m < num_rows)[:, None] & inside, other=0.0)
-        weight = tl.load(weight_rows + k[None, :], mask=(n < num_out)[:, None] & inside, other=0.0)
+        weight = tl.load(weight_rows + k[None, :], mask=inside_out[:, None] & inside, other=0.0)
         sums = tl.dot(x, tl.trans(weight.to(x.dtype)), sums, input_precision="ieee")
     if scale_ptr is not None:
-        sums *= tl.load(scale_ptr + n, mask=n < num_out, other=0.0)[None, :]
+        sums *= tl.load(scale_ptr + n, mask=inside_out, other=0.0)[None, :]
     if bias_ptr is not None:
-        sums += tl.load(bias_ptr + n, mask=n < num_out, other=0.0).to(tl.float32)[None, :]
+        sums += tl.load(bias_ptr + n, mask=inside_out, other=0.0).to(tl.float32)[None, :]
+    out = sums.to(out_ptr.dtype.element_ty)
+    if GATED:
+        gate, up = tl.split(tl.reshape(out, [BLOCK_M, BLOCK_N // 2, 2]))
+        out = swiglu(gate, up).to(out_ptr.dtype.element_ty)
+        num_out = num_out // 2
+        n = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        inside_out = n < num_out
     place = (split * num_rows + m).to(tl.int64)[:, None] * num_out + n[None, :]
-    tl.store(out_ptr + place, sums.to(out_ptr.dtype.element_ty), mask=(m < num_rows)[:, None] & (n < num_out)[None, :])
+    tl.store(out_ptr + place, out, mask=(m < num_rows)[:, None] & inside_out[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_splits(
     out_ptr: tl.tensor, parts_ptr: tl.tensor, bias_ptr: tl.tensor, num_rows: tl.tensor, num_out: tl.tensor,
-    NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Kernel that adds the parts of split sums. One program per row and block of outputs."""
+    """Kernel that adds the parts of split sums. One program per row and block of results. With ``GATED``, half of the
+    outputs are gates, and SwiGLU is stored."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
+    width = num_out
+    if GATED:
+        width = num_out // 2
+    inside = n < width
     wait_for_inputs(PDL)
-    for split in tl.static_range(NUM_SPLITS):
-        total += tl.load(parts_ptr + (split * num_rows + row) * num_out + n, mask=n < num_out, other=0.0)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + n, mask=n < num_out, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * num_out + n, total.to(out_ptr.dtype.element_ty), mask=n < num_out)
+    out = add_parts(parts_ptr, bias_ptr, row, n, inside, num_rows, num_out, NUM_SPLITS).to(out_ptr.dtype.element_ty)
+    if GATED:
+        up = add_parts(parts_ptr, bias_ptr, row, n + width, inside, num_rows, num_out, NUM_SPLITS)
+        out = swiglu(out, up.to(out_ptr.dtype.element_ty)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * width + n, out, mask=inside)
 
 
 def linear_small(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: GemmLaunch, scales: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    launch: GemmLaunch,
+    scales: Tensor | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """``x @ weight.T + bias``, correct for any number of rows, and fast for at most 64.
 
@@ -83,29 +106,48 @@ def linear_small(
         bias: [N] or None; added in float32 before the one rounding.
         launch: from :func:`~chairlift.kernels.triton.launch.gemm_launch`.
         scales: float32 [N], factors of the rows of a weight in fp8.
+        gated: The first half of the outputs are the gates of the second half. The result is SwiGLU, with the same bits
+            as :func:`~chairlift.kernels.triton.norms.silu_and_mul` of the outputs.
 
     Returns:
-        [M, N] in x's dtype.
+        [M, N], or with ``gated`` [M, N / 2], in x's dtype.
 
     Raises:
         InvariantError: the shapes do not fit together.
     """
+    num_rows, num_out, splits = len(x), weight.shape[0], launch.num_splits
+    if gated and num_out % 2:
+        raise InvariantError(f"a gated layer has one gate for each output, so an even number of both; got {num_out}")
+    width = num_out // 2 if gated else num_out
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    if splits == 1:
+        _launch_product(out, x, weight, bias, launch, scales, gated)
+    elif num_rows:
+        parts = linear_parts(x, weight, launch=launch, scales=scales)
+        _add_splits[(num_rows, -(-width // GEMM_ADD_BLOCK))](
+            out, parts, bias, num_rows, num_out,
+            NUM_SPLITS=splits, BLOCK=GEMM_ADD_BLOCK, GATED=gated, **dependent_launch(x.device),
+        )  # fmt: skip
+    return out
+
+
+def linear_parts(x: Tensor, weight: Tensor, *, launch: GemmLaunch, scales: Tensor | None = None) -> Tensor:
+    """The parts of the sums ``x @ weight.T``, float32 [``launch.num_splits``, M, N]. :func:`linear_small` describes
+    the arguments and errors."""
+    parts = torch.empty((launch.num_splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
+    _launch_product(parts, x, weight, None, launch, scales, gated=False)
+    return parts
+
+
+def _launch_product(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, launch: GemmLaunch, scales: Tensor | None, gated: bool
+) -> None:
     (num_rows, num_in), num_out, splits = x.shape, weight.shape[0], launch.num_splits
     if weight.shape[1] != num_in or not weight.is_contiguous() or x.stride(1) != 1:
         raise InvariantError(f"x {list(x.shape)} and weight {list(weight.shape)} must share K and have contiguous rows")
-    out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device)
-    if num_rows == 0:
-        return out
-    parts, dependent = out, dependent_launch(x.device)
-    if splits > 1:
-        parts = torch.empty((splits, num_rows, num_out), dtype=torch.float32, device=x.device)
-    _product[(-(-num_rows // launch.block_m), -(-num_out // launch.block_n), splits)](
-        parts, x, weight, scales, None if splits > 1 else bias, num_rows, num_out, num_in, x.stride(0),
-        BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, NUM_SPLITS=splits,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, **dependent,
-    )  # fmt: skip
-    if splits > 1:
-        _add_splits[(num_rows, -(-num_out // GEMM_ADD_BLOCK))](
-            out, parts, bias, num_rows, num_out, NUM_SPLITS=splits, BLOCK=GEMM_ADD_BLOCK, **dependent
-        )
-    return out
+    if num_rows:
+        _product[(-(-num_rows // launch.block_m), -(-num_out // launch.block_n), splits)](
+            out, x, weight, scales, bias, num_rows, num_out, num_in, x.stride(0),
+            BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, NUM_SPLITS=splits, GATED=gated,
+            num_warps=launch.num_warps, num_stages=launch.num_stages, **dependent_launch(x.device),
+        )  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor
 from chairlift.errors import InvariantError
 from chairlift.kernels.triton.dependent import dependent_launch, wait_for_inputs
 from chairlift.kernels.triton.launch import ROPE_HEADS, ROPE_WARPS, power_of_2
+from chairlift.kernels.triton.norms import add_parts
 
 __all__ = ["rope_and_cache", "rotary_table"]
 
@@ -43,23 +44,31 @@ def _normalise(
     return tl.where(selected[:, None], normed_1, first), tl.where(selected[:, None], normed_2, second)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rope_and_cache(
-    q_ptr: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor, qkv_ptr: tl.tensor, cos_ptr: tl.tensor,
-    sin_ptr: tl.tensor, slots_ptr: tl.tensor, q_norm_ptr: tl.tensor, k_norm_ptr: tl.tensor, eps: tl.tensor,
-    qkv_stride: tl.tensor, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    HALF_PAD: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    q_ptr: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor, qkv_ptr: tl.tensor, bias_ptr: tl.tensor,
+    cos_ptr: tl.tensor, sin_ptr: tl.tensor, slots_ptr: tl.tensor, q_norm_ptr: tl.tensor, k_norm_ptr: tl.tensor,
+    eps: tl.tensor, qkv_stride: tl.tensor, num_tokens: tl.tensor, NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK_H: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per token and block of heads. Heads are numbered consecutively: first q, then k, then v."""
+    """One program per token and block of heads. Heads are numbered consecutively: first q, then k, then v. If there are
+    splits, qkv is the sum of float32 parts."""
     K: tl.constexpr = NUM_HEADS
     V: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
     token = tl.program_id(0).to(tl.int64)
     h, i = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, HALF_PAD)
     inside = (h < V + NUM_KV_HEADS)[:, None] & (i < HALF)[None, :]
-    source = qkv_ptr + token * qkv_stride + (h * 2 * HALF)[:, None] + i[None, :]
+    n = (h * 2 * HALF)[:, None] + i[None, :]
     wait_for_inputs(PDL)
-    first = tl.load(source, mask=inside, other=0.0)
-    second = tl.load(source + HALF, mask=inside, other=0.0)
+    if NUM_SPLITS > 0:
+        dtype: tl.constexpr = q_ptr.dtype.element_ty
+        first = add_parts(qkv_ptr, bias_ptr, token, n, inside, num_tokens, qkv_stride, NUM_SPLITS).to(dtype)
+        second = add_parts(qkv_ptr, bias_ptr, token, n + HALF, inside, num_tokens, qkv_stride, NUM_SPLITS).to(dtype)
+    else:
+        source = qkv_ptr + token * qkv_stride + n
+        first = tl.load(source, mask=inside, other=0.0)
+        second = tl.load(source + HALF, mask=inside, other=0.0)
     if q_norm_ptr is not None:
         first, second = _normalise(first, second, h < K, q_norm_ptr, eps, i, HALF)
     if k_norm_ptr is not None:
@@ -125,17 +134,20 @@ def rope_and_cache(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Split ``qkv``, normalise q and k per head (Qwen3), rotate them, and write k and v to their slots.
 
     Args:
-        qkv: [T, (Hq + 2 Hkv) Dh], rows contiguous; Dh even.
+        qkv: [T, (Hq + 2 Hkv) Dh], rows contiguous; Dh even. Or the parts of a split sum, float32 [S, T, (Hq + 2 Hkv)
+            Dh], contiguous: their sum and ``bias`` are rounded to the cache's dtype first.
         rotary: cosines and sines of the positions, each [T, 1, Dh / 2], contiguous, in qkv's dtype; None: no rotation.
         key_cache, value_cache: [num_blocks, block_size, Hkv, Dh], contiguous, in qkv's dtype; changed in place.
         slots: int32 or int64 [T]: ``block * block_size + offset`` for each token, or -1 to write nothing.
         num_heads: Hq.
         q_norm, k_norm: weights [Dh], or None.
         eps: epsilon of the norms.
+        bias: [(Hq + 2 Hkv) Dh], added to parts; None: no bias.
 
     Returns:
         q, [T, Hq, Dh], contiguous.
@@ -143,20 +155,21 @@ def rope_and_cache(
     Raises:
         InvariantError: the shapes do not fit together.
     """
-    num_tokens, (num_kv_heads, head_dim) = qkv.shape[0], key_cache.shape[2:]
+    num_tokens, (num_kv_heads, head_dim) = qkv.shape[-2], key_cache.shape[2:]
     num_parts = num_heads + 2 * num_kv_heads
-    if qkv.shape[1] != num_parts * head_dim or head_dim % 2 or key_cache.shape != value_cache.shape:
+    if qkv.shape[-1] != num_parts * head_dim or head_dim % 2 or key_cache.shape != value_cache.shape:
         raise InvariantError(f"qkv {list(qkv.shape)} is not {num_parts} heads for caches {list(key_cache.shape)}")
-    if not (key_cache.is_contiguous() and value_cache.is_contiguous() and qkv.stride(1) == 1):
+    if not (key_cache.is_contiguous() and value_cache.is_contiguous() and qkv.stride(-1) == 1):
         raise InvariantError("the caches and the rows of qkv must be contiguous")
-    q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    q = torch.empty((num_tokens, num_heads, head_dim), dtype=key_cache.dtype, device=qkv.device)
     if num_tokens:
         cos, sin = (None, None) if rotary is None else rotary
         block = min(ROPE_HEADS, power_of_2(num_parts))
         # Fused multiply-adds are disabled, because they would skip roundings that the reference does.
         _rope_and_cache[(num_tokens, -(-num_parts // block))](
-            q, key_cache, value_cache, qkv, cos, sin, slots, q_norm, k_norm, eps, qkv.stride(0),
+            q, key_cache, value_cache, qkv, bias, cos, sin, slots, q_norm, k_norm, eps, qkv.stride(-2), num_tokens,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, HALF_PAD=power_of_2(head_dim // 2),
-            BLOCK_H=block, num_warps=ROPE_WARPS, enable_fp_fusion=False, **dependent_launch(q.device),
+            BLOCK_H=block, NUM_SPLITS=len(qkv) if qkv.ndim == 3 else 0, num_warps=ROPE_WARPS, enable_fp_fusion=False,
+            **dependent_launch(q.device),
         )  # fmt: skip
     return q

@@ -129,7 +129,9 @@ def in_fp8() -> None:
         weight, scales = torch.empty((out, 896), dtype=torch.float8_e4m3fn), torch.empty(out)
         for rows, any_rows in ((3, False), (33, False), (3, True)):
             launch = gemm_launch(out, 896, 132, num_rows=rows, any_rows=any_rows)
-            linear_small(torch.empty((3, 896), dtype=torch.bfloat16), weight, bias, launch=launch, scales=scales)
+            x = torch.empty((3, 896), dtype=torch.bfloat16)
+            for gated in (False, True):
+                linear_small(x, weight, bias, launch=launch, scales=scales, gated=gated)
 
 
 def everything() -> None:
@@ -151,16 +153,20 @@ def everything() -> None:
     qkv, half = torch.empty((1, 18 * 64), dtype=torch.bfloat16), torch.empty((1, 1, 32), dtype=torch.bfloat16)
     rope_and_cache(qkv, (half, half), cache, cache, slots, num_heads=14, q_norm=norm, k_norm=norm, eps=1e-6)
     rope_and_cache(qkv, (half, half), cache, cache, slots, num_heads=14)
+    parts = torch.empty((3, 1, 18 * 64))
+    rope_and_cache(parts, (half, half), cache, cache, slots, num_heads=14, q_norm=norm, k_norm=norm, bias=qkv[0])
     rotary_table(torch.empty(3, dtype=torch.int32), torch.empty(32), 1.0, torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
         x, weight = torch.empty((3, 896), dtype=dtype), torch.empty(896, dtype=dtype)
         rms_norm(x, weight, 1e-6)
         add_rms_norm(x, x, weight, 1e-6)
         silu_and_mul(torch.empty((3, 2 * 4864), dtype=dtype))
+        add_rms_norm(torch.empty((3, 3, 896)), x, weight, 1e-6, bias=weight)
         for out, bias in ((896, None), (128 * 132 * 3, torch.empty(128 * 132 * 3, dtype=dtype))):
             for rows, any_rows in ((3, False), (33, False), (3, True)):
                 launch = gemm_launch(out, 896, 132, num_rows=rows, any_rows=any_rows, itemsize=dtype.itemsize)
                 linear_small(x, torch.empty((out, 896), dtype=dtype), bias, launch=launch)
+                linear_small(x, torch.empty((out, 896), dtype=dtype), bias, launch=launch, gated=True)
         logits, rows = torch.empty((2, 151_936), dtype=dtype), torch.zeros(2, dtype=torch.int32)
         state = DecodeState(4, 64, 2, 16, torch.device("cpu"))
         sample(logits, state.sampling, rows, rows, None)

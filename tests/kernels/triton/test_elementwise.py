@@ -9,6 +9,8 @@ import torch
 
 from chairlift.errors import InvariantError
 from chairlift.kernels import ops, reference
+from chairlift.kernels.triton.launch import GemmLaunch
+from chairlift.kernels.triton.linear_small import linear_parts, linear_small
 from chairlift.kernels.triton.norms import add_rms_norm, rms_norm, silu_and_mul
 from chairlift.kernels.triton.rope_cache import rope_and_cache, rotary_table
 from tests.kernels.triton.probes import TOLERANCE, normal, seeds
@@ -120,6 +122,24 @@ def rope_case(seed: int, device: torch.device) -> None:
 @pytest.mark.parametrize("count", seeds(8))
 def test_rope_and_cache_equals_its_definition(request: pytest.FixtureRequest, count: int, device: torch.device) -> None:
     sweep(request, count, lambda seed: rope_case(seed, device))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_heads_from_the_parts_of_a_sum_have_the_bits_of_a_layer_and_heads(has_bias: bool, device: torch.device) -> None:
+    x, weight = (normal(rows, 96, dtype=torch.bfloat16, seed=rows, device=device) for rows in (3, 8 * 24))
+    bias = normal(8 * 24, dtype=torch.bfloat16, seed=1, device=device) if has_bias else None
+    rotary, norm = normal(2, 3, 1, 12, dtype=torch.bfloat16, seed=2, device=device), torch.ones(24, device=device)
+    launch, slots = GemmLaunch(16, 32, 16, 3, 4, 2), torch.tensor([3, -1, 9], device=device)
+    qkv = linear_small(x, weight, bias, launch=launch), linear_parts(x, weight, launch=launch)
+    outs = []
+    for given, added in zip(qkv, (None, bias), strict=True):
+        caches = torch.zeros((2, 3, 4, 2, 24), dtype=torch.bfloat16, device=device)
+        q = rope_and_cache(
+            given, (rotary[0], rotary[1]), caches[0], caches[1], slots, num_heads=4, k_norm=norm, eps=1e-5, bias=added
+        )
+        outs.append((q, caches))
+    assert torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
+    assert outs[0][1].count_nonzero() == 2 * 2 * 2 * 24
 
 
 def test_slots_beyond_two_thousand_million_numbers(device: torch.device) -> None:

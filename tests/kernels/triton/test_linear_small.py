@@ -10,7 +10,8 @@ import torch
 from chairlift.errors import InvariantError
 from chairlift.kernels.fp8 import quantize
 from chairlift.kernels.triton.launch import GemmLaunch, gemm_launch
-from chairlift.kernels.triton.linear_small import linear_small
+from chairlift.kernels.triton.linear_small import linear_parts, linear_small
+from chairlift.kernels.triton.norms import add_rms_norm, silu_and_mul
 from tests.kernels.triton.probes import TOLERANCE, needs_fp8, normal, seeds
 from tests.sweep import sweep
 
@@ -73,6 +74,50 @@ def test_a_row_has_the_same_bits_in_any_company(num_splits: int, device: torch.d
         assert torch.equal(linear_small(x[rows], weight, None, launch=launch), together[rows])
 
 
+@pytest.mark.parametrize("count", seeds(6))
+def test_a_gated_layer_has_the_bits_of_a_layer_and_swiglu(
+    request: pytest.FixtureRequest, count: int, device: torch.device
+) -> None:
+    def check(seed: int) -> None:
+        draw = random.Random(seed)
+        dtype, num_in, width = draw.choice(list(TOLERANCE)), draw.choice([1, 16, 50, 96]), draw.choice([1, 8, 21, 40])
+        launch = GemmLaunch(draw.choice([16, 64]), *draw.choices([16, 32], k=2), draw.choice([1, 1, 2, 3]), 4, 2)
+        x = normal(draw.choice([0, 1, 3, 17]), num_in, dtype=dtype, seed=seed, device=device)
+        weight = normal(2 * width, num_in, dtype=dtype, seed=seed + 1, device=device)
+        bias = normal(2 * width, dtype=dtype, seed=seed + 2, device=device) if draw.random() < 0.5 else None
+        fused = linear_small(x, weight, bias, launch=launch, gated=True)
+        assert torch.equal(fused, silu_and_mul(linear_small(x, weight, bias, launch=launch)))
+
+    sweep(request, count, check)
+
+
+@needs_fp8
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_a_gated_layer_in_fp8_has_the_bits_of_a_layer_and_swiglu(num_splits: int, device: torch.device) -> None:
+    """Each output has a scale of its own, far from its neighbours'."""
+    x = normal(3, 64, dtype=torch.bfloat16, seed=1, device=device)
+    rows = normal(42, 64, dtype=torch.float32, seed=2, device=device)
+    values, scales = quantize(rows * 2.0 ** torch.arange(42, device=device).sub(20).mul(0.2)[:, None])
+    launch = GemmLaunch(16, 16, 32, num_splits, 4, 2)
+    fused = linear_small(x, values, None, launch=launch, scales=scales, gated=True)
+    assert torch.equal(fused, silu_and_mul(linear_small(x, values, None, launch=launch, scales=scales)))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_norm_that_adds_the_parts_has_the_bits_of_a_layer_and_a_norm(
+    dtype: torch.dtype, has_bias: bool, device: torch.device
+) -> None:
+    launch, weights = GemmLaunch(16, 16, 32, 3, 4, 2), normal(2, 72, dtype=dtype, seed=5, device=device)
+    x, weight = (normal(rows, 112, dtype=dtype, seed=rows, device=device) for rows in (5, 72))
+    bias = weights[0] if has_bias else None
+    residual = normal(5, 72, dtype=dtype, seed=4, device=device)
+    plain, total = residual.clone(), linear_small(x, weight, bias, launch=launch)
+    normed = add_rms_norm(total, plain, weights[1], 1e-5)
+    fused = add_rms_norm(linear_parts(x, weight, launch=launch), residual, weights[1], 1e-5, bias)
+    assert torch.equal(residual, plain) and torch.equal(fused, normed)
+
+
 def test_a_nan_stays_in_its_row(device: torch.device) -> None:
     x = normal(4, 32, dtype=torch.float32, seed=1, device=device)
     weight = normal(16, 32, dtype=torch.float32, seed=2, device=device)
@@ -95,5 +140,8 @@ def test_the_launch_follows_from_the_weight_and_from_whether_a_tile_holds_the_ro
 def test_edges(device: torch.device) -> None:
     weight, launch = torch.zeros((16, 32), device=device), GemmLaunch(16, 16, 16, 2, 4, 2)
     assert linear_small(torch.zeros((0, 32), device=device), weight, None, launch=launch).shape == (0, 16)
+    assert linear_small(torch.zeros((0, 32), device=device), weight, None, launch=launch, gated=True).shape == (0, 8)
+    with pytest.raises(InvariantError, match="even number of both; got 15"):
+        linear_small(torch.zeros((1, 32), device=device), weight[:15], None, launch=launch, gated=True)
     with pytest.raises(InvariantError, match="share K"):
         linear_small(torch.zeros((1, 31), device=device), weight, None, launch=launch)
